@@ -1,0 +1,62 @@
+# `make` lists what there is. Every target that needs the environment makes it first, once.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
+STAMP  := $(VENV)/.stamp
+PORT   ?= 5000
+SHELL  := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench ui lock clean-results clean-env
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with everything pinned
+
+# torch comes alone and first, so that the CPU build is chosen where an index offers one. The lock file is complete:
+# nothing is resolved, and bytecode is compiled for what gets imported, not for everything.
+$(STAMP): pyproject.toml requirements/lock.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or say make PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $$(grep -E '^torch==' requirements/lock.txt)
+	$(PIP) --no-deps --requirement requirements/lock.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip check
+	@touch $@
+
+demo: $(STAMP) ## run the whole pipeline on two CPU cores: data to report
+	$(BIN)/snakemake
+
+test: $(STAMP) ## run every test
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## check style, types and the workflow
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/snakefmt --line-length 120 --check Snakefile workflow
+	$(BIN)/mypy
+	$(BIN)/snakemake --lint
+
+format: $(STAMP) ## rewrite files in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/snakefmt --line-length 120 Snakefile workflow
+
+bench: $(STAMP) ## run every benchmark and write docs/benchmarks.md
+	$(BIN)/python benchmarks/run_all.py
+
+ui: $(STAMP) ## open MLflow on the runs (PORT=5000)
+	@$(BIN)/python -m mcore_mas.ui --port $(PORT)
+
+lock: $(STAMP) ## write requirements/lock.txt from .venv
+	@{ sed -n 1p requirements/lock.txt; $(BIN)/python -m pip list --format=freeze --exclude pip --exclude-editable \
+	  | sed 's/+cpu$$//' | LC_ALL=C sort -f; } > requirements/lock.partial
+	@mv requirements/lock.partial requirements/lock.txt
+
+clean-results: ## remove what the pipeline made, checkpoints too
+	rm -rf results .snakemake
+
+clean-env: ## remove .venv
+	rm -rf $(VENV)

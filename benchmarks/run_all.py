@@ -1,0 +1,101 @@
+"""Runs every benchmark and writes docs/benchmarks.md from the last line that each prints."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+LINE = re.compile(
+    r"name=(?P<name>\S+) ratio=(?P<ratio>\d+\.\d+) goal=(?P<goal>\d+\.\d+) reference=(?P<reference>.+) n=(?P<n>\d+)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What one benchmark measured."""
+
+    name: str
+    ratio: float  # ours over the reference's; what better means is the script's to say
+    goal: float
+    reference: str
+    n: int  # repeats
+
+
+def parse(output: str) -> Result | None:
+    """The result in the last line of a benchmark's output; None if it is not of the agreed form."""
+    lines = output.rstrip().splitlines()
+    found = LINE.fullmatch(lines[-1].strip()) if lines else None
+    if found is None:
+        return None
+    return Result(
+        name=found["name"],
+        ratio=float(found["ratio"]),
+        goal=float(found["goal"]),
+        reference=found["reference"],
+        n=int(found["n"]),
+    )
+
+
+def page(results: list[Result], machine: str) -> str:
+    """The Markdown page."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Made by `make bench`; each row is the last line of the script `benchmarks/<name>.py`.",
+        f"Machine: {machine}.",
+        "",
+        "| benchmark | ratio | goal | reference | repeats |",
+        "|---|---:|---:|---|---:|",
+    ]
+    lines += [f"| {r.name} | {r.ratio:.2f} | {r.goal:.2f} | {r.reference} | {r.n} |" for r in results]
+    return "\n".join([*lines, ""])
+
+
+def main() -> int:
+    """Run all, or those named on the command line; 1 if one failed, and then the page stays as it was."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="scripts without .py; all if none is named")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "benchmarks.md")
+    options = parser.parse_args()
+    scripts = sorted(path for path in HERE.glob("*.py") if path.name != Path(__file__).name)
+    unknown = set(options.names) - {path.stem for path in scripts}
+    if unknown:
+        print(f"error: no benchmark {', '.join(sorted(unknown))}; known: {', '.join(p.stem for p in scripts)}")
+        return 1
+    results, failed = [], []
+    for script in [path for path in scripts if not options.names or path.stem in options.names]:
+        started = time.monotonic()
+        done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, check=False)
+        print(done.stdout.rstrip())
+        result = parse(done.stdout) if done.returncode == 0 else None
+        if result is None:
+            failed.append(script.name)
+            print(f"error: {script.name} ended with status {done.returncode} and no result line")
+        else:
+            results.append(result)
+        print(f"  ({time.monotonic() - started:.0f} s)", flush=True)
+    if failed:
+        print(f"error: {', '.join(failed)} failed; {options.out} is unchanged")
+        return 1
+    if not options.names:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(page(results, _machine()), encoding="utf-8")
+        print(f"wrote {options.out}")
+    return 0
+
+
+def _machine() -> str:
+    model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    cores = Path("/proc/cpuinfo").read_text(encoding="utf-8").count("processor\t")
+    return f"{model[1] if model else platform.machine()}, {cores} cores, Python {platform.python_version()}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

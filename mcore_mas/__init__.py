@@ -1,0 +1,1 @@
+"""Reinforcement-learning post-training of teams of LLM agents on Megatron-core."""

@@ -1,0 +1,283 @@
+"""A run's whole configuration: composed by Hydra, validated once, never looked up by string again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from mcore_mas.core.advantages import ESTIMATORS
+from mcore_mas.core.losses import LOSSES
+from rollout.agent import ROLES
+from rollout.config import AgentConfig, Choice, EngineConfig, EnvConfig, OrchestraConfig, RewardConfig, Section
+from rollout.registry import UnknownName, lookup
+from rollout.tasks import GENERATORS
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+class ConfigError(ValueError):
+    """A config cannot be used: one line that says what, where, expected, what to do."""
+
+
+class DataConfig(Section):
+    """Where tasks come from: a generator with the number of tasks per split, or files of tasks."""
+
+    generator: str | None = None
+    train: int | Path
+    validation: int | Path
+    test: int | Path
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        if self.generator is not None:
+            lookup("task generator", self.generator, GENERATORS)
+        expected = Path if self.generator is None else int
+        for split in ("train", "validation", "test"):
+            value = getattr(self, split)
+            if not isinstance(value, expected):
+                what = "a parquet file of tasks, as no generator is named" if expected is Path else "a number of tasks"
+                raise ValueError(f"data.{split} is {value}; expected {what}")
+        return self
+
+
+class PolicyConfig(Section):
+    """What changes weights belongs to a policy."""
+
+    model: str  # Hugging Face folder
+    tp: int = Field(1, ge=1)  # tensor-parallel ranks
+    lr: float = Field(gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, gt=0)
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages."""
+
+    name: str = "drmas"
+    eps: float = Field(1e-6, gt=0)
+    lone: Literal["zero", "raw"] = "zero"  # the advantage of a turn without peers
+
+    @model_validator(mode="after")
+    def _known(self) -> AdvantageConfig:
+        lookup("advantage", self.name, ESTIMATORS)
+        return self
+
+
+class LossConfig(Choice):
+    """The per-token loss."""
+
+    @model_validator(mode="after")
+    def _known(self) -> LossConfig:
+        self.check("loss", LOSSES)
+        return self
+
+
+class TrainerConfig(Section):
+    """The shape of a training run."""
+
+    steps: int = Field(ge=1)
+    tasks_per_step: int = Field(ge=1)
+    group_size: int = Field(ge=2)  # trajectories per task
+    microbatch_tokens: int = Field(4096, ge=1)
+    checkpoint_every: int = Field(10, ge=1)  # steps
+    keep_checkpoints: int = Field(2, ge=1)
+    validate_every: int = Field(10, ge=1)  # steps
+    validation_samples: int = Field(1, ge=1)  # trajectories per validation task
+    logprob_tolerance: float = Field(1e-4, gt=0)  # nats between engine and trainer on fresh samples; 1e-4 suits float32
+
+
+class EvaluationConfig(Section):
+    """How a policy state is measured."""
+
+    samples: int = Field(4, ge=1)  # k of avg@k and pass@k
+    temperature: float | None = Field(None, ge=0)  # of every agent; None keeps each agent's own
+    top_p: float | None = Field(None, gt=0, le=1)
+
+
+class BaseModelConfig(Section):
+    """A small randomly initialised Qwen2 and the size of its tokenizer."""
+
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=8)
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    ffn: int = Field(ge=8)
+    vocab: int = Field(ge=300)  # 256 bytes and the special tokens are always in it
+    positions: int = Field(1024, ge=16)
+
+    @model_validator(mode="after")
+    def _divides(self) -> BaseModelConfig:
+        if self.hidden % self.heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"hidden {self.hidden}, heads {self.heads}, kv_heads {self.kv_heads}: "
+                "heads must divide hidden, and kv_heads must divide heads"
+            )
+        return self
+
+
+class ColdStartConfig(Section):
+    """Supervised fine-tuning on generated demonstrations, until the team is legal but far from its ceiling."""
+
+    base: BaseModelConfig
+    options: dict[str, Any] = Field(default_factory=dict)  # of the generator's demonstrations
+    lr: float = Field(gt=0)
+    warmup_steps: int = Field(50, ge=0)
+    betas: tuple[float, float] = (0.9, 0.98)
+    batch: int = Field(64, ge=1)  # demonstrations per step
+    max_steps: int = Field(ge=1)
+    check_every: int = Field(50, ge=1)  # steps between two measurements of the team
+    first_check: int = Field(0, ge=0)  # no measurement before this step
+    check_tasks: int = Field(64, ge=1)  # validation tasks of one measurement
+    stop_legal: float = Field(0.9, ge=0, le=1)  # stop when this share of turns is well-formed ...
+    stop_accuracy: float = Field(0.3, ge=0, le=1)  # ... and this share of trajectories succeeds
+
+
+class RetrieverConfig(Section):
+    """The search engine that the team's environment asks."""
+
+    url: str | None = None  # of a server that runs elsewhere; None starts one beside the run
+    encoder: Literal["minilm"] = "minilm"
+    threads: int = Field(1, ge=1)
+
+
+class TrackingConfig(Section):
+    """Where metrics go besides the run folder."""
+
+    uri: str  # of MLflow's tracking store
+    experiment: str
+
+
+class ClusterConfig(Section):
+    """How many threads and how much shared memory this machine gives a run."""
+
+    threads_per_process: int = Field(1, ge=1)
+    object_store_mb: int = Field(256, ge=80)
+
+
+class RunConfig(Section):
+    """Everything that determines one run."""
+
+    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")  # also the run folder's name
+    results: Path = Path("results")
+    seed: int = 1
+    data: DataConfig
+    env: EnvConfig
+    orchestra: OrchestraConfig
+    agents: dict[str, AgentConfig] = Field(min_length=1)
+    policies: dict[str, PolicyConfig] = Field(min_length=1)
+    reward: RewardConfig
+    advantage: AdvantageConfig
+    loss: LossConfig
+    engine: EngineConfig
+    trainer: TrainerConfig
+    evaluation: EvaluationConfig
+    cold_start: ColdStartConfig | None = None  # None: the policies' models are there already
+    retriever: RetrieverConfig | None = None
+    tracking: TrackingConfig
+    cluster: ClusterConfig
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        for name, agent in self.agents.items():
+            if agent.policy not in self.policies:
+                known = ", ".join(self.policies)
+                raise ValueError(
+                    f"agent '{name}' plays policy '{agent.policy}', which is not defined; policies: {known}"
+                )
+            lookup("agent role", agent.role or name, ROLES)
+        idle = set(self.policies) - {agent.policy for agent in self.agents.values()}
+        if idle:
+            raise ValueError(f"policy '{min(idle)}' is played by no agent; remove it or name it in agents")
+        if self.cold_start is not None and self.data.generator is None:
+            raise ValueError("cold_start needs data.generator, which writes its demonstrations")
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return self.results / self.run
+
+    @classmethod
+    def load(cls, path: Path) -> RunConfig:
+        """Read a resolved config, as `resolve_config` wrote it.
+
+        Raises:
+            ConfigError: the file is missing, no YAML, or does not validate.
+        """
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such file; expected a resolved config (run `snakemake {path}`)")
+        try:
+            values = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())}); make it again") from error
+        return cls.check(values, str(path))
+
+    @classmethod
+    def check(cls, values: Any, where: str) -> RunConfig:
+        """Validate plain values; `where` names their origin in errors.
+
+        Raises:
+            ConfigError: they do not validate.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(f"{where}: {_first(error, values)}") from error
+        except UnknownName as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+
+def resolve(overrides: Sequence[str]) -> dict[str, Any]:
+    """Compose `configs/` with Hydra overrides, validate, and return plain values.
+
+    Raises:
+        ConfigError: an override names nothing, or the result does not validate.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    where = f"configs/ with {' '.join(overrides) or 'no overrides'}"
+    try:
+        with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
+            composed = compose("config", overrides=list(overrides))
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
+    return RunConfig.check(values, where).model_dump(mode="json")
+
+
+def _first(error: ValidationError, values: Any) -> str:
+    """The first of pydantic's complaints, as one line with the nearest known keys."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"]) or "the config"
+    if first["type"] == "extra_forbidden":
+        return f"unknown key '{place}'; {_siblings(first['loc'])}"
+    if first["type"] == "missing":
+        return f"'{place}' is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    got = "" if isinstance(first["input"], dict) or first["type"] == "value_error" else f" (got {first['input']!r})"
+    return f"{place}: {message}{got}"
+
+
+def _siblings(loc: tuple[int | str, ...]) -> str:
+    import typing
+
+    model: Any = RunConfig
+    for part in loc[:-1]:
+        if isinstance(model, type) and issubclass(model, Section):
+            model = model.model_fields[str(part)].annotation
+        else:  # the value type of a dict of sections
+            model = typing.get_args(model)[-1]
+        options = [t for t in typing.get_args(model) if isinstance(t, type) and issubclass(t, Section)]
+        if options and typing.get_origin(model) is not dict:
+            model = options[0]
+    return f"known here: {', '.join(model.model_fields)}"

@@ -1,0 +1,1 @@
+"""Equations: tensors in, tensors out. Imports torch and nothing else."""

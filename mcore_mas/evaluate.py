@@ -1,0 +1,130 @@
+"""avg@k and pass@k per data source, counted by task."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from mcore_mas.config import AgentConfig, RunConfig
+from mcore_mas.files import FolderError, write_json
+from mcore_mas.intervals import bootstrap_interval
+from mcore_mas.progress import Reporter
+from mcore_mas.world import world
+from rollout.build import build_orchestra, build_team
+from rollout.collect import collect
+from rollout.engines.local import LocalEngine
+from rollout.records import Group, Status, Trajectory, read_tasks, write_trajectories
+from rollout.renderer import Renderer
+from rollout.team import Player
+
+_EVALUATION = -2  # the step in the seeds of evaluation trajectories
+
+
+def evaluate(config_path: Path, state: str, out_path: Path) -> None:
+    """Measure the policies' models ("base") or what training made of them ("trained") on the test tasks.
+
+    Writes scores, means and 95 % intervals to `out_path`, and the trajectories beside it as parquet.
+
+    Raises:
+        FolderError: state is "trained" and training has not finished.
+    """
+    config = RunConfig.load(config_path)
+    torch.set_num_threads(config.cluster.threads_per_process)
+    models = policy_models(config, state)
+    tasks = read_tasks(config.folder / "tasks" / "test.parquet")
+    agents = {name: _measured(agent, config) for name, agent in config.agents.items()}
+    players = {
+        policy: Player(
+            engine=LocalEngine(model, rows=config.engine.slots, max_length=config.engine.max_length),
+            renderer=Renderer(model),
+        )
+        for policy, model in models.items()
+    }
+    k = config.evaluation.samples
+    done = 0
+
+    with (
+        world(config, f"evaluation/{state}-retriever") as make_env,
+        Reporter(f"{config.run} evaluate {state}", len(tasks) * k) as reporter,
+    ):
+
+        def count(_: Trajectory) -> None:
+            nonlocal done
+            done += 1
+            if done % max(1, len(tasks) * k // 10) == 0:
+                reporter.step(done, {})
+
+        groups = asyncio.run(
+            collect(
+                tasks,
+                build_team(agents, players),
+                make_env,
+                build_orchestra(config.orchestra),
+                group_size=k,
+                seed=config.seed,
+                step=_EVALUATION,
+                done=count,
+            )
+        )
+    write_trajectories(out_path.with_suffix(".parquet"), (t for group in groups for t in group.trajectories))
+    write_json(out_path, {"run": config.run, "state": state, "k": k, **score(groups, k)})
+
+
+def policy_models(config: RunConfig, state: str) -> dict[str, Path]:
+    """The model folder of each policy in a state.
+
+    Raises:
+        FolderError: state is "trained" and training has not finished.
+    """
+    if state == "base":
+        return {name: Path(policy.model) for name, policy in config.policies.items()}
+    done = config.folder / "train" / "done.json"
+    if not done.is_file():
+        raise FolderError(f"{done}: no such file; train first (`mcore-mas train --config {config.folder}/config.yaml`)")
+    return {name: Path(folder) for name, folder in json.loads(done.read_text())["policies"].items()}
+
+
+def score(groups: Sequence[Group], k: int) -> dict[str, Any]:
+    """Scores by task, and rows of avg@k and pass@k per data source and over all, with 95 % bootstrap intervals.
+
+    A task with a failed trajectory is not counted: what failed is unknown, not wrong. The number is in "failed_tasks".
+    """
+    tasks, failed = [], 0
+    for group in groups:
+        if any(t.status is not Status.COMPLETED for t in group.trajectories):
+            failed += 1
+            continue
+        scores = [float(t.outcome or 0.0) for t in group.trajectories]
+        tasks.append({"task_id": group.task.id, "source": group.task.source, "scores": scores})
+    sources = sorted({task["source"] for task in tasks})
+    names = [*sources, "all"] if len(sources) > 1 else sources
+    rows = [
+        row
+        for name in names
+        for row in _rows(name, [task["scores"] for task in tasks if name in ("all", task["source"])], k)
+    ]
+    return {"failed_tasks": failed, "rows": rows, "tasks": tasks}
+
+
+def _rows(dataset: str, scores: list[list[float]], k: int) -> list[dict[str, Any]]:
+    per_task: Mapping[str, list[float]] = {
+        f"avg@{k}": [fmean(task) for task in scores],
+        f"pass@{k}": [max(task) for task in scores],
+    }
+    rows = []
+    for metric, values in per_task.items():
+        low, high = bootstrap_interval(values, f"{dataset}/{metric}")
+        row = {"dataset": dataset, "metric": metric, "k": k, "value": fmean(values)}
+        rows.append(row | {"ci_low": low, "ci_high": high, "n": len(values)})
+    return rows
+
+
+def _measured(agent: AgentConfig, config: RunConfig) -> AgentConfig:
+    wanted = {"temperature": config.evaluation.temperature, "top_p": config.evaluation.top_p}
+    return agent.model_copy(update={name: value for name, value in wanted.items() if value is not None})

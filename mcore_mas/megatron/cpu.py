@@ -1,0 +1,73 @@
+"""What megatron-core 0.16 needs from CUDA at import and in a training step, answered for a machine that has none.
+
+Nothing here runs where CUDA is available, so the GPU path is Megatron's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import Any
+
+import torch
+
+_DEVICE = torch.device("cpu")
+
+# Modules of the dense training path that create tensors with a literal device="cuda".
+_LITERAL_MODULES = (
+    "megatron.core.pipeline_parallel.schedules",  # the running token count
+    "megatron.core.optimizer.optimizer",  # loss scale
+    "megatron.core.optimizer.clip_grads",  # overflow flag of the multi-tensor norm
+    "megatron.core.utils",  # local multi-tensor norm
+)
+
+
+class _TorchOnCpu(types.ModuleType):
+    """`torch` as one Megatron module sees it: tensor factories read device="cuda" as the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in ("zeros", "ones", "tensor", "empty"):
+            setattr(self, name, self._on_cpu(getattr(torch, name)))
+
+    @staticmethod
+    def _on_cpu(factory: Any) -> Any:
+        def make(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+            return factory(*args, device=_DEVICE if str(device).startswith("cuda") else device, **kwargs)
+
+        return make
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def install() -> None:
+    """Prepare this process for megatron-core on the CPU; does nothing where CUDA is available, or a second time."""
+    if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
+        return
+    # TorchScript fusers look for CUDA; must come before the other Megatron modules are imported, whose decorators read it.
+    importlib.import_module("megatron.core.jit").disable_jit_fuser()
+    # Rotary embeddings, DDP buffers and the vocabulary-parallel layers ask for the current device.
+    torch.cuda.current_device = _current_device
+    proxy = _TorchOnCpu()
+    for name in _LITERAL_MODULES:
+        importlib.import_module(name).torch = proxy
+    # The optimizer and gradient clipping assert on the *name* "torch.cuda.FloatTensor".
+    torch.Tensor.type = _cuda_type_name
+    # Layers fork the CUDA generator around dropout; the inference tracker's fork is a no-op, and dropout is 0.
+    importlib.import_module("megatron.core.tensor_parallel.random").initialize_rng_tracker(
+        inference_rng_tracker=True, force_reset=True
+    )
+
+
+def _current_device() -> torch.device:
+    return _DEVICE
+
+
+_tensor_type = torch.Tensor.type
+
+
+def _cuda_type_name(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if dtype is not None:
+        return _tensor_type(tensor, dtype, *args, **kwargs)
+    return _tensor_type(tensor).replace("torch.", "torch.cuda.", 1)

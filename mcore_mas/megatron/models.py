@@ -1,0 +1,174 @@
+"""A Hugging Face config as a Megatron `GPTModel`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mcore_mas.megatron.attention import TreeAttention, TreeRotary
+
+
+class ModelError(ValueError):
+    """A model folder cannot be trained as asked: says what, where, expected, what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A dense decoder, as its Hugging Face config.json describes it."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    tied: bool  # the output layer is the embedding
+    qkv_bias: bool
+    qk_norm: bool
+    norm_eps: float
+    rope_theta: float
+    rope_factor: float | None  # llama3 frequency scaling
+    positions: int
+
+    def vocab_padded(self, tp: int) -> int:
+        """Rows of the embedding once it divides by `tp`."""
+        return -(-self.vocab // tp) * tp
+
+    def check_layout(self, tp: int) -> None:
+        """Refuse a tensor-parallel size that cannot cut this model.
+
+        Raises:
+            ModelError: with the sizes that can.
+        """
+        sizes = {"heads": self.heads, "key/value heads": self.kv_heads, "feed-forward width": self.ffn}
+        for what, size in sizes.items():
+            if size % tp:
+                valid = [n for n in range(1, min(sizes.values()) + 1) if all(s % n == 0 for s in sizes.values())]
+                raise ModelError(f"tp: {tp} does not divide the model's {size} {what}; valid here: {valid}")
+
+
+# (query/key/value biases, query/key norms) by Hugging Face model_type
+_FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "llama": (False, False)}
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Read `folder`/config.json, as written by transformers 4 or 5.
+
+    Raises:
+        ModelError: there is no such folder, or the family or its rope scaling is not supported.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder}: no model here (config.json is missing); expected a Hugging Face model folder")
+    config: dict[str, Any] = json.loads(path.read_text())
+    family = config.get("model_type")
+    if family not in _FAMILIES:
+        raise ModelError(f"{path}: model_type '{family}' is not supported; supported: {', '.join(_FAMILIES)}")
+    qkv_bias, qk_norm = _FAMILIES[family]
+    # transformers 5 moved the rope settings into one dictionary
+    rope = config.get("rope_parameters") or {**(config.get("rope_scaling") or {}), "rope_theta": config["rope_theta"]}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ModelError(f"{path}: rope type '{kind}' is not supported; supported: default, llama3")
+    return Architecture(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        ffn=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        tied=config.get("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        norm_eps=config["rms_norm_eps"],
+        rope_theta=rope["rope_theta"],
+        rope_factor=rope["factor"] if kind == "llama3" else None,
+        positions=config["max_position_embeddings"],
+    )
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm whose weight Megatron knows to reduce under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def build_model(architecture: Architecture) -> GPTModel:
+    """This rank's shard of the model, randomly initialised, on this rank's device."""
+    a = architecture
+    config = TransformerConfig(
+        num_layers=a.layers,
+        hidden_size=a.hidden,
+        num_attention_heads=a.heads,
+        num_query_groups=a.kv_heads,
+        kv_channels=a.head_dim,
+        ffn_hidden_size=a.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=a.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=a.qkv_bias,
+        qk_layernorm=a.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        params_dtype=torch.float32,
+        use_cpu_initialization=True,
+        # must stay on: initialisation is also what marks shards as shards, and an unmarked shard is left out of the
+        # gradient norm as if it were a duplicate
+        perform_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        # gradients are summed over ranks and never rescaled: the denominator is in the token weights
+        calculate_per_token_loss=True,
+    )
+    layer = get_gpt_layer_local_spec(qk_layernorm=a.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = TreeAttention
+    if a.qk_norm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    layers = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    rope = {"rotary_base": a.rope_theta, "rope_scaling": a.rope_factor is not None}
+    if a.rope_factor is not None:
+        rope["rope_scaling_factor"] = a.rope_factor
+    model = GPTModel(
+        config,
+        layers,
+        vocab_size=a.vocab_padded(config.tensor_model_parallel_size),
+        max_sequence_length=a.positions,
+        parallel_output=True,
+        share_embeddings_and_output_weights=a.tied,
+        position_embedding_type="rope",
+        **rope,
+    )
+    model.rotary_pos_emb.__class__ = TreeRotary  # GPTModel has no slot for another rotary module; it adds no state
+    return model

@@ -1,0 +1,58 @@
+"""What a step's trajectories say, as numbers by agent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+from mcore_mas.samples import Sample
+from rollout.records import Group, Status, Turn
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Outcome, failures and each agent's behaviour over the completed trajectories of `groups`."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    completed = [t for t in trajectories if t.status is Status.COMPLETED]
+    metrics = {
+        "rollout/failed": float(len(trajectories) - len(completed)),
+        "rollout/trajectories": float(len(trajectories)),
+    }
+    if not completed:
+        return metrics
+    turns: dict[str, list[Turn]] = defaultdict(list)
+    for trajectory in completed:
+        for turn in trajectory.turns:
+            turns[turn.agent].append(turn)
+    metrics |= {
+        "reward/mean": fmean(t.outcome or 0.0 for t in completed),
+        "rollout/turns": fmean(len(t.turns) for t in completed),
+        "rollout/tokens": float(sum(len(turn.completion_ids) for own in turns.values() for turn in own)),
+    }
+    for agent, own in turns.items():
+        prefix = f"agent/{agent}"
+        metrics[f"{prefix}/calls"] = float(len(own))
+        metrics[f"{prefix}/valid_ratio"] = fmean(turn.valid for turn in own)
+        metrics[f"{prefix}/response_length"] = fmean(len(turn.completion_ids) for turn in own)
+        rewards = [turn.reward for turn in own if turn.reward is not None]
+        if rewards:
+            metrics[f"{prefix}/reward_mean"] = fmean(rewards)
+            metrics[f"{prefix}/reward_std"] = pstdev(rewards)
+    return metrics
+
+
+def credit_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Each agent's advantage second moment, which Dr. MAS's Lemma 4.2 ties to its gradient's."""
+    by_agent: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        by_agent[sample.agent].append(sample.advantage**2)
+    return {f"agent/{agent}/advantage_second_moment": fmean(squares) for agent, squares in by_agent.items()}
+
+
+def success(groups: Sequence[Group]) -> tuple[float, float]:
+    """(mean outcome, share of well-formed turns) over completed trajectories; (0, 0) if there are none."""
+    completed = [t for group in groups for t in group.trajectories if t.status is Status.COMPLETED]
+    turns = [turn.valid for t in completed for turn in t.turns]
+    if not turns:
+        return 0.0, 0.0
+    return fmean(t.outcome or 0.0 for t in completed), fmean(turns)

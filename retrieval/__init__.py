@@ -1,0 +1,13 @@
+"""Dense retrieval over a passage corpus, served to agents over loopback HTTP in Search-R1's wire format.
+
+corpus    JSON-lines passages: row number == vector id
+encoder   text -> unit vectors, with an identity that an index remembers
+index     exact inner-product search over a verified folder
+batcher   many concurrent requests -> few searches, on one thread
+app       the HTTP routes, limits and statuses
+server    `python -m retrieval.server`
+sidecar   the server as a child process that cannot outlive its parent
+client    what agents import: no torch, no FAISS
+wire      limits and JSON shapes that server and client share
+files     files that appear whole or not at all
+"""

@@ -1,0 +1,147 @@
+"""The HTTP application of the retrieval server: routes, limits, and failures as statuses."""
+
+import asyncio
+import hmac
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import faiss
+import torch
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from transformers.utils import logging as transformers_logging
+
+from retrieval.batcher import Batcher, Overloaded
+from retrieval.corpus import RetrievalError
+from retrieval.encoder import Encoder, open_encoder
+from retrieval.index import Index, read_manifest, retrieve
+from retrieval.wire import DEFAULT_TOPK, MAX_BODY_BYTES, BadRequest, parse_request, render_response
+
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+
+class TooLarge(Exception):
+    """The request body is over MAX_BODY_BYTES."""
+
+
+def load_app(
+    index_dir: Path,
+    *,
+    encoder_folder: Path | None,
+    threads: int,
+    token: str | None,
+    max_batch: int,
+    max_wait_s: float,
+    max_queue: int,
+    cache_size: int,
+) -> Starlette:
+    """Serves an index with its encoder, both checked; raises RetrievalError. Sets this process's thread counts."""
+    torch.set_num_threads(threads)
+    faiss.omp_set_num_threads(threads)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    encoder = open_encoder(read_manifest(index_dir).encoder, encoder_folder)
+    index = Index.open(index_dir, encoder=encoder.identity)
+    check_canary(index, encoder)
+    batcher = Batcher(
+        partial(retrieve, index, encoder),
+        max_batch=max_batch,
+        max_wait_s=max_wait_s,
+        max_queue=max_queue,
+        cache_size=cache_size,
+    )
+    return build_app(index, encoder, batcher, token)
+
+
+def check_canary(index: Index, encoder: Encoder) -> None:
+    """Encodes the first, middle and last passage again; raises RetrievalError unless the index holds and finds them."""
+    total = len(index.corpus)
+    for row in sorted({0, total // 2, total - 1}):
+        vector = encoder.encode_passages([index.corpus[row].contents])
+        stored = float(index.vector(row) @ vector[0])
+        own = float(vector[0] @ vector[0])
+        best = float(index.search(vector, 1)[1][0, 0])
+        if abs(stored - own) > 1e-3 * own or best < stored - 1e-3 * own:
+            raise RetrievalError(
+                f"canary: row {row} of the index scores {stored:.4f} against its own passage, expected {own:.4f}; "
+                "the index was built with another encoder; build it again"
+            )
+
+
+def build_app(index: Index, encoder: Encoder, batcher: Batcher, token: str | None) -> Starlette:
+    """The HTTP application; with a token, every route but /health asks for `Authorization: Bearer <token>`."""
+    canary = index.corpus[0].title
+    expected = retrieve(index, encoder, [canary], DEFAULT_TOPK)
+
+    async def retrieve_route(request: HttpRequest) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise BadRequest("the content type is not application/json")
+        wanted = parse_request(await _read_body(request))
+        results = await batcher.submit(wanted.queries, wanted.topk)
+        return JSONResponse(render_response(results, wanted.return_scores))
+
+    async def health(_: HttpRequest) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def ready(_: HttpRequest) -> Response:
+        correct = await batcher.submit([canary], DEFAULT_TOPK, use_cache=False) == expected
+        return JSONResponse({"ready": correct}, status_code=200 if correct else 503)
+
+    async def info(_: HttpRequest) -> Response:
+        return JSONResponse({**asdict(index.manifest), "counts": asdict(batcher.counts), "pid": os.getpid()})
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        searching = asyncio.create_task(batcher.run())
+        yield
+        searching.cancel()
+
+    return Starlette(
+        lifespan=lifespan,
+        routes=[
+            Route("/retrieve", _guarded(retrieve_route, token), methods=["POST"]),
+            Route("/health", health),
+            Route("/ready", _guarded(ready, token)),
+            Route("/info", _guarded(info, token)),
+        ],
+    )
+
+
+def _guarded(handler: Handler, token: str | None) -> Handler:
+    """The handler behind the token, with its typed failures as HTTP statuses."""
+
+    async def answer(request: HttpRequest) -> Response:
+        given = request.headers.get("authorization", "")
+        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            return _error(401, "a bearer token is required")
+        try:
+            return await handler(request)
+        except BadRequest as error:
+            return _error(422, str(error))
+        except TooLarge:
+            return _error(413, f"the body is over {MAX_BODY_BYTES} bytes", {"Connection": "close"})
+        except Overloaded as error:
+            return _error(503, str(error), {"Retry-After": "1"})
+
+    return answer
+
+
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"error": message}, status_code=status, headers=headers)
+
+
+async def _read_body(request: HttpRequest) -> bytes:
+    declared = request.headers.get("content-length", "0")
+    if not declared.isdecimal() or int(declared[:20]) > MAX_BODY_BYTES:
+        raise TooLarge
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise TooLarge
+    return bytes(body)

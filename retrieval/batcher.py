@@ -1,0 +1,114 @@
+"""Turns many concurrent requests into few searches, all on one thread."""
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from retrieval.corpus import Passage
+
+Search = Callable[[list[str], int], list[list[Passage]]]  # (distinct queries, k) -> k passages for each
+Key = tuple[str, int]  # (query, k)
+
+
+class Overloaded(Exception):
+    """The queue is full, or the answer did not come within the deadline: ask again later."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the batcher has done since it started."""
+
+    searches: int = 0  # calls of the search function
+    searched: int = 0  # (query, k) pairs those calls answered
+    cached: int = 0  # pairs answered from the cache
+    rejected: int = 0  # requests turned away because the queue was full
+
+
+class Batcher:
+    """A queue, one search thread and a least-recently-used cache; `run` must be running for `submit` to finish.
+
+    `search` must give a query the same passages whatever it is batched with, and a smaller k a prefix of a larger
+    one's answer: requests of different k share a batch.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        *,
+        max_batch: int = 64,
+        max_wait_s: float = 0.002,
+        max_queue: int = 4096,
+        cache_size: int = 16384,
+        deadline_s: float = 30.0,
+    ) -> None:
+        self.counts = Counts()
+        self._search = search
+        self._max_batch = max_batch
+        self._max_wait_s = max_wait_s
+        self._max_queue = max_queue
+        self._cache_size = cache_size
+        self._deadline_s = deadline_s
+        self._cache: OrderedDict[Key, list[Passage]] = OrderedDict()
+        self._pending: dict[Key, asyncio.Future[list[Passage]]] = {}  # queued or being searched
+        self._queue: deque[Key] = deque()
+        self._wake = asyncio.Event()
+
+    async def submit(self, queries: list[str], k: int, *, use_cache: bool = True) -> list[list[Passage]]:
+        """Passages for each query, in order; raises Overloaded, or what the search raised."""
+        keys = [(query, k) for query in queries]
+        answers: dict[Key, list[Passage]] = {}
+        if use_cache:
+            answers = {key: self._cache[key] for key in keys if key in self._cache}
+            self.counts.cached += len(answers)
+            for key in answers:
+                self._cache.move_to_end(key)
+        missing = [key for key in dict.fromkeys(keys) if key not in answers]
+        new = [key for key in missing if key not in self._pending]
+        if len(self._queue) + len(new) > self._max_queue:
+            self.counts.rejected += 1
+            raise Overloaded(f"{len(self._queue)} queries are waiting, at most {self._max_queue} may")
+        for key in new:
+            self._pending[key] = asyncio.get_running_loop().create_future()
+            self._queue.append(key)
+            self._wake.set()
+        futures = {key: self._pending[key] for key in missing}
+        if futures:
+            # wait, unlike gather, leaves the futures alone when this caller is cancelled: others may share them.
+            _, late = await asyncio.wait(futures.values(), timeout=self._deadline_s)
+            if late:
+                raise Overloaded(f"no answer within {self._deadline_s:g} s")
+        answers |= {key: future.result() for key, future in futures.items()}
+        return [answers[key] for key in keys]
+
+    async def run(self) -> None:
+        """Searches for what is queued, until cancelled."""
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="search") as thread:
+            while True:
+                await self._wake.wait()
+                if len(self._queue) < self._max_batch:
+                    await asyncio.sleep(self._max_wait_s)
+                keys = [self._queue.popleft() for _ in range(min(self._max_batch, len(self._queue)))]
+                if not self._queue:
+                    self._wake.clear()
+                await self._answer(keys, thread)
+
+    async def _answer(self, keys: list[Key], thread: ThreadPoolExecutor) -> None:
+        queries = list(dict.fromkeys(query for query, _ in keys))
+        most = max(k for _, k in keys)
+        self.counts.searches += 1
+        self.counts.searched += len(keys)
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(thread, self._search, queries, most)
+        except Exception as error:  # the callers get it; the next batch may well work
+            for key in keys:
+                self._pending.pop(key).set_exception(error)
+            return
+        passages = dict(zip(queries, found, strict=True))
+        for key in keys:
+            query, k = key
+            self._cache[key] = passages[query][:k]
+            self._pending.pop(key).set_result(self._cache[key])
+        while len(self._cache) > self._cache_size:
+            self._cache.popitem(last=False)

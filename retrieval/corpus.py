@@ -1,0 +1,94 @@
+"""Passage corpora in Search-R1's JSON-lines format, where a passage's row number is its vector id."""
+
+import json
+import mmap
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from retrieval.files import atomic_file
+
+
+class RetrievalError(Exception):
+    """A corpus, index, encoder or request is wrong; the message says what, where and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One passage; `contents` is `"Title"` in double quotes, a newline, then the text."""
+
+    id: str
+    contents: str
+    score: float | None = None  # inner product with the query; None where no query is involved
+
+    @classmethod
+    def compose(cls, id: str, title: str, text: str) -> "Passage":
+        """The passage with this title and text, in the corpus's own layout."""
+        return cls(id=id, contents=f'"{title}"\n{text}')
+
+    @property
+    def title(self) -> str:
+        """The first line, without the double quotes around it."""
+        line = self.contents.partition("\n")[0].strip()
+        return line[1:-1] if len(line) >= 2 and line[0] == line[-1] == '"' else line
+
+    @property
+    def text(self) -> str:
+        """Everything after the first line."""
+        return self.contents.partition("\n")[2]
+
+
+def parse_line(line: bytes, where: str) -> Passage:
+    """The passage in one JSON line; raises RetrievalError that opens with `where` (file:line)."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RetrievalError(f"{where}: not a JSON line ({error}); each line is one object") from None
+    if not isinstance(row, dict):
+        raise RetrievalError(f"{where}: got a {type(row).__name__}, expected an object with 'id' and 'contents'")
+    for key in ("id", "contents"):
+        if not isinstance(row.get(key), str) or not row[key]:
+            raise RetrievalError(f"{where}: {key!r} is {row.get(key)!r}, expected a non-empty string")
+    return Passage(id=row["id"], contents=row["contents"])
+
+
+class Corpus:
+    """A corpus on disk: rows are found by offset and parsed when asked for, so memory stays at 8 bytes a row."""
+
+    def __init__(self, path: Path) -> None:
+        """Maps the file and finds its rows; raises RetrievalError if it is missing or empty."""
+        self.path = path
+        if not path.is_file() or path.stat().st_size == 0:
+            raise RetrievalError(f"corpus {path} is missing or empty; write it first (one JSON object a line)")
+        with path.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._starts = array("q", [0])  # [rows + 1] byte offset of each row, then the end
+        end = len(self._bytes)
+        while self._starts[-1] < end:
+            newline = self._bytes.find(b"\n", self._starts[-1])
+            self._starts.append(newline + 1 if newline >= 0 else end)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, row: int) -> Passage:
+        if not 0 <= row < len(self):
+            raise IndexError(f"{self.path}: row {row} of {len(self)}")
+        return parse_line(self._bytes[self._starts[row] : self._starts[row + 1]], f"{self.path}:{row + 1}")
+
+    def __iter__(self) -> Iterator[Passage]:
+        return (self[row] for row in range(len(self)))
+
+
+def write_corpus(path: Path | str, passages: Iterable[Passage]) -> int:
+    """Writes passages as JSON lines, atomically; returns how many. Raises RetrievalError on an unusable passage."""
+    count = 0
+    with atomic_file(Path(path)) as file:
+        for count, passage in enumerate(passages, start=1):
+            line = json.dumps({"id": passage.id, "contents": passage.contents}, ensure_ascii=False).encode()
+            parse_line(line, f"{path}:{count}")
+            file.write(line + b"\n")
+        if count == 0:
+            raise RetrievalError(f"{path}: no passages to write")
+    return count

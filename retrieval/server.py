@@ -1,0 +1,150 @@
+"""The retrieval server: `python -m retrieval.server --index DIR --ready-file PATH`."""
+
+import argparse
+import ctypes
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import uvicorn
+
+from retrieval.corpus import RetrievalError
+from retrieval.files import write_json
+
+PR_SET_PDEATHSIG = 1
+DRAIN_S = 10
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; port 0 asks the system for a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen(2048)
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a listener on `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks Linux to kill this process when the thread that started it ends; `parent` is the expected parent's pid."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent and os.getppid() != parent:
+        sys.exit("retrieval server: the parent process ended before the server started")
+
+
+class ReadyServer(uvicorn.Server):
+    """A uvicorn server that says when it is listening."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_listening()
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(prog="python -m retrieval.server", description=__doc__)
+    parser.add_argument("--index", type=Path, required=True, help="folder written by build_index")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port, see --ready-file")
+    parser.add_argument("--ready-file", type=Path, help='gets {"url", "pid"} once requests are answered')
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads for encoding and search")
+    parser.add_argument("--encoder-folder", type=Path, help="local Hugging Face folder, if not the packaged MiniLM")
+    parser.add_argument("--token-file", type=Path, help="bearer token; required for a host that is not loopback")
+    parser.add_argument("--max-batch", type=int, default=64, help="queries searched together")
+    parser.add_argument("--max-wait-ms", type=float, default=2.0, help="how long a query waits for company")
+    parser.add_argument("--max-queue", type=int, default=4096, help="waiting queries beyond which requests get 503")
+    parser.add_argument("--cache-size", type=int, default=16384, help="answers remembered")
+    parser.add_argument(
+        "--die-with-parent", type=int, nargs="?", const=0, metavar="PID", help="end when the parent (of this pid) does"
+    )
+    return parser.parse_args(argv)
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Loads, checks, listens and answers until SIGTERM or SIGINT; raises RetrievalError if it cannot start."""
+    token = args.token_file.read_text().strip() if args.token_file else None
+    if token is not None and len(token) < 16:
+        raise RetrievalError(f"{args.token_file}: the token has {len(token)} characters, expected at least 16")
+    if token is None and not is_loopback(args.host):
+        raise RetrievalError(f"host {args.host} is not loopback; bind 127.0.0.1, or give --token-file")
+    try:
+        listener = bind(args.host, args.port)
+    except OSError as error:
+        raise RetrievalError(f"cannot listen on {args.host}:{args.port} ({error.strerror}); try --port 0") from None
+    # Imported here: a wrong flag or a taken port is reported before seconds of importing torch.
+    from retrieval.app import load_app
+
+    app = load_app(
+        args.index,
+        encoder_folder=args.encoder_folder,
+        threads=args.threads,
+        token=token,
+        max_batch=args.max_batch,
+        max_wait_s=args.max_wait_ms / 1000,
+        max_queue=args.max_queue,
+        cache_size=args.cache_size,
+    )
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def announce() -> None:
+        if args.ready_file:
+            write_json(args.ready_file, {"url": url, "pid": os.getpid()})
+
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=DRAIN_S,
+        server_header=False,
+    )
+    try:
+        ReadyServer(config, announce).run(sockets=[listener])
+    finally:
+        if args.ready_file:
+            args.ready_file.unlink(missing_ok=True)
+
+
+def _end(_signal: int, _frame: object) -> NoReturn:
+    sys.exit(0)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line: exit code 0 after a signal, 2 with one line on standard error if it cannot start."""
+    args = arguments(argv)
+    # uvicorn drains on these signals, then raises them again for whoever had them before: exit with 0.
+    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGINT, _end)
+    if args.die_with_parent is not None:
+        die_with_parent(args.die_with_parent)
+    try:
+        serve(args)
+    except (RetrievalError, OSError) as error:
+        print(f"retrieval server: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

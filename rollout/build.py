@@ -1,0 +1,57 @@
+"""Configs as live objects: a team, its orchestra and its environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rollout.agent import ROLES, Role
+from rollout.collect import Orchestra
+from rollout.config import AgentConfig, EnvConfig, OrchestraConfig
+from rollout.engines.protocol import Sampling
+from rollout.envs import ENVS
+from rollout.envs.protocol import Env
+from rollout.orchestras import ORCHESTRAS
+from rollout.records import Task
+from rollout.registry import lookup
+from rollout.team import Agent, Player, Team
+
+
+def build_role(name: str, config: AgentConfig) -> Role:
+    """The agent's role with the config's prompts in place of the role's own."""
+    role = lookup("agent role", config.role or name, ROLES)
+    prompts = {"system": config.system, "user": config.user}
+    return replace(role, **{field: text for field, text in prompts.items() if text is not None})
+
+
+def build_team(agents: Mapping[str, AgentConfig], players: Mapping[str, Player]) -> Team:
+    """The team of `agents`, each playing its policy's player."""
+    return Team(
+        {
+            name: Agent(
+                name=name,
+                role=build_role(name, config),
+                policy=config.policy,
+                sampling=Sampling(
+                    temperature=config.temperature,
+                    top_p=config.top_p,
+                    top_k=config.top_k,
+                    max_tokens=config.max_tokens,
+                ),
+            )
+            for name, config in agents.items()
+        },
+        players,
+    )
+
+
+def build_orchestra(config: OrchestraConfig) -> Orchestra:
+    """The orchestra with its options filled in."""
+    return partial(lookup("orchestra", config.name, ORCHESTRAS), **config.options)
+
+
+def build_env(config: EnvConfig, **tools: Any) -> Callable[[Task], Env]:
+    """A maker of fresh environments; `tools` are the live things an environment needs, such as a retriever."""
+    return partial(lookup("env", config.name, ENVS), **config.options, **tools)

@@ -1,0 +1,33 @@
+"""Rollout engines, by name.
+
+- `protocol`      what every engine promises, and its records
+- `local`         the embedded CPU engine in this process
+- `hosted`        the embedded CPU engine in a Ray actor of its own
+- `scripted`      canned replies, for tests
+- `embedded`      the CPU engine itself: admission, prefix reuse, decoding, version spans
+- `rows`          its table of cache rows;  `sampler`: its random draws
+- `decoder`       its model;  `weights`: the buffers and their names;  `architecture`: the sizes
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout.registry import lookup
+
+# Import paths, so that naming an engine imports neither torch nor Ray.
+ENGINES = {
+    "embedded": "rollout.engines.hosted:HostedEngine",
+    "embedded_local": "rollout.engines.local:LocalEngine",
+    "scripted": "rollout.engines.scripted:ScriptedEngine",
+}
+
+
+def engine_class(name: str) -> Any:
+    """The class of the engine `name` (or at the import path `name`); imports what that engine needs.
+
+    Raises:
+        UnknownName: no such engine.
+    """
+    found = lookup("engine", name, ENGINES)
+    return lookup("engine", found, {}) if isinstance(found, str) else found

@@ -1,0 +1,103 @@
+"""The shape of a supported decoder, read from a Hugging Face config.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.engines.protocol import EngineError
+
+FAMILIES = {  # model_type -> what its attention has
+    "qwen2": {"qkv_bias": True, "qk_norm": False},
+    "qwen3": {"qkv_bias": False, "qk_norm": True},
+    "llama": {"qkv_bias": False, "qk_norm": False},
+}
+_REFUSED = ("attention_bias", "mlp_bias", "use_sliding_window")  # settings that must be absent or false
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Sizes of a dense decoder with grouped-query attention, rotary positions and a gated MLP."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: Mapping[str, Any]  # rope_type, rope_theta and the type's own numbers
+    tied: bool  # the output head is the embedding
+    qkv_bias: bool
+    qk_norm: bool
+
+    @classmethod
+    def read(cls, folder: Path) -> Architecture:
+        """Read `folder`/config.json.
+
+        Raises:
+            EngineError: the file is missing or describes a model that this decoder does not compute.
+        """
+        path = folder / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{path}: not readable ({error}); expected a Hugging Face model folder") from error
+        return cls.from_config(config, str(path))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], where: str) -> Architecture:
+        """Take the sizes from the content of a config.json; `where` is named in errors."""
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise EngineError(f"{where}: model_type '{family}' is not supported; known: {', '.join(sorted(FAMILIES))}")
+        refused = [key for key in _REFUSED if config.get(key)]
+        if refused or config.get("hidden_act", "silu") != "silu":
+            raise EngineError(
+                f"{where}: {refused[0] if refused else 'hidden_act'} is set; this engine does not support it"
+            )
+        rope = config.get("rope_parameters") or {
+            "rope_theta": config.get("rope_theta", 1e4),
+            **(config.get("rope_scaling") or {}),
+        }
+        kind = rope.get("rope_type", "default")
+        if kind not in ("default", "llama3"):
+            raise EngineError(f"{where}: rope_type '{kind}' is not supported; known: default, llama3")
+        try:
+            heads = config["num_attention_heads"]
+            return cls(
+                vocab_size=config["vocab_size"],
+                hidden_size=config["hidden_size"],
+                intermediate_size=config["intermediate_size"],
+                layers=config["num_hidden_layers"],
+                heads=heads,
+                kv_heads=config.get("num_key_value_heads") or heads,
+                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+                norm_eps=config.get("rms_norm_eps", 1e-6),
+                rope=rope,
+                tied=config.get("tie_word_embeddings", False),
+                **FAMILIES[family],
+            )
+        except KeyError as error:
+            raise EngineError(f"{where}: no key {error}; expected a Hugging Face config.json") from error
+
+    def inverse_frequencies(self) -> Tensor:
+        """Radians per position of each rotated pair, float32 [head_dim / 2]."""
+        exponent = torch.arange(0, self.head_dim, 2).float() / self.head_dim
+        frequencies = 1.0 / (self.rope["rope_theta"] ** exponent)
+        if self.rope.get("rope_type", "default") == "default":
+            return frequencies
+        # Llama 3: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
+        factor, original = self.rope["factor"], self.rope["original_max_position_embeddings"]
+        low, high = self.rope["low_freq_factor"], self.rope["high_freq_factor"]
+        turns = original * frequencies / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return kept * frequencies + (1 - kept) * frequencies / factor

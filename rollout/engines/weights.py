@@ -1,0 +1,130 @@
+"""Preallocated fused weight buffers, filled by Hugging Face name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout.engines.architecture import Architecture
+from rollout.engines.protocol import EngineError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One decoder layer; the rotated dimensions of a head are stored as neighbouring pairs."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(H + 2 KV) * D, hidden]
+    qkv_bias: Tensor | None  # [(H + 2 KV) * D]
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    out: Tensor  # [hidden, H * D]
+    post_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+
+
+class Weights:
+    """All weights of a decoder, in buffers that live as long as the engine."""
+
+    def __init__(self, shape: Architecture) -> None:
+        self.embed = torch.empty(shape.vocab_size, shape.hidden_size)
+        self.head = self.embed if shape.tied else torch.empty(shape.vocab_size, shape.hidden_size)
+        self.norm = torch.empty(shape.hidden_size)
+        self.layers = [_allocate(shape) for _ in range(shape.layers)]
+        self._tied = shape.tied
+        # name -> (shape in the stream, view of a buffer with the same elements in the same order)
+        self._places: dict[str, tuple[torch.Size, Tensor]] = {
+            "model.embed_tokens.weight": (self.embed.shape, self.embed),
+            "model.norm.weight": (self.norm.shape, self.norm),
+        }
+        if not shape.tied:
+            self._places["lm_head.weight"] = (self.head.shape, self.head)
+        for index, layer in enumerate(self.layers):
+            for name, place in _places(layer, shape).items():
+                self._places[f"model.layers.{index}.{name}"] = place
+
+    def fill(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy a full set of named tensors into the buffers, converting to float32.
+
+        Raises:
+            EngineError: names the tensor that is missing, unknown, repeated or of another shape. The buffers are then
+                a mixture of old and new.
+        """
+        left = dict(self._places)
+        head = None
+        for name, tensor in stream:
+            if self._tied and name == "lm_head.weight":
+                head = tensor
+                continue
+            if name not in left:
+                raise EngineError(
+                    f"tensor '{name}' {'comes twice' if name in self._places else 'is unknown to this model'}"
+                )
+            shape, view = left.pop(name)
+            if tensor.shape != shape:
+                raise EngineError(f"tensor '{name}' has shape {list(tensor.shape)}; expected {list(shape)}")
+            view.copy_(tensor.detach().reshape(view.shape))
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise EngineError(f"tensor '{next(iter(left))}'{more} is missing from the update")
+        if head is not None and not _same(head.detach(), self.embed):
+            raise EngineError("tensor 'lm_head.weight' differs from the embedding to which this model's head is tied")
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a.float(), b, rtol=0, atol=0, equal_nan=True)
+
+
+def _allocate(shape: Architecture) -> Layer:
+    hidden, rows = shape.hidden_size, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return Layer(
+        input_norm=torch.empty(hidden),
+        qkv=torch.empty(rows, hidden),
+        qkv_bias=torch.empty(rows) if shape.qkv_bias else None,
+        q_norm=torch.empty(shape.head_dim) if shape.qk_norm else None,
+        k_norm=torch.empty(shape.head_dim) if shape.qk_norm else None,
+        out=torch.empty(hidden, shape.heads * shape.head_dim),
+        post_norm=torch.empty(hidden),
+        gate_up=torch.empty(2 * shape.intermediate_size, hidden),
+        down=torch.empty(hidden, shape.intermediate_size),
+    )
+
+
+def _places(layer: Layer, shape: Architecture) -> dict[str, tuple[torch.Size, Tensor]]:
+    q, kv, mlp, half = (
+        shape.heads * shape.head_dim,
+        shape.kv_heads * shape.head_dim,
+        shape.intermediate_size,
+        shape.head_dim // 2,
+    )
+
+    def plain(buffer: Tensor) -> tuple[torch.Size, Tensor]:
+        return buffer.shape, buffer
+
+    def paired(buffer: Tensor) -> tuple[torch.Size, Tensor]:
+        # Hugging Face rotates dimension i with i + D/2; here they are neighbours, so a rotation is one complex product.
+        return buffer.shape, buffer.unflatten(0, (-1, half, 2)).transpose(1, 2)
+
+    places = {
+        "input_layernorm.weight": plain(layer.input_norm),
+        "self_attn.q_proj.weight": paired(layer.qkv[:q]),
+        "self_attn.k_proj.weight": paired(layer.qkv[q : q + kv]),
+        "self_attn.v_proj.weight": plain(layer.qkv[q + kv :]),
+        "self_attn.o_proj.weight": plain(layer.out),
+        "post_attention_layernorm.weight": plain(layer.post_norm),
+        "mlp.gate_proj.weight": plain(layer.gate_up[:mlp]),
+        "mlp.up_proj.weight": plain(layer.gate_up[mlp:]),
+        "mlp.down_proj.weight": plain(layer.down),
+    }
+    if layer.qkv_bias is not None:
+        places["self_attn.q_proj.bias"] = paired(layer.qkv_bias[:q])
+        places["self_attn.k_proj.bias"] = paired(layer.qkv_bias[q : q + kv])
+        places["self_attn.v_proj.bias"] = plain(layer.qkv_bias[q + kv :])
+    if layer.q_norm is not None and layer.k_norm is not None:
+        places["self_attn.q_norm.weight"] = paired(layer.q_norm)
+        places["self_attn.k_norm.weight"] = paired(layer.k_norm)
+    return places

@@ -1,0 +1,96 @@
+"""Open-book questions: `<search>` asks a retriever, `<answer>` ends the trajectory and is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rollout.envs.protocol import EnvError, Step, ToolCall
+from rollout.records import Task
+from rollout.rewards.text import exact_match, token_f1
+from rollout.tags import last_tag
+
+PASSAGE_STYLES: dict[str, str] = {  # how one hit reads inside <information>
+    "search_r1": "Doc {rank}(Title: {title}) {text}\n",
+    "verl": "Doc {rank} (Title: {title})\n{text}\n\n",
+    "text": "{text}\n",
+}
+
+
+_MAX_QUERY_CHARS = 500  # a longer one is a reply gone wrong, and retrievers refuse it
+
+
+class Hit(Protocol):
+    """One retrieved passage."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+
+class Retriever(Protocol):
+    """Whatever finds passages: the HTTP client, or an index in memory."""
+
+    async def search(self, query: str, k: int) -> Sequence[Hit]:
+        """The best `k` passages for `query`, best first."""
+
+
+class SearchEnv:
+    """One question over one corpus, for one trajectory.
+
+    A search with no query, or one over 500 characters, finds nothing and is counted in the metric `invalid_searches`.
+    The outcome is exact match; `token_f1` is a metric. A trajectory that never answers has outcome 0.
+    """
+
+    def __init__(self, retriever: Retriever, *, top_k: int = 3, style: str = "search_r1") -> None:
+        """`top_k` passages a search, written in the `style` named in PASSAGE_STYLES."""
+        if style not in PASSAGE_STYLES:
+            raise ValueError(f"unknown passage style '{style}'; known: {', '.join(PASSAGE_STYLES)}")
+        self._retriever = retriever
+        self._top_k = top_k
+        self._passage = PASSAGE_STYLES[style]
+        self._answers: tuple[str, ...] = ()
+        self._searches = 0
+        self._invalid = 0
+
+    def reset(self, task: Task) -> str:
+        """Start `task`; returns its question."""
+        self._answers = task.answers
+        self._searches = 0
+        self._invalid = 0
+        return task.prompt
+
+    async def step(self, action: str) -> Step:
+        """Apply `<search>…</search>` or `<answer>…</answer>`; the answer wins when there are both.
+
+        Raises:
+            EnvError: the retriever failed; nothing of its message reaches a model.
+        """
+        answer = last_tag(action, "answer")
+        if answer is not None:
+            return self._score(answer)
+        query = last_tag(action, "search")
+        if not query or len(query) > _MAX_QUERY_CHARS:
+            self._invalid += 1
+            return Step(observation="<information> </information>", metrics=self._counts())
+        try:
+            hits = await self._retriever.search(query, self._top_k)
+        except Exception as failure:  # whatever a retriever raises masks this one trajectory
+            raise EnvError(f"the retriever failed: {type(failure).__name__}: {failure}") from failure
+        self._searches += 1
+        passages = (
+            self._passage.format(rank=rank, title=hit.title, text=hit.text) for rank, hit in enumerate(hits, start=1)
+        )
+        observation = f"<information> {''.join(passages).strip()} </information>"
+        call = ToolCall(tool="search", query=query, result=observation)
+        return Step(observation=observation, tools=(call,), metrics=self._counts())
+
+    def _score(self, answer: str) -> Step:
+        reward = exact_match(answer, self._answers)
+        scores = {"exact_match": reward, "token_f1": token_f1(answer, self._answers)}
+        return Step(reward=reward, done=True, metrics=self._counts() | scores)
+
+    def _counts(self) -> dict[str, float]:
+        return {"searches": float(self._searches), "invalid_searches": float(self._invalid)}

@@ -1,0 +1,30 @@
+"""One look-up for every choice that is made by name in a config."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class UnknownName(ValueError):
+    """A name in a config is neither registered nor an import path."""
+
+
+def lookup(kind: str, name: str, known: Mapping[str, T]) -> T:
+    """Return `known[name]`, or the object at the import path `name` ("package.module:attribute").
+
+    Raises:
+        UnknownName: nothing of that name is registered and it is no import path that resolves.
+    """
+    if name in known:
+        return known[name]
+    module, separator, attribute = name.partition(":")
+    if not separator:
+        raise UnknownName(f"unknown {kind} '{name}'; known: {', '.join(sorted(known))} (or package.module:attribute)")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UnknownName(f"{kind} '{name}' cannot be imported: {error}") from error

@@ -1,0 +1,14 @@
+"""Randomness as a counter: every random choice is a hash of where in the run it happens."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def derive_seed(*place: int | str) -> int:
+    """A 64-bit seed for one place in a run, for example (run seed, step, task, sample, agent, turn).
+
+    There is no generator state to save or restore: the same place gives the same seed after any restart.
+    """
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in place)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

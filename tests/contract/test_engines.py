@@ -1,0 +1,319 @@
+"""Every engine keeps the promises of `rollout.engines.protocol`; Hugging Face computes what is right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rollout.engines import ENGINES, engine_class
+from rollout.engines.protocol import Completion, EngineError, Sampling
+from rollout.registry import UnknownName
+
+torch.set_num_threads(1)
+VOCAB, MAX_LENGTH = 96, 160
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An engine under test and the model whose weights it was given."""
+
+    engine: Any
+    model: Qwen2ForCausalLM
+
+
+def make_model(seed: int) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model(0).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def running_ray() -> Iterator[None]:
+    import ray
+
+    ours = not ray.is_initialized()
+    if ours:
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    yield
+    if ours:
+        ray.shutdown()
+
+
+@pytest.fixture(params=["embedded_local", pytest.param("embedded", marks=pytest.mark.slow)], scope="module")
+def subject(request: pytest.FixtureRequest, folder: Path) -> Iterator[Subject]:
+    if request.param == "embedded":
+        request.getfixturevalue("running_ray")
+    engine = engine_class(request.param)(folder, max_length=MAX_LENGTH, rows=48)
+    yield Subject(engine, make_model(0))
+    if hasattr(engine, "close"):
+        engine.close()
+
+
+@pytest.fixture(autouse=True)
+def original_weights(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test starts from the folder's weights at version 0, with nothing cached."""
+    if "subject" in request.fixturenames:
+        subject = request.getfixturevalue("subject")
+        asyncio.run(subject.engine.load_weights(weights(0), 0))
+    yield
+
+
+def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor) for name, tensor in make_model(seed).state_dict().items() if name != "lm_head.weight"]
+
+
+def ask(engine: Any, requests: Sequence[tuple[list[int], Sampling]]) -> list[Completion]:
+    async def run() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt, sampling in requests))
+
+    return asyncio.run(run())
+
+
+def prompts(count: int, seed: int, low: int = 1, high: int = 90) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, rng.integers(low, high)).tolist() for _ in range(count)]
+
+
+@torch.no_grad()
+def reference(model: Qwen2ForCausalLM, prompt: list[int], tokens: Sequence[int], temperature: float) -> torch.Tensor:
+    logits = model(torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1]
+    logprobs = (logits / temperature).log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def worst(model: Qwen2ForCausalLM, prompt: list[int], completion: Completion, temperature: float = 1.0) -> float:
+    right = reference(model, prompt, completion.token_ids, temperature)
+    return float((right - torch.tensor(completion.logprobs)).abs().max())
+
+
+def test_logprobs_are_those_of_hugging_face(subject: Subject) -> None:
+    requests = [
+        (prompt, Sampling(temperature=(0.7, 1.0, 1.3)[i % 3], max_tokens=1 + 7 * i % 41, seed=i))
+        for i, prompt in enumerate(prompts(30, seed=1))
+    ]
+    for (prompt, sampling), completion in zip(requests, ask(subject.engine, requests), strict=True):
+        assert len(completion.token_ids) == sampling.max_tokens
+        assert completion.finish_reason == "length"
+        assert worst(subject.model, prompt, completion, sampling.temperature) < 1e-5
+
+
+def test_greedy_is_hugging_faces_greedy(subject: Subject) -> None:
+    for prompt in prompts(5, seed=2):
+        sampling = Sampling(temperature=0.0, max_tokens=20)
+        (completion,) = ask(subject.engine, [(prompt, sampling)])
+        ids = torch.tensor([prompt])
+        settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        right = subject.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :]
+        assert completion.token_ids == tuple(right.tolist())
+        assert worst(subject.model, prompt, completion) < 1e-5  # at temperature 1
+
+
+def test_a_request_does_not_see_its_batch(subject: Subject) -> None:
+    crowd = [(prompt, Sampling(max_tokens=25, seed=i)) for i, prompt in enumerate(prompts(40, seed=3))]
+    together = ask(subject.engine, crowd)
+    for i in (0, 17, 39):
+        asyncio.run(subject.engine.load_weights(weights(0), 0))  # alone, and with nothing cached
+        (alone,) = ask(subject.engine, [crowd[i]])
+        assert alone.token_ids == together[i].token_ids
+        assert alone.logprobs == pytest.approx(together[i].logprobs, abs=1e-5)
+    assert len({completion.token_ids for completion in together}) == 40
+
+
+def test_siblings_share_a_prompt_but_not_a_seed(subject: Subject) -> None:
+    prompt = prompts(1, seed=4, low=50)[0]
+    siblings = ask(subject.engine, [(prompt, Sampling(max_tokens=12, seed=seed)) for seed in (5, 6, 5, 7)])
+    assert siblings[0].token_ids == siblings[2].token_ids
+    assert len({sibling.token_ids for sibling in siblings}) == 3
+    assert [sibling.cached_tokens for sibling in siblings] == [0] + [len(prompt)] * 3
+    for sibling in siblings:
+        assert worst(subject.model, prompt, sibling) < 1e-5
+
+
+def test_a_next_turn_goes_on_from_the_last(subject: Subject) -> None:
+    prompt = prompts(1, seed=5, low=50)[0]
+    (first,) = ask(subject.engine, [(prompt, Sampling(max_tokens=10, seed=1))])
+    longer = [*prompt, *first.token_ids, 3, 4, 5]
+    (second,) = ask(subject.engine, [(longer, Sampling(max_tokens=10, seed=2))])
+    assert second.cached_tokens == len(prompt) + 9  # the last token was sampled but never run
+    assert worst(subject.model, longer, second) < 1e-5
+
+
+def test_stop_tokens_end_a_completion(subject: Subject) -> None:
+    prompt = prompts(1, seed=6)[0]
+    (free,) = ask(subject.engine, [(prompt, Sampling(max_tokens=30, seed=9))])
+    stop = free.token_ids[4]
+    first = free.token_ids.index(stop)
+    (stopped,) = ask(subject.engine, [(prompt, Sampling(max_tokens=30, seed=9, stop=(stop, VOCAB + 1)))])
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert stopped.finish_reason == "stop"
+    (exact,) = ask(subject.engine, [(prompt, Sampling(max_tokens=first + 1, seed=9, stop=(stop,)))])
+    assert exact.finish_reason == "stop"  # stopped by itself on its very last token
+
+
+def test_new_weights_answer_a_cached_prompt(subject: Subject) -> None:
+    prompt = prompts(1, seed=7, low=60)[0]
+    ask(subject.engine, [(prompt, Sampling(max_tokens=5))])
+    asyncio.run(subject.engine.load_weights(iter(weights(1)), 7))
+    (completion,) = ask(subject.engine, [(prompt, Sampling(max_tokens=5))])
+    assert completion.cached_tokens == 0
+    assert [(span.version, span.start, span.end) for span in completion.versions] == [(7, 0, 5)]
+    assert worst(make_model(1), prompt, completion) < 1e-5
+    assert worst(subject.model, prompt, completion) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda tensors: tensors[:-1], "tensor 'model.norm.weight' is missing"),
+        (lambda tensors: [*tensors, ("model.extra.weight", torch.zeros(2))], "tensor 'model.extra.weight' is unknown"),
+        (lambda tensors: [*tensors, tensors[3]], r"tensor 'model\.layers\.0\.self_attn\..*' comes twice"),
+        (
+            lambda tensors: [(name, tensor[:-1] if "layers.2.mlp.up" in name else tensor) for name, tensor in tensors],
+            r"tensor 'model.layers.2.mlp.up_proj.weight' has shape \[95, 48\]; expected \[96, 48\]",
+        ),
+    ],
+)
+def test_a_failed_update_changes_nothing(subject: Subject, spoil: Any, message: str) -> None:
+    prompt = prompts(1, seed=8)[0]
+    with pytest.raises(EngineError, match=message):
+        asyncio.run(subject.engine.load_weights(spoil(weights(1)), 3))
+    (completion,) = ask(subject.engine, [(prompt, Sampling(max_tokens=5))])
+    assert completion.versions[0].version == 0
+    assert worst(subject.model, prompt, completion) < 1e-5
+    asyncio.run(subject.engine.load_weights(weights(1), 4))
+    (completion,) = ask(subject.engine, [(prompt, Sampling(max_tokens=5))])
+    assert worst(make_model(1), prompt, completion) < 1e-5
+
+
+def test_an_update_may_come_in_the_middle(subject: Subject) -> None:
+    prompt = prompts(1, seed=9, high=20)[0]
+
+    async def run() -> Completion:
+        running = asyncio.create_task(subject.engine.generate(prompt, Sampling(max_tokens=MAX_LENGTH - len(prompt))))
+        await asyncio.sleep(0.005)
+        await subject.engine.load_weights(weights(1), 1)
+        return await running
+
+    completion = asyncio.run(run())
+    spans = completion.versions
+    assert [span.version for span in spans] in ([0, 1], [1], [0])
+    assert [span.end for span in spans] == [*[span.start for span in spans[1:]], len(completion.token_ids)]
+    right = reference(subject.model, prompt, completion.token_ids, 1.0)
+    old = spans[0].end if spans[0].version == 0 else 0
+    assert completion.logprobs[:old] == pytest.approx(right[:old].tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([1] * 100, Sampling(max_tokens=61), "prompt of 100 tokens and max_tokens 61 exceed .* max_length 160"),
+        ([], Sampling(), "the prompt is empty"),
+        ([1, VOCAB], Sampling(max_tokens=5), r"token ids outside 0\.\.95"),
+        ([1], Sampling(max_tokens=0), "max_tokens is 0"),
+        ([1], Sampling(max_tokens=5, temperature=-1.0), "temperature is -1.0"),
+        ([1], Sampling(max_tokens=5, top_p=0.0), "top_p is 0.0"),
+    ],
+)
+def test_a_bad_request_fails_alone(subject: Subject, prompt: list[int], sampling: Sampling, message: str) -> None:
+    async def run() -> tuple[Any, Completion]:
+        bad = asyncio.create_task(subject.engine.generate(prompt, sampling))
+        good = await subject.engine.generate([1, 2, 3], Sampling(max_tokens=3))
+        return (await asyncio.gather(bad, return_exceptions=True))[0], good
+
+    error, good = asyncio.run(run())
+    assert len(good.token_ids) == 3
+    with pytest.raises(EngineError, match=message):
+        raise error
+
+
+def test_a_cancelled_call_does_not_disturb_the_others(subject: Subject) -> None:
+    async def run() -> Completion:
+        gone = asyncio.create_task(subject.engine.generate([9, 9], Sampling(max_tokens=150)))
+        await asyncio.sleep(0.005)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        return await subject.engine.generate([1, 2, 3], Sampling(max_tokens=4))
+
+    assert len(asyncio.run(run()).token_ids) == 4
+
+
+@pytest.mark.slow
+def test_hosted_calls_are_few_and_its_death_is_told(folder: Path, running_ray: None) -> None:
+    import ray
+
+    engine = engine_class("embedded")(folder, max_length=MAX_LENGTH, rows=48)
+    model = make_model(2)
+    bucket = [(name, tensor.numpy()) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
+
+    async def run() -> tuple[list[Completion], BaseException, BaseException]:
+        halves = [ray.put(bucket[:7]), ray.put(bucket[7:])]
+        await engine.load_weights_from(halves, 5)
+        sampling = Sampling(max_tokens=20)
+        done = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts(200, seed=10)))
+        exchanges = engine.exchanges
+        assert exchanges < 60
+        waiting = asyncio.gather(engine.generate([1], Sampling(max_tokens=150)), return_exceptions=True)
+        await asyncio.sleep(0)
+        engine.close()
+        late = await asyncio.gather(engine.load_weights(weights(0), 1), return_exceptions=True)
+        return done, (await waiting)[0], late[0]
+
+    done, waiting, late = asyncio.run(run())
+    assert max(worst(model, prompt, one) for prompt, one in zip(prompts(200, seed=10), done, strict=True)) < 1e-5
+    assert isinstance(waiting, EngineError)
+    assert "actor failed" in str(waiting)
+    assert isinstance(late, EngineError)
+    missing = engine_class("embedded")("/nowhere", max_length=MAX_LENGTH)
+    with pytest.raises(EngineError, match=r"/nowhere/config\.json: not readable"):
+        asyncio.run(missing.stats())
+
+
+def test_scripted_replies() -> None:
+    engine = engine_class("scripted")(lambda prompt, call: [*prompt, call, 7, 8])
+    first, second = ask(engine, [([1, 2], Sampling(stop=(7,))), ([3], Sampling(max_tokens=2))])
+    assert (first.token_ids, first.finish_reason) == ((1, 2, 0, 7), "stop")
+    assert (second.token_ids, second.finish_reason) == ((3, 1), "length")
+    assert first.logprobs == (0.0,) * 4
+    asyncio.run(engine.load_weights([("a", torch.zeros(1))], 3))
+    assert engine.loaded == [(3, ("a",))]
+    (third,) = ask(engine, [([5], Sampling())])
+    assert (third.token_ids, third.finish_reason) == ((5, 2, 7, 8), "stop")
+    assert third.versions[0].version == 3
+    with pytest.raises(EngineError, match=r"no reply to prompt \[4\]"):
+        ask(engine_class("scripted")({(1,): [2]}), [([4], Sampling())])
+
+
+def test_engines_are_found_by_name() -> None:
+    assert {engine_class(name).__name__ for name in ENGINES} == {"HostedEngine", "LocalEngine", "ScriptedEngine"}
+    with pytest.raises(UnknownName, match="unknown engine 'sglong'; known: embedded, embedded_local, scripted"):
+        engine_class("sglong")

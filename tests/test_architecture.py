@@ -1,0 +1,234 @@
+"""The house's rules, read from the source trees: who imports whom, and what nobody may call."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("retrieval", "rollout", "mcore_mas")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+OTHERS = sorted(path for folder in ("workflow", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py"))
+
+# loop -> {samples, packing, evaluate, tracking} -> megatron/ -> core/; other modules of mcore_mas stand beside these
+LAYERS = {"core": 0, "megatron": 1, "samples": 2, "packing": 2, "evaluate": 2, "tracking": 2, "loop": 3}
+
+ENVIRONMENT_READERS = {
+    "mcore_mas/base_model.py": "tokenizers takes its number of threads from nowhere else",
+    "mcore_mas/megatron/parallel.py": "torch.distributed's env:// rendezvous takes rank and address from nowhere else",
+    "mcore_mas/tracking.py": "MLflow's telemetry has no other switch",
+    "mcore_mas/train.py": "Ray joins the cluster of RAY_ADDRESS unless it is removed",
+    "mcore_mas/ui.py": "MLflow's server passes its settings to its workers in the environment",
+}
+
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "imp"}
+FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "faiss")
+LIGHT_MODULES = ("rollout.records", "rollout.agent", "rollout.orchestras", "rollout.envs", "rollout.rewards")
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def nodes(root: ast.AST, *, type_checking: bool) -> Iterator[ast.AST]:
+    """Every node below `root`; without `type_checking`, not those that only a type checker sees."""
+    for node in ast.iter_child_nodes(root):
+        if isinstance(node, ast.If) and not type_checking and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for other in node.orelse:
+                yield other
+                yield from nodes(other, type_checking=False)
+            continue
+        yield node
+        yield from nodes(node, type_checking=type_checking)
+
+
+def imports(path: Path, *, type_checking: bool = True) -> set[str]:
+    """Dotted names that a file imports, in functions too; `from a import b` counts as a and as a.b."""
+    found = set()
+    for node in nodes(tree(path), type_checking=type_checking):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = name_of(path).split(".")
+            kept = len(package) - node.level + (path.name == "__init__.py")
+            base = ".".join([*package[:kept], *([node.module] if node.module else [])]) if node.level else node.module
+            found |= {str(base)} | {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def places(root: Path) -> str:
+    return str(root.relative_to(ROOT))
+
+
+def test_the_trees_are_there() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in SOURCES} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=places)
+def test_imports_point_one_way(path: Path) -> None:
+    package, *rest = path.relative_to(ROOT).with_suffix("").parts
+    below = {"retrieval": (), "rollout": ("retrieval.client",), "mcore_mas": ("retrieval", "rollout")}[package]
+    outside = ["snakemake", "workflow", "tests", "benchmarks"]
+    if (package, rest[0]) != ("mcore_mas", "megatron"):
+        outside.append("megatron")
+    bad = set()
+    for name in imports(path):
+        own = name.split(".")[0] in PACKAGES and not within(name, package)
+        parent = any(within(other, name) for other in below)  # `from retrieval import client` names retrieval too
+        if own and not parent and not any(within(name, other) for other in below):
+            bad.add(name)
+        bad |= {name} if any(within(name, other) for other in outside) else set()
+    assert not bad, f"{places(path)} may not import {sorted(bad)}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "mcore_mas").rglob("*.py")), ids=places)
+def test_mcore_mas_is_layered(path: Path) -> None:
+    own = path.relative_to(ROOT / "mcore_mas").with_suffix("").parts[0]
+    if own not in LAYERS:
+        return
+    for name in imports(path):
+        if not within(name, "mcore_mas") or name == "mcore_mas":
+            continue
+        other = name.split(".")[1]
+        level = LAYERS.get(other)
+        assert level is None or level <= LAYERS[own], f"{places(path)} is below mcore_mas.{other}, which it imports"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "mcore_mas" / "core").rglob("*.py")), ids=places)
+def test_core_imports_torch_and_nothing_else(path: Path) -> None:
+    allowed = {*sys.stdlib_module_names, "torch"}
+    bad = {n for n in imports(path) if n.split(".")[0] not in allowed and not within(n, "mcore_mas.core")}
+    assert not bad - {"mcore_mas"}
+
+
+def test_no_import_cycles() -> None:
+    modules = {name_of(path): path for path in SOURCES}
+    edges: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        edges[name] = {other for other in imports(path, type_checking=False) if other in modules} - {name}
+        # `from package import module` needs the module; the package's own __init__ is needed by everything in it
+        edges[name] -= {parent for parent in edges[name] if within(name, parent)}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"import cycle: {' -> '.join((*trail[trail.index(name) :], name))}"
+        if name not in done:
+            for other in sorted(edges[name]):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in modules:
+        visit(name, ())
+
+
+def reads_environment(path: Path) -> bool:
+    return any(
+        (isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"))
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {"environ", "getenv"} & {a.name for a in node.names}
+        )
+        for node in ast.walk(tree(path))
+    )
+
+
+def test_the_environment_is_read_where_a_vendor_demands_it() -> None:
+    assert {places(path) for path in SOURCES if reads_environment(path)} == set(ENVIRONMENT_READERS)
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *OTHERS], ids=places)
+def test_nothing_dangerous_is_called(path: Path) -> None:
+    bad = [name for name in imports(path) if name.split(".")[0] in FORBIDDEN_MODULES]
+    for node in ast.walk(tree(path)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+        if called in FORBIDDEN_CALLS or "trust_remote_code" in keywords:
+            bad.append(f"{called} in line {node.lineno}")
+        shell = keywords.get("shell")
+        if shell is not None and not (isinstance(shell, ast.Constant) and shell.value is False):
+            bad.append(f"shell= in line {node.lineno}")
+        if called == "torch.load" and ast.unparse(keywords.get("weights_only", ast.Constant(False))) != "True":
+            bad.append(f"torch.load without weights_only=True in line {node.lineno}")
+    assert not bad, f"{places(path)}: {bad}"
+
+
+def test_listeners_stay_on_loopback() -> None:
+    wide = [
+        f"{places(path)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and node.value in ("0.0.0.0", "::")
+    ]
+    assert not wide
+
+
+def test_no_drawer_for_odds_and_ends() -> None:
+    assert not [places(path) for path in SOURCES if path.stem in ("utils", "util", "helpers", "misc", "common")]
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *OTHERS], ids=places)
+def test_a_module_opens_with_a_sentence(path: Path) -> None:
+    assert (ast.get_docstring(tree(path)) or "").strip(), f"{places(path)} has no docstring"
+
+
+def test_records_load_without_the_heavy_libraries() -> None:
+    code = f"import sys, {', '.join(LIGHT_MODULES)}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert not set(HEAVY) & set(loaded.split())
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[=<>\[]", entry)[0].lower() for entry in project["dependencies"]}
+    distributions = importlib.metadata.packages_distributions()
+    missing = {}
+    for path in SOURCES:
+        for top in {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names) - set(PACKAGES):
+            if not declared & {distribution.lower() for distribution in distributions.get(top, [])}:
+                missing[top] = places(path)
+    assert not missing
+
+
+def test_direct_dependencies_are_locked_at_the_version_they_declare() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    lock = {line.lower() for line in (ROOT / "requirements" / "lock.txt").read_text(encoding="utf-8").splitlines()}
+    assert not [entry for entry in declared if entry.lower() not in lock]
+
+
+def test_each_rule_has_a_short_script_of_its_name() -> None:
+    rules = {
+        name
+        for path in (ROOT / "workflow" / "rules").glob("*.smk")
+        for name in re.findall(r"^rule (\w+):", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    scripts = {
+        path.stem: path.read_text(encoding="utf-8").splitlines()
+        for path in (ROOT / "workflow/scripts").iterdir()
+        if path.suffix == ".py"
+    }
+    assert set(scripts) == rules
+    assert not [name for name, lines in scripts.items() if len(lines) > 40]

@@ -1,0 +1,152 @@
+"""The batcher: sharing, caching, bounds, and errors that reach exactly those who asked."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from retrieval.batcher import Batcher, Overloaded
+from retrieval.corpus import Passage
+
+
+class Search:
+    """Passage i of a query is `query/i`; remembers its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[str], int]] = []
+        self.threads: set[int] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, queries: list[str], k: int) -> list[list[Passage]]:
+        assert self.gate.wait(10)
+        self.calls.append((queries, k))
+        self.threads.add(threading.get_ident())
+        if "bad" in queries:
+            raise ValueError("bad query")
+        return [[Passage(f"{query}/{i}", "x") for i in range(k)] for query in queries]
+
+
+def run(batcher: Batcher, body: Callable[[], Awaitable[None]]) -> None:
+    async def both() -> None:
+        searching = asyncio.create_task(batcher.run())
+        try:
+            await body()
+        finally:
+            searching.cancel()
+
+    asyncio.run(both())
+
+
+def ids(results: list[list[Passage]]) -> list[list[str]]:
+    return [[passage.id for passage in passages] for passages in results]
+
+
+def test_concurrent_requests_of_different_k_share_one_search() -> None:
+    search = Search()
+    batcher = Batcher(search, max_wait_s=0.05)
+
+    async def body() -> None:
+        one, two = await asyncio.gather(batcher.submit(["a", "b", "a"], 1), batcher.submit(["b"], 3))
+        assert ids(one) == [["a/0"], ["b/0"], ["a/0"]]
+        assert ids(two) == [["b/0", "b/1", "b/2"]]
+
+    run(batcher, body)
+    assert search.calls == [(["a", "b"], 3)]
+
+
+def test_answers_are_cached_by_query_and_k_and_the_oldest_go() -> None:
+    search = Search()
+    batcher = Batcher(search, cache_size=2)
+
+    async def body() -> None:
+        await batcher.submit(["a"], 1)
+        await batcher.submit(["b"], 1)
+        await batcher.submit(["a"], 1)  # from the cache: a is now younger than b
+        await batcher.submit(["c"], 1)  # b goes
+        await batcher.submit(["a"], 1)
+        await batcher.submit(["b"], 1)
+        await batcher.submit(["b"], 2)
+        await batcher.submit(["b"], 2, use_cache=False)
+
+    run(batcher, body)
+    assert search.calls == [(["a"], 1), (["b"], 1), (["c"], 1), (["b"], 1), (["b"], 2), (["b"], 2)]
+    assert batcher.counts.cached == 2
+
+
+def test_batches_are_bounded_and_run_on_one_thread() -> None:
+    search = Search()
+    batcher = Batcher(search, max_batch=4)
+
+    async def body() -> None:
+        await asyncio.gather(*(batcher.submit([f"q{n}"], 1) for n in range(10)))
+        assert await batcher.submit([], 3) == []
+
+    run(batcher, body)
+    assert [len(queries) for queries, _ in search.calls] == [4, 4, 2]
+    assert len(search.threads) == 1
+
+
+def test_a_full_queue_turns_requests_away_and_recovers() -> None:
+    search = Search()
+    search.gate.clear()
+    batcher = Batcher(search, max_batch=1, max_queue=2)
+
+    async def body() -> None:
+        first = asyncio.create_task(batcher.submit(["a"], 1))
+        await asyncio.sleep(0.02)  # a is being searched, the queue is empty
+        waiting = asyncio.create_task(batcher.submit(["b", "c"], 1))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="2 queries are waiting, at most 2 may"):
+            await batcher.submit(["d"], 1)
+        shared = asyncio.create_task(batcher.submit(["c"], 1))  # already queued: takes no room
+        await asyncio.sleep(0)
+        search.gate.set()
+        assert ids(await shared) == [["c/0"]]
+        assert ids(await first + await waiting + await batcher.submit(["d"], 1)) == [["a/0"], ["b/0"], ["c/0"], ["d/0"]]
+
+    run(batcher, body)
+    assert batcher.counts.rejected == 1
+
+
+def test_an_error_reaches_its_callers_and_the_next_search_works() -> None:
+    search = Search()
+    batcher = Batcher(search)
+
+    async def body() -> None:
+        with pytest.raises(ValueError, match="bad query"):
+            await batcher.submit(["bad"], 1)
+        assert ids(await batcher.submit(["good"], 1)) == [["good/0"]]
+
+    run(batcher, body)
+
+
+def test_a_cancelled_caller_does_not_cancel_those_who_share_its_query() -> None:
+    search = Search()
+    search.gate.clear()
+    batcher = Batcher(search)
+
+    async def body() -> None:
+        leaving, staying = (asyncio.create_task(batcher.submit(["a"], 1)) for _ in range(2))
+        await asyncio.sleep(0.02)
+        leaving.cancel()
+        await asyncio.sleep(0)
+        search.gate.set()
+        assert ids(await staying) == [["a/0"]]
+        assert leaving.cancelled()
+
+    run(batcher, body)
+
+
+def test_a_late_answer_is_overload() -> None:
+    search = Search()
+    search.gate.clear()
+    batcher = Batcher(search, deadline_s=0.05)
+
+    async def body() -> None:
+        with pytest.raises(Overloaded, match=r"no answer within 0\.05 s"):
+            await batcher.submit(["a"], 1)
+        search.gate.set()
+
+    run(batcher, body)

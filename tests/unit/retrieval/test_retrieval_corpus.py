@@ -1,0 +1,65 @@
+"""Corpora: the format, and errors that name file and line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from retrieval.corpus import Corpus, Passage, RetrievalError, write_corpus
+
+
+def test_a_passage_is_a_quoted_title_then_its_text() -> None:
+    passage = Passage.compose("7", "Amber Falls", "On the Tessel.\nOld.")
+    assert passage.contents == '"Amber Falls"\nOn the Tessel.\nOld.'
+    assert (passage.title, passage.text) == ("Amber Falls", "On the Tessel.\nOld.")
+    assert Passage("8", "Bare title\ntext").title == "Bare title"
+
+
+def test_rows_come_back_in_order_and_by_number(tmp_path: Path, passages: list[Passage]) -> None:
+    path = tmp_path / "corpus.jsonl"
+    assert write_corpus(path, passages) == 5
+    corpus = Corpus(path)
+    assert len(corpus) == 5
+    assert list(corpus) == passages
+    assert corpus[2].title == "Hugo Brandt"
+    with pytest.raises(IndexError):
+        corpus[-1]
+
+
+def test_the_file_is_search_r1s_format(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c.jsonl", [Passage.compose("0", "Zoë", "text")])
+    assert (tmp_path / "c.jsonl").read_text() == '{"id": "0", "contents": "\\"Zoë\\"\\ntext"}\n'
+
+
+def test_a_last_line_without_newline_counts(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"id": "0", "contents": "a"}\n{"id": "1", "contents": "b"}')
+    assert [passage.contents for passage in Corpus(path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"id": 1, "contents": "x"}', '{"id": "1"}', '{"id": "1", "contents": ""}', "", "[" * 100_000],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"id": "0", "contents": "x"}) + "\n" + line + "\n")
+    with pytest.raises(RetrievalError, match=r"c\.jsonl:2: "):
+        list(Corpus(path))
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, passages: list[Passage]) -> None:
+    path = tmp_path / "c.jsonl"
+    write_corpus(path, passages)
+    before = path.read_bytes()
+    with pytest.raises(RetrievalError, match=r"c\.jsonl:2: 'contents'"):
+        write_corpus(path, [passages[0], Passage("1", "")])
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["c.jsonl"]
+
+
+def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RetrievalError, match="no passages"):
+        write_corpus(tmp_path / "c.jsonl", [])
+    with pytest.raises(RetrievalError, match="missing or empty"):
+        Corpus(tmp_path / "c.jsonl")

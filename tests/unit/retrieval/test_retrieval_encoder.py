@@ -1,0 +1,98 @@
+"""Encoders: known similarities, prefixes, batch independence, and refusal of other weights."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from retrieval.corpus import RetrievalError
+from retrieval.encoder import MINILM_SHA256, Encoder, minilm_folder, open_encoder
+
+
+def test_minilm_gives_the_published_similarity(encoder: Encoder) -> None:
+    # The model's documentation prints 0.7553 for this pair.
+    left, right = encoder.encode_passages(["A man is eating food.", "A man is eating a piece of bread."])
+    assert float(left @ right) == pytest.approx(0.7553, abs=1e-4)
+    assert encoder.identity.dim == 384
+    assert left.dtype == np.float32
+    assert float(left @ left) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_pooling_is_the_mean_over_the_texts_own_tokens(encoder: Encoder) -> None:
+    text = "Amber Falls"
+    tokens = encoder._tokenizer(text, return_tensors="pt")
+    with torch.inference_mode():
+        hidden = encoder._model(**tokens).last_hidden_state[0]  # [L, 384], nothing padded
+    expected = hidden.mean(0) / hidden.mean(0).norm()
+    padded = encoder.encode_passages([text, "a much longer neighbour that makes the first text padded " * 4])[0]
+    np.testing.assert_allclose(padded, expected.numpy(), atol=1e-6)
+
+
+def test_a_query_has_one_vector_whatever_it_is_batched_with(encoder: Encoder) -> None:
+    queries = [f"Who is the mayor of town number {n}{' and of the next town' * (n % 5)}?" for n in range(70)]
+    together = encoder.encode_queries(queries)
+    alone = np.concatenate([encoder.encode_queries([query]) for query in queries[:12]])
+    assert (together[:12] == alone).all()
+    np.testing.assert_allclose(together, encoder.encode_passages(queries), atol=2e-6)
+
+
+def test_prefixes_and_pooling_are_explicit(encoder: Encoder) -> None:
+    prefixed = Encoder(
+        minilm_folder(), name="e5-like", pooling="mean", query_prefix="query: ", passage_prefix="passage: "
+    )
+    assert (prefixed.encode_queries(["x"]) == encoder.encode_queries(["query: x"])).all()
+    assert (prefixed.encode_passages(["x"]) == encoder.encode_passages(["passage: x"])).all()
+    first_token = Encoder(minilm_folder(), name="cls", pooling="cls", normalise=False)
+    assert abs(float(np.linalg.norm(first_token.encode_queries(["x"])[0])) - 1.0) > 0.1
+    with pytest.raises(RetrievalError, match="unknown pooling 'max'; known: cls, mean"):
+        Encoder(minilm_folder(), name="x", pooling="max")  # type: ignore[arg-type]
+
+
+def test_long_texts_are_cut_and_no_text_gives_no_vectors(encoder: Encoder) -> None:
+    assert encoder.encode_queries([]).shape == (0, 384)
+    long = "word " * 5000
+    assert (encoder.encode_queries([long]) == encoder.encode_queries([long + "tail"])).all()
+
+
+def test_loading_touches_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert Encoder.minilm().identity.sha256 == MINILM_SHA256
+
+
+def test_other_weights_are_refused_before_loading(encoder: Encoder, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(minilm_folder(), folder)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(50_000_000)
+        file.write(b"\x00\x01\x02\x03")
+    with pytest.raises(RetrievalError, match=f"expected {MINILM_SHA256}"):
+        open_encoder(encoder.identity, folder)
+    (folder / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "evil.Model"}}))
+    with pytest.raises(RetrievalError, match="auto_map"):
+        Encoder(folder, name="x", pooling="mean")
+    with pytest.raises(RetrievalError, match=r"no \*\.safetensors"):
+        Encoder(tmp_path, name="x", pooling="mean")
+
+
+def test_an_encoder_that_is_not_packaged_needs_a_folder(encoder: Encoder) -> None:
+    with pytest.raises(RetrievalError, match="'e5-base-v2'; say where its folder is"):
+        open_encoder(replace(encoder.identity, name="e5-base-v2", sha256="0" * 64))
+
+
+def test_the_client_imports_neither_torch_nor_faiss() -> None:
+    heavy = "('torch', 'faiss', 'transformers', 'numpy')"
+    code = f"import sys, retrieval.client; print([name for name in {heavy} if name in sys.modules])"
+    root = Path(__file__).resolve().parents[3]
+    shown = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"

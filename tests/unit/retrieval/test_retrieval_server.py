@@ -1,0 +1,214 @@
+"""The server process: wire format, limits, start, and end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from retrieval.app import check_canary
+from retrieval.corpus import Passage, RetrievalError
+from retrieval.encoder import Encoder, minilm_folder
+from retrieval.index import Index
+from retrieval.server import is_loopback
+from retrieval.sidecar import RetrieverSidecar
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def post(url: str, body: Any, **options: Any) -> httpx.Response:
+    return httpx.post(f"{url}/retrieve", json=body, timeout=30, trust_env=False, **options)
+
+
+def start(*args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "retrieval.server", *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_with_scores_documents_are_wrapped(server_url: str, passages: list[Passage]) -> None:
+    reply = post(server_url, {"queries": ["Alice Walker", "Iron Bridge mayor"], "topk": 2, "return_scores": True})
+    assert reply.status_code == 200
+    alice, iron = reply.json()["result"]
+    assert [set(item) for item in alice + iron] == [{"document", "score"}] * 4
+    assert alice[0]["document"] == {"id": "0", "contents": passages[0].contents}
+    assert iron[0]["document"]["id"] == "3"
+    assert 1 >= alice[0]["score"] > alice[1]["score"]
+
+
+@pytest.mark.parametrize("extra", [{}, {"topk": None}, {"topk": 0}, {"topk": 3, "return_scores": False}])
+def test_without_scores_documents_are_bare_and_topk_defaults_to_3(server_url: str, extra: dict[str, Any]) -> None:
+    # Two queries: the shape in which a careless server hands out one query's documents as two answers.
+    result = post(server_url, {"queries": ["Hugo Brandt", "Amber Falls"], **extra}).json()["result"]
+    assert [len(row) for row in result] == [3, 3]
+    assert [row[0]["id"] for row in result] == ["2", "1"]
+    assert set(result[0][0]) == {"id", "contents"}
+
+
+def test_topk_over_the_corpus_gives_all_of_it(server_url: str) -> None:
+    (row,) = post(server_url, {"queries": ["weaver"], "topk": 100}).json()["result"]
+    assert sorted(document["id"] for document in row) == ["0", "1", "2", "3", "4"]
+
+
+def test_no_queries_give_no_rows(server_url: str) -> None:
+    assert post(server_url, {"queries": []}).json() == {"result": []}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([], "not an object"),
+        ({}, "not an object"),
+        ({"queries": "Alice"}, "not an object"),
+        ({"queries": ["a", 1]}, r"queries\[1\] is a int"),
+        ({"queries": ["  "]}, r"queries\[0\] is empty"),
+        ({"queries": ["x" * 2001]}, "has 2001 characters, at most 2000"),
+        ({"queries": ["a"] * 257}, "257 queries in one request, at most 256"),
+        ({"queries": ["a"], "topk": 101}, "topk is 101"),
+        ({"queries": ["a"], "topk": -1}, "topk is -1"),
+        ({"queries": ["a"], "topk": 100_000_000}, "topk is 100000000"),
+        ({"queries": ["a"], "topk": True}, "topk is True"),
+        ({"queries": ["a"], "topk": False}, "topk is False"),
+        ({"queries": ["a"], "topk": 3.0}, "topk is 3.0"),
+        ({"queries": ["a"], "return_scores": 1}, "return_scores is 1"),
+    ],
+)
+def test_bad_requests_get_422_and_the_reason(server_url: str, body: Any, message: str) -> None:
+    reply = post(server_url, body)
+    assert reply.status_code == 422
+    with pytest.raises(RetrievalError, match=message):
+        raise RetrievalError(reply.json()["error"])
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000, b'{"queries": ["\\ud800"]}'])
+def test_bodies_that_are_not_usable_json_get_422(server_url: str, body: bytes) -> None:
+    url, json_type = f"{server_url}/retrieve", {"Content-Type": "application/json"}
+    assert httpx.post(url, content=body, headers=json_type, trust_env=False).status_code == 422
+    assert httpx.post(url, content=b'{"queries": ["a"]}', trust_env=False).status_code == 422  # no content type
+
+
+def test_a_big_body_gets_413_whether_declared_or_streamed(server_url: str) -> None:
+    with socket.create_connection(httpx.URL(server_url).netloc.decode().split(":")) as connection:  # type: ignore[arg-type]
+        head = "POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1048577\r\n\r\n"
+        connection.sendall(head.encode())  # and no body: the answer comes before any of it is read
+        connection.settimeout(10)
+        assert connection.recv(12) == b"HTTP/1.1 413"
+    assert post(server_url, {"queries": ["x" * (1 << 21)]}).status_code == 413
+    parts = (b" " * 65536 for _ in range(17))
+    reply = httpx.post(
+        f"{server_url}/retrieve", content=parts, headers={"Content-Type": "application/json"}, trust_env=False
+    )
+    assert reply.status_code == 413
+    assert post(server_url, {"queries": ["still here"]}).status_code == 200
+
+
+def test_health_ready_and_info(server_url: str, index_dir: Path) -> None:
+    assert httpx.get(f"{server_url}/health", trust_env=False).json() == {"status": "alive"}
+    ready = httpx.get(f"{server_url}/ready", trust_env=False)
+    assert (ready.status_code, ready.json()) == (200, {"ready": True})
+    info = httpx.get(f"{server_url}/info", trust_env=False).json()
+    manifest = json.loads((index_dir / "index.json").read_text())
+    assert {key: info[key] for key in manifest} == manifest
+    assert info["counts"]["searches"] >= 1
+
+
+def test_a_port_in_use_is_one_line_and_code_2(index_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = start("--index", index_dir, "--port", port)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"retrieval server: cannot listen on 127.0.0.1:{port} (Address already in use); try --port 0\n"
+    )
+
+
+def test_a_wider_host_needs_a_token(index_dir: Path, tmp_path: Path) -> None:
+    done = start("--index", index_dir, "--host", "0.0.0.0")
+    assert done.returncode == 2
+    assert done.stderr == ("retrieval server: host 0.0.0.0 is not loopback; bind 127.0.0.1, or give --token-file\n")
+    (tmp_path / "token").write_text("short")
+    done = start("--index", index_dir, "--token-file", tmp_path / "token")
+    assert (done.returncode, "5 characters, expected at least 16" in done.stderr) == (2, True)
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5
+
+
+def test_the_canary_finds_an_index_of_other_vectors(index_dir: Path) -> None:
+    other = Encoder(minilm_folder(), name="x", pooling="cls")
+    with pytest.raises(RetrievalError, match=r"canary: row 0 .* built with another encoder"):
+        check_canary(Index.open(index_dir), other)
+
+
+@pytest.mark.slow
+def test_a_token_guards_all_but_health(index_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("0123456789abcdef\n")
+    with RetrieverSidecar(index_dir, extra_args=("--token-file", str(tmp_path / "token"))) as url:
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        for headers in ({}, {"Authorization": "Bearer 0123456789abcdee"}, {"Authorization": b"Bearer \xff"}):
+            assert post(url, {"queries": ["a"]}, headers=headers).status_code == 401
+        assert httpx.get(f"{url}/info", trust_env=False).status_code == 401
+        assert post(url, {"queries": ["a"]}, headers={"Authorization": "Bearer 0123456789abcdef"}).status_code == 200
+
+
+@pytest.mark.slow
+def test_sigterm_drains_and_exits_0(index_dir: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    command = [sys.executable, "-m", "retrieval.server", "--index", str(index_dir), "--ready-file", str(ready)]
+    # A long wait for company keeps the request in the queue while the signal arrives.
+    child = subprocess.Popen([*command, "--max-wait-ms", "1500", "--die-with-parent"], cwd=ROOT, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 120
+        while not ready.exists() and child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert json.loads(ready.read_text())["pid"] == child.pid
+        url = httpx.URL(json.loads(ready.read_text())["url"])
+        with socket.create_connection((url.host, url.port or 0)) as connection:
+            body = b'{"queries": ["Alice Walker"]}'
+            head = (
+                f"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            )
+            connection.sendall(head.encode() + b"\r\n\r\n" + body)
+            time.sleep(0.3)
+            child.send_signal(signal.SIGTERM)
+            connection.settimeout(20)
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        assert child.wait(20) == 0
+        assert child.stderr is not None and child.stderr.read() == b""
+        assert not ready.exists()
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.slow
+def test_the_server_dies_with_its_parent(index_dir: Path) -> None:
+    code = (
+        "import sys, time; from retrieval.sidecar import RetrieverSidecar; "
+        "s = RetrieverSidecar(sys.argv[1]); s.__enter__(); print(s.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(index_dir)], cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(pid, 0)
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            except FileNotFoundError:
+                return
+            if state == "Z":
+                return
+            time.sleep(0.05)
+        pytest.fail(f"server {pid} outlived its parent")
+    finally:
+        parent.kill()
+        parent.wait()

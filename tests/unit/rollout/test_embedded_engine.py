@@ -1,0 +1,202 @@
+"""The embedded engine's scheduling, prefix reuse and model families, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rollout.engines.embedded import EmbeddedEngine
+from rollout.engines.protocol import Completion, EngineError, Sampling
+
+torch.set_num_threads(1)
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+
+
+def save(path: Path, model: Any) -> Any:
+    model.eval().save_pretrained(path)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    save(path, Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)))
+    return path
+
+
+def drain(engine: EmbeddedEngine) -> dict[int, Any]:
+    done: dict[int, Any] = {}
+    while engine.has_work:
+        done.update(engine.step())
+    return done
+
+
+def steps(engine: EmbeddedEngine, count: int) -> None:
+    for _ in range(count):
+        assert engine.step() == []
+
+
+@torch.no_grad()
+def worst(model: Any, prompt: list[int], completion: Completion) -> float:
+    logits = model(torch.tensor([prompt + list(completion.token_ids)])).logits[0, len(prompt) - 1 : -1]
+    right = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return float((right - torch.tensor(completion.logprobs)).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=False, rope_theta=5e5)),
+        (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16)),
+        (
+            LlamaForCausalLM,
+            LlamaConfig(
+                **SIZES,
+                rope_parameters={
+                    "rope_type": "llama3",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                },
+            ),
+        ),
+    ],
+    ids=["qwen2-untied", "qwen3", "llama3"],
+)
+def test_model_families_match_hugging_face(tmp_path: Path, model_class: Any, config: Any) -> None:
+    torch.manual_seed(1)
+    model = model_class(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    save(tmp_path, model)
+    engine = EmbeddedEngine.from_folder(tmp_path, max_length=300)
+    prompt = np.random.default_rng(0).integers(0, 64, 200).tolist()
+    engine.submit(1, prompt, Sampling(max_tokens=50))
+    assert worst(model, prompt, drain(engine)[1]) < 1e-5
+
+
+def test_prefix_reuse_changes_nothing_but_the_work(folder: Path) -> None:
+    rng = np.random.default_rng(3)
+    system = rng.integers(0, 64, 20).tolist()
+    members = [10 * group + sample for group in range(3) for sample in range(3)]
+    seen: dict[bool, list[Completion]] = {}
+    work = {}
+    for reuse in (True, False):
+        engine = EmbeddedEngine.from_folder(folder, max_length=200, rows=12, reuse_prefixes=reuse)
+        history = {key: [*system, *range(key // 10, key // 10 + 20)] for key in members}
+        seen[reuse] = []
+        for turn in range(3):
+            for key in members:
+                engine.submit(key, history[key], Sampling(max_tokens=3 + key % 7, seed=turn * 100 + key))
+            for key, completion in sorted(drain(engine).items()):
+                seen[reuse].append(completion)
+                history[key] = [*history[key], *completion.token_ids, 1, 2, 3]
+        work[reuse] = engine.stats.prefill_tokens
+    for reused, plain in zip(seen[True], seen[False], strict=True):
+        assert reused.token_ids == plain.token_ids
+        assert reused.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
+    # Turn 1: the system prompt once, each group's 20 tokens once. Turns 2 and 3: the last sampled token and 3 new ones.
+    assert work[True] == 20 + 3 * 20 + 2 * 9 * 4
+    assert work[False] > 9 * (40 + 45 + 55)
+
+
+def test_requests_wait_for_a_row(folder: Path) -> None:
+    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=2)
+    for i in range(5):
+        engine.submit(i, [i, i + 1], Sampling(max_tokens=4, seed=i))
+    assert engine.step() == []  # the first token comes with the prompt, the second with the first decoding pass
+    assert engine.stats.decode_tokens == 4
+    done = drain(engine)
+    assert sorted(done) == [0, 1, 2, 3, 4]
+    assert engine.stats.steps == 9  # three waves of three passes
+    assert not engine.has_work
+
+
+def test_update_in_the_middle_gives_two_spans_and_keeps_old_keys(folder: Path) -> None:
+    engine = EmbeddedEngine.from_folder(folder, max_length=64, version=3)
+    torch.manual_seed(5)
+    other = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    engine.submit(1, prompt, Sampling(max_tokens=10))
+    steps(engine, 3)  # 4 tokens
+    engine.load_weights(other.state_dict().items(), 4)
+    engine.load_weights(other.state_dict().items(), 5)  # no token was sampled by version 4
+    completion = drain(engine)[1]
+    assert [(span.version, span.start, span.end) for span in completion.versions] == [(3, 0, 4), (5, 4, 10)]
+    engine.submit(2, [*prompt, *completion.token_ids], Sampling(max_tokens=10))
+    after = drain(engine)[2]
+    assert after.cached_tokens == 0  # what ran across the update is no one's prefix
+    assert worst(other, [*prompt, *completion.token_ids], after) < 1e-5
+
+
+def test_abort(folder: Path) -> None:
+    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=1)
+    running, waiting, later, unknown = 1, 2, 3, 4
+    engine.submit(running, [1, 2], Sampling(max_tokens=20))
+    engine.submit(waiting, [1, 2], Sampling(max_tokens=20))
+    engine.submit(later, [1, 2], Sampling(max_tokens=2))
+    steps(engine, 2)
+    engine.abort({running, waiting, unknown})
+    done = drain(engine)
+    assert {key: (one.finish_reason, len(one.token_ids)) for key, one in done.items()} == {
+        running: ("abort", 3),
+        waiting: ("abort", 0),
+        later: ("length", 2),
+    }
+    assert done[waiting].versions[-1].version == 0
+
+
+def test_broken_weights_are_an_error_not_a_crash(folder: Path) -> None:
+    engine = EmbeddedEngine.from_folder(folder, max_length=64)
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    state = dict(model.state_dict())
+    engine.load_weights(((name, tensor * float("nan")) for name, tensor in state.items()), 8)
+    engine.submit(1, [1, 2], Sampling(max_tokens=4, top_p=0.9))
+    with pytest.raises(EngineError, match="weights version 8 give logits that are not finite"):
+        raise drain(engine)[1]
+    engine.load_weights(state.items(), 9)
+    engine.submit(1, [1, 2], Sampling(max_tokens=4))
+    assert worst(model, [1, 2], drain(engine)[1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "config.json: not readable"),
+        ('{"model_type": "mamba"}', "model_type 'mamba' is not supported; known: llama, qwen2, qwen3"),
+        ('{"model_type": "qwen2"}', "no key 'num_attention_heads'"),
+        ('{"model_type": "qwen2", "use_sliding_window": true}', "use_sliding_window is set"),
+        ('{"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}}', "rope_type 'yarn' is not supported"),
+    ],
+)
+def test_a_bad_folder_is_told_in_one_line(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(EngineError, match=message):
+        EmbeddedEngine.from_folder(tmp_path, max_length=64)
+
+
+def test_a_folder_without_or_with_broken_weights(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(EngineError, match=r"no \*.safetensors file"):
+        EmbeddedEngine.from_folder(tmp_path, max_length=64)
+    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(EngineError, match=r"model\.safetensors: not a readable safetensors file"):
+        EmbeddedEngine.from_folder(tmp_path, max_length=64)

@@ -1,0 +1,106 @@
+"""The math environment's scores."""
+
+import asyncio
+
+import pytest
+
+from rollout.envs.math import MathEnv, equal_answers, last_boxed
+from rollout.envs.mathematics import Comparer
+from rollout.envs.protocol import EnvError
+from rollout.records import Task
+
+
+def task(*answers):
+    return Task(id="t9", prompt="?", answers=answers, env="math", source="s", split="test")
+
+
+def score(text, *answers):
+    env = MathEnv()
+    assert env.reset(task(*answers)) == "?"
+    return asyncio.run(env.step(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("\\boxed{42}", "42"),
+        ("a \\boxed{1} b \\boxed{ 2 } c", "2"),
+        ("\\boxed{\\frac{1}{\\sqrt{2}}}", "\\frac{1}{\\sqrt{2}}"),
+        ("\\boxed{1} then \\boxed{2", None),
+        ("<think>\\boxed{1}</think> so nothing", None),
+        ("<think>\\boxed{1}</think>\\boxed{3}", "3"),
+        ("42", None),
+        ("\\boxed{}", ""),
+    ],
+)
+def test_last_boxed(text, content):
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("given", "truth", "equal"),
+    [
+        ("42", "42", True),
+        ("042", "42", True),
+        ("+42", "42", True),
+        ("$1,234$", "1234", True),
+        ("12.", "12", True),
+        ("\\dfrac{1}{2}", "\\frac12", True),
+        ("43", "42", False),
+        ("-42", "42", False),
+        ("1" * 5000, "2", False),
+        ("", "0", False),
+    ],
+)
+def test_equal_answers(given, truth, equal):
+    assert equal_answers(given, truth) is equal
+
+
+@pytest.mark.parametrize(
+    ("given", "truth", "equal"),
+    [
+        ("\\frac{1}{2}", "0.5", True),
+        ("1+x", "x+1", True),
+        ("\\{1,2\\}", "\\{2,1\\}", True),
+        ("x", "y", False),
+        ("}{", "5", False),
+        ("seven", "7", False),
+    ],
+)
+def test_equal_as_mathematics(given, truth, equal):
+    assert equal_answers(given, truth) is equal
+
+
+@pytest.mark.slow
+def test_endless_comparison_is_unequal_and_the_next_one_works():
+    comparer = Comparer(limit_s=1)
+    try:
+        assert comparer.equal("10000000!", "5") is False
+        assert comparer.equal("0.5", "\\frac{1}{2}") is True
+    finally:
+        comparer.close()
+
+
+def test_right_answer_scores_one():
+    step = score("7+5=12. \\boxed{12}", "12")
+    assert (step.reward, step.done, step.metrics) == (1.0, True, {"answered": 1.0})
+
+
+def test_any_accepted_answer_counts():
+    assert score("\\boxed{12}", "11", "12").reward == 1.0
+
+
+@pytest.mark.parametrize(("text", "answered"), [("\\boxed{13}", 1.0), ("12", 0.0), ("\\boxed{}", 0.0), ("", 0.0)])
+def test_wrong_or_missing_answer_scores_zero(text, answered):
+    step = score(text, "12")
+    assert (step.reward, step.metrics) == (0.0, {"answered": answered})
+
+
+def test_task_without_answers_is_an_error_not_a_zero():
+    with pytest.raises(EnvError, match="t9"):
+        score("\\boxed{1}")
+
+
+def test_step_before_reset():
+    with pytest.raises(EnvError, match="before reset"):
+        asyncio.run(MathEnv().step("\\boxed{1}"))

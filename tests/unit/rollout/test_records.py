@@ -1,0 +1,129 @@
+"""Records survive a round trip through parquet, and broken files are refused in one line."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rollout.records import (
+    Message,
+    RecordError,
+    Status,
+    Task,
+    ToolEvent,
+    Trajectory,
+    Turn,
+    read_tasks,
+    read_trajectories,
+    write_tasks,
+    write_trajectories,
+)
+
+TASKS = [
+    Task(id="a:1+2", prompt="What is 1+2?", answers=("3",), env="math", source="a", split="train"),
+    Task(id="b:é", prompt="two\nlines", answers=("x", "y"), env="search", source="b", split="test"),
+]
+TURN = Turn(
+    index=0,
+    agent="solver",
+    policy="p",
+    policy_version=3,
+    node="0.1",
+    state_key="ab",
+    messages=(Message(role="system", content="s"), Message(role="user", content="u")),
+    prompt_ids=(5, 6, 7),
+    completion_ids=(8, 2),
+    logprobs=(-0.5, -0.25),
+    temperature=1.0,
+    text="\\boxed{3}",
+    finish_reason="stop",
+    valid=True,
+    seed=2**64 - 1,
+    reward=0.9,
+)
+TRAJECTORIES = [
+    Trajectory(
+        id="4/a:1+2/0",
+        task_id="a:1+2",
+        source="a",
+        sample=0,
+        step=4,
+        turns=(TURN,),
+        tools=(ToolEvent(after_turn=0, tool="search", query="q", result="r"),),
+        outcome=1.0,
+        metrics={"answered": 1.0},
+    ),
+    Trajectory(
+        id="4/a:1+2/1",
+        task_id="a:1+2",
+        source="a",
+        sample=1,
+        step=4,
+        turns=(),
+        status=Status.FAILED,
+        error="EngineError",
+    ),
+]
+
+
+def test_tasks_round_trip(tmp_path):
+    write_tasks(tmp_path / "deep" / "tasks.parquet", TASKS)
+    assert read_tasks(tmp_path / "deep" / "tasks.parquet") == TASKS
+
+
+def test_trajectories_round_trip_with_every_id_and_token(tmp_path):
+    path = tmp_path / "t.parquet"
+    write_trajectories(path, TRAJECTORIES)
+    assert read_trajectories(path) == TRAJECTORIES
+    assert read_trajectories(path)[1].status is Status.FAILED
+
+
+def test_no_partial_file_stays(tmp_path):
+    write_tasks(tmp_path / "tasks.parquet", TASKS)
+    assert [path.name for path in tmp_path.iterdir()] == ["tasks.parquet"]
+
+
+def test_empty_lists_round_trip(tmp_path):
+    write_tasks(tmp_path / "none.parquet", [])
+    write_trajectories(tmp_path / "never.parquet", [])
+    assert read_tasks(tmp_path / "none.parquet") == []
+    assert read_trajectories(tmp_path / "never.parquet") == []
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(RecordError, match=r"gone\.parquet: no such file"):
+        read_tasks(tmp_path / "gone.parquet")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_corrupt_file_is_named_in_one_line(tmp_path, keep):
+    path = tmp_path / "broken.parquet"
+    write_trajectories(path, TRAJECTORIES)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(RecordError, match=r"broken\.parquet: not a readable parquet file") as caught:
+        read_trajectories(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_middle_is_refused(tmp_path):
+    path = tmp_path / "damaged.parquet"
+    write_tasks(path, TASKS * 1000)
+    data = bytearray(path.read_bytes())
+    data[8 : len(data) // 2] = b"\xff" * (len(data) // 2 - 8)
+    path.write_bytes(data)
+    with pytest.raises(RecordError, match=r"damaged\.parquet"):
+        read_tasks(path)
+
+
+def test_missing_column_is_named(tmp_path):
+    path = tmp_path / "narrow.parquet"
+    pq.write_table(pa.table({"id": ["a"], "prompt": ["?"]}), path)
+    with pytest.raises(RecordError, match="no column answers, env, source, split"):
+        read_tasks(path)
+
+
+def test_column_of_another_type_is_refused(tmp_path):
+    path = tmp_path / "typed.parquet"
+    columns = {"id": ["a"], "prompt": ["?"], "answers": ["3"], "env": ["math"], "source": ["a"], "split": ["train"]}
+    pq.write_table(pa.table(columns), path)
+    with pytest.raises(RecordError, match=r"typed\.parquet"):
+        read_tasks(path)

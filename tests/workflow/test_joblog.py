@@ -1,0 +1,91 @@
+"""A job's log and what is said about a failed job."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from mcore_mas.joblog import cause, failure
+from rollout.records import RecordError
+
+
+def run_job(log: Path, body: str) -> subprocess.CompletedProcess[str]:
+    code = "import os, pathlib, subprocess, sys, time\nfrom mcore_mas.joblog import logged, terminal\n"
+    command = [sys.executable, "-c", f"{code}with logged({str(log)!r}):\n    {body}"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_all_output_goes_to_the_log_also_of_children(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "job.log"
+    done = run_job(log, "print('one'); subprocess.run(['echo', 'two']); print('three', file=sys.stderr)")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert log.read_text() == "one\ntwo\nthree\n"
+
+
+def test_a_failure_ends_the_log_with_its_cause(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    done = run_job(log, "raise ValueError('first\\n  second')")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    assert log.read_text().splitlines()[0] == "Traceback (most recent call last):"
+    assert log.read_text().splitlines()[-1] == "error: ValueError: first second"
+
+
+def test_own_messages_stand_without_the_name_of_their_class() -> None:
+    assert cause(RecordError("a.parquet: no such file")) == "a.parquet: no such file"
+    assert cause(KeyError("x")) == "KeyError: 'x'"
+    assert cause(AssertionError()) == "AssertionError"
+
+
+def test_failure_names_each_cause_and_log(tmp_path: Path) -> None:
+    said, silent = tmp_path / "said.log", tmp_path / "silent.log"
+    said.write_text("Traceback ...\nerror: a.parquet: no such file\n")
+    silent.write_text("".join(f"step {i}\n" for i in range(40)))
+    workflow = tmp_path / "snakemake.log"
+    line = "    log: {} (check log file(s) for error details)\n"
+    workflow.write_text("Error in rule train:\n" + line.format(said) + line.format(silent) + line.format(said))
+    text = failure([workflow], lines=3)
+    assert text.count("error: ") == 2
+    assert f"error: a.parquet: no such file\n  everything it printed: {said}" in text
+    assert f"the end of {silent}:\n  | step 37\n  | step 38\n  | step 39" in text
+    assert "Traceback" not in text
+
+
+def test_the_terminal_is_still_there_behind_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    leader, follower = pty.openpty()
+    code = (
+        "from mcore_mas.joblog import logged, terminal\n"
+        f"with logged({str(log)!r}):\n    print('to the log'); print('to the screen', file=terminal(), end='')"
+    )
+    subprocess.run([sys.executable, "-c", code], stdout=follower, stderr=follower, check=True)
+    os.close(follower)
+    assert os.read(leader, 1000) == b"to the screen"
+    os.close(leader)
+    assert log.read_text() == "to the log\n"
+
+
+def test_a_job_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    ready, log = tmp_path / "pid", tmp_path / "job.log"
+    job = (
+        "import os, pathlib, time\nfrom mcore_mas.joblog import logged\n"
+        f"with logged({str(log)!r}):\n"
+        f"    pathlib.Path({str(ready)!r}).write_text(str(os.getpid()) + '.')\n"
+        "    time.sleep(60)"
+    )
+    starter = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {job!r}])"
+    parent = subprocess.Popen([sys.executable, "-c", starter])
+    deadline = time.monotonic() + 30
+    while not (ready.is_file() and ready.read_text().endswith(".")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child = psutil.Process(int(ready.read_text().rstrip(".")))
+    parent.kill()
+    parent.wait()
+    child.wait(timeout=10)
+    assert not child.is_running()

@@ -1,0 +1,69 @@
+"""Suites: which runs there are, and what is said about a bad one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mcore_mas.suite import Suite, SuiteError
+
+ROOT = Path(__file__).resolve().parents[2]
+MATH, SEARCH = ["experiment=demo_math"], ["experiment=demo_search"]
+
+
+def suite(**experiments: list[str]) -> dict[str, object]:
+    return {"suite": "x", "experiments": experiments}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "workflow/suites").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_suite_resolves_and_is_named_after_its_file(path: Path) -> None:
+    loaded = Suite.load(yaml.safe_load(path.read_text()))
+    assert loaded.name == path.stem
+    assert loaded.runs
+
+
+def test_a_run_knows_its_name_and_folder() -> None:
+    loaded = Suite.load({**suite(one=MATH), "results": "elsewhere"})
+    assert loaded.runs["one"]["run"] == "one"
+    assert loaded.runs["one"]["results"] == "elsewhere"
+
+
+def test_what_a_run_needs_follows_from_its_config() -> None:
+    external = [*SEARCH, "retriever.url=http://127.0.0.1:9"]
+    loaded = Suite.load(suite(plain=MATH, search=SEARCH, external=external, real=[*MATH, "cold_start=null"]))
+    assert {run: loaded.indexes(run) for run in loaded.runs} == {
+        "plain": False,
+        "search": True,
+        "external": False,
+        "real": False,
+    }
+    assert [run for run in loaded.runs if not loaded.cold_starts(run)] == ["real"]
+    assert loaded.pattern(indexes=True) == "search"
+    assert loaded.pattern(indexes=False) == "plain|external|real"
+    assert Suite.load(suite(plain=MATH)).pattern(indexes=True) == "(?!)"
+
+
+def test_runs_that_differ_only_in_their_seed_are_one_experiment() -> None:
+    loaded = Suite.load(suite(a=MATH, a_2=[*MATH, "seed=2"], b=[*MATH, "trainer.steps=3"]))
+    assert loaded.experiments == {"a": "a", "a_2": "a", "b": "b"}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"experiments": {"a": MATH}}, "'suite' is a required property"),
+        ({**suite(a=MATH), "result": "x"}, "'result' was unexpected"),
+        (suite(tables=MATH), "experiments"),
+        (suite(a=["experiment demo_math"]), "experiments/a/0"),
+        ({**suite(a=MATH), "results": "a b; rm"}, "results"),
+        (suite(a=["sede=1"]), "run 'a': .*sede"),
+        (suite(a=MATH, b=["seed=abc"]), "run 'b': .*seed"),
+        ({**suite(a=MATH), "results": "/dev/null/x"}, "results folder '/dev/null/x': /dev/null is not a folder"),
+    ],
+)
+def test_a_bad_suite_is_one_line(content: dict[str, object], words: str) -> None:
+    with pytest.raises(SuiteError, match=words) as error:
+        Suite.load(content)
+    assert "\n" not in str(error.value)

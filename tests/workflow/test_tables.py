@@ -1,0 +1,143 @@
+"""Tables of scores, with numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.intervals import bootstrap_interval
+from mcore_mas.tables import TableError, make_table
+
+COLUMNS = "experiment,policy_state,dataset,metric,k,value,ci_low,ci_high,n,seed_count,paper_value,paper_source"
+
+
+def evaluation(path: Path, run: str, state: str, scores: dict[str, list[float]], failed: int = 0) -> Path:
+    """An evaluation file; a task's source is its name up to the dash."""
+    tasks = [{"task_id": task, "source": task.partition("-")[0], "scores": s} for task, s in scores.items()]
+    k = len(next(iter(scores.values())))
+    path.write_text(
+        json.dumps({"run": run, "state": state, "k": k, "failed_tasks": failed, "rows": [], "tasks": tasks})
+    )
+    return path
+
+
+def rows_of(path: Path) -> dict[tuple[str, str, str, str], dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return {(row["experiment"], row["dataset"], row["metric"], row["policy_state"]): row for row in rows}
+
+
+def test_two_tasks_by_hand(tmp_path: Path) -> None:
+    base = evaluation(tmp_path / "b.json", "demo", "base", {"easy-1": [1, 0, 0, 0], "hard-1": [0, 0, 0, 0]})
+    trained = evaluation(tmp_path / "t.json", "demo", "trained", {"easy-1": [1, 1, 0, 0], "hard-1": [1, 1, 1, 1]}, 3)
+    out = tmp_path / "demo.csv"
+    make_table([base, trained], {"demo": "demo"}, [], [out])
+    assert out.read_text().splitlines()[0].startswith(COLUMNS)
+    rows = rows_of(out)
+    assert len(rows) == 3 * 2 * 3  # all, easy, hard; avg, pass; base, trained, the difference
+
+    def number(dataset: str, metric: str, state: str, column: str = "value") -> float:
+        return float(rows["demo", dataset, metric, state][column])
+
+    assert number("all", "avg@4", "base") == 0.125
+    assert number("all", "avg@4", "trained") == 0.75
+    assert number("all", "avg@4", "trained-base") == 0.625
+    assert number("all", "pass@4", "base") == 0.5
+    assert number("all", "pass@4", "trained-base") == 0.5
+    assert number("easy", "avg@4", "trained-base") == 0.25
+    # of two tasks that gained 0.25 and 1, a quarter of all resamples take one of them twice
+    assert number("all", "avg@4", "trained-base", "ci_low") == 0.25
+    assert number("all", "avg@4", "trained-base", "ci_high") == 1.0
+    assert number("all", "avg@4", "base", "n") == 2
+    assert number("hard", "avg@4", "base", "n") == 1
+    assert number("all", "avg@4", "trained", "failed_tasks") == 3
+    assert rows["demo", "all", "avg@4", "base"]["k"] == "4"
+    assert rows["demo", "all", "avg@4", "base"]["paper_value"] == ""
+
+
+def test_one_source_has_no_row_for_all_of_them(tmp_path: Path) -> None:
+    base = evaluation(tmp_path / "b.json", "demo", "base", {"math-1": [1.0, 0.0]})
+    make_table([base], {"demo": "demo"}, [], [tmp_path / "t.csv"])
+    assert set(rows_of(tmp_path / "t.csv")) == {
+        ("demo", "math", "avg@2", "base"),
+        ("demo", "math", "pass@2", "base"),
+    }
+
+
+def test_the_difference_is_paired_by_task(tmp_path: Path) -> None:
+    before = {f"math-{i}": [float(i % 2), 0.0, 0.0, 0.0] for i in range(40)}
+    after = {task: [scores[0], 1.0, 0.0, 0.0] for task, scores in before.items()}  # every task gains a quarter
+    files = [
+        evaluation(tmp_path / "b.json", "demo", "base", before),
+        evaluation(tmp_path / "t.json", "demo", "trained", after),
+    ]
+    make_table(files, {"demo": "demo"}, [], [tmp_path / "t.csv"])
+    gain = rows_of(tmp_path / "t.csv")["demo", "math", "avg@4", "trained-base"]
+    assert (gain["value"], gain["ci_low"], gain["ci_high"]) == ("0.250000", "0.250000", "0.250000")
+
+
+def test_a_task_that_failed_in_one_state_is_not_in_the_difference(tmp_path: Path) -> None:
+    files = [
+        evaluation(tmp_path / "b.json", "demo", "base", {"math-1": [0.0], "math-2": [1.0]}),
+        evaluation(tmp_path / "t.json", "demo", "trained", {"math-1": [1.0]}, failed=1),
+    ]
+    make_table(files, {"demo": "demo"}, [], [tmp_path / "t.csv"])
+    gain = rows_of(tmp_path / "t.csv")["demo", "math", "avg@1", "trained-base"]
+    assert (gain["value"], gain["n"]) == ("1.000000", "1")
+
+
+def test_seeds_of_an_experiment_share_a_row_and_a_task_is_one_vote(tmp_path: Path) -> None:
+    files = [
+        evaluation(tmp_path / "1.json", "demo", "base", {"math-1": [1.0], "math-2": [0.0]}),
+        evaluation(tmp_path / "2.json", "demo_s2", "base", {"math-1": [0.0], "math-2": [0.0], "math-3": [1.0]}),
+    ]
+    make_table(files, {"demo": "demo", "demo_s2": "demo"}, [], [tmp_path / "t.csv"])
+    row = rows_of(tmp_path / "t.csv")["demo", "math", "avg@1", "base"]
+    assert (row["value"], row["n"], row["seed_count"]) == ("0.500000", "3", "2")  # (1/2 + 0 + 1) / 3
+
+
+def test_a_published_number_stands_beside_ours(tmp_path: Path) -> None:
+    base = evaluation(tmp_path / "b.json", "demo", "base", {"math-1": [1.0, 0.0]})
+    paper = {"experiment": "demo", "policy_state": "base", "dataset": "math", "metric": "avg@2"}
+    published = [{**paper, "value": 0.423, "source": "Table 1"}]
+    make_table([base], {"demo": "demo"}, published, [tmp_path / "t.csv", tmp_path / "t.md", tmp_path / "t.html"])
+    rows = rows_of(tmp_path / "t.csv")
+    assert rows["demo", "math", "avg@2", "base"]["paper_value"] == "0.423000"
+    assert rows["demo", "math", "pass@2", "base"]["paper_source"] == ""
+    assert "| demo | base | math | avg@2 | 50.0 | [50.0, 50.0] | 1 | 1 | 42.3 (Table 1) |" in (
+        (tmp_path / "t.md").read_text()
+    )
+    assert "<td>42.3 (Table 1)</td>" in (tmp_path / "t.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "Expecting value"),
+        ("{}", "no key 'tasks'"),
+        ('{"tasks": []}', "no task was scored"),
+        (None, "No such file"),
+    ],
+)
+def test_a_bad_evaluation_is_one_line(tmp_path: Path, content: str | None, reason: str) -> None:
+    path = tmp_path / "base.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(TableError, match=reason) as error:
+        make_table([path], {}, [], [tmp_path / "t.csv"])
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "t.csv").exists()
+
+
+def test_an_interval_is_the_same_each_time_and_covers_the_mean() -> None:
+    values = [0.0, 1.0] * 50
+    low, high = bootstrap_interval(values, "x")
+    assert (low, high) == bootstrap_interval(values, "x")
+    # binomial: the mean of 100 fair coins has a standard deviation of 0.05
+    assert low == pytest.approx(0.5 - 1.96 * 0.05, abs=0.011)
+    assert high == pytest.approx(0.5 + 1.96 * 0.05, abs=0.011)
+    assert bootstrap_interval([0.3], "x") == (0.3, 0.3)

@@ -1,0 +1,58 @@
+# What every stage shares: the suite's checked runs, the values that wildcards may take, and optional inputs.
+import atexit
+import contextlib
+import re
+import sys
+from pathlib import Path
+
+from mcore_mas import joblog
+from mcore_mas.files import FolderError, owned
+from mcore_mas.suite import Suite, SuiteError
+
+try:
+    SUITE = Suite.load(config)
+except SuiteError as error:  # one line, no traceback, before any job starts
+    raise SystemExit(f"error: {error}") from None
+
+ENVIRONMENT = "../../environment.yml"  # entered only with `--software-deployment-method conda`
+
+
+wildcard_constraints:
+    run="|".join(map(re.escape, SUITE.runs)),
+    state="base|trained",
+    suite=re.escape(SUITE.name),
+
+
+def retriever_of(wildcards):
+    """The index and the proof that it answers, for runs that build one."""
+    if not SUITE.indexes(wildcards.run):
+        return []
+    return [f"<results>/{wildcards.run}/index/index.json", f"<results>/{wildcards.run}/retriever.json"]
+
+
+def start_of(wildcards):
+    """The cold-started model, for runs that do not start from a model folder of their own."""
+    return [f"<results>/{wildcards.run}/bootstrap/bootstrap.json"] if SUITE.cold_starts(wildcards.run) else []
+
+
+def weights_of(wildcards):
+    """What must exist before a policy state can be evaluated."""
+    return [f"<results>/{wildcards.run}/train/done.json"] if wildcards.state == "trained" else start_of(wildcards)
+
+
+onstart:
+    # In place of Snakemake's own lock, which outlives a killed owner.
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(owned(Path(".snakemake")))
+        except FolderError as error:
+            raise SystemExit(f"error: {error}") from None
+        atexit.register(stack.pop_all().close)
+
+
+onsuccess:
+    print(joblog.success(config.get("results", "results"), SUITE.name))
+
+
+onerror:
+    print(joblog.failure(log), file=sys.stderr)

@@ -1,0 +1,59 @@
+# From the suite to data: the resolved config of each run, and its tasks.
+
+
+rule resolve_config:
+    output:
+        config="<results>/{run}/config.yaml",
+    log:
+        "<results>/{run}/logs/resolve_config.log",
+    benchmark:
+        "<results>/{run}/benchmarks/resolve_config.jsonl"
+    conda:
+        ENVIRONMENT
+    threads: 1
+    resources:
+        mem_mb=200,
+        runtime=5,
+    params:
+        config=lambda wildcards: SUITE.runs[wildcards.run],
+    message:
+        "{wildcards.run}: write the resolved config"
+    script:
+        "../scripts/resolve_config.py"
+
+
+rule prepare_tasks:
+    input:
+        config="<results>/{run}/config.yaml",
+    output:
+        train="<results>/{run}/tasks/train.parquet",
+        validation="<results>/{run}/tasks/validation.parquet",
+        test="<results>/{run}/tasks/test.parquet",
+    log:
+        "<results>/{run}/logs/prepare_tasks.log",
+    benchmark:
+        "<results>/{run}/benchmarks/prepare_tasks.jsonl"
+    wildcard_constraints:
+        run=SUITE.pattern(indexes=False),
+    conda:
+        ENVIRONMENT
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=30,
+    message:
+        "{wildcards.run}: make the tasks"
+    script:
+        "../scripts/prepare_tasks.py"
+
+
+use rule prepare_tasks as prepare_tasks_and_passages with:
+    output:
+        train="<results>/{run}/tasks/train.parquet",
+        validation="<results>/{run}/tasks/validation.parquet",
+        test="<results>/{run}/tasks/test.parquet",
+        passages="<results>/{run}/tasks/passages.jsonl",
+    wildcard_constraints:
+        run=SUITE.pattern(indexes=True),
+    message:
+        "{wildcards.run}: make the tasks and the encyclopedia"

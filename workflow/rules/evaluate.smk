@@ -1,0 +1,25 @@
+# The score of a run's team on held-out tasks, before and after training.
+
+
+rule evaluate:
+    input:
+        weights_of,
+        retriever_of,
+        config="<results>/{run}/config.yaml",
+        test="<results>/{run}/tasks/test.parquet",
+    output:
+        scores="<results>/{run}/evaluation/{state}.json",
+    log:
+        "<results>/{run}/logs/evaluate_{state}.log",
+    benchmark:
+        "<results>/{run}/benchmarks/evaluate_{state}.jsonl"
+    conda:
+        ENVIRONMENT
+    threads: 1
+    resources:
+        mem_mb=3500,
+        runtime=240,
+    message:
+        "{wildcards.run}: evaluate the {wildcards.state} team"
+    script:
+        "../scripts/evaluate.py"

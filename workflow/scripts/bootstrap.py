@@ -1,0 +1,11 @@
+"""Rule `bootstrap`: cold-starts the base model by supervised training on generated demonstrations."""
+
+from pathlib import Path
+
+from mcore_mas.joblog import logged
+
+with logged(snakemake.log[0]):
+    from mcore_mas.bootstrap import bootstrap
+
+    base, out = Path(snakemake.input.model).parent, Path(snakemake.output.done).parent
+    bootstrap(Path(snakemake.input.config), base, out)

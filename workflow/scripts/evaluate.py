@@ -1,0 +1,10 @@
+"""Rule `evaluate`: scores a run's team on its test tasks, before or after training."""
+
+from pathlib import Path
+
+from mcore_mas.joblog import logged
+
+with logged(snakemake.log[0]):
+    from mcore_mas.evaluate import evaluate
+
+    evaluate(Path(snakemake.input.config), snakemake.wildcards.state, Path(snakemake.output.scores))

@@ -1,0 +1,11 @@
+"""Rule `make_base_model`: makes the tokenizer and the randomly initialised model of a cold start."""
+
+from pathlib import Path
+
+from mcore_mas.joblog import logged
+
+with logged(snakemake.log[0]):
+    from mcore_mas.base_model import make_base_model
+
+    tasks, model = Path(snakemake.input.tasks).parent, Path(snakemake.output.model).parent
+    make_base_model(Path(snakemake.input.config), tasks, model)

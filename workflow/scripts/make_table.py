@@ -1,0 +1,15 @@
+"""Rule `make_table`: puts every run's evaluations into one table."""
+
+from pathlib import Path
+
+from mcore_mas.joblog import logged
+
+with logged(snakemake.log[0]):
+    from mcore_mas.tables import make_table
+
+    make_table(
+        [Path(path) for path in snakemake.input.scores],
+        dict(snakemake.params.experiments),
+        list(snakemake.params.published),
+        [Path(path) for path in snakemake.output],
+    )

@@ -1,0 +1,10 @@
+"""Rule `prepare_tasks`: makes a run's train, validation and test tasks, and its passages if its team searches."""
+
+from pathlib import Path
+
+from mcore_mas.joblog import logged
+
+with logged(snakemake.log[0]):
+    from mcore_mas.prepare import prepare_tasks
+
+    prepare_tasks(Path(snakemake.input.config), Path(snakemake.output.train).parent)

@@ -1,0 +1,11 @@
+"""Rule `probe_retriever`: starts a run's retriever, asks it for known passages and writes down how it did."""
+
+from pathlib import Path
+
+from mcore_mas.joblog import logged
+
+with logged(snakemake.log[0]):
+    from mcore_mas.retriever import probe_index
+
+    config, passages = Path(snakemake.input.config), Path(snakemake.input.passages)
+    probe_index(config, passages, Path(snakemake.input.manifest).parent, Path(snakemake.output.probe))
