@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 STAMP  := $(VENV)/.stamp
 PORT   ?= 5000
+STORE  ?= sqlite:///results/mlflow.db
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -48,7 +49,7 @@ bench: $(STAMP) ## run every benchmark and write docs/benchmarks.md
 	$(BIN)/python benchmarks/run_all.py
 
 ui: $(STAMP) ## open MLflow on the runs (PORT=5000)
-	@$(BIN)/python -m mcore_mas.ui --port $(PORT)
+	@$(BIN)/python -m mcore_mas.ui --store $(STORE) --port $(PORT)
 
 lock: $(STAMP) ## write requirements/lock.txt from .venv
 	@{ sed -n 1p requirements/lock.txt; $(BIN)/python -m pip list --format=freeze --exclude pip --exclude-editable \

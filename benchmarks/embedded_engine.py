@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, logging
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 from rollout.engines.embedded import EmbeddedEngine
 from rollout.engines.protocol import Completion, Sampling

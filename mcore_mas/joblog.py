@@ -61,16 +61,16 @@ def cause(error: BaseException) -> str:
     return message if own and message else f"{type(error).__name__}: {message}".rstrip(": ")
 
 
-def success(results: str, suite: str) -> str:
+def success(results: Path | str, suite: str) -> str:
     """What to look at after a pipeline run that ended well."""
-    return (
-        f"\nDone. Report: {results}/report.html   Table: {results}/tables/{suite}.md\n"
-        "Every curve of every agent: `make ui` opens MLflow on the runs."
-    )
+    pages = {"Report": Path(results) / "report.html", "Table": Path(results) / "tables" / f"{suite}.md"}
+    made = [f"{name}: {path}" for name, path in pages.items() if path.is_file()]
+    store = "" if str(results) == "results" else f" STORE=sqlite:///{results}/mlflow.db"
+    return f"\nDone. {'   '.join(made)}\n`make ui{store}` opens MLflow on every curve of every agent."
 
 
 def failure(workflow_logs: Iterable[Path | str], lines: int = 15) -> str:
-    """What failed, from Snakemake's own log files: for each failed job one line with its cause, then its log.
+    """What failed, from Snakemake's own log files: one line for each cause, then the logs of the jobs it ended.
 
     A job that died without a word (killed, out of memory) is followed by the last `lines` lines of its log.
     """
@@ -78,16 +78,19 @@ def failure(workflow_logs: Iterable[Path | str], lines: int = 15) -> str:
     logs = dict.fromkeys(log for path in paths for log in _LOG_OF_FAILED_JOB.findall(_text(path)))
     if not logs:
         return f"\n{CAUSE}no job wrote a log; see {', '.join(map(str, paths))}"
-    return "\n".join(_one_failure(Path(log), lines) for log in logs)
+    by_cause: dict[str, list[str]] = {}
+    for log in logs:
+        by_cause.setdefault(_why(Path(log), lines), []).append(log)
+    return "\n".join(f"\n{why}\n  logs: {', '.join(own)}" for why, own in by_cause.items())
 
 
-def _one_failure(log: Path, lines: int) -> str:
+def _why(log: Path, lines: int) -> str:
     tail = _text(log).rstrip().splitlines()[-lines:]
     causes = [line for line in tail if line.startswith(CAUSE)]
     if causes:
-        return f"\n{causes[-1]}\n  everything it printed: {log}"
+        return causes[-1]
     last = "\n".join(f"  | {line}" for line in tail) or "  | (empty)"
-    return f"\n{CAUSE}the job ended without saying why (killed, or out of memory?); the end of {log}:\n{last}"
+    return f"{CAUSE}the job ended without saying why (killed, or out of memory?); the end of its log:\n{last}"
 
 
 def _text(path: Path) -> str:

@@ -20,6 +20,7 @@ from mcore_mas.megatron.gang import Gang
 from mcore_mas.megatron.models import read_architecture
 from mcore_mas.megatron.trainer import TrainerSpec
 from mcore_mas.progress import Reporter
+from mcore_mas.reaper import reaped
 from mcore_mas.schedule import Schedule
 from mcore_mas.tracking import Journal, Tracker
 from mcore_mas.world import world
@@ -137,17 +138,18 @@ def _ray(config: RunConfig) -> Iterator[None]:
     # read by Ray when it starts: a run neither joins another's cluster nor reports its use
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
+    context = ray.init(
         num_cpus=1,
         include_dashboard=False,
         object_store_memory=config.cluster.object_store_mb << 20,
         logging_level="error",
         log_to_driver=False,
     )
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with reaped(Path(context.address_info["session_dir"])):
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Acting: teams of agents on tasks, recorded turn by turn; nothing here imports torch, Ray or an engine until it is used."""
+"""Acting: teams of agents on tasks, recorded turn by turn; engines import their libraries only when they are used."""

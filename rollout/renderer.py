@@ -14,9 +14,10 @@ class Renderer:
 
     def __init__(self, model: Path | str) -> None:
         """Load from folder `model`; only files on this machine are read."""
-        from transformers import AutoTokenizer
+        # not AutoTokenizer: for a Qwen2 model it puts Qwen2's own pre-tokeniser in place of the one in tokenizer.json
+        from transformers import PreTrainedTokenizerFast
 
-        self._tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model), local_files_only=True)
 
     @cached_property
     def stop(self) -> tuple[int, ...]:

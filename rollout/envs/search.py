@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from retrieval.client import BadRequest, RetrievalError
 from rollout.envs.protocol import EnvError, Step, ToolCall
 from rollout.records import Task
 from rollout.rewards.text import exact_match, token_f1
@@ -34,7 +35,12 @@ class Retriever(Protocol):
     """Whatever finds passages: the HTTP client, or an index in memory."""
 
     async def search(self, query: str, k: int) -> Sequence[Hit]:
-        """The best `k` passages for `query`, best first."""
+        """The best `k` passages for `query`, best first.
+
+        Raises:
+            BadRequest: no retriever would take this query.
+            RetrievalError: the retriever failed.
+        """
 
 
 class SearchEnv:
@@ -73,12 +79,13 @@ class SearchEnv:
             return self._score(answer)
         query = last_tag(action, "search")
         if not query or len(query) > _MAX_QUERY_CHARS:
-            self._invalid += 1
-            return Step(observation="<information> </information>", metrics=self._counts())
+            return self._nothing()
         try:
             hits = await self._retriever.search(query, self._top_k)
-        except Exception as failure:  # whatever a retriever raises masks this one trajectory
-            raise EnvError(f"the retriever failed: {type(failure).__name__}: {failure}") from failure
+        except BadRequest:
+            return self._nothing()
+        except RetrievalError as failure:
+            raise EnvError(f"the retriever failed: {failure}") from failure
         self._searches += 1
         passages = (
             self._passage.format(rank=rank, title=hit.title, text=hit.text) for rank, hit in enumerate(hits, start=1)
@@ -86,6 +93,10 @@ class SearchEnv:
         observation = f"<information> {''.join(passages).strip()} </information>"
         call = ToolCall(tool="search", query=query, result=observation)
         return Step(observation=observation, tools=(call,), metrics=self._counts())
+
+    def _nothing(self) -> Step:
+        self._invalid += 1
+        return Step(observation="<information> </information>", metrics=self._counts())
 
     def _score(self, answer: str) -> Step:
         reward = exact_match(answer, self._answers)

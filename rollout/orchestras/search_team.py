@@ -30,7 +30,7 @@ certainty? Think first. Then end with exactly one verdict:
 <verify>no</verify> when it is not: the searcher will search once more.""",
 )
 def parse_verdict(text: str) -> str | None:
-    """"yes" or "no" from the last `<verify>` tag, None when it holds anything else."""
+    """ "yes" or "no" from the last `<verify>` tag, None when it holds anything else."""
     verdict = (last_tag(text, "verify") or "").lower()
     return verdict if verdict in ("yes", "no") else None
 

@@ -99,8 +99,8 @@ def demonstrations(seed: int, n: int, *, roles: Mapping[str, Role] = ROLES) -> I
     """Yield `n` demonstrations of solver and verifier on training problems, in the words of `roles`.
 
     Most are first attempts; verdicts, half of them on wrong solutions, and second attempts after a rejection, most
-    often a just one, need fewer. Every conversation up to the reply is exactly what
-    the orchestra `solver_verifier` would show to the role.
+    often a just one, need fewer. Every conversation up to the reply is exactly what the orchestra `solver_verifier`
+    would show to the role.
     """
     for index in range(n):
         random = Random(derive_seed(seed, "arithmetic demonstration", index))

@@ -7,6 +7,7 @@ whose name only the first passage tells. People, and the towns they live in, bel
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ _QUESTIONS = {
     "river": ("two_hop", "Which river runs by the home of {name}?"),
     "goods": ("two_hop", "Which goods are sold in the home of {name}?"),
 }
+CARELESS_VERIFIER: Mapping[str, float] = {"verifier": 0.45}
+_KEPT_VERDICTS = (
+    0.3  # verdicts teach little a turn and outnumber the rest: in full they drown what copying has to learn
+)
+_KEPT_UNKNOWN = 0.2  # likewise answers without information
+_UNKNOWN = "<answer> unknown </answer>"
 _SIBLING = {"trade": "home", "home": "trade", "river": "goods", "goods": "river"}  # told by the same passage
 
 
@@ -40,7 +47,9 @@ def passages(seed: int) -> list[Entry]:
     """The whole encyclopedia of `seed`, one passage a person and one a town, in a fixed order."""
     world = make_world(seed)
     people = [Entry(title=p.name, text=f"{p.name} is a {p.trade} who lives in {p.home.name}.") for p in world.people]
-    towns = [Entry(title=t.name, text=f"{t.name} lies on the river {t.river} and sells {t.goods}.") for t in world.towns]
+    towns = [
+        Entry(title=t.name, text=f"{t.name} lies on the river {t.river} and sells {t.goods}.") for t in world.towns
+    ]
     return people + towns
 
 
@@ -54,36 +63,50 @@ def generate(seed: int, sizes: Mapping[str, int]) -> list[Task]:
 
 
 def demonstrations(
-    seed: int, n: int, roles: Mapping[str, Role], *, slips: float = 0.3, top_k: int = 1, style: str = "text"
+    seed: int,
+    n: int,
+    roles: Mapping[str, Role],
+    *,
+    slips: Mapping[str, float] = CARELESS_VERIFIER,
+    top_k: int = 1,
+    style: str = "text",
 ) -> Iterator[Demonstration]:
-    """`n` turns of a team at work on train questions, in the order they were spoken, question after question.
+    """`n` turns of a team at work on train questions, in the order they were spoken; easy turns are thinned out.
 
     The real orchestra and environment are played, so every prompt is the prompt of a rollout. The team is careless: at
-    each turn, with probability `slips`, the verifier gives the wrong verdict, the searcher asks by surname only or asks
-    again what it knows, the answerer tells another fact than the one asked for. A policy that imitates this team
-    perfectly is therefore legal but far from perfect, whatever its seed: what is left is for reinforcement learning.
+    each of its turns an agent slips with probability `slips[agent]`. Then the verifier gives the wrong verdict, the
+    searcher asks by surname only or asks again what it knows, the answerer tells the other fact of the same passage.
+    A policy that imitates this team perfectly is legal but far from right, whatever its seed: by default it answers
+    a one-hop question with probability 0.55 and a two-hop question with 0.3. The rest is for reinforcement learning.
 
     Args:
         seed: of the encyclopedia and of the slips.
         n: number of demonstrations.
         roles: the roles as the rollout will use them, by agent name: verifier, searcher, answerer.
-        slips: probability of a slip, in [0, 1].
+        slips: probability of a slip, in [0, 1], by agent; 0 for an agent that is not named.
         top_k: passages a search, as at rollout.
         style: how they read, as at rollout (see `rollout.envs.search.PASSAGE_STYLES`).
     """
     people = [person for person in make_world(seed).people if person.split == "train"]
     book = _Book([entry for entry in passages(seed) if split_of(entry.title) == "train"])
     spoken = 0
-    for episode in range(n):  # every episode has at least two turns, so n episodes are enough
+    for episode in itertools.count():
         chance = random.Random(derive_seed("encyclopedia demonstration", seed, episode))
         person, fact = chance.choice(people), chance.choice(list(_QUESTIONS))
         guide = _Guide(person, fact, roles, chance, slips)
         asyncio.run(search_team(_task(person, fact), guide, SearchEnv(book, top_k=top_k, style=style)))
-        for demonstration in guide.demonstrations[: n - spoken]:
-            yield demonstration
-            spoken += 1
-        if spoken == n:
-            return
+        for demonstration in guide.demonstrations:
+            if spoken == n:
+                return
+            if chance.random() < _kept(demonstration):
+                yield demonstration
+                spoken += 1
+
+
+def _kept(demonstration: Demonstration) -> float:
+    if demonstration.agent == "verifier":
+        return _KEPT_VERDICTS
+    return _KEPT_UNKNOWN if demonstration.messages[-1].content == _UNKNOWN else 1.0
 
 
 def _generate_split(seed: int, split: str, size: int) -> list[Task]:
@@ -138,7 +161,9 @@ class _Book:
 class _Guide(Seat):
     """A team that knows the answer, slips now and then, and writes down what it said."""
 
-    def __init__(self, person: Person, fact: str, roles: Mapping[str, Role], chance: random.Random, slips: float):
+    def __init__(
+        self, person: Person, fact: str, roles: Mapping[str, Role], chance: random.Random, slips: Mapping[str, float]
+    ):
         super().__init__(Team({}, {}), ())
         self._person = person
         self._fact = fact
@@ -153,10 +178,13 @@ class _Guide(Seat):
         text = {"verifier": self._verdict, "searcher": self._query, "answerer": self._answer}[name](history)
         reply = Message(role="assistant", content=text)
         self.demonstrations.append(Demonstration(agent=name, messages=(*role.messages(**slots), reply)))
-        return Reply(text=text, value=role.parse(text), turn=len(self.demonstrations) - 1)
+        value = role.parse(text)
+        if value == "yes" and not self._knows(history, self._fact):
+            value = "no"  # a premature yes is said but not acted on: nobody learns to answer from nothing
+        return Reply(text=text, value=value, turn=len(self.demonstrations) - 1)
 
-    def _slip(self) -> bool:
-        return self._chance.random() < self._slips
+    def _slip(self, agent: str) -> bool:
+        return self._chance.random() < self._slips.get(agent, 0.0)
 
     def _knows(self, history: str, fact: str) -> bool:
         """Whether the passage that tells `fact` has been found."""
@@ -164,17 +192,16 @@ class _Guide(Seat):
         return f"{subject} is a " in history or f"{subject} lies on " in history
 
     def _verdict(self, history: str) -> str:
-        enough = self._knows(history, self._fact) != self._slip()
+        enough = self._knows(history, self._fact) != self._slip("verifier")
         return f"<verify>{'yes' if enough else 'no'}</verify>"
 
     def _query(self, history: str) -> str:
         if not self._knows(history, "home"):
-            query = self._person.name.split()[-1] if self._slip() else self._person.name
+            query = self._person.name.split()[-1] if self._slip("searcher") else self._person.name
         else:
-            query = self._person.name if self._slip() else self._person.home.name
+            query = self._person.name if self._slip("searcher") else self._person.home.name
         return f"<search> {query} </search>"
 
     def _answer(self, history: str) -> str:
-        fact = _SIBLING[self._fact] if self._slip() else self._fact
-        answer = _fact(self._person, fact) if self._knows(history, fact) else "unknown"
-        return f"<answer> {answer} </answer>"
+        fact = _SIBLING[self._fact] if self._slip("answerer") else self._fact
+        return f"<answer> {_fact(self._person, fact)} </answer>" if self._knows(history, fact) else _UNKNOWN

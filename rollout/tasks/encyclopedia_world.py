@@ -11,22 +11,43 @@ from rollout.seeds import derive_seed
 PEOPLE = 2000
 TOWNS = 480
 
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 # A person is a first name and a surname, a town two nouns: each part is in many names, so a model that has seen the
 # parts can copy any name. No word is in two lists, and each reads as an ordinary word to a text encoder.
-_FIRST = """Alice Arthur Boris Clara Daniel Edith Felix Grace Hannah Ivan Julia Kevin Laura Martin Nadia Oscar Paula
-Quentin Robert Sofia Thomas Ursula Victor Wendy Xavier Yusuf Zoe Bruno Carmen Dmitri Elena Frank Gloria Hugo Irene Jonas
-Karen Leon Maria Nathan Olga Peter Rosa Simon Tara Vera Walter Amir Diego Fatima""".split()
-_LAST = """Walker Becker Castro Dalton Evans Fischer Garcia Hansen Ibrahim Jensen Keller Lopez Murray Novak Olsen Patel
-Quinn Rossi Schmidt Tanaka Underwood Vargas Weber Young Zhang Adams Brennan Cohen Dubois Ericsson Ferrari Gupta Hughes
-Ivanov Jackson Kowalski Lambert Moreau Nielsen Osborne Pereira Romano Silva Turner Vogel Watson Yamada Zimmerman Barnes
-Collins Doyle Foster Graham Harper Kapoor Larsen Morgan Nguyen Parker Sutton""".split()
-_TOWN_FIRST = """Silver Golden Copper Iron Crystal Velvet Winter Summer Autumn Misty Sunny Stormy Quiet Hidden Frozen
-Broken Ancient Royal Crimson Emerald Ivory Scarlet Bitter Happy""".split()
-_TOWN_LAST = """Harbor Valley Bridge Castle Garden Market Island Forest Meadow Canyon Tower Temple Village Desert Glacier
-Lagoon Orchard Quarry Summit Prairie Cavern Fortress Chapel Beach""".split()
-_TRADES = "baker smith weaver teacher doctor lawyer painter sailor farmer miller tailor butcher".split()
-_RIVERS = "Otter Heron Falcon Badger Raven Salmon Beaver Swan Lynx Cobra Panther Turtle".split()
-_GOODS = "wool salt glass honey cheese paper silk rope wine leather pottery candles".split()
+_FIRST = _words(
+    """
+    Alice Arthur Boris Clara Daniel Edith Felix Grace Hannah Ivan Julia Kevin Laura Martin Nadia Oscar Paula
+    Quentin Robert Sofia Thomas Ursula Victor Wendy Xavier Yusuf Zoe Bruno Carmen Dmitri Elena Frank Gloria Hugo
+    Irene Jonas Karen Leon Maria Nathan Olga Peter Rosa Simon Tara Vera Walter Amir Diego Fatima
+    """
+)
+_LAST = _words(
+    """
+    Walker Becker Castro Dalton Evans Fischer Garcia Hansen Ibrahim Jensen Keller Lopez Murray Novak Olsen Patel
+    Quinn Rossi Schmidt Tanaka Underwood Vargas Weber Young Zhang Adams Brennan Cohen Dubois Ericsson Ferrari
+    Gupta Hughes Ivanov Jackson Kowalski Lambert Moreau Nielsen Osborne Pereira Romano Silva Turner Vogel Watson
+    Yamada Zimmerman Barnes Collins Doyle Foster Graham Harper Kapoor Larsen Morgan Nguyen Parker Sutton
+    """
+)
+_TOWN_FIRST = _words(
+    """
+    Silver Golden Copper Iron Crystal Velvet Winter Summer Autumn Misty Sunny Stormy Quiet Hidden Frozen Broken
+    Ancient Royal Crimson Emerald Ivory Scarlet Bitter Happy
+    """
+)
+_TOWN_LAST = _words(
+    """
+    Harbor Valley Bridge Castle Garden Market Island Forest Meadow Canyon Tower Temple Village Desert Glacier
+    Lagoon Orchard Quarry Summit Prairie Cavern Fortress Chapel Beach
+    """
+)
+_TRADES = _words("baker smith weaver teacher doctor lawyer painter sailor farmer miller tailor butcher")
+_RIVERS = _words("Otter Heron Falcon Badger Raven Salmon Beaver Swan Lynx Cobra Panther Turtle")
+_GOODS = _words("wool salt glass honey cheese paper silk rope wine leather pottery candles")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +79,7 @@ class World:
 
 
 def split_of(name: str) -> str:
-    """The split that an entity belongs to, in every world: 70 % train, 10 % validation, 20 % test, by its name's hash."""
+    """The split of an entity in every world, by its name's hash: 70 % train, 10 % validation, 20 % test."""
     digit = derive_seed("encyclopedia split", name) % 10
     return "train" if digit < 7 else "validation" if digit < 8 else "test"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,27 +19,29 @@ DEMO = {
 }
 
 
-def snakemake(folder: Path, suite: dict[str, object], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the workflow in `folder` on `suite`, with the default profile."""
+STAND_IN = """'''Stands in for a rule: its outputs exist afterwards.'''
+from pathlib import Path
+for path in snakemake.output:
+    Path(path).write_text("made")
+"""
+
+
+def snakemake(
+    folder: Path, suite: dict[str, object], *arguments: str, source: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run the workflow of `source` in `folder` on `suite`, with the default profile."""
     (folder / "suite.yaml").write_text(yaml.safe_dump(suite))
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(source / "Snakefile")]
     command += ["--configfile", "suite.yaml", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
 
-def planned(folder: Path, suite: dict[str, object], *arguments: str) -> dict[str, int]:
+def planned(folder: Path, suite: dict[str, object], source: Path = ROOT) -> dict[str, int]:
     """Jobs by rule that a dry run announces."""
-    done = snakemake(folder, suite, "--dry-run", *arguments)
+    done = snakemake(folder, suite, "--dry-run", source=source)
     assert done.returncode == 0, done.stderr
     jobs = re.findall(r"^(\w+) +(\d+)$", done.stdout + done.stderr, re.MULTILINE)
     return {rule: int(count) for rule, count in jobs if rule not in ("all", "total")}
-
-
-def outputs(folder: Path, suite: dict[str, object]) -> list[Path]:
-    """The files that a dry run says are missing."""
-    done = snakemake(folder, suite, "--dry-run")
-    found = re.findall(r"Missing output files: ([^;\n]+)", done.stdout + done.stderr)
-    return [folder / name for line in found for name in line.split(", ")]
 
 
 def test_the_demo_has_every_rule(tmp_path: Path) -> None:
@@ -72,30 +75,31 @@ def test_a_run_with_models_of_its_own_needs_no_cold_start(tmp_path: Path) -> Non
     }
 
 
-@pytest.mark.parametrize(
-    ("override", "words"), [("sede=1", "sede"), ("trainer.stepz=3", "stepz"), ("experiment=demo_maths", "demo_maths")]
-)
-def test_a_typo_is_one_line_before_anything_runs(tmp_path: Path, override: str, words: str) -> None:
-    done = snakemake(tmp_path, {**DEMO, "experiments": {"demo_math": ["experiment=demo_math", override]}}, "--dry-run")
+def test_a_typo_is_one_line_before_anything_runs(tmp_path: Path) -> None:
+    typo = ["experiment=demo_math", "trainer.stepz=3"]
+    done = snakemake(tmp_path, {**DEMO, "experiments": {"demo_math": typo}}, "--dry-run")
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if not line.startswith("Using workflow specific profile")]
     assert len(lines) == 1
     assert lines[0].startswith("error: suite 'demo', run 'demo_math': ")
-    assert words in lines[0]
+    assert "stepz" in lines[0]
     assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.slow
 def test_an_edit_reruns_the_rules_of_its_experiment_only(tmp_path: Path) -> None:
-    for path in outputs(tmp_path, DEMO):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("made earlier")
-    for page in (tmp_path / "results/tables/demo.csv", tmp_path / "results/tables/demo.md"):
-        page.write_text("made earlier")
-    assert snakemake(tmp_path, DEMO, "--touch").returncode == 0
-    assert planned(tmp_path, DEMO) == {}
+    shutil.copytree(ROOT / "workflow", tmp_path / "workflow")
+    for name in ("Snakefile", "environment.yml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "profiles").symlink_to("workflow/profiles")
+    for script in (tmp_path / "workflow/scripts").glob("*.py"):
+        script.write_text(STAND_IN)
+    done = snakemake(tmp_path, DEMO, source=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Done. Report: results/report.html   Table: results/tables/demo.md" in done.stdout
+    assert planned(tmp_path, DEMO, tmp_path) == {}
     edited = {**DEMO, "experiments": {**DEMO["experiments"], "demo_math": ["experiment=demo_math", "trainer.steps=3"]}}
-    assert planned(tmp_path, edited) == {
+    assert planned(tmp_path, edited, tmp_path) == {
         "resolve_config": 1,
         "prepare_tasks": 1,
         "make_base_model": 1,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from mcore_mas.joblog import cause, failure
+from mcore_mas.joblog import cause, failure, success
 from rollout.records import RecordError
 
 
@@ -42,17 +42,24 @@ def test_own_messages_stand_without_the_name_of_their_class() -> None:
     assert cause(AssertionError()) == "AssertionError"
 
 
+def test_success_names_what_was_made(tmp_path: Path) -> None:
+    assert "report.html" not in success(tmp_path, "demo")
+    (tmp_path / "report.html").touch()
+    assert f"Done. Report: {tmp_path}/report.html\n" in success(tmp_path, "demo")
+
+
 def test_failure_names_each_cause_and_log(tmp_path: Path) -> None:
-    said, silent = tmp_path / "said.log", tmp_path / "silent.log"
-    said.write_text("Traceback ...\nerror: a.parquet: no such file\n")
+    said, again, silent = tmp_path / "said.log", tmp_path / "again.log", tmp_path / "silent.log"
+    for path in (said, again):
+        path.write_text("Traceback ...\nerror: a.parquet: no such file\n")
     silent.write_text("".join(f"step {i}\n" for i in range(40)))
     workflow = tmp_path / "snakemake.log"
     line = "    log: {} (check log file(s) for error details)\n"
-    workflow.write_text("Error in rule train:\n" + line.format(said) + line.format(silent) + line.format(said))
+    workflow.write_text("Error in rule train:\n" + line.format(said) + line.format(silent) + line.format(again))
     text = failure([workflow], lines=3)
     assert text.count("error: ") == 2
-    assert f"error: a.parquet: no such file\n  everything it printed: {said}" in text
-    assert f"the end of {silent}:\n  | step 37\n  | step 38\n  | step 39" in text
+    assert f"error: a.parquet: no such file\n  logs: {said}, {again}" in text
+    assert f"the end of its log:\n  | step 37\n  | step 38\n  | step 39\n  logs: {silent}" in text
     assert "Traceback" not in text
 
 

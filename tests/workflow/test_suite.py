@@ -31,7 +31,7 @@ def test_a_run_knows_its_name_and_folder() -> None:
 
 
 def test_what_a_run_needs_follows_from_its_config() -> None:
-    external = [*SEARCH, "retriever.url=http://127.0.0.1:9"]
+    external = [*SEARCH, "++retriever.url=http://127.0.0.1:9"]
     loaded = Suite.load(suite(plain=MATH, search=SEARCH, external=external, real=[*MATH, "cold_start=null"]))
     assert {run: loaded.indexes(run) for run in loaded.runs} == {
         "plain": False,
@@ -59,6 +59,7 @@ def test_runs_that_differ_only_in_their_seed_are_one_experiment() -> None:
         (suite(a=["experiment demo_math"]), "experiments/a/0"),
         ({**suite(a=MATH), "results": "a b; rm"}, "results"),
         (suite(a=["sede=1"]), "run 'a': .*sede"),
+        (suite(a=["experiment=demo_maths"]), "run 'a': .*demo_maths"),
         (suite(a=MATH, b=["seed=abc"]), "run 'b': .*seed"),
         ({**suite(a=MATH), "results": "/dev/null/x"}, "results folder '/dev/null/x': /dev/null is not a folder"),
     ],

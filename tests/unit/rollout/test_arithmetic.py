@@ -12,7 +12,7 @@ from rollout.envs.math import last_boxed
 from rollout.orchestras.solver_verifier import parse_solution, parse_verdict
 from rollout.tasks import GENERATORS
 from rollout.tasks.arithmetic import SOURCES, demonstrations, generate
-from rollout.tasks.columns import Slip, work_out, work_out_wrongly
+from rollout.tasks.columns import Slip, review, work_out, work_out_wrongly
 
 SHORT = {
     "solver": replace(ROLES["solver"], system="", user="{team_context}{problem}"),
@@ -68,7 +68,22 @@ def test_written_solutions_are_right_and_wrong_ones_are_wrong():
         pair = sorted((random.randint(10 ** (width - 1), 10**width - 1) for _ in range(2)), reverse=True)
         answer = sum(pair) if sign == "+" else pair[0] - pair[1]
         assert last_boxed(work_out(sign, pair)) == str(answer)
-        assert last_boxed(work_out_wrongly(random, sign, pair)) != str(answer)
+        wrong, slip = work_out_wrongly(random, sign, pair)
+        assert last_boxed(wrong) != str(answer)
+        assert wrong == work_out(sign, pair, slip)
+
+
+@pytest.mark.parametrize(
+    ("slip", "expected"),
+    [
+        (None, "ok, ok, ok. <verify>approve</verify>"),
+        (Slip(kind="sum", column=1, amount=1), "ok, no, ok. <verify>reject</verify>"),
+        (Slip(kind="carry", column=0, amount=1), "ok, no, ok. <verify>reject</verify>"),
+        (Slip(kind="carry", column=2, amount=1), "ok, ok, no. <verify>reject</verify>"),
+    ],
+)
+def test_reviews_blame_the_column_where_the_slip_shows(slip, expected):
+    assert review((347, 285), slip) == expected
 
 
 def test_answers_are_exact():

@@ -1,0 +1,111 @@
+"""The search environment asks a retriever, scores the answer and never hides a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from retrieval.client import BadRequest, RetrievalError
+from rollout.envs.protocol import EnvError, Step
+from rollout.envs.search import SearchEnv
+from rollout.records import Task
+
+TASK = Task(id="t", prompt="Who?", answers=("Silver Harbor",), env="search", source="one_hop", split="test")
+
+
+@dataclass(frozen=True)
+class Page:
+    title: str
+    text: str
+
+
+class Shelf:
+    """Two pages for any query, or an error."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.asked: list[tuple[str, int]] = []
+
+    async def search(self, query: str, k: int) -> list[Page]:
+        self.asked.append((query, k))
+        if self.error:
+            raise self.error
+        return [Page("A", "Alpha."), Page("B", "Beta.")][:k]
+
+
+def play(env: SearchEnv, *actions: str) -> list[Step]:
+    async def run() -> list[Step]:
+        return [await env.step(action) for action in actions]
+
+    assert env.reset(TASK) == "Who?"
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("style", "shown"),
+    [
+        ("search_r1", "Doc 1(Title: A) Alpha.\nDoc 2(Title: B) Beta."),
+        ("verl", "Doc 1 (Title: A)\nAlpha.\n\nDoc 2 (Title: B)\nBeta."),
+        ("text", "Alpha.\nBeta."),
+    ],
+)
+def test_search_shows_the_passages(style: str, shown: str) -> None:
+    shelf = Shelf()
+    (step,) = play(SearchEnv(shelf, top_k=2, style=style), "I wonder. <search> alpha </search>")
+    assert shelf.asked == [("alpha", 2)]
+    assert step.observation == f"<information> {shown} </information>"
+    assert (step.reward, step.done) == (0.0, False)
+    assert [(call.tool, call.query, call.result) for call in step.tools] == [("search", "alpha", step.observation)]
+    assert step.metrics == {"searches": 1.0, "invalid_searches": 0.0}
+
+
+@pytest.mark.parametrize("action", ["", "alpha", "<search>  </search>", f"<search> {'x' * 501} </search>"])
+def test_malformed_search_finds_nothing_and_is_counted(action: str) -> None:
+    shelf = Shelf()
+    (step,) = play(SearchEnv(shelf), action)
+    assert shelf.asked == []
+    assert step.observation == "<information> </information>"
+    assert step.tools == ()
+    assert step.metrics == {"searches": 0.0, "invalid_searches": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("action", "match", "f1"),
+    [
+        ("<answer> the silver harbor </answer>", 1.0, 1.0),
+        ("<answer> Harbor </answer>", 0.0, 2 / 3),
+        ("<answer> </answer>", 0.0, 0.0),
+        ("<answer> wool </answer> no, <answer>Silver Harbor</answer>", 1.0, 1.0),
+    ],
+)
+def test_answer_ends_and_is_scored(action: str, match: float, f1: float) -> None:
+    _, step = play(SearchEnv(Shelf()), "<search> alpha </search>", action)
+    assert (step.reward, step.done) == (match, True)
+    assert step.metrics["exact_match"] == match
+    assert step.metrics["token_f1"] == pytest.approx(f1)
+    assert step.metrics["searches"] == 1.0
+
+
+def test_failed_retriever_is_an_error() -> None:
+    with pytest.raises(EnvError, match="the retriever failed: no answer in 30 s"):
+        play(SearchEnv(Shelf(RetrievalError("no answer in 30 s"))), "<search> alpha </search>")
+
+
+def test_refused_query_is_the_searchers_fault() -> None:
+    (step,) = play(SearchEnv(Shelf(BadRequest("not valid Unicode"))), "<search> alpha </search>")
+    assert step.observation == "<information> </information>"
+    assert step.metrics == {"searches": 0.0, "invalid_searches": 1.0}
+
+
+def test_reset_forgets() -> None:
+    env = SearchEnv(Shelf())
+    play(env, "", "<search> alpha </search>")
+    (step,) = play(env, "")
+    assert step.metrics == {"searches": 0.0, "invalid_searches": 1.0}
+
+
+def test_unknown_style_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown passage style 'r2'; known: search_r1, verl, text"):
+        SearchEnv(Shelf(), style="r2")

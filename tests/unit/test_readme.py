@@ -1,0 +1,137 @@
+"""The README's table holds the table's numbers, and nothing else of the page changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.intervals import bootstrap_interval
+from mcore_mas.readme import BEGIN, END, README, ReadmeError, block, main, update
+from mcore_mas.tables import Row, to_csv
+
+HEAD = (
+    "experiment,policy_state,dataset,metric,k,value,ci_low,ci_high,n,seed_count,paper_value,paper_source,failed_tasks"
+)
+TWO_SOURCES = """\
+team,base,all,avg@4,4,0.312500,0.260000,0.360000,200,1,,,0
+team,trained,all,avg@4,4,0.781250,0.730000,0.830000,200,1,,,0
+team,trained-base,all,avg@4,4,0.468750,0.401000,0.529900,199,1,,,1
+team,base,all,pass@4,4,0.500000,0.4,0.6,200,1,,,0
+team,trained,all,pass@4,4,0.900000,0.8,0.95,200,1,,,0
+team,trained-base,all,pass@4,4,0.400000,0.3,0.5,200,1,,,0
+team,base,easy,avg@4,4,0.900000,0.8,0.95,100,1,,,0
+team,trained,easy,avg@4,4,0.950000,0.9,0.99,100,1,,,0
+team,trained-base,easy,avg@4,4,0.050000,0.0,0.1,100,1,,,0
+"""
+ONE_SOURCE = """\
+solo,base,only,avg@2,2,0.500000,0.4,0.6,50,3,,,0
+solo,trained,only,avg@2,2,0.250000,0.2,0.3,50,3,,,0
+solo,trained-base,only,avg@2,2,-0.250000,-0.3,0.004,50,3,,,0
+"""
+
+
+def table(folder: Path, name: str, rows: str, head: str = HEAD) -> Path:
+    path = folder / f"{name}.csv"
+    path.write_text(f"{head}\n{rows}")
+    return path
+
+
+def page(folder: Path, text: str) -> Path:
+    path = folder / "README.md"
+    path.write_text(text)
+    return path
+
+
+def test_one_row_per_experiment_from_the_rows_over_all_data(tmp_path: Path) -> None:
+    lines = block([table(tmp_path, "demo", TWO_SOURCES + ONE_SOURCE)]).splitlines()
+    assert lines[0] == "| experiment | metric | base | trained | gain | 95 % interval | tasks | seeds |"
+    assert lines[1] == "|---|---|---:|---:|---:|---:|---:|---:|"
+    assert lines[2] == "| team | avg@4 | 31.2 | 78.1 | +46.9 | [+40.1, +53.0] | 199 | 1 |"
+    assert lines[3] == "| solo | avg@2 | 50.0 | 25.0 | -25.0 | [-30.0, +0.4] | 50 | 3 |"
+    assert lines[4] == ""
+    assert lines[5].endswith("from `demo.csv`.")
+    assert len(lines) == 6
+
+
+def test_with_several_tables_a_row_names_its_table(tmp_path: Path) -> None:
+    first, second = table(tmp_path, "demo", ONE_SOURCE), table(tmp_path, "seed_2", ONE_SOURCE)
+    lines = block([second, first]).splitlines()
+    assert lines[0].startswith("| table | experiment | metric |")
+    assert lines[1] == "|---|---|---|---:|---:|---:|---:|---:|---:|"
+    assert [line[:17] for line in lines[2:4]] == ["| seed_2 | solo |", "| demo | solo | a"]
+    assert lines[5].endswith("from `seed_2.csv`, `demo.csv`.")
+
+
+def test_only_the_block_changes_and_twice_is_once(tmp_path: Path) -> None:
+    readme = page(tmp_path, f"# Title\n\n{BEGIN}\nnot generated yet\n{END}\n\nAfter.\n")
+    source = table(tmp_path, "demo", ONE_SOURCE)
+    main([str(source), "--readme", str(readme)])
+    written = readme.read_text()
+    assert written == f"# Title\n\n{BEGIN}\n{block([source])}\n{END}\n\nAfter.\n"
+    main([str(source), "--readme", str(readme)])
+    assert readme.read_text() == written
+
+
+def test_it_reads_what_the_table_writer_writes(tmp_path: Path) -> None:
+    low, high = bootstrap_interval([0.5, 0.5], "any")  # no spread: the interval is the value
+    values = {"base": 0.25, "trained": 0.75, "trained-base": 0.5}
+    rows = [
+        Row(
+            experiment="e",
+            policy_state=state,
+            dataset="d",
+            metric="avg@8",
+            k=8,
+            value=value,
+            ci_low=low,
+            ci_high=high,
+            n=2,
+            seed_count=1,
+        )
+        for state, value in values.items()
+    ]
+    path = tmp_path / "t.csv"
+    path.write_text(to_csv(rows))
+    assert "| e | avg@8 | 25.0 | 75.0 | +50.0 | [+50.0, +50.0] | 2 | 1 |" in block([path])
+
+
+@pytest.mark.parametrize(
+    "text", ["no markers", f"{BEGIN} only", f"{END}\n{BEGIN}", f"{BEGIN}\n{END}\n{BEGIN}\n{END}", f"{BEGIN}{END}{END}"]
+)
+def test_a_page_without_one_block_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    readme = page(tmp_path, text)
+    with pytest.raises(ReadmeError, match="expected one <!-- results:begin -->"):
+        update(readme, [table(tmp_path, "demo", ONE_SOURCE)])
+    assert readme.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("rows", "head", "message"),
+    [
+        (TWO_SOURCES, HEAD.replace("ci_low,", ""), "no column ci_low; expected experiment,"),
+        ("", HEAD, "no row of avg@k"),
+        (ONE_SOURCE.replace("trained,", "other,"), HEAD, "experiment solo: no avg@k of trained;"),
+        (ONE_SOURCE.replace("0.250000", "soon"), HEAD, "experiment solo: not a number .*'soon'"),
+    ],
+)
+def test_a_table_that_cannot_be_used_is_one_line(tmp_path: Path, rows: str, head: str, message: str) -> None:
+    path = table(tmp_path, "bad", rows, head)
+    readme = page(tmp_path, f"{BEGIN}\nas before\n{END}\n")
+    with pytest.raises(SystemExit, match=f"^error: .*bad.csv.*{message}") as caught:
+        main([str(path), "--readme", str(readme)])
+    assert "\n" not in str(caught.value)
+    assert "as before" in readme.read_text()
+
+
+def test_a_missing_table_or_page_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ReadmeError, match=r"nowhere\.csv: no such file; expected a table of scores"):
+        block([tmp_path / "nowhere.csv"])
+    with pytest.raises(ReadmeError, match=r"no\.md: no such file"):
+        update(tmp_path / "no.md", [])
+
+
+def test_this_projects_page_has_its_block() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert text.count(BEGIN) == text.count(END) == 1
+    assert text.index(BEGIN) < text.index(END)

@@ -1,0 +1,114 @@
+"""From trajectories to samples and metrics, by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from mcore_mas.evaluate import score
+from mcore_mas.metrics import credit_metrics, rollout_metrics, success
+from mcore_mas.samples import CreditError, estimate, to_samples
+from rollout.records import Group, Message, Status, Task, Trajectory, Turn
+
+TASK = Task(id="t", prompt="1+1", answers=("2",), env="math", source="sums", split="train")
+
+
+def turn(index: int, agent: str, reward: float | None, tokens: int = 2, valid: bool = True) -> Turn:
+    return Turn(
+        index=index,
+        agent=agent,
+        policy="p",
+        policy_version=0,
+        node="",
+        state_key="",
+        messages=(Message(role="user", content="x"),),
+        prompt_ids=(1, 2, 3),
+        completion_ids=tuple(range(tokens)),
+        logprobs=(-0.5,) * tokens,
+        temperature=1.0,
+        text="",
+        finish_reason="stop",
+        valid=valid,
+        seed=0,
+        reward=reward,
+    )
+
+
+def trajectory(sample: int, outcome: float | None, *turns: Turn, status: Status = Status.COMPLETED) -> Trajectory:
+    return Trajectory(
+        id=f"0/t/{sample}",
+        task_id="t",
+        source="sums",
+        sample=sample,
+        step=0,
+        turns=turns,
+        outcome=outcome,
+        status=status,
+    )
+
+
+def group() -> Group:
+    return Group(
+        task=TASK,
+        trajectories=(
+            trajectory(0, 1.0, turn(0, "solver", 1.0, tokens=4), turn(1, "verifier", 0.9, valid=False)),
+            trajectory(1, 0.0, turn(0, "solver", 0.0)),
+            trajectory(2, None, turn(0, "solver", None), status=Status.FAILED),
+        ),
+    )
+
+
+def test_failed_trajectories_do_not_train() -> None:
+    samples = to_samples([group()])
+    assert [(s.trajectory, s.agent, s.reward, s.tokens) for s in samples] == [
+        ("0/t/0", "solver", 1.0, 4),
+        ("0/t/0", "verifier", 0.9, 2),
+        ("0/t/1", "solver", 0.0, 2),
+    ]
+    assert estimate([], "drmas") == []
+
+
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf])
+def test_a_turn_without_a_finite_reward_is_named(reward: float | None) -> None:
+    broken = Group(task=TASK, trajectories=(trajectory(3, 1.0, turn(0, "solver", reward)),))
+    with pytest.raises(CreditError, match=r"trajectory 0/t/3, turn 0 \(solver\): reward is"):
+        to_samples([broken])
+
+
+def test_metrics_count_by_agent_and_leave_failures_out() -> None:
+    metrics = rollout_metrics([group()])
+    assert metrics["rollout/failed"] == 1.0
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["rollout/turns"] == 1.5
+    assert metrics["rollout/tokens"] == 8.0
+    assert metrics["agent/solver/response_length"] == 3.0
+    assert metrics["agent/solver/reward_std"] == 0.5
+    assert metrics["agent/verifier/valid_ratio"] == 0.0
+    assert success([group()]) == (0.5, pytest.approx(2 / 3))
+
+
+def test_the_advantage_second_moment_is_by_agent() -> None:
+    samples = [replace(s, advantage=a) for s, a in zip(to_samples([group()]), (3.0, 2.0, -1.0), strict=True)]
+    assert credit_metrics(samples) == {
+        "agent/solver/advantage_second_moment": 5.0,
+        "agent/verifier/advantage_second_moment": 4.0,
+    }
+
+
+def test_scores_are_counted_by_task_and_failures_are_unknown() -> None:
+    def scored(source: str, name: str, outcomes: list[float]) -> Group:
+        task = replace(TASK, id=name, source=source)
+        return Group(task=task, trajectories=tuple(trajectory(i, o) for i, o in enumerate(outcomes)))
+
+    result = score([scored("a", "1", [1.0, 0.0]), scored("a", "2", [0.0, 0.0]), scored("b", "3", [1.0, 1.0]), group()], 2)
+    assert result["failed_tasks"] == 1
+    got = {(row["dataset"], row["metric"]): (row["value"], row["n"]) for row in result["rows"]}
+    assert got == {
+        ("a", "avg@2"): (0.25, 2),
+        ("a", "pass@2"): (0.5, 2),
+        ("b", "avg@2"): (1.0, 1),
+        ("b", "pass@2"): (1.0, 1),
+        ("all", "avg@2"): (0.5, 3),
+        ("all", "pass@2"): (pytest.approx(2 / 3), 3),
+    }
+    assert all(row["ci_low"] <= row["value"] <= row["ci_high"] for row in result["rows"])
