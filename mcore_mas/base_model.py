@@ -10,6 +10,7 @@ from mcore_mas.config import ColdStartConfig, RunConfig
 from retrieval.corpus import Corpus
 from rollout.build import build_role
 from rollout.records import Demonstration, read_tasks
+from rollout.registry import lookup
 from rollout.seeds import derive_seed
 from rollout.tasks import GENERATORS
 
@@ -27,7 +28,9 @@ def demonstrations(config: RunConfig, cold_start: ColdStartConfig, n: int) -> It
     """`n` demonstrations by the run's generator, in the words of the run's agents."""
     assert config.data.generator is not None  # RunConfig has checked it
     roles = {name: build_role(name, agent) for name, agent in config.agents.items()}
-    return GENERATORS[config.data.generator].demonstrations(config.seed, n, roles=roles, **cold_start.options)
+    return lookup("task generator", config.data.generator, GENERATORS).demonstrations(
+        config.seed, n, roles=roles, **cold_start.options
+    )
 
 
 def make_base_model(config_path: Path, tasks_dir: Path, out_dir: Path) -> None:

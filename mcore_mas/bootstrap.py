@@ -102,7 +102,7 @@ def _train(
     started = time.monotonic()
     for step, batch in enumerate(batches, start=1):
         metrics = trainer.update(pack(batch, config.trainer.microbatch_tokens))
-        if step % cold_start.check_every and step < cold_start.max_steps or step < cold_start.first_check:
+        if (step % cold_start.check_every and step < cold_start.max_steps) or step < cold_start.first_check:
             continue
         accuracy, legal = team.measure(trainer, step, config.seed)
         loss = sum(value for name, value in metrics.items() if name.endswith("/loss"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,5 +109,3 @@ def _registries(name: str) -> dict[str, Any]:
         "roles": dict(ROLES),
     }
     return lookup("registry", name, known)
-
-

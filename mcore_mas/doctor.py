@@ -11,7 +11,17 @@ from pathlib import Path
 
 import psutil
 
-_PACKAGES = ("torch", "megatron-core", "ray", "transformers", "snakemake", "mlflow", "faiss-cpu", "pyarrow", "hydra-core")
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "ray",
+    "transformers",
+    "snakemake",
+    "mlflow",
+    "faiss-cpu",
+    "pyarrow",
+    "hydra-core",
+)
 _OPTIONAL = ("transformer-engine", "sglang", "flash-attn")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where Ray keeps its objects)
 _NEEDED_GIB = {"memory": 8, "shared memory": 0.5, "disk": 5}

@@ -67,9 +67,9 @@ async def train_steps(run: Run, first: int) -> None:
         last = step + 1 == trainer.steps
         if run.validation and (last or (step + 1) % trainer.validate_every == 0):
             metrics |= await _validate(run)
+        run.report(step, metrics)  # before the checkpoint: a step that is taken again drops its row, a lost row is lost
         if last or (step + 1) % trainer.checkpoint_every == 0:
             await run.checkpoints.save(step + 1, {**run.state, "step": step + 1}, partial(_save, run))
-        run.report(step, metrics)
 
 
 async def _step(run: Run, step: int) -> dict[str, float]:
@@ -98,7 +98,6 @@ async def _step(run: Run, step: int) -> dict[str, float]:
     metrics = rollout_metrics(groups) | credit_metrics(samples)
     for update in updates:
         metrics |= update
-    _check_agreement(run, step, metrics)
     done = time.perf_counter()
     return metrics | {
         "time/collect_s": collected - started,
@@ -121,6 +120,7 @@ async def _update(run: Run, policy: str, samples: list[Sample], version: int) ->
     if not samples:
         return {f"policy/{policy}/skipped_updates": 1.0}
     metrics = await trainer.update(pack(samples, run.config.trainer.microbatch_tokens))
+    _check_agreement(run, policy, metrics)
     started = time.perf_counter()
     await engine.load_weights_from(await trainer.export(), version)
     metrics["hand_over_s"] = time.perf_counter() - started
@@ -130,17 +130,19 @@ async def _update(run: Run, policy: str, samples: list[Sample], version: int) ->
 def _check_progress(step: int, groups: Sequence[Group]) -> None:
     trajectories = [t for group in groups for t in group.trajectories]
     if all(t.status is Status.FAILED for t in trajectories):
-        raise TrainingError(f"step {step}: all {len(trajectories)} trajectories failed; the first: {trajectories[0].error}")
+        raise TrainingError(
+            f"step {step}: all {len(trajectories)} trajectories failed; the first: {trajectories[0].error}"
+        )
 
 
-def _check_agreement(run: Run, step: int, metrics: Mapping[str, float]) -> None:
+def _check_agreement(run: Run, policy: str, metrics: Mapping[str, float]) -> None:
     tolerance = run.config.trainer.logprob_tolerance
     for name, gap in metrics.items():
         if name.endswith("/logprob_gap_max") and gap > tolerance:
             raise TrainingError(
-                f"step {step}, {name.removesuffix('/logprob_gap_max')}: the trainer's log-probabilities differ from the "
-                f"engine's by {gap:.2e}, more than trainer.logprob_tolerance {tolerance:.0e}; engine and trainer do not "
-                "hold the same weights"
+                f"policy {policy}, {name.removesuffix('/logprob_gap_max')}: the trainer's log-probabilities differ "
+                f"from the engine's by {gap:.2e}, more than trainer.logprob_tolerance {tolerance:.0e}; engine and "
+                "trainer do not hold the same weights"
             )
 
 

@@ -33,7 +33,9 @@ def _branches(samples: Iterable[Sample]) -> list[_Branch]:
         by_prompt.setdefault(sample.prompt_ids, []).append(sample)
     shared = [(prompt, replies) for prompt, replies in by_prompt.items() if len(replies) > 1 and prompt]
     # a prompt with one reply shares nothing: as whole sequences, such samples attend in one batched call
-    whole = [_whole(sample) for prompt, replies in by_prompt.items() if len(replies) == 1 or not prompt for sample in replies]
+    whole = [
+        _whole(sample) for prompt, replies in by_prompt.items() if len(replies) == 1 or not prompt for sample in replies
+    ]
     whole.sort(key=lambda sample: len(sample.completion_ids))
     return shared + [((), whole[i : i + _WHOLE_PER_TREE]) for i in range(0, len(whole), _WHOLE_PER_TREE)]
 
@@ -92,7 +94,7 @@ def _microbatch(agent: str, branches: list[_Branch]) -> Microbatch:
                     predictors.append(first + i - 1 if i else last_of_prompt)
                     behaviour = sample.behaviour[i] if sample.behaviour is not None else float("nan")
                     rows.append((label, sample.temperature, behaviour, sample.advantage, sample.weight))
-    labels, temperatures, behaviours, advantages, weights = zip(*rows)
+    labels, temperatures, behaviours, advantages, weights = zip(*rows, strict=True)
     return Microbatch(
         agent=agent,
         trees=tuple(trees),

@@ -7,6 +7,7 @@ from pathlib import Path
 from mcore_mas.config import RunConfig
 from retrieval.corpus import Passage, write_corpus
 from rollout.records import read_tasks, write_tasks
+from rollout.registry import lookup
 from rollout.tasks import GENERATORS
 
 SPLITS = ("train", "validation", "test")
@@ -25,7 +26,7 @@ def prepare_tasks(config_path: Path, out_dir: Path) -> None:
         for split in SPLITS:
             write_tasks(out_dir / f"{split}.parquet", read_tasks(getattr(data, split)))
         return
-    generator = GENERATORS[data.generator]
+    generator = lookup("task generator", data.generator, GENERATORS)
     tasks = generator.tasks(config.seed, {split: getattr(data, split) for split in SPLITS})
     for split in SPLITS:
         write_tasks(out_dir / f"{split}.parquet", [task for task in tasks if task.split == split])

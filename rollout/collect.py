@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from rollout.envs.protocol import Env, EnvError, Step
 from rollout.engines.protocol import EngineError
+from rollout.envs.protocol import Env, EnvError, Step
 from rollout.records import Group, Status, Task, ToolEvent, Trajectory
 from rollout.team import Seat, Team
 

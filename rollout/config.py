@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.agent import ROLES
-from rollout.engines import ENGINES
 from rollout.envs import ENVS
 from rollout.orchestras import ORCHESTRAS
 from rollout.registry import lookup
@@ -90,13 +89,7 @@ class AgentConfig(Section):
 
 
 class EngineConfig(Section):
-    """Where a policy's tokens are sampled."""
+    """The size of each policy's rollout engine."""
 
-    name: str = "embedded"
     slots: int = Field(128, ge=1)  # requests decoded at once
     max_length: int = Field(512, ge=2)  # tokens of prompt and reply
-
-    @model_validator(mode="after")
-    def _known(self) -> EngineConfig:
-        lookup("engine", self.name, ENGINES)
-        return self

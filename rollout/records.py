@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -196,7 +197,7 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     return [_trajectory(row) for row in _read(path, TRAJECTORY_SCHEMA)]
 
 
-def _trajectory(row: dict) -> Trajectory:
+def _trajectory(row: dict[str, Any]) -> Trajectory:
     turns = tuple(
         Turn(
             **{
@@ -221,7 +222,7 @@ def _write(path: Path, table: pa.Table) -> None:
     temporary.replace(path)
 
 
-def _read(path: Path, schema: pa.Schema) -> list[dict]:
+def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
     if not path.is_file():
         raise RecordError(f"{path}: no such file; expected a parquet file with columns {', '.join(schema.names)}")
     try:
@@ -233,6 +234,7 @@ def _read(path: Path, schema: pa.Schema) -> list[dict]:
     if missing:
         raise RecordError(f"{path}: no column {', '.join(missing)}; expected {', '.join(schema.names)}")
     try:
-        return table.select(schema.names).cast(schema).to_pylist()
+        rows: list[dict[str, Any]] = table.select(schema.names).cast(schema).to_pylist()
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise RecordError(f"{path}: a column has another type than expected ({error}); make the file again") from error
+    return rows

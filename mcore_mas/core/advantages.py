@@ -55,18 +55,26 @@ def standardise(
 
 
 def _mean_by(values: Tensor, key: Tensor) -> Tensor:
-    _, index = key.unique(return_inverse=True)
+    index = _number(key)
     sums = torch.zeros(int(index.max()) + 1, dtype=values.dtype).index_add(0, index, values)
-    return (sums / index.bincount())[index]
+    means: Tensor = (sums / index.bincount())[index]
+    return means
+
+
+def _number(keys: Tensor) -> Tensor:
+    """Equal rows of `keys` [n] or [n, c] get equal numbers from 0 on, [n]."""
+    return torch.unique(keys, dim=0, return_inverse=True)[1]  # type: ignore[no-any-return]
 
 
 def _moments(values: Tensor, vote: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Per row: mean, number of votes and unbiased deviation of its group, each (group, vote) counted once."""
-    _, index = group.unique(return_inverse=True)
-    pairs, inverse = torch.stack([index, vote], dim=1).unique(dim=0, return_inverse=True)
-    ballot = torch.empty(len(pairs), dtype=values.dtype)
-    ballot[inverse] = values
-    box = pairs[:, 0]
+    index = _number(group)
+    pair = _number(torch.stack([index, vote], dim=1))
+    pairs = int(pair.max()) + 1
+    ballot = torch.empty(pairs, dtype=values.dtype)
+    ballot[pair] = values
+    box = torch.empty(pairs, dtype=torch.int64)
+    box[pair] = index
     size = box.bincount()
     mu = torch.zeros(len(size), dtype=values.dtype).index_add(0, box, ballot) / size
     squares = torch.zeros(len(size), dtype=values.dtype).index_add(0, box, (ballot - mu[box]) ** 2)

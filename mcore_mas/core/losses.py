@@ -1,7 +1,7 @@
 """Per-token losses.
 
-Every loss maps a `Tokens` of N tokens to (loss [N], statistics [N] by name). The trainer multiplies by the token weights
-and sums, so aggregation and the denominator are numbers on the tokens and never a property of a micro-batch.
+Every loss maps a `Tokens` of N tokens to (loss [N], statistics [N] by name). The trainer multiplies by the token
+weights and sums, so aggregation and the denominator are numbers on the tokens and never a property of a micro-batch.
 """
 
 from __future__ import annotations

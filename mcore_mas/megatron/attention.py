@@ -102,7 +102,10 @@ class TreeAttention(torch.nn.Module):
             return out
         group = span.rows.shape[0]
         own = [x[:, span.rows].transpose(0, 1) for x in (q, k, v)]  # [G, heads, R, d]
-        seen = [torch.cat([x[None, :, :p].expand(group, -1, -1, -1), y], dim=2) for x, y in zip((k, v), own[1:])]
+        seen = [
+            torch.cat([x[None, :, :p].expand(group, -1, -1, -1), y], dim=2)
+            for x, y in zip((k, v), own[1:], strict=True)
+        ]
         replies = self._attend(own[0], *seen, span.mask)  # [G, heads, R, d]
         replies = replies.transpose(0, 1).flatten(1, 2)[:, span.flat]  # [heads, sum of replies, d]
         return torch.cat([out, replies], dim=1)

@@ -45,7 +45,7 @@ def install() -> None:
     """Prepare this process for megatron-core on the CPU; does nothing where CUDA is available, or a second time."""
     if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
         return
-    # TorchScript fusers look for CUDA; must come before the other Megatron modules are imported, whose decorators read it.
+    # TorchScript fusers look for CUDA; this comes before other Megatron modules are imported: their decorators read it.
     importlib.import_module("megatron.core.jit").disable_jit_fuser()
     # Rotary embeddings, DDP buffers and the vocabulary-parallel layers ask for the current device.
     torch.cuda.current_device = _current_device

@@ -39,11 +39,11 @@ def _join_qkv(shards: Sequence[Tensor], a: Architecture) -> list[Tensor]:
 
 def _split_gate_up(full: Sequence[Tensor], a: Architecture, tp: int) -> list[Tensor]:
     gate, up = full
-    return [torch.cat(pair) for pair in zip(gate.chunk(tp), up.chunk(tp))]
+    return [torch.cat(pair) for pair in zip(gate.chunk(tp), up.chunk(tp), strict=True)]
 
 
 def _join_gate_up(shards: Sequence[Tensor], a: Architecture) -> list[Tensor]:
-    gates, ups = zip(*(shard.chunk(2) for shard in shards))
+    gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
     return [torch.cat(gates), torch.cat(ups)]
 
 

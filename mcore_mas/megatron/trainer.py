@@ -25,6 +25,7 @@ from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.logprobs import select_logprobs
 from mcore_mas.megatron.models import build_model, read_architecture
 from mcore_mas.megatron.weights import TensorFolder, gather, scatter, write_folder
+from rollout.registry import lookup
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -79,7 +80,7 @@ class MegatronTrainer:
         self._gpt.config.finalize_model_grads_func = _finalize
         self._gpt.config.grad_scale_func = self._optimizer.scale_loss
         self._run = get_forward_backward_func()
-        self._loss = LOSSES[spec.loss]
+        self._loss = lookup("loss", spec.loss, LOSSES)
         self.updates = 0  # optimizer steps taken
 
     def update(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:

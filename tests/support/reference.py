@@ -7,17 +7,17 @@ import transformers
 
 from mcore_mas.samples import Sample
 
-BASE = dict(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=96,
-    vocab_size=101,
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-6,
-    attention_dropout=0.0,
-)
+BASE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 101,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "attention_dropout": 0.0,
+}
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -19,7 +19,7 @@ def sample(task: str, trajectory: str, turn: int, agent: str, reward: float) -> 
         prompt_ids=(1,),
         completion_ids=(2,),
         reward=reward,
-  )
+    )
 
 
 def advantages(rows: list[Sample], name: str, **options: object) -> list[float]:
@@ -96,9 +96,7 @@ def test_drmas_is_blind_to_an_agents_scale_and_to_order(rows, scale, shift, rand
     assert advantages(scaled, "drmas") == pytest.approx(plain, abs=1e-4)
     order = list(range(len(samples)))
     random.shuffle(order)
-    assert advantages([samples[i] for i in order], "drmas") == pytest.approx(
-        [plain[i] for i in order], abs=1e-6
-  )
+    assert advantages([samples[i] for i in order], "drmas") == pytest.approx([plain[i] for i in order], abs=1e-6)
     for task in {s.task for s in samples}:
         for agent in {s.agent for s in samples}:
             group = [a for s, a in zip(samples, plain, strict=True) if (s.task, s.agent) == (task, agent)]

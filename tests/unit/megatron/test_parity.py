@@ -4,13 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support import ranks
-from tests.support import reference
 import torch
 from torch.multiprocessing import spawn
 
 from mcore_mas.megatron.models import ModelError, read_architecture
 from mcore_mas.megatron.parallel import free_port
+from tests.support import ranks, reference
 
 STEPS = 3
 

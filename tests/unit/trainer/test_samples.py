@@ -100,7 +100,9 @@ def test_scores_are_counted_by_task_and_failures_are_unknown() -> None:
         task = replace(TASK, id=name, source=source)
         return Group(task=task, trajectories=tuple(trajectory(i, o) for i, o in enumerate(outcomes)))
 
-    result = score([scored("a", "1", [1.0, 0.0]), scored("a", "2", [0.0, 0.0]), scored("b", "3", [1.0, 1.0]), group()], 2)
+    result = score(
+        [scored("a", "1", [1.0, 0.0]), scored("a", "2", [0.0, 0.0]), scored("b", "3", [1.0, 1.0]), group()], 2
+    )
     assert result["failed_tasks"] == 1
     got = {(row["dataset"], row["metric"]): (row["value"], row["n"]) for row in result["rows"]}
     assert got == {

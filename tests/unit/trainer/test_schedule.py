@@ -7,9 +7,7 @@ from rollout.records import Task
 
 
 def tasks(n: int) -> list[Task]:
-    return [
-        Task(id=str(i), prompt="", answers=("",), env="math", source="s", split="train") for i in range(n)
-    ]
+    return [Task(id=str(i), prompt="", answers=("",), env="math", source="s", split="train") for i in range(n)]
 
 
 def ids(schedule: Schedule, step: int) -> list[str]:
