@@ -23,7 +23,6 @@ class Source:
     """One data source: numbers of a size, put in one of several wordings."""
 
     digits: int
-    count: int  # of numbers
     wordings: Mapping[str, tuple[str, ...]]  # by operation
 
 
@@ -62,17 +61,16 @@ _STORIES = {
         "{name} needs {0} {things} and has {1}. How many are missing?",
     ),
 }
-_THREE = {"+": ("{name} found {0}, {1} and {2} {things}. How many in all?",)}
 _NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn")
 _THINGS = ("coins", "cups", "books", "pens", "nuts", "stamps")
 
 SOURCES: dict[str, Source] = {  # in order of difficulty
-    "add_2digit": Source(digits=2, count=2, wordings={"+": _PLAIN["+"]}),
-    "sub_2digit": Source(digits=2, count=2, wordings={"-": _PLAIN["-"]}),
-    "word_2digit": Source(digits=2, count=2, wordings=_STORIES),
-    "add_3digit": Source(digits=3, count=2, wordings={"+": _PLAIN["+"]}),
-    "sub_3digit": Source(digits=3, count=2, wordings={"-": _PLAIN["-"]}),
-    "word_three": Source(digits=2, count=3, wordings=_THREE),
+    "add_2digit": Source(digits=2, wordings={"+": _PLAIN["+"]}),
+    "sub_2digit": Source(digits=2, wordings={"-": _PLAIN["-"]}),
+    "word_2digit": Source(digits=2, wordings=_STORIES),
+    "add_3digit": Source(digits=3, wordings={"+": _PLAIN["+"]}),
+    "sub_3digit": Source(digits=3, wordings={"-": _PLAIN["-"]}),
+    "word_3digit": Source(digits=3, wordings=_STORIES),
 }
 
 
@@ -95,7 +93,9 @@ def generate(seed: int, sizes: Mapping[str, int]) -> list[Task]:
     return tasks
 
 
-def demonstrations(seed: int, n: int, *, roles: Mapping[str, Role] = ROLES) -> Iterator[Demonstration]:
+def demonstrations(
+    seed: int, n: int, *, roles: Mapping[str, Role] = ROLES, slips: float = 0.0
+) -> Iterator[Demonstration]:
     """Yield `n` demonstrations of solver and verifier on training problems, in the words of `roles`.
 
     Most are first attempts; verdicts, half of them on wrong solutions, and second attempts after a rejection, most
@@ -107,16 +107,18 @@ def demonstrations(seed: int, n: int, *, roles: Mapping[str, Role] = ROLES) -> I
         problem = _draw(random, random.choice(tuple(SOURCES)), "train")
         right = work_out(problem.operation, problem.numbers)
         wrong, slip = work_out_wrongly(random, problem.operation, problem.numbers)
+        careless = random.random() < slips
+        attempt = work_out_wrongly(random, problem.operation, problem.numbers, ("carry",))[0] if careless else right
         kind = random.random()
         if kind < _FIRST:
-            yield _demonstrate(roles, problem, [], "solver", right)
+            yield _demonstrate(roles, problem, [], "solver", attempt)
         elif kind < _FIRST + _VERDICTS:
             solution, found = random.choice(((right, None), (wrong, slip)))
             yield _demonstrate(roles, problem, [("solver", solution)], "verifier", review(problem.numbers, found))
         else:
             first = wrong if random.random() < 0.8 else right
             said = [("solver", first), ("verifier", review(problem.numbers, slip))]
-            yield _demonstrate(roles, problem, said, "solver", right)
+            yield _demonstrate(roles, problem, said, "solver", attempt)
 
 
 def _demonstrate(
@@ -157,7 +159,7 @@ def _draw(random: Random, name: str, split: str) -> Problem:
     while True:
         operation = random.choice(tuple(source.wordings))
         low, high = 10 ** (source.digits - 1), 10**source.digits - 1
-        numbers = [random.randint(low, high) for _ in range(source.count)]
+        numbers = [random.randint(low, high) for _ in range(2)]
         if operation == "-":
             numbers.sort(reverse=True)
         wording = random.choice(source.wordings[operation])

@@ -51,13 +51,15 @@ def work_out(operation: str, numbers: Sequence[int], slip: Slip | None = None) -
     return f"{', '.join(lines)}. \\boxed{{{answer}}}"
 
 
-def work_out_wrongly(random: Random, operation: str, numbers: Sequence[int]) -> tuple[str, Slip]:
-    """A written solution with one slip and a wrong answer, and that slip."""
+def work_out_wrongly(
+    random: Random, operation: str, numbers: Sequence[int], kinds: Sequence[str] = SLIPS
+) -> tuple[str, Slip]:
+    """A written solution with one slip of one of these `kinds` and a wrong answer, and that slip."""
     right = work_out(operation, numbers).rpartition(" ")[2]
     columns = max(len(str(number)) for number in numbers)
     while True:
         amount = random.choice((-3, -2, -1, -1, 1, 1, 2, 3))
-        slip = Slip(kind=random.choice(SLIPS), column=random.randrange(columns), amount=amount)
+        slip = Slip(kind=random.choice(kinds), column=random.randrange(columns), amount=amount)
         wrong = work_out(operation, numbers, slip)
         if wrong.rpartition(" ")[2] != right:
             return wrong, slip
