@@ -1,0 +1,51 @@
+"""The whole pipeline on both teams, with every real part, in two training steps."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def snakemake(results: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "snakemake", "--configfile", "workflow/suites/tiny.yaml"]
+    command += ["--config", f"results={results}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_the_tiny_suite_runs_to_its_report_and_then_has_nothing_to_do(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    said = snakemake(results)
+    assert f"Report: {results}/report.html" in said
+    assert "make ui" in said
+
+    with (results / "tables" / "tiny.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["experiment"] for row in rows} == {"tiny_math", "tiny_search"}
+    assert {row["policy_state"] for row in rows} == {"base", "trained", "trained-base"}
+    assert {row["n"] for row in rows if row["dataset"] == "all"} == {"8"}
+    assert "</html>" in (results / "report.html").read_text()
+
+    for run, agents in {"tiny_math": {"solver", "verifier"}, "tiny_search": {"verifier"}}.items():
+        lines = (results / run / "train" / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [-1, 0, 1]
+        last = json.loads(lines[-1])
+        assert last["rollout/failed"] == 0
+        for agent in agents:
+            assert last[f"agent/{agent}/calls"] >= 4
+            assert last.get(f"agent/{agent}/logprob_gap_max", 0.0) < 1e-4
+        columns = pq.read_schema(results / run / "train" / "trajectories" / "step_000001.parquet").names
+        assert {"id", "task_id", "step", "turns", "outcome", "status"} <= set(columns)
+    search = json.loads((results / "tiny_search" / "retriever.json").read_text())
+    assert search["recall_at_1"] > 0.9
+
+    assert "Nothing to be done" in snakemake(results)
