@@ -25,6 +25,8 @@ rule make_base_model:
 
 rule bootstrap:
     input:
+        retriever_of,  # the team is measured as it learns
+        validation="<results>/{run}/tasks/validation.parquet",
         config="<results>/{run}/config.yaml",
         model="<results>/{run}/base/config.json",
     output:
