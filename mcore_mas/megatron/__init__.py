@@ -11,4 +11,5 @@ from mcore_mas.megatron import cpu
 
 # Training without Transformer Engine or Apex is a supported way, not an accident to be warned of at every import.
 warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")
+warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's own default, said at every model
 cpu.install()  # before any module of megatron-core is imported
