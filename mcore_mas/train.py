@@ -137,7 +137,7 @@ def _ray(config: RunConfig) -> Iterator[None]:
     # read by Ray when it starts: a run neither joins another's cluster nor reports its use
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"  # by default Ray's workers give way to everything else on the machine
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (by default Ray's workers give way to all else)
     context = ray.init(
         num_cpus=1,
         include_dashboard=False,
