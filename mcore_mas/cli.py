@@ -26,9 +26,6 @@ def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
         app(arguments)
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on from the last checkpoint", file=sys.stderr)
-        sys.exit(130)
     except Exception as error:
         if debug:
             raise
@@ -41,7 +38,11 @@ def train(config: _Config) -> None:
     """Train one run, from its newest checkpoint if it has one."""
     from mcore_mas.train import train as run
 
-    run(config)
+    try:
+        run(config)
+    except KeyboardInterrupt:  # typer would only say "Aborted!"
+        print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 @app.command()
