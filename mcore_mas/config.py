@@ -111,9 +111,7 @@ class BaseModelConfig(Section):
     ffn: int = Field(ge=8)
     vocab: int = Field(ge=300)  # 256 bytes and the special tokens are always in it
     positions: int = Field(1024, ge=16)
-    tokens: Literal["words", "phrases"] = (
-        "words"  # the largest piece of text that may become one token; digits never join
-    )
+    tokens: Literal["words", "phrases"] = "words"  # the largest text that may become one token; digits never join
 
     @model_validator(mode="after")
     def _divides(self) -> BaseModelConfig:

@@ -27,9 +27,8 @@ _QUESTIONS = {
     "goods": ("two_hop", "Which goods are sold in the home of {name}?"),
 }
 CARELESS_VERIFIER: Mapping[str, float] = {"verifier": 0.45}
-_KEPT_VERDICTS = (
-    0.3  # verdicts teach little a turn and outnumber the rest: in full they drown what copying has to learn
-)
+# verdicts teach little a turn and outnumber the rest: in full they drown what copying has to learn
+_KEPT_VERDICTS = 0.3
 _KEPT_UNKNOWN = 0.2  # likewise answers without information
 _UNKNOWN = "<answer> unknown </answer>"
 _SIBLING = {"trade": "home", "home": "trade", "river": "goods", "goods": "river"}  # told by the same passage
