@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_mas.core.returns import gae, reinforce_pp, reinforce_pp_baseline
-from mcore_mas.core.turns import Turns, number, reverse_scan, total
+from mcore_mas.core.turns import Turns, average, number, reverse_scan, total
 
 Keys = tuple[str, ...]
 Lone = Literal["zero", "raw"]  # what a vote without peers gets
@@ -50,14 +50,14 @@ class Comparison:
 
 def _count(turns: Turns, own: Tensor, group: Tensor, ddof: int) -> Ballot:
     groups, voters = int(group.max()) + 1, int(own.max()) + 1
-    score = (total(turns.scores, own, voters) / own.bincount())[own]
+    score = average(turns.scores, own, voters)[own]
     row = number(group * voters + own)
     votes = torch.empty(int(row.max()) + 1, dtype=score.dtype)
     votes[row] = score
     box = torch.empty(len(votes), dtype=torch.int64)
     box[row] = group
     size = box.bincount(minlength=groups)
-    mean = total(votes, box, groups) / size
+    mean = average(votes, box, groups)
     squares = total((votes - mean[box]) ** 2, box, groups)
     std = (squares / (size - ddof).clamp(min=1)).sqrt()
     return Ballot(score, mean[group], std[group], size[group], votes, box, row)
@@ -207,7 +207,8 @@ def tree_baseline(turns: Turns, lam: float) -> tuple[Tensor, Tensor]:
     by_node = torch.full((int(turns.keys["node"].max()) + 2,), torch.nan, dtype=torch.float64)
     by_node[turns.keys["node"]] = b.own  # the last place stays empty: it is the root's, which -1 stands for
     parent = by_node[turns.keys["parent"]]
-    siblings = torch.where(b.size > 1, (b.mean * b.size - b.own) / (b.size - 1).clamp(min=1), torch.nan)
+    # the mean of the others is μ - (r - μ) / (n - 1), which leaves equal scores equal
+    siblings = torch.where(b.size > 1, b.mean - (b.own - b.mean) / (b.size - 1).clamp(min=1), torch.nan)
     both = (1 - lam) * parent + lam * siblings
     either = torch.where(parent.isnan(), siblings, parent)
     baseline = torch.where(both.isnan(), either, both)

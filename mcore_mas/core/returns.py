@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mcore_mas.core.turns import Turns, reverse_scan, total
+from mcore_mas.core.turns import Turns, average, reverse_scan, total
 
 Across = Literal["turn", "agent"]
 Whitened = Literal["batch", "policy", "agent"]
@@ -18,8 +18,7 @@ _WHITEN: dict[str, tuple[str, ...]] = {"batch": (), "policy": ("policy",), "agen
 def whiten(values: Tensor, group: Tensor, eps: float = 1e-8) -> Tensor:
     """[T] (x - mean) / sqrt(var + ε) over the tokens of each `group` [T]; var divides by (tokens - 1)."""
     count = group.bincount()
-    mean = total(values, group, len(count)) / count
-    centred = values - mean[group]
+    centred = values - average(values, group, len(count))[group]
     variance = total(centred**2, group, len(count)) / (count - 1).clamp(min=1)
     return centred * (variance + eps).rsqrt()[group]
 
@@ -36,7 +35,7 @@ def reinforce_pp(turns: Turns, *, gamma: float = 1.0, whitened: Whitened = "poli
 def reinforce_pp_baseline(turns: Turns, *, whitened: Whitened = "policy") -> Tensor:
     """Advantages [T]: the turn's score less its task's mean, whitened   REINFORCE++-baseline, arXiv 2501.03262."""
     task = turns.key("task")
-    mean = total(turns.scores, task, int(task.max()) + 1) / task.bincount()
+    mean = average(turns.scores, task, int(task.max()) + 1)
     return whiten(turns.by_token(turns.scores - mean[task]), turns.by_token(turns.key(*_WHITEN[whitened])))
 
 

@@ -199,6 +199,14 @@ def test_groups_of_other_tasks_do_not_matter(name: str) -> None:
     assert among[:3].tolist() == pytest.approx(alone.tolist())
 
 
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - set(NEEDS)))
+@pytest.mark.parametrize("score", [-0.01, 0.1 + 0.2, 0.7])
+def test_equal_scores_have_advantages_of_exactly_zero(name: str, score: float) -> None:
+    for n in (2, 3, 7, 11):
+        rows = [{"trajectory": i, "node": str(i), "score": score} for i in range(n)]
+        assert ESTIMATORS[name](make_turns(rows, steps=[score] * n)).tolist() == [0.0] * n
+
+
 ROWS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 2), st.integers(-5, 5)), min_size=2, max_size=24
 )
