@@ -2,72 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from mcore_mas.megatron.batch import Tree
-
-
-@dataclass
-class PackedTrees(PackedSeqParams):
-    """The layout of one micro-batch, handed through Megatron to `TreeAttention` and `TreeRotary`.
-
-    `qkv_format` stays "sbhd" (one row of T tokens), which keeps Megatron from re-shaping for its own packed kernels.
-    """
-
-    qkv_format: str = "sbhd"
-    max_seqlen_q: int = 0  # Megatron takes the larger of these two for the rotary length; TreeRotary needs neither
-    max_seqlen_kv: int = 0
-    spans: tuple[_Span, ...] = field(default_factory=tuple)
-
-    @classmethod
-    def of(cls, trees: tuple[Tree, ...], device: torch.device) -> PackedTrees:
-        """The layout of `trees` packed end to end, with its index tensors made once for all layers."""
-        spans, start = [], 0
-        for tree in trees:
-            spans.append(_Span.of(tree, start, device))
-            start += tree.tokens
-        return cls(spans=tuple(spans))
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """One tree's place in the pack; replies are padded to R, the longest, for one batched call."""
-
-    start: int
-    prompt: int  # P
-    tokens: int
-    rows: Tensor | None  # [G, R] index of each reply token into the span; pads repeat the reply's last token
-    flat: Tensor | None  # [sum of replies] index into the flattened [G, R]
-    mask: Tensor | None  # [R, P + R] bool, what a reply token sees
-
-    @classmethod
-    def of(cls, tree: Tree, start: int, device: torch.device) -> _Span:
-        if not tree.replies:
-            return cls(start, tree.prompt, tree.tokens, None, None, None)
-        lengths = torch.tensor(tree.replies)
-        longest = int(lengths.max())
-        first = tree.prompt + torch.cumsum(lengths, 0) - lengths
-        column = torch.arange(longest)
-        rows = first[:, None] + torch.minimum(column[None], lengths[:, None] - 1)
-        flat = (column[None] < lengths[:, None]).flatten().nonzero()[:, 0]
-        own = torch.ones(longest, longest, dtype=torch.bool).tril()
-        mask = torch.cat([torch.ones(longest, tree.prompt, dtype=torch.bool), own], dim=1)
-        return cls(start, tree.prompt, tree.tokens, rows.to(device), flat.to(device), mask.to(device))
+from mcore_mas.megatron.kernels import attend, attend_backward
+from mcore_mas.megatron.layout import Own, PackedTrees
 
 
 class TreeAttention(torch.nn.Module):
-    """Megatron `core_attention` by torch's scaled-dot-product attention; prompts are computed once per tree."""
+    """Megatron `core_attention` over trees of segments: what sequences share is computed once."""
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_) -> None:  # type: ignore[no-untyped-def]
+    def __init__(  # type: ignore[no-untyped-def]
+        self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, fused: bool = False, **_
+    ) -> None:
+        """With `fused`, Transformer Engine's kernels attend where no sequence shares anything: they have no trees."""
         super().__init__()
         self.scale = softmax_scale or config.kv_channels**-0.5
-        self.repeat = config.num_attention_heads // config.num_query_groups
+        self.fused = fused
 
     def forward(
         self,
@@ -90,34 +45,119 @@ class TreeAttention(torch.nn.Module):
             [T, 1, heads * head_dim]
         """
         assert packed_seq_params is not None, "TreeAttention runs on packed trees only"
-        q, k, v = (x[:, 0].transpose(0, 1) for x in (query, key, value))  # [heads, T, d]
-        outs = [self._span(q, k, v, span) for span in packed_seq_params.spans]
-        return torch.cat(outs, dim=1).transpose(0, 1).reshape(query.shape[0], 1, -1)
+        q, k, v = query[:, 0], key[:, 0], value[:, 0]
+        if self.fused and packed_seq_params.starts is not None:
+            return self._whole_sequences(q, k, v, packed_seq_params.starts, packed_seq_params.longest)[:, None]
+        out: Tensor = _TreeAttention.apply(q, k, v, packed_seq_params, self.scale)
+        return out.flatten(1)[:, None]
 
-    def _span(self, q: Tensor, k: Tensor, v: Tensor, span: _Span) -> Tensor:
-        q, k, v = (x[:, span.start : span.start + span.tokens] for x in (q, k, v))
-        p = span.prompt
-        out = self._attend(q[None, :, :p], k[None, :, :p], v[None, :, :p], None)[0]  # [heads, P, d]
-        if span.rows is None:
-            return out
-        group = span.rows.shape[0]
-        own = [x[:, span.rows].transpose(0, 1) for x in (q, k, v)]  # [G, heads, R, d]
-        seen = [
-            torch.cat([x[None, :, :p].expand(group, -1, -1, -1), y], dim=2)
-            for x, y in zip((k, v), own[1:], strict=True)
-        ]
-        replies = self._attend(own[0], *seen, span.mask)  # [G, heads, R, d]
-        replies = replies.transpose(0, 1).flatten(1, 2)[:, span.flat]  # [heads, sum of replies, d]
-        return torch.cat([out, replies], dim=1)
+    def _whole_sequences(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+        """[T, heads * head_dim] by Transformer Engine, every sequence causally over itself."""
+        kernel = _fused_kernel(q.shape[1], k.shape[1], q.shape[2], self.scale)
+        out: Tensor = kernel(
+            q,
+            k,
+            v,
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        return out
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if self.repeat > 1:
-            k, v = k.repeat_interleave(self.repeat, dim=1), v.repeat_interleave(self.repeat, dim=1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
+
+@cache
+def _fused_kernel(heads: int, kv_heads: int, head_dim: int, scale: float) -> torch.nn.Module:
+    from transformer_engine.pytorch import DotProductAttention  # only where it is installed and asked for
+
+    kernel: torch.nn.Module = DotProductAttention(
+        num_attention_heads=heads,
+        kv_channels=head_dim,
+        num_gqa_groups=kv_heads,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        softmax_scale=scale,
+    )
+    return kernel
+
+
+class _TreeAttention(torch.autograd.Function):
+    """Every token over its own block, then joined with what it sees before, call by call.
+
+    Sums over several calls are kept in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedTrees, scale: float) -> Tensor:
+        """[T, heads, d] of q [T, heads, d] and k, v [T, kv_heads, d]."""
+        joint = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for own in layout.own:
+            out, own_lse = attend(*(_blocks(x, own) for x in (q, k, v)), causal=True, scale=scale)
+            _put(joint, own, out)
+            _put(lse, own, own_lse)
+        for queries, keys in layout.seen:
+            seen, seen_lse = attend(_row(q, queries), _row(k, keys), _row(v, keys), causal=False, scale=scale)
+            _join(joint[queries], lse[queries], seen[0].transpose(0, 1), seen_lse[0].t())
+        out = joint.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.layout, ctx.scale = layout, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        of_out = of_out.contiguous()
+        gradients = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
+        for own in ctx.layout.own:
+            blocks = [_blocks(x, own) for x in (of_out, q, k, v, out, lse)]
+            if own.present is not None:  # what was padded has no gradient
+                blocks[0] = blocks[0] * own.present[:, None, :, None]
+            parts = attend_backward(*blocks, causal=True, scale=ctx.scale)
+            for whole, part in zip(gradients, parts, strict=True):
+                _put(whole, own, part)
+        for queries, keys in ctx.layout.seen:
+            at_queries = [_row(x, queries) for x in (of_out, q, out, lse)]
+            at_keys = [_row(x, keys) for x in (k, v)]
+            parts = attend_backward(*at_queries[:2], *at_keys, *at_queries[2:], causal=False, scale=ctx.scale)
+            for whole, place, part in zip(gradients, (queries, keys, keys), parts, strict=True):
+                whole[place] += part[0].transpose(0, 1)
+        return *(gradient.to(q.dtype) for gradient in gradients), None, None
+
+
+def _join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Outputs [Q, heads, d] and their log-sum-exps [Q, heads], in place, with those over further keys."""
+    # o = o + w (o' − o), w = e^l' / (e^l + e^l')
+    out.lerp_(more.float(), torch.sigmoid(more_lse - lse)[..., None])
+    torch.logaddexp(lse, more_lse, out=lse)
+
+
+def _row(x: Tensor, place: slice) -> Tensor:
+    """[1, heads, Q, ...] of [T, heads, ...]."""
+    return x[place].transpose(0, 1)[None]
+
+
+def _blocks(x: Tensor, own: Own) -> Tensor:
+    """[B, heads, L, ...] of [T, heads, ...]: a view where the blocks lie one after the other, all of them full."""
+    if own.place is not None:
+        return x[own.place].unflatten(0, (-1, own.length)).transpose(1, 2)
+    return x[own.rows].transpose(1, 2)
+
+
+def _put(x: Tensor, own: Own, blocks: Tensor) -> None:
+    """Write [B, heads, L, ...] to where `_blocks` reads it."""
+    blocks = blocks.transpose(1, 2)
+    if own.place is not None:
+        x[own.place].unflatten(0, (-1, own.length)).copy_(blocks)
+    else:
+        x[own.rows[own.present]] = blocks[own.present].to(x.dtype)
 
 
 class TreeRotary(RotaryEmbedding):
-    """Rotary embedding at explicit positions, set per micro-batch: a reply continues its prompt's positions."""
+    """Rotary embedding at explicit positions, set per micro-batch: a segment continues its parent's positions."""
 
     position_ids: Tensor  # [T]
 

@@ -5,6 +5,7 @@ Nothing here runs where CUDA is available, so the GPU path is Megatron's own.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import types
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 _DEVICE = torch.device("cpu")
 
-# Modules of the dense training path that create tensors with a literal device="cuda".
+# Modules of the training path that create tensors with a literal device="cuda".
 _LITERAL_MODULES = (
     "megatron.core.pipeline_parallel.schedules",  # the running token count
     "megatron.core.optimizer.optimizer",  # loss scale
@@ -22,11 +23,16 @@ _LITERAL_MODULES = (
 )
 
 
+# Sends token counts to the CPU on a stream of its own, and waits for it.
+_STREAM_MODULES = ("megatron.core.transformer.moe.token_dispatcher",)
+
+
 class _TorchOnCpu(types.ModuleType):
-    """`torch` as one Megatron module sees it: tensor factories read device="cuda" as the CPU."""
+    """`torch` as one Megatron module sees it: tensor factories read device="cuda" as the CPU, streams are at rest."""
 
     def __init__(self) -> None:
         super().__init__("torch")
+        self.cuda = _CudaAtRest()
         for name in ("zeros", "ones", "tensor", "empty"):
             setattr(self, name, self._on_cpu(getattr(torch, name)))
 
@@ -41,6 +47,33 @@ class _TorchOnCpu(types.ModuleType):
         return getattr(torch, name)
 
 
+class _CudaAtRest(types.ModuleType):
+    """`torch.cuda` with one stream on which nothing is ever under way; the rest is `torch.cuda`'s own."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        only = _Stream()
+        self.Stream = lambda: only
+        self.current_stream = lambda: only
+        self.stream = lambda stream: contextlib.nullcontext(stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _Stream:
+    """What was asked of it is done; so are the events it records."""
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def wait_stream(self, _: _Stream) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+
 def install() -> None:
     """Prepare this process for megatron-core on the CPU; does nothing where CUDA is available, or a second time."""
     if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
@@ -52,8 +85,11 @@ def install() -> None:
     # Pipeline stages that tell each other the lengths of micro-batches wait for the GPU in between.
     torch.cuda.synchronize = _nothing_to_wait_for
     proxy = _TorchOnCpu()
-    for name in _LITERAL_MODULES:
+    for name in (*_LITERAL_MODULES, *_STREAM_MODULES):
         importlib.import_module(name).torch = proxy
+    # The counts that ranks send each other tokens by come to the CPU as arrays, which gloo takes; those that are there
+    # already would stay tensors, which it does not.
+    importlib.import_module(_STREAM_MODULES[0]).maybe_move_tensor_to_cpu = _as_asked
     # The optimizer and gradient clipping assert on the *name* "torch.cuda.FloatTensor".
     torch.Tensor.type = _cuda_type_name
     # A tied embedding's copy on the last pipeline stage is sent to the GPU before it is filled.
@@ -68,6 +104,10 @@ def install() -> None:
 
 def _current_device() -> torch.device:
     return _DEVICE
+
+
+def _as_asked(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _stay(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,15 @@ import ray
 import torch
 from torch import Tensor
 
+from mcore_mas.files import Digest
 from mcore_mas.megatron import parallel
+from mcore_mas.megatron.balance import Shares
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.trainer import MegatronTrainer
+from rollout.transports import make_sender
+from rollout.transports.handover import Handover, Route, Sender
 
-_BUCKET_BYTES = 64 << 20
 _LOOPBACK = "127.0.0.1"
 
 
@@ -27,23 +30,31 @@ class _Rank:
         self._rank = rank
         self._threads = threads
         self._store: Any = None
+        self._senders: dict[tuple[str, str], Sender] = {}
 
-    def host(self) -> int:
-        """Open the place where the ranks meet, on rank 0; the port is the system's choice."""
-        self._store, port = parallel.host(_LOOPBACK)
-        return port
+    def node(self) -> str:
+        """The address of the node that this rank is on."""
+        return str(ray.util.get_node_ip_address())
 
-    def join(self, port: int) -> None:
+    def host(self, *nodes: str) -> tuple[str, int]:
+        """Open the place where the ranks, which are on `nodes`, meet; on rank 0. The port is the system's choice."""
+        address = meeting_address(nodes)
+        self._store, port = parallel.host(address)
+        return address, port
+
+    def join(self, place: tuple[str, int]) -> None:
         """Meet the other ranks and load the model."""
         spec = self._spec
         parallel.start(
             rank=self._rank,
             tp=spec.tp,
             pp=spec.pp,
+            cp=spec.cp,
             dp=spec.dp,
             vpp=spec.vpp,
+            ep=spec.ep,
             threads=self._threads,
-            store=self._store or parallel.reach(_LOOPBACK, port),
+            store=self._store or parallel.reach(*place),
         )
         self._trainer = MegatronTrainer(spec)
 
@@ -54,25 +65,25 @@ class _Rank:
         scores = self._trainer.score(microbatches, reference=reference)
         return [score.numpy() for score in scores] if send else []
 
-    def export(self, send: bool) -> list[ray.ObjectRef]:
-        """Gather all weights with the other ranks; the sender puts them into the object store in buckets."""
-        buckets: list[ray.ObjectRef] = []
-        bucket: list[tuple[str, Any]] = []
-        size = 0
-        for name, tensor in self._trainer.weights():
-            if not send:
-                continue
-            bucket.append((name, tensor.float().cpu().numpy()))  # exact for bfloat16, which numpy does not have
-            size += tensor.nbytes
-            if size >= _BUCKET_BYTES:
-                buckets.append(ray.put(bucket))
-                bucket, size = [], 0
-        if bucket:
-            buckets.append(ray.put(bucket))
-        return buckets
+    def export(self, route: Route, version: int) -> Handover:
+        """Gather all weights with the other ranks and send them where the engine wants them."""
+        key = (route.transport, route.place)
+        if key not in self._senders:
+            self._senders = {key: make_sender(route, rank=self._rank, exchange=parallel.exchange)}
+        return self._senders[key].send(self._trainer.weights(), version, route.state)
+
+    def sleep(self) -> int:
+        return self._trainer.sleep()
+
+    def wake(self) -> None:
+        self._trainer.wake()
 
     def save(self, folder: str) -> None:
         self._trainer.save(Path(folder))
+
+    @ray.method(concurrency_group="writing")
+    def written(self) -> dict[str, Digest]:
+        return self._trainer.written()
 
     def restore(self, folder: str) -> None:
         self._trainer.restore(Path(folder))
@@ -81,19 +92,35 @@ class _Rank:
         self._trainer.write_model(Path(folder))
 
 
+def meeting_address(nodes: Sequence[str]) -> str:
+    """Where ranks meet: on the loopback of the one node that all of them are on, else at the address of rank 0's."""
+    return _LOOPBACK if len(set(nodes)) == 1 else nodes[0]
+
+
 class Gang:
     """A policy's trainer, spread over `spec.ranks` Ray actors that make the same calls."""
 
-    def __init__(self, policy: str, spec: TrainerSpec, *, threads: int) -> None:
-        """Start the ranks; returns before they have loaded the model (see `ready`)."""
+    def __init__(
+        self, policy: str, spec: TrainerSpec, *, threads: int, places: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Start the ranks; returns before they have loaded the model (see `ready`).
+
+        Args:
+            places: actor options of each rank, as `mcore_mas.placement.place` gives them; None: a GPU each where there
+                are any, and none set aside.
+        """
         self.policy = policy
-        gpus = 1 if ray.cluster_resources().get("GPU") else 0
-        actor = ray.remote(num_cpus=0, num_gpus=gpus)(_Rank)
+        self.shares = Shares.of(spec)  # what micro-batches are to be packed for
+        if places is None:
+            places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
+        # a thread of its own waits for what is written while the ranks' other calls go on in their order
+        actor = ray.remote(num_cpus=0, concurrency_groups={"writing": 1})(_Rank)
         self._ranks = [
-            actor.options(name=f"{policy}-rank{rank}").remote(spec, rank, threads) for rank in range(spec.ranks)
+            actor.options(name=f"{policy}-rank{rank}", **place).remote(spec, rank, threads)
+            for rank, place in enumerate(places)
         ]
-        port = self._ranks[0].host.remote()
-        self._joined = [rank.join.remote(port) for rank in self._ranks]
+        place = self._ranks[0].host.remote(*(rank.node.remote() for rank in self._ranks))
+        self._joined = [rank.join.remote(place) for rank in self._ranks]
 
     async def ready(self) -> None:
         """Wait until every rank holds its shard."""
@@ -111,14 +138,41 @@ class Gang:
         # what comes out of the object store is read-only, and torch has no tensors of that kind
         return [torch.from_numpy(score.copy()) for score in [await ref for ref in refs][0]]
 
-    async def export(self) -> list[ray.ObjectRef]:
-        """All weights as references to buckets of (Hugging Face name, full array); the bytes stay in the store."""
-        refs = [rank.export.remote(send=i == 0) for i, rank in enumerate(self._ranks)]
+    async def export(self, route: Route, version: int) -> Handover:
+        """Send all weights over an engine's `route`; their bytes do not pass through this process.
+
+        Raises:
+            EngineError: the engine does not have these tensors, or does not take them.
+        """
+        refs = [rank.export.remote(route, version) for rank in self._ranks]
         return [await ref for ref in refs][0]
 
+    async def sleep(self) -> int:
+        """Give memory away while nothing is trained; returns the bytes on all ranks; see `MegatronTrainer.sleep`."""
+        return sum(await self._all("sleep"))
+
+    async def wake(self) -> None:
+        """Take it back."""
+        await self._all("wake")
+
     async def save(self, folder: Path) -> None:
-        """Write weights and optimizer state into `folder`."""
+        """Copy weights and optimizer state, which the ranks then write into `folder` beside their other work."""
         await self._all("save", str(folder))
+
+    async def written(self) -> dict[str, Digest]:
+        """Wait until what `save` copied is on disk; size and digest of every file by name.
+
+        Raises:
+            OSError: a rank could not write, or has died.
+        """
+        files: dict[str, Digest] = {}
+        for number, ref in enumerate([rank.written.remote() for rank in self._ranks]):
+            try:
+                files |= await ref
+            except ray.exceptions.RayError as error:
+                reason = str(getattr(error, "cause", error)).strip().splitlines()[-1]
+                raise OSError(f"rank {number} of {self.policy}: {reason}") from error
+        return files
 
     async def restore(self, folder: Path) -> None:
         """Continue from what `save` wrote."""

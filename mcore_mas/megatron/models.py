@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mcore_mas.megatron.attention import TreeAttention
 from mcore_mas.megatron.decoder import Decoder
+from mcore_mas.megatron.experts import Experts
+from mcore_mas.megatron.layers import layer_specs
 from mcore_mas.megatron.spec import TrainerSpec
 
 
@@ -26,7 +26,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A dense decoder, as its Hugging Face config.json describes it."""
+    """A decoder, dense or with mixtures of experts, as its Hugging Face config.json describes it."""
 
     layers: int
     hidden: int
@@ -42,18 +42,24 @@ class Architecture:
     rope_theta: float
     rope_factor: float | None  # llama3 frequency scaling
     positions: int
+    init_std: float = 0.02  # of random weights
+    experts: Experts | None = None  # None: every layer is dense
 
     def vocab_padded(self, tp: int) -> int:
         """Rows of the embedding once it divides by `tp`."""
         return -(-self.vocab // tp) * tp
 
-    def check_layout(self, tp: int, pp: int = 1, vpp: int = 1, *, sp: bool = False) -> None:
-        """Refuse a tensor- or pipeline-parallel size that cannot cut this model.
+    def check_layout(
+        self, tp: int, pp: int = 1, vpp: int = 1, *, dp: int = 1, ep: int = 1, sp: bool = False, cp: int = 1
+    ) -> None:
+        """Refuse a tensor-, context-, pipeline- or expert-parallel size that cannot cut this model.
 
         Raises:
             ModelError: with the sizes that can.
         """
         sizes = {"heads": self.heads, "key/value heads": self.kv_heads, "feed-forward width": self.ffn}
+        if self.experts:
+            sizes["expert width"] = self.experts.ffn
         for what, size in sizes.items():
             if size % tp:
                 valid = [n for n in range(1, min(sizes.values()) + 1) if all(s % n == 0 for s in sizes.values())]
@@ -61,6 +67,12 @@ class Architecture:
                     f"tp: {tp} does not divide the model's {size} {what}; valid here: {valid}, nearest: "
                     f"{_nearest(tp, valid)}"
                 )
+        if self.heads % (tp * cp):
+            valid = [n for n in range(1, self.heads + 1) if self.heads % (tp * n) == 0]
+            raise ModelError(
+                f"cp: {cp} does not divide the {self.heads // tp} heads that tp: {tp} leaves to each rank; "
+                f"valid here: {valid}, nearest: {_nearest(cp, valid)}"
+            )
         stages = pp * vpp
         if self.layers % stages:
             valid = [n for n in range(1, self.layers + 1) if self.layers % n == 0]
@@ -73,6 +85,13 @@ class Architecture:
             raise ModelError(f"vpp: {vpp} stages on each pipeline rank need pp of 2 or more; use vpp: 1, or pp: 2")
         if sp and tp == 1:
             raise ModelError("sp: cutting by sequence needs tp of 2 or more; use sp: false, or tp: 2")
+        if self.experts is None and ep > 1:
+            raise ModelError(
+                f"ep: {ep} on a model without experts; valid here: [1], nearest: 1 (dp is what repeats it)"
+            )
+        refusal = self.experts.refusal(tp=tp, dp=dp, ep=ep, sp=sp, cp=cp) if self.experts else None
+        if refusal:
+            raise ModelError(refusal)
 
 
 def _nearest(wanted: int, valid: list[int]) -> int:
@@ -80,7 +99,8 @@ def _nearest(wanted: int, valid: list[int]) -> int:
 
 
 # (query/key/value biases, query/key norms) by Hugging Face model_type
-_FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "llama": (False, False)}
+_FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "llama": (False, False), "qwen3_moe": (False, True)}
+_SPARSE = ("qwen3_moe",)
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -117,7 +137,22 @@ def read_architecture(folder: Path) -> Architecture:
         rope_theta=rope["rope_theta"],
         rope_factor=rope["factor"] if kind == "llama3" else None,
         positions=config["max_position_embeddings"],
+        init_std=config.get("initializer_range", 0.02),
+        experts=Experts.of(config) if family in _SPARSE else None,
     )
+
+
+def check_layers(layers: str) -> None:
+    """Refuse layers that cannot be made here.
+
+    Raises:
+        ModelError: Transformer Engine is asked for and not there.
+    """
+    if layers == "te" and importlib.util.find_spec("transformer_engine") is None:
+        raise ModelError(
+            "layers: te needs Transformer Engine, which is not installed here; use layers: local, or install "
+            "transformer-engine[pytorch]"
+        )
 
 
 def equal_lengths(spec: TrainerSpec) -> bool:
@@ -129,22 +164,36 @@ def equal_lengths(spec: TrainerSpec) -> bool:
     return spec.vpp > 1
 
 
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm whose weight Megatron knows to reduce under sequence parallelism."""
+def _leave(weight: Tensor) -> Tensor:
+    """Initialise nothing: every weight is loaded, and what is never written takes no memory until then."""
+    return weight
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+def _expert_settings(a: Architecture, spec: TrainerSpec) -> dict[str, Any]:
+    """How Megatron routes as Hugging Face does; nothing for a dense model.
+
+    There is no auxiliary loss: a product of a micro-batch's sums, it would depend on how samples are packed and dealt,
+    and it pulls the router away from the one that the engine sampled with.
+    """
+    if a.experts is None:
+        return {}
+    return {
+        "num_moe_experts": a.experts.count,
+        "moe_router_topk": a.experts.per_token,
+        "moe_ffn_hidden_size": a.experts.ffn,
+        "moe_layer_freq": [int(sparse) for sparse in a.experts.sparse],
+        # softmax over the k chosen is softmax over all, scaled to a sum of 1
+        "moe_router_pre_softmax": not a.experts.normalised,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": spec.layers == "te",
+        "expert_model_parallel_size": spec.ep,
+    }
 
 
 def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | None = None) -> Decoder:
-    """This rank's shard of one pipeline stage, randomly initialised, on the CPU.
+    """This rank's shard of one pipeline stage, its weights still to be loaded.
 
     Args:
         vp_stage: which of this rank's stages, where it holds several.
@@ -172,20 +221,25 @@ def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | N
         pipeline_model_parallel_size=spec.pp,
         virtual_pipeline_model_parallel_size=spec.vpp if spec.vpp > 1 else None,
         sequence_parallel=spec.sp,
+        context_parallel_size=spec.cp,
+        cp_comm_type="a2a",
         bf16=spec.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         # micro-batches differ in length; Megatron asks for this dispatcher with that, of dense models too
         variable_seq_lengths=not equal_lengths(spec),
         moe_token_dispatcher_type="alltoall",  # noqa: S106
+        **_expert_settings(a, spec),
         batch_p2p_comm=False,
         recompute_granularity="full" if spec.recompute else None,
         recompute_method="uniform" if spec.recompute else None,
         recompute_num_layers=1 if spec.recompute else None,
-        use_cpu_initialization=True,
         # must stay on: initialisation is also what marks shards as shards, and an unmarked shard is left out of the
         # gradient norm as if it were a duplicate
         perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -195,17 +249,7 @@ def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | N
         # gradients are summed over ranks and never rescaled: the denominator is in the token weights
         calculate_per_token_loss=True,
     )
-    layer = get_gpt_layer_local_spec(qk_layernorm=a.qk_norm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = TreeAttention
-    if a.qk_norm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
-    layers = TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=RMSNorm
-    )
+    layers = layer_specs(config, spec.layers, vp_stage)
     rope = {"rotary_base": a.rope_theta, "rope_scaling": a.rope_factor is not None}
     if a.rope_factor is not None:
         rope["rope_scaling_factor"] = a.rope_factor
@@ -221,5 +265,6 @@ def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | N
         position_embedding_type="rope",
         vp_stage=vp_stage,
         value_head=value_head,
+        vocab=a.vocab,
         **rope,
     )

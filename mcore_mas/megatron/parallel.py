@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 
 def host(address: str) -> tuple[dist.Store, int]:
@@ -22,14 +23,24 @@ def reach(address: str, port: int) -> dist.Store:
 
 
 def start(
-    *, rank: int, tp: int = 1, pp: int = 1, dp: int = 1, vpp: int = 1, threads: int, store: dist.Store | None = None
+    *,
+    rank: int,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    dp: int = 1,
+    vpp: int = 1,
+    ep: int = 1,
+    threads: int,
+    store: dist.Store | None = None,
 ) -> None:
-    """Join the policy's process group of `tp` · `pp` · `dp` ranks, NCCL where there is CUDA and gloo elsewhere.
+    """Join the policy's process group of `tp` · `pp` · `cp` · `dp` ranks, NCCL where there is CUDA and gloo elsewhere.
 
-    Neighbouring ranks are of one tensor-parallel group, then of one data-parallel group. With `vpp` > 1 every pipeline
-    rank holds that many stages. A group of one needs no `store` to find itself.
+    Neighbouring ranks are of one tensor-parallel group, then of one context-parallel, then of one data-parallel group.
+    With `vpp` > 1 every pipeline rank holds that many stages; `ep` of the `dp` ranks share out the experts. A group of
+    one needs no `store` to find itself.
     """
-    world = tp * pp * dp
+    world = tp * pp * cp * dp
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -39,7 +50,11 @@ def start(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
     )
+    if torch.cuda.is_available():
+        model_parallel_cuda_manual_seed(1)  # drawn from by nothing, asked for by every layer: there is no dropout
 
 
 def stop() -> None:
@@ -54,8 +69,9 @@ def device() -> torch.device:
 
 
 def speaks() -> bool:
-    """Whether this rank knows what the head put out and no other of its tensor-parallel group is to say it too."""
-    return bool(parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_last_stage())
+    """Whether this rank knows what the head put out and no other of its data-parallel rank is to say it too."""
+    first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    return bool(first and parallel_state.is_pipeline_last_stage())
 
 
 def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

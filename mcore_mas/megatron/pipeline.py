@@ -13,15 +13,16 @@ from torch import Tensor
 
 from mcore_mas.core.losses import Tokens, ValueTokens
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.attention import PackedTrees
 from mcore_mas.megatron.balance import deal, flops
 from mcore_mas.megatron.batch import Microbatch
+from mcore_mas.megatron.context import Share, join
 from mcore_mas.megatron.decoder import Decoder
-from mcore_mas.megatron.logprobs import select_logprobs
+from mcore_mas.megatron.layout import PackedTrees
 from mcore_mas.megatron.models import Architecture, equal_lengths
 from mcore_mas.megatron.spec import TrainerSpec
 
 Rows = dict[str, Tensor]  # statistics by name, each [N]
+_Output = tuple[Tensor, ...]  # log-probabilities and entropies, or values, each [n]
 
 
 class Pipeline:
@@ -32,7 +33,6 @@ class Pipeline:
         self._stages = list(stages)
         self._spec = spec
         self._architecture = architecture
-        self._vocab = architecture.vocab
         self._run = get_forward_backward_func()
 
     def backward(self, microbatches: Sequence[Microbatch]) -> list[Rows]:
@@ -44,15 +44,16 @@ class Pipeline:
         Returns:
             Statistics of this rank's micro-batches on the last pipeline stage, none on the others.
         """
-        return self._pass([microbatches[i] for i in self._own(microbatches)], microbatches[0], forward_only=False)
+        own, rounds = self._own(microbatches)
+        return self._pass([microbatches[i] for i in own], rounds, microbatches[0], forward_only=False)
 
     def score(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
         """Each micro-batch's log-probabilities of its labels [N], on every rank; of a critic its values [N]."""
         if not microbatches:
             return []
-        own = self._own(microbatches)
+        own, rounds = self._own(microbatches)
         with torch.no_grad():
-            rows = self._pass([microbatches[i] for i in own], microbatches[0], forward_only=True)
+            rows = self._pass([microbatches[i] for i in own], rounds, microbatches[0], forward_only=True)
         lengths = [len(batch.labels) for batch in microbatches]
         scores = torch.zeros(sum(lengths), device=parallel.device())
         if parallel.speaks():
@@ -63,17 +64,19 @@ class Pipeline:
         torch.distributed.all_reduce(scores)
         return list(scores.split(lengths))
 
-    def _own(self, microbatches: Sequence[Microbatch]) -> list[int]:
-        """Which micro-batches this data-parallel rank takes."""
+    def _own(self, microbatches: Sequence[Microbatch]) -> tuple[list[int], int]:
+        """Which micro-batches this data-parallel rank takes, and how many it goes through at least."""
         value_head = self._spec.head == "value"
         costs = [flops(batch, self._architecture, value_head=value_head) for batch in microbatches]
-        return deal(costs, self._spec.dp)[parallel_state.get_data_parallel_rank()]
+        shares = deal(costs, self._spec.dp)
+        # gradients are exchanged in the pass, so nobody may stay away; experts are in every micro-batch of every rank
+        rounds = 1 if self._spec.ep == 1 else max(len(share) for share in shares)
+        return shares[parallel_state.get_data_parallel_rank()], rounds
 
-    def _pass(self, own: list[Microbatch], some: Microbatch, *, forward_only: bool) -> list[Rows]:
+    def _pass(self, own: list[Microbatch], rounds: int, some: Microbatch, *, forward_only: bool) -> list[Rows]:
         """One pass over this rank's micro-batches, of which there may be none; `some` is any."""
-        # gradients are exchanged in the pass, so nobody may stay away; interleaved stages take turns of pp each
-        turns = self._spec.pp if self._spec.vpp > 1 else 1
-        idle = [some.idle()] * (-len(own) % turns or (0 if own else turns))
+        turns = self._spec.pp if self._spec.vpp > 1 else 1  # interleaved stages take turns of pp each
+        idle = [some.idle()] * (-(-max(len(own), rounds) // turns) * turns - len(own))
         batches = [batch.padded(tokens) for batch, tokens in zip(own + idle, self._lengths(own + idle), strict=True)]
         iterators = [iter(batches) for _ in self._stages]
         rows: list[Rows] = self._run(
@@ -89,43 +92,50 @@ class Pipeline:
 
     def _lengths(self, batches: Sequence[Microbatch]) -> list[int]:
         """To how many tokens each micro-batch is padded."""
-        multiple = self._spec.tp if self._spec.sp else 1
+        multiple = self._spec.cp * (self._spec.tp if self._spec.sp else 1)
         lengths = [-(-len(batch.token_ids) // multiple) * multiple for batch in batches]
         return [max(lengths)] * len(lengths) if equal_lengths(self._spec) else lengths
 
-    def _forward(self, batch: Microbatch, model: torch.nn.Module) -> Tensor:
-        """Head outputs [1, N, vocabulary / tp or 1], or what the next stage is sent."""
+    def _forward(self, batch: Microbatch, share: Share, model: torch.nn.Module) -> Tensor | _Output:
+        """What the head says of this rank's share, or what the next stage is sent."""
         decoder: Decoder = unwrap_model(model)
-        decoder.rotary_pos_emb.position_ids = batch.position_ids
-        decoder.predictors = batch.predictors
-        layout = PackedTrees.of(batch.trees, batch.token_ids.device)
-        output: Tensor = model(batch.token_ids[None], None, None, packed_seq_params=layout)
+        decoder.rotary_pos_emb.position_ids = share.position_ids
+        decoder.share = share
+        layout = PackedTrees.of(batch.segments, batch.token_ids.device)
+        output: Tensor | _Output = model(share.token_ids[None], None, None, packed_seq_params=layout)
         return output
 
-    def _train(self, batches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-        batch = next(batches).to(parallel.device())
+    def _share(self, batch: Microbatch) -> Share:
+        return Share.of(batch, self._spec.cp, parallel_state.get_context_parallel_rank())
 
-        def loss(output: Tensor) -> tuple[Tensor, Tensor, Rows]:
-            per_token, rows = (self._policy_loss if self._spec.head == "policy" else self._value_loss)(output[0], batch)
+    def _whole(self, output: _Output, share: Share, rows: int) -> _Output:
+        """What the head says of every row of the micro-batch [N], from what it says of each rank's share."""
+        return output if self._spec.cp == 1 else tuple(join(torch.stack(output), share.rows, rows))
+
+    def _train(self, batches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor | _Output, Any]:
+        batch = next(batches).to(parallel.device())
+        share = self._share(batch)
+
+        def loss(output: _Output) -> tuple[Tensor, Tensor, Rows]:
+            predicted = self._whole(output, share, len(batch.labels))
+            per_token, rows = (self._policy_loss if self._spec.head == "policy" else self._value_loss)(predicted, batch)
             rows["loss"] = per_token.detach() * batch.weights
             return (per_token * batch.weights).sum(), _count(per_token), rows
 
-        return self._forward(batch, model), loss
+        return self._forward(batch, share, model), loss
 
-    def _score(self, batches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+    def _score(self, batches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor | _Output, Any]:
         batch = next(batches).to(parallel.device())
+        share = self._share(batch)
 
-        def scores(output: Tensor) -> tuple[Tensor, Tensor, Rows]:
-            if self._spec.head == "policy":
-                score = select_logprobs(output[0], batch.labels, batch.temperatures, self._vocab)[0]
-            else:
-                score = output[0, :, 0].float()
-            return output.new_zeros(()), _count(score), {"score": score}
+        def scores(output: _Output) -> tuple[Tensor, Tensor, Rows]:
+            score = self._whole(output, share, len(batch.labels))[0]
+            return score.new_zeros(()), _count(score), {"score": score}
 
-        return self._forward(batch, model), scores
+        return self._forward(batch, share, model), scores
 
-    def _policy_loss(self, logits: Tensor, batch: Microbatch) -> tuple[Tensor, Rows]:
-        logprobs, entropy = select_logprobs(logits, batch.labels, batch.temperatures, self._vocab)
+    def _policy_loss(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, Rows]:
+        logprobs, entropy = predicted
         tokens = Tokens(
             logprobs=logprobs,
             behaviour=batch.behaviour,
@@ -139,11 +149,13 @@ class Pipeline:
         )
         loss, statistics = self._spec.objective(tokens)  # type: ignore[arg-type]
         gap = (logprobs.detach() - batch.behaviour).abs()
+        if batch.ages is not None:  # a reply of other weights, or begun on their keys, says nothing of an engine
+            gap = torch.where(batch.ages > 0, torch.nan, gap)
         return loss, {"entropy": entropy.detach(), "logprob_gap_max": gap, **statistics}
 
-    def _value_loss(self, outputs: Tensor, batch: Microbatch) -> tuple[Tensor, Rows]:
+    def _value_loss(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, Rows]:
         assert batch.values is not None and batch.returns is not None, "a critic's samples carry values and returns"
-        tokens = ValueTokens(values=outputs[:, 0].float(), old_values=batch.values, returns=batch.returns)
+        tokens = ValueTokens(values=predicted[0], old_values=batch.values, returns=batch.returns)
         return self._spec.objective(tokens)  # type: ignore[arg-type]
 
 

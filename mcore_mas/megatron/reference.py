@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mcore_mas.megatron.models import Architecture
-from mcore_mas.megatron.weights import TensorFolder, scatter
+from mcore_mas.megatron.sources import Source
+from mcore_mas.megatron.weights import scatter
 
 
 class Reference:
-    """One CPU copy of this rank's shard of a Hugging Face folder, read when first needed."""
+    """One CPU copy of this rank's shard of full tensors, read when first needed."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], architecture: Architecture, folder: Path) -> None:
-        """`parameters`, by Megatron name, are what `swapped_in` writes to and puts back."""
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        architecture: Architecture,
+        source: Callable[[], Callable[[str], Source]],
+    ) -> None:
+        """`parameters`, by Megatron name, are what `swapped_in` writes to and puts back; `source` opens the tensors."""
         self._parameters = parameters
         self._architecture = architecture
-        self._folder = folder
+        self._source = source
         self._frozen: dict[str, Tensor] = {}
 
     @contextmanager
@@ -28,11 +33,11 @@ class Reference:
         """The parameters hold the reference inside the block, and after it the very bits they held before.
 
         Raises:
-            ModelError: the folder holds no model of this shape.
+            ModelError: the tensors are of no model of this shape.
         """
         if not self._frozen:
             frozen = {name: torch.empty_like(p, device="cpu") for name, p in self._parameters.items()}
-            scatter(frozen, self._architecture, TensorFolder(self._folder))
+            scatter(frozen, self._architecture, self._source())
             self._frozen = frozen
         trained = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,28 +11,48 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What this rank steps of a shard: elements [first, last) of the flat shard."""
+
+    first: int
+    last: int
+    tensors: dict[str, Tensor]  # flat, by kind: the master weight in float32 and, after a step, Adam's moments
+
+
 class OptimizerState:
-    """Float32 master weights and Adam's moments of this rank's shards, read and written as whole shards."""
+    """Float32 master weights and Adam's moments of this rank's shards."""
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
         """`optimizer` as `get_megatron_optimizer` gives it, for `parameters` by Megatron name."""
-        (self._megatron,) = optimizer.chained_optimizers
+        # experts that ranks share out have an optimizer of their own, because they are summed over fewer ranks; one
+        # without a parameter on this rank has nothing inside
+        self._chained = [own for own in optimizer.chained_optimizers if own.optimizer is not None]
+        self._distributed = any(hasattr(own, "model_param_group_index_map") for own in self._chained)
+        self._owners = {
+            id(stepped): own
+            for own in self._chained
+            for group in own.optimizer.param_groups
+            for stepped in group["params"]
+        }
         self._parameters = parameters
 
-    def masters(self) -> dict[str, Tensor]:
-        """Master weights in float32, by Megatron name; where training is in float32, the weights themselves."""
-        return {name: self._whole(p, self._stepped(p)) for name, p in self._parameters.items()}
-
-    def moment(self, moment: str) -> dict[str, Tensor]:
-        """One of `MOMENTS`, by Megatron name; there is none before the first step."""
-        held = self._megatron.optimizer.state
+    def parts(self) -> dict[str, Part]:
+        """What this rank steps of its parameters, by Megatron name."""
         found = {}
         for name, parameter in self._parameters.items():
             stepped = self._stepped(parameter)
-            found[name] = self._whole(parameter, None if stepped is None else held[stepped][moment])
+            if stepped is not None:
+                held = self._adam(stepped)
+                first, last = self._span(parameter)
+                moments = {moment: held[stepped][moment] for moment in MOMENTS if stepped in held}
+                tensors = {WEIGHT: stepped, **moments}
+                flat = {kind: tensor.detach().reshape(-1) for kind, tensor in tensors.items()}
+                found[name] = Part(first=first, last=last, tensors=flat)
         return found
 
     def gradients(self) -> dict[str, Tensor]:
@@ -41,47 +62,69 @@ class OptimizerState:
             for name, p in self._parameters.items()
         }
 
-    def load(self, masters: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
-        """Continue after `steps` steps from what `masters` and `moment` gave; without moments, afresh."""
-        held = self._megatron.optimizer.state
-        held.clear()
+    def tensors(self) -> list[Tensor]:
+        """All that the inner optimizers hold: what they step, which may be the weights themselves, and moments."""
+        inner = [own.optimizer for own in self._chained]
+        stepped = [tensor for adam in inner for group in adam.param_groups for tensor in group["params"]]
+        held = [value for adam in inner for state in adam.state.values() for value in state.values()]
+        return stepped + [value for value in held if isinstance(value, Tensor)]
+
+    def load(self, read: Callable[[str, str, int, int], Tensor], steps: int) -> None:
+        """Continue after `steps` steps from what `parts` gave on all ranks; after none, without moments.
+
+        Args:
+            read: of a parameter and a kind, elements [first, last) of the flat shard; one is held at a time.
+        """
+        for own in self._chained:
+            own.optimizer.state.clear()
         for name, parameter in self._parameters.items():
             stepped = self._stepped(parameter)
+            weight = read(name, WEIGHT, 0, parameter.numel())
             with torch.no_grad():
-                parameter.copy_(masters[name])
+                parameter.copy_(weight.view(parameter.shape))
                 if stepped is None:
                     continue
-                stepped.copy_(self._part(parameter, masters[name]))
-            if moments:
+                first, last = self._span(parameter)
+                stepped.copy_(weight[first:last].view(stepped.shape))
+            if steps:
                 # one step tensor for each: Adam counts up in place
-                held[stepped] = {"step": torch.tensor(float(steps))} | {
-                    moment: self._part(parameter, values[name]).clone() for moment, values in moments.items()
+                self._adam(stepped)[stepped] = {"step": torch.tensor(float(steps))} | {
+                    moment: read(name, moment, first, last).view(stepped.shape).to(stepped.device) for moment in MOMENTS
                 }
 
-    @property
-    def _distributed(self) -> bool:
-        return hasattr(self._megatron, "model_param_group_index_map")
+    def _adam(self, stepped: Tensor) -> Any:
+        """The inner optimizer's state, by tensor, where this one is."""
+        return self._owners[id(stepped)].optimizer.state
 
     def _stepped(self, parameter: Tensor) -> Tensor | None:
-        """The tensor that the inner optimizer steps for a parameter; None where another rank does."""
+        """The tensor that an inner optimizer steps for a parameter; None where another rank does."""
         if not self._distributed:
             return getattr(parameter, "main_param", parameter)
-        place = self._megatron.model_param_group_index_map.get(parameter)
-        if place is None:
-            return None
-        group, order = place
-        stepped: Tensor = self._megatron.optimizer.param_groups[group]["params"][order]
-        return stepped
+        for own in self._chained:
+            if parameter in own.model_param_group_index_map:
+                group, order = own.model_param_group_index_map[parameter]
+                stepped: Tensor = own.optimizer.param_groups[group]["params"][order]
+                return stepped
+        return None
+
+    def _span(self, parameter: Tensor) -> tuple[int, int]:
+        """Which elements of the flat shard the inner optimizer steps here."""
+        if not self._distributed:
+            return 0, parameter.numel()
+        stepped = self._stepped(parameter)
+        assert stepped is not None, "asked for the span of what another rank steps"
+        own = self._owners[id(stepped)]._get_model_param_range_map(parameter)["param"]
+        return own.start, own.end
 
     def _part(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """This rank's part of a whole shard, as the inner optimizer holds it."""
         if not self._distributed:
             return whole
-        own = self._megatron._get_model_param_range_map(parameter)["param"]
-        return whole.reshape(-1)[own.start : own.end]
+        first, last = self._span(parameter)
+        return whole.reshape(-1)[first:last]
 
     def _whole(self, parameter: Tensor, part: Tensor | None) -> Tensor:
-        """A whole shard from the parts of all data-parallel ranks."""
+        """A whole shard from the parts of all data- and context-parallel ranks."""
         if not self._distributed:
             assert part is not None
             return part.detach()
@@ -89,5 +132,11 @@ class OptimizerState:
         if part is not None:
             self._part(parameter, whole).copy_(part.detach())
         # every element is one rank's, and zero on the others: the sum is exact
-        dist.all_reduce(whole, group=parallel_state.get_data_parallel_group())
+        shared_out = not getattr(parameter, "allreduce", True)  # an expert's
+        group = (
+            parallel_state.get_expert_data_parallel_group()
+            if shared_out
+            else parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        dist.all_reduce(whole, group=group)
         return whole

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from mcore_mas.core.losses import ValueObjective
-from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.balance import Shares
+from mcore_mas.megatron.batch import Microbatch
+from mcore_mas.megatron.spec import PROJECTIONS, LoraSpec, Projection, TrainerSpec
 from mcore_mas.megatron.trainer import MegatronTrainer
 from mcore_mas.packing import pack
 from mcore_mas.samples import Sample
-from tests.support import ranks, reference
+from tests.support import lora, ranks, reference
 
 STEPS = 3
 LAYERS = 4
@@ -32,6 +36,8 @@ class Row:
     feed: str = "tree"  # in FEEDS
     max_tokens: int = 16  # of a micro-batch
     critic: bool = False
+    lora: tuple[Projection, ...] = ()  # targets of adapters; none: all weights are trained
+    deep: bool = False  # trained on turns that share three levels of beginnings
     ci: bool = True  # measured by `make test` too
 
     @property
@@ -42,23 +48,18 @@ class Row:
     @property
     def model(self) -> str:
         """The folder of its model, which rows share."""
-        return f"{self.family}_critic" if self.critic else self.family
+        name = f"{self.family}_critic" if self.critic else self.family
+        return "_".join((name, "lora", *self.lora)) if self.lora else name
 
 
-def _linear(samples: list[Sample]) -> list[Sample]:
-    """The same signal without shared prompts: each is the untrained head of its sample."""
-    return [
-        replace(
-            sample,
-            prompt_ids=(),
-            completion_ids=sample.prompt_ids + sample.completion_ids,
-            trained=(False,) * len(sample.prompt_ids) + (sample.trained or (True,) * len(sample.completion_ids)),
-        )
-        for sample in samples
-    ]
+FEEDS: dict[str, Callable[[list[Sample], int, Shares], list[Microbatch]]] = {
+    "tree": pack,
+    "as for one rank": lambda samples, max_tokens, shares: pack(samples, max_tokens),
+    "linear": partial(pack, share=False),
+    "permuted": lambda samples, max_tokens, shares: pack(samples[::-1], max_tokens, shares),
+}
 
-
-FEEDS = {"tree": lambda samples: samples, "linear": _linear, "permuted": lambda samples: samples[::-1]}
+_ALL = {"tp": 2, "pp": 2, "sp": True}
 
 ROWS = (
     Row(name="one rank", max_tokens=1000),
@@ -75,10 +76,33 @@ ROWS = (
     Row(name="PP2 × 2 stages", layout={"pp": 2, "vpp": 2}),
     Row(name="TP2 × PP2", layout={"tp": 2, "pp": 2}),
     Row(name="TP2 × PP2 + SP", layout={"tp": 2, "pp": 2, "sp": True}, ci=False),
+    Row(name="CP2", layout={"cp": 2}, max_tokens=1000),
+    Row(name="CP4, key/value heads shared", layout={"cp": 4}, max_tokens=1000, ci=False),
+    Row(name="CP2, recompute", layout={"cp": 2, "recompute": True}, max_tokens=1000, ci=False),
+    Row(name="TP2 × CP2 + SP", layout={"tp": 2, "cp": 2, "sp": True}, ci=False),
+    Row(name="PP2 × CP2", layout={"pp": 2, "cp": 2}, ci=False),
+    Row(name="PP2 × CP2, two stages each", layout={"pp": 2, "cp": 2, "vpp": 2}, ci=False),
+    Row(name="CP2 + distributed optimizer", layout={"cp": 2, "distributed_optimizer": True}, max_tokens=1000, ci=False),
+    Row(
+        name="CP2 × DP2 + distributed optimizer",
+        layout={"cp": 2, "dp": 2, "distributed_optimizer": True},
+        ci=False,
+    ),
+    Row(name="critic, CP2", critic=True, layout={"cp": 2}, ci=False),
     Row(name="DP2", layout={"dp": 2}),
-    Row(name="DP2, fewer micro-batches than ranks", layout={"dp": 2}, max_tokens=1000),
+    Row(name="DP2, fewer micro-batches than ranks", layout={"dp": 2}, feed="as for one rank", max_tokens=1000),
     Row(name="DP4", layout={"dp": 4}, ci=False),
     Row(name="DP2 + distributed optimizer", layout={"dp": 2, "distributed_optimizer": True}),
+    Row(
+        name="DP2 + distributed optimizer, overlap",
+        layout={"dp": 2, "distributed_optimizer": True, "overlap": True, "bucket": 10_000},
+    ),
+    Row(name="DP2, overlap", layout={"dp": 2, "overlap": True, "bucket": 10_000}, ci=False),
+    Row(
+        name="PP2 × DP2, two stages each + distributed optimizer, overlap",
+        layout={"pp": 2, "vpp": 2, "dp": 2, "distributed_optimizer": True, "overlap": True},
+        ci=False,
+    ),
     Row(
         name="TP2 × DP2 + SP + distributed optimizer",
         layout={"tp": 2, "dp": 2, "sp": True, "distributed_optimizer": True},
@@ -88,7 +112,32 @@ ROWS = (
         name="PP2 × DP2 + distributed optimizer",
         layout={"pp": 2, "dp": 2, "distributed_optimizer": True},
     ),
-    Row(name="packed without shared prompts", feed="linear", max_tokens=1000, ci=False),
+    Row(name="Qwen3-MoE", family="qwen3_moe", ci=False),
+    Row(name="Qwen3-MoE, TP2 + SP", family="qwen3_moe", layout={"tp": 2, "sp": True}, ci=False),
+    Row(name="Qwen3-MoE, DP2 × EP2", family="qwen3_moe", layout={"dp": 2, "ep": 2}),
+    Row(name="Qwen3-MoE, PP2", family="qwen3_moe", layout={"pp": 2}, ci=False),
+    Row(
+        name="Qwen3-MoE, DP4 × EP2 + distributed optimizer",
+        family="qwen3_moe",
+        layout={"dp": 4, "ep": 2, "distributed_optimizer": True},
+        ci=False,
+    ),
+    Row(
+        name="Qwen3-MoE, DP2 × EP2 + distributed optimizer",
+        family="qwen3_moe",
+        layout={"dp": 2, "ep": 2, "distributed_optimizer": True},
+        ci=False,
+    ),
+    Row(name="nothing shared", feed="linear", max_tokens=1000, ci=False),
+    Row(name="trees of depth 3", deep=True, max_tokens=1000, ci=False),
+    Row(name="trees of depth 3, cut to at most 48 tokens", deep=True, max_tokens=48, ci=False),
+    Row(name="trees of depth 3, TP2 + SP", deep=True, layout={"tp": 2, "sp": True}, max_tokens=64),
+    Row(name="trees of depth 3, PP2", deep=True, layout={"pp": 2}, max_tokens=64),
+    Row(name="trees of depth 3, PP2 × DP2", deep=True, layout={"pp": 2, "dp": 2}, max_tokens=64, ci=False),
+    Row(
+        name="trees of depth 3, Qwen3, TP2 × PP2 + SP", family="qwen3", deep=True, layout=_ALL, max_tokens=64, ci=False
+    ),
+    Row(name="depth 3, nothing shared", deep=True, feed="linear", max_tokens=1000, ci=False),
     Row(name="permuted samples", feed="permuted", max_tokens=1000, ci=False),
     Row(name="micro-batches of at most 40 tokens", max_tokens=40, ci=False),
     Row(name="micro-batches of one sequence", max_tokens=1, ci=False),
@@ -101,6 +150,33 @@ ROWS = (
         layout={"dp": 2, "distributed_optimizer": True},
         ci=False,
     ),
+    Row(name="LoRA", lora=PROJECTIONS, max_tokens=1000, ci=False),
+    Row(name="LoRA, TP2", lora=PROJECTIONS, layout={"tp": 2}),
+    Row(name="LoRA, TP2 + SP", lora=PROJECTIONS, layout={"tp": 2, "sp": True}, ci=False),
+    Row(name="LoRA, TP2 + SP, recompute", lora=PROJECTIONS, layout={"tp": 2, "sp": True, "recompute": True}, ci=False),
+    Row(name="LoRA on q, v, up, TP2, Qwen3", family="qwen3", lora=("q", "v", "up"), layout={"tp": 2}, ci=False),
+    Row(name="LoRA, PP2", lora=PROJECTIONS, layout={"pp": 2}, ci=False),
+    Row(name="LoRA, PP2, recompute", lora=PROJECTIONS, layout={"pp": 2, "recompute": True}, ci=False),
+    Row(
+        name="LoRA, DP2 + distributed optimizer",
+        lora=PROJECTIONS,
+        layout={"dp": 2, "distributed_optimizer": True},
+        ci=False,
+    ),
+    Row(
+        name="LoRA, TP2 × DP2 + SP + distributed optimizer",
+        lora=PROJECTIONS,
+        layout={"tp": 2, "dp": 2, "sp": True, "distributed_optimizer": True},
+        ci=False,
+    ),
+    Row(
+        name="LoRA, DP2 + distributed optimizer, overlap",
+        lora=PROJECTIONS,
+        layout={"dp": 2, "distributed_optimizer": True, "overlap": True, "bucket": 2_000},
+        ci=False,
+    ),
+    Row(name="LoRA, CP2", lora=PROJECTIONS, layout={"cp": 2}, ci=False),
+    Row(name="LoRA critic, TP2 + SP", critic=True, lora=PROJECTIONS, layout={"tp": 2, "sp": True}, ci=False),
 )
 
 
@@ -120,30 +196,48 @@ class Errors:
         return max(self.loss, self.norm, self.agent_norms, self.gradients, self.parameters)
 
 
-def run(rows: Sequence[Row], folder: Path) -> None:
-    """Train every row's layout for `STEPS` steps, all in one set of processes; `folder` gets what they came to."""
+def run(rows: Sequence[Row], folder: Path, others: Sequence[ranks.Job] = ()) -> None:
+    """Train every row's layout for `STEPS` steps; `folder` gets what they came to.
+
+    Args:
+        others: further jobs for the same set of processes.
+    """
     for row in {row.model: row for row in rows}.values():
-        reference.make_model(row.family, folder / row.model, critic=row.critic, layers=LAYERS)
+        _model(row, folder)
     jobs = []
     for number, row in enumerate(rows):
         spec = ranks.spec_of(str(folder / row.model), **row.layout)
         if row.critic:
             spec = replace(spec, head="value", objective=ValueObjective())
+        if row.lora:
+            adapter = str(folder / row.model / "adapter")
+            spec = replace(spec, lora=LoraSpec(rank=lora.RANK, alpha=lora.ALPHA, targets=row.lora, adapter=adapter))
         arguments = {"spec": spec, "out": folder / str(number), "row": row}
-        sizes = {name: row.layout[name] for name in ("tp", "pp", "vpp", "dp") if name in row.layout}
+        sizes = {name: row.layout[name] for name in ("tp", "pp", "vpp", "cp", "dp", "ep") if name in row.layout}
         jobs.append(ranks.Job(function=_train, arguments=arguments, **sizes))
-    ranks.play(jobs)
+    ranks.play([*jobs, *others])
+
+
+def _model(row: Row, folder: Path) -> PreTrainedModel:
+    """A row's model in plain torch, which is also written, with its adapter, into `folder`."""
+    model = reference.make_model(row.family, folder / row.model, critic=row.critic, layers=LAYERS)
+    if row.lora:
+        lora.adapt(model, row.lora)
+        lora.save(model, row.lora, folder / row.model / "adapter")
+    return model
 
 
 def samples_of(row: Row) -> list[Sample]:
     """What a row is trained on."""
+    if row.deep:
+        return reference.make_deep_samples()
     return reference.make_critic_samples() if row.critic else reference.make_samples()
 
 
 def _train(rank: int, spec: TrainerSpec, out: Path, row: Row) -> None:
-    batches = pack(FEEDS[row.feed](samples_of(row)), row.max_tokens)
+    batches = FEEDS[row.feed](samples_of(row), row.max_tokens, Shares.of(spec))
     trainer = MegatronTrainer(spec)
-    start = {name: tensor.clone() for name, tensor in trainer.weights()}
+    start = _tensors(trainer)
     if rank == 0:
         out.mkdir()
         torch.save(start, out / "start.pt")
@@ -152,11 +246,16 @@ def _train(rank: int, spec: TrainerSpec, out: Path, row: Row) -> None:
         metrics = trainer.update(batches)
         tensors = {
             "gradients": {name: tensor.clone() for name, tensor in trainer.gradients()},
-            "parameters": {name: tensor.clone() for name, tensor in trainer.weights()},
+            "parameters": _tensors(trainer),
         }
         (out / f"metrics_{step}_{rank}.json").write_text(json.dumps(metrics))
         if rank == 0:
             torch.save(tensors, out / f"tensors_{step}.pt")
+
+
+def _tensors(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    """Full weights, adapters merged, and the adapters by themselves."""
+    return {name: tensor.clone() for stream in (trainer.weights(), trainer.adapter()) for name, tensor in stream}
 
 
 def measure(rows: Sequence[Row], folder: Path) -> list[Errors]:
@@ -166,19 +265,23 @@ def measure(rows: Sequence[Row], folder: Path) -> list[Errors]:
         AssertionError: weights that were loaded do not come back bit for bit, the ranks of a row do not report the
             same metrics, or not the reference's tensors.
     """
-    expected: dict[str, list[dict[str, Any]]] = {}
+    expected: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     loaded: dict[str, dict[str, torch.Tensor]] = {}
     errors = []
     for number, row in enumerate(rows):
-        if row.model not in expected:
-            model = reference.make_model(row.family, folder / row.model, critic=row.critic, layers=LAYERS)
-            loaded[row.model] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        task = (row.model, row.deep)
+        if task not in expected:
+            model = _model(row, folder)
+            loaded[row.model] = reference.tensors(model)
+            model.double()  # in float32 the reference is as far from this as what is measured
             loss_of = reference.value_loss_of if row.critic else reference.loss_of
-            expected[row.model] = reference.train(model, samples_of(row), STEPS, ranks.LR, loss_of)
+            expected[task] = reference.train(model, samples_of(row), STEPS, ranks.LR, loss_of)
         start = torch.load(folder / str(number) / "start.pt", weights_only=True)
         assert set(start) == set(loaded[row.model]), row.name
-        assert all(torch.equal(start[name], tensor) for name, tensor in loaded[row.model].items()), row.name
-        steps = [_step_errors(folder / str(number), step, want) for step, want in enumerate(expected[row.model])]
+        for name, tensor in loaded[row.model].items():
+            same = torch.allclose if row.lora and ".lora_" not in name else torch.equal  # a sum in another order
+            assert same(start[name], tensor), f"{row.name}: {name}"
+        steps = [_step_errors(folder / str(number), step, want) for step, want in enumerate(expected[task])]
         errors.append(Errors(**{name: max(step[name] for step in steps) for name in steps[0]}))
     return errors
 

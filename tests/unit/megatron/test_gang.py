@@ -10,6 +10,8 @@ import torch
 
 from mcore_mas.megatron.gang import Gang
 from mcore_mas.packing import pack, unpack
+from rollout.engines.decoder import read_folder
+from rollout.transports.handover import Route
 from tests.support import ranks, reference
 
 
@@ -38,7 +40,9 @@ def test_two_data_parallel_actors_score_train_and_export(running_ray: None, tmp_
         start = await gang.score(batches)
         metrics = await gang.update(batches)
         frozen = await gang.score(batches, reference=True)
-        weights = {name: torch.from_numpy(array.copy()) for ref in await gang.export() for name, array in await ref}
+        route = Route(transport="disk", place=str(tmp_path / "sent"), model=str(tmp_path / "model"))
+        handover = await gang.export(route, 1)
+        weights = dict(read_folder(Path(handover.place)))
         return start, metrics, frozen, weights
 
     start, metrics, frozen, weights = asyncio.run(play())

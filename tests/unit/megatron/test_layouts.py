@@ -17,6 +17,8 @@ READ = {
     "DP2 + distributed optimizer": {"dp": 2, "distributed_optimizer": True},
     "the same": WRITTEN,
 }
+SHARED_OUT = {"dp": 2, "ep": 2, "distributed_optimizer": True}  # experts
+READ_EXPERTS = {"one rank": {}, "TP2 + SP": {"tp": 2, "sp": True}, "the same": SHARED_OUT}
 HALF = {"tp": 2, "dp": 2, "distributed_optimizer": True, "bf16": True}
 
 
@@ -28,9 +30,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     samples = reference.make_samples()
     jobs = []
 
-    def job(function, layout: dict, out: str, **arguments: object) -> None:
-        spec = ranks.spec_of(str(folder / "model"), **layout)
-        sizes = {name: layout[name] for name in ("tp", "pp", "dp") if name in layout}
+    reference.make_model("qwen3_moe", folder / "mixture")
+
+    def job(function, layout: dict, out: str, *, model: str = "model", **arguments: object) -> None:
+        spec = ranks.spec_of(str(folder / model), **layout)
+        sizes = {name: layout[name] for name in ("tp", "pp", "dp", "ep") if name in layout}
         arguments = {"spec": spec, "out": folder / out, "samples": samples, "steps": STEPS, **arguments}
         jobs.append(ranks.Job(function=function, arguments=arguments, **sizes))
 
@@ -39,6 +43,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job(ranks.resume, layout, name, checkpoint=folder / "unbroken/checkpoint", steps=STEPS - 1)
     job(ranks.train, HALF, "half", max_tokens=64)
     job(ranks.resume, HALF, "half resumed", checkpoint=folder / "half/checkpoint", steps=STEPS - 1)
+    job(ranks.train, SHARED_OUT, "experts", model="mixture", max_tokens=64)
+    for name, layout in READ_EXPERTS.items():
+        checkpoint = folder / "experts/checkpoint"
+        job(ranks.resume, layout, f"experts {name}", model="mixture", checkpoint=checkpoint, steps=STEPS - 1)
     ranks.play(jobs)
     return folder
 
@@ -59,6 +67,20 @@ def test_a_checkpoint_goes_on_in_another_layout(runs: Path, name: str) -> None:
             assert torch.equal(resumed[parameter], tensor), parameter
         else:
             # two steps after the checkpoint: one would not show moments or step counts that were not restored
+            assert torch.allclose(resumed[parameter], tensor, rtol=0, atol=2e-6), parameter
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READ_EXPERTS)
+def test_a_checkpoint_of_experts_on_two_ranks_goes_on_in_another_layout(runs: Path, name: str) -> None:
+    unbroken = load(runs / f"experts/weights_{STEPS - 1}.pt")
+    resumed = load(runs / f"experts {name}" / "weights.pt")
+    assert set(resumed) == set(unbroken)
+    for parameter, tensor in unbroken.items():
+        if name == "the same":
+            assert torch.equal(resumed[parameter], tensor), parameter
+        else:
             assert torch.allclose(resumed[parameter], tensor, rtol=0, atol=2e-6), parameter
 
 
@@ -87,3 +109,5 @@ def test_layouts_that_cannot_be_cut_are_refused_with_the_nearest_that_can(tmp_pa
     ]:
         with pytest.raises(ModelError, match=told):
             architecture.check_layout(**refused)
+    with pytest.raises(ModelError, match=r"ep: 2 on a model without experts; valid here: \[1\], nearest: 1"):
+        architecture.check_layout(1, dp=2, ep=2)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mcore_mas.core.losses import ValueObjective
-from mcore_mas.megatron.balance import deal, flops
-from mcore_mas.megatron.batch import Microbatch, Tree
+from mcore_mas.megatron.balance import Shares, deal, flops
+from mcore_mas.megatron.batch import Microbatch, Segment
 from mcore_mas.megatron.models import Architecture, read_architecture
 from mcore_mas.megatron.spec import TrainerSpec
 from tests.support import reference
@@ -30,12 +30,13 @@ def architecture(tmp_path: Path) -> Architecture:
     return read_architecture(tmp_path)
 
 
-def microbatch(*trees: Tree, rows: int) -> Microbatch:
-    tokens = sum(tree.tokens for tree in trees)
+def microbatch(*segments: Segment, rows: int) -> Microbatch:
+    tokens = sum(segment.tokens for segment in segments)
     zeros, numbers = torch.zeros(rows), torch.zeros(rows, dtype=torch.int64)
     return Microbatch(
         agent="a",
-        trees=trees,
+        segments=segments,
+        unshared=tokens,
         token_ids=torch.arange(tokens),
         position_ids=torch.arange(tokens),
         predictors=numbers,
@@ -56,9 +57,20 @@ def test_operations_by_hand(architecture: Architecture) -> None:
     weights = 64 * (2 * 64 + 2 * 32 + 3 * 96)
     # a prompt of 4 sees 8; replies of 2 and 6 see 2 · (4 + 1) and 6 · (4 + 3)
     seen = 8 + 10 + 42
-    batch = microbatch(Tree(prompt=4, replies=(2, 6)), rows=8)
+    batch = microbatch(Segment(tokens=4), Segment(tokens=2, parent=0), Segment(tokens=6, parent=0), rows=8)
     assert flops(batch, architecture) == 2 * (2 * (12 * weights + 2 * seen * 64) + 8 * 64 * 101)
     assert flops(batch, architecture, value_head=True) == 2 * (2 * (12 * weights + 2 * seen * 64) + 8 * 64)
+
+
+def test_operations_of_a_mixture_by_hand(tmp_path: Path) -> None:
+    reference.make_model("qwen3_moe", tmp_path, layers=3)
+    # hidden 64, 4 heads and 2 key/value heads of 32; of 3 layers one is dense (96), two send a token to 2 of 4 (48)
+    attention, dense, sparse = 64 * (2 * 128 + 2 * 64), 64 * 3 * 96, 64 * (2 * 3 * 48 + 4)
+    batch = microbatch(Segment(tokens=4), Segment(tokens=2, parent=0), rows=2)
+    weights = 3 * attention + dense + 2 * sparse
+    seen = 8 + 10
+    want = 2 * (6 * weights + 3 * 2 * seen * 128 + 2 * 64 * 101)
+    assert flops(batch, read_architecture(tmp_path)) == want
 
 
 def test_a_head_goes_with_its_objective() -> None:
@@ -67,10 +79,10 @@ def test_a_head_goes_with_its_objective() -> None:
     assert TrainerSpec(model="m", head="value", objective=ValueObjective(), tp=2, pp=2, dp=3).ranks == 12
 
 
-def test_padding_is_a_tree_of_its_own() -> None:
-    batch = microbatch(Tree(prompt=2, replies=(1,)), rows=1)
+def test_padding_is_a_sequence_of_its_own() -> None:
+    batch = microbatch(Segment(tokens=2), Segment(tokens=1, parent=0), rows=1)
     padded = batch.padded(5)
-    assert padded.trees == (Tree(prompt=2, replies=(1,)), Tree(prompt=2, replies=()))
+    assert padded.segments == (*batch.segments, Segment(tokens=2))
     assert padded.token_ids.tolist() == [0, 1, 2, 0, 0]
     assert padded.position_ids.tolist() == [0, 1, 2, 0, 1]
     assert padded.predictors is batch.predictors
@@ -78,7 +90,21 @@ def test_padding_is_a_tree_of_its_own() -> None:
 
 
 def test_an_idle_micro_batch_has_the_same_columns_and_no_weight() -> None:
-    idle = microbatch(Tree(prompt=2, replies=(3,)), rows=3).idle()
-    assert (idle.trees, idle.token_ids.tolist(), idle.predictors.tolist()) == ((Tree(prompt=1, replies=()),), [0], [0])
+    idle = microbatch(Segment(tokens=2), Segment(tokens=3, parent=0), rows=3).idle()
+    assert (idle.segments, idle.token_ids.tolist(), idle.predictors.tolist()) == ((Segment(tokens=1),), [0], [0])
     assert (idle.weights.tolist(), idle.temperatures.tolist(), idle.returns.tolist()) == ([0.0], [1.0], [0.0])
     assert idle.values is None
+
+
+def test_a_pass_takes_as_long_as_its_busiest_rank_and_the_wait_of_its_stages() -> None:
+    assert Shares(dp=2).makespan([3.0, 7.0, 1.0, 5.0, 4.0]) == 10.0  # dealt as above: 7 + 3, 5 + 4 + 1
+    assert Shares(pp=2).makespan([4.0, 2.0]) == (6 + 4) / 2  # one more turn, of the largest
+    assert Shares(dp=2, pp=2).makespan([4.0, 2.0]) == (4 + 4) / 2
+
+
+def test_as_many_micro_batches_as_ranks_and_up_to_twice_the_stages() -> None:
+    assert Shares().counts(3) == []
+    assert Shares(dp=2).counts(3) == [4]
+    assert Shares(dp=2, pp=2).counts(1) == [2, 4, 6, 8]
+    assert Shares(pp=2).counts(9) == [9]
+    assert Shares(pp=2, vpp=2).counts(1) == [2, 4]

@@ -18,15 +18,21 @@ LAYOUTS = {  # by name
     "one": {},
     "tp2": {"tp": 2},
     "pp2": {"pp": 2},
-    "dp2": {"dp": 2, "distributed_optimizer": True},
+    "cp2": {"cp": 2},
+    "dp2": {"dp": 2, "distributed_optimizer": True, "overlap": True},
 }
+REST = {"one": {}, "dp2": {"dp": 2, "distributed_optimizer": True, "overlap": True, "bf16": True}}  # by name
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
 
-def entropy_inputs() -> tuple[Tensor, Tensor, Tensor]:
+def entropy_inputs() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(7, 101, generator=generator) * 3
-    return logits, torch.randint(0, 101, (7,), generator=generator), torch.linspace(0.5, 1.5, 7)
+    return {
+        "hidden": torch.randn(7, 16, generator=generator),
+        "weight": torch.randn(101, 16, generator=generator),
+        "labels": torch.randint(0, 101, (7,), generator=generator),
+        "temperatures": torch.linspace(0.5, 1.5, 7),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +42,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     policy, critic = str(folder / "policy"), str(folder / "critic")
     reference.make_model("qwen2", Path(policy))
     reference.make_model("qwen2", Path(critic), critic=True)
-    logits, labels, temperatures = entropy_inputs()
     samples, valued = reference.make_samples(), reference.make_critic_samples()
     jobs = []
 
     def job(function: Callable[..., None], name: str, **arguments: object) -> None:
         out = folder / f"{function.__name__}_{name}"
         out.mkdir()
-        sizes = {size: LAYOUTS[name][size] for size in ("tp", "pp", "dp") if size in LAYOUTS[name]}
+        sizes = {size: LAYOUTS[name][size] for size in ("tp", "pp", "cp", "dp") if size in LAYOUTS[name]}
         jobs.append(ranks.Job(function=function, arguments={"out": out, **arguments}, **sizes))
 
     for name, layout in LAYOUTS.items():
         job(ranks.score, name, spec=ranks.spec_of(policy, **layout), samples=samples)
         job(ranks.skip, name, spec=ranks.spec_of(policy, **layout), samples=samples)
     for name in ("one", "tp2"):
-        job(ranks.entropy, name, logits=logits, labels=labels, temperatures=temperatures)
+        job(ranks.entropy, name, **entropy_inputs())
         spec = ranks.spec_of(critic, **LAYOUTS[name])
         job(ranks.criticise, name, spec=spec, policy=policy, samples=valued, steps=STEPS)
+    for name in ("one", "cp2"):
+        job(ranks.sequence_level, name, spec=ranks.spec_of(policy, **LAYOUTS[name]), samples=samples)
+    large = folder / "large"  # more than the 32 MiB from which the system gets freed memory back in any case
+    reference.make_model("qwen2", large, layers=1, vocab_size=150_000)
+    for name, layout in REST.items():
+        job(ranks.rest, name, spec=ranks.spec_of(str(large), **layout), samples=samples)
     ranks.play(jobs)
     return folder
 
@@ -71,20 +82,24 @@ def assert_scores(scores: Sequence[Tensor], samples: list[Sample], expected: lis
         assert torch.allclose(got[trained], want[trained], rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("chunks", ["whole", "chunks"])
 @pytest.mark.parametrize("name", ["one", "tp2"])
-def test_entropy_and_its_gradient_are_those_of_plain_torch(runs: Path, name: str) -> None:
-    logits, labels, temperatures = entropy_inputs()
-    logits.requires_grad_()
-    logp = torch.log_softmax(logits / temperatures[:, None], dim=-1)
+def test_entropy_and_its_gradient_are_those_of_plain_torch(runs: Path, name: str, chunks: str) -> None:
+    given = entropy_inputs()
+    hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
+    logp = torch.log_softmax(hidden @ weight.t() / given["temperatures"][:, None], dim=-1)
     entropy = -(logp.exp() * logp).sum(-1)
-    logprobs = logp.gather(1, labels[:, None])[:, 0]
+    logprobs = logp.gather(1, given["labels"][:, None])[:, 0]
     (torch.arange(1.0, 8.0) * (logprobs + 2 * entropy)).sum().backward()
-    parts = [load(path) for path in sorted((runs / f"entropy_{name}").iterdir())]
+    parts = [load(path) for path in sorted((runs / f"entropy_{name}").glob(f"{chunks}_*.pt"))]
     for part in parts:
         assert torch.allclose(part["logprobs"], logprobs, atol=2e-6)
         assert torch.allclose(part["entropy"], entropy, atol=2e-6)
-    # each rank has the gradient of its own columns and zeros elsewhere
-    assert torch.allclose(sum(part["gradient"] for part in parts), logits.grad, rtol=1e-5, atol=2e-6)
+        assert torch.allclose(part["hidden"], hidden.grad, rtol=1e-5, atol=1e-5)  # whole on every rank
+    # each rank has the gradient of its own rows; those that pad the vocabulary have none
+    whole = torch.cat([part["weight"] for part in parts])
+    assert torch.allclose(whole[:101], weight.grad, rtol=1e-5, atol=1e-5)
+    assert not whole[101:].any()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -114,7 +129,7 @@ def test_the_reference_stays_the_model_that_training_started_from(runs: Path, na
         assert torch.equal(got["after"][parameter], tensor), parameter
 
 
-@pytest.mark.parametrize("name", ["tp2", "pp2", "dp2"])
+@pytest.mark.parametrize("name", ["tp2", "pp2", "cp2", "dp2"])
 def test_scores_are_the_same_on_every_rank(runs: Path, name: str) -> None:
     first, second = (load(runs / f"score_{name}/rank{rank}.pt")["scores"] for rank in (0, 1))
     for kind, scores in first.items():
@@ -175,7 +190,37 @@ def assert_same(one: dict, other: dict) -> None:
             assert torch.equal(value, other[name]), name
 
 
+def test_a_reply_that_is_cut_over_ranks_has_one_ratio(runs: Path) -> None:
+    one = load(runs / "sequence_level_one/0.pt")
+    for rank in (0, 1):
+        cut = load(runs / f"sequence_level_cp2/{rank}.pt")
+        for got, want in zip(cut["metrics"], one["metrics"], strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+        for name, tensor in one["weights"].items():
+            assert torch.allclose(cut["weights"][name], tensor, rtol=0, atol=2e-6), name
+
+
 def test_spike_monitors_are_saved(runs: Path) -> None:
     state = json.loads((runs / "score_one/checkpoint/trainer.json").read_text())
     assert set(state["spikes"]) == {"", "a", "b"}
     assert len(state["spikes"]["a"]["norms"]) == 1
+
+
+@pytest.mark.parametrize("name", REST)
+def test_a_step_after_sleep_is_the_same_to_the_bit(runs: Path, name: str) -> None:
+    for path in (runs / f"rest_{name}").iterdir():
+        found = load(path)
+        slept, unbroken = found["rested"], found["unbroken"]
+        assert slept["metrics"] == unbroken["metrics"]
+        assert all(map(torch.equal, slept["scores"], unbroken["scores"]))
+        assert all(torch.equal(tensor, unbroken["weights"][key]) for key, tensor in slept["weights"].items())
+
+
+def test_memory_is_given_back_to_the_system(runs: Path) -> None:
+    # embedding 150,000 · 64; norms 3 · 64; queries 64 · 64 + 64, keys and values 2 · (64 · 32 + 32), output 64 · 64;
+    # gate, up and down 3 · 64 · 96
+    count = 150_000 * 64 + 3 * 64 + 64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 96
+    found = load(runs / "rest_one/0.pt")
+    assert found["parameters"] == count
+    assert found["rested"]["freed"] == [4 * count] * 3  # float32 gradients
+    assert all(change < -0.9 * 4 * count for change in found["rested"]["resident"])

@@ -1,0 +1,58 @@
+"""Mixtures of experts as their configs say, and what may share them out."""
+
+import re
+
+import pytest
+
+from mcore_mas.megatron.experts import Experts
+
+CONFIG = {
+    "num_hidden_layers": 6,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
+    "norm_topk_prob": True,
+}
+
+
+def test_sparse_layers_are_every_nth_but_those_named() -> None:
+    # counted from 1, every second: 2, 4, 6; the one with index 3 is the fourth
+    experts = Experts.of(CONFIG)
+    assert experts.sparse == (False, True, False, False, False, True)
+    assert (experts.count, experts.per_token, experts.ffn, experts.normalised) == (8, 2, 48, True)
+
+
+def test_configs_of_transformers_4_and_5_say_the_same() -> None:
+    newer = {("num_local_experts" if name == "num_experts" else name): value for name, value in CONFIG.items()}
+    assert Experts.of(newer) == Experts.of(CONFIG)
+    plain = {name: value for name, value in CONFIG.items() if name not in ("decoder_sparse_step", "norm_topk_prob")}
+    assert Experts.of(plain | {"mlp_only_layers": None}).sparse == (True,) * 6
+    assert not Experts.of(plain).normalised
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"dp": 3, "ep": 3}, r"ep: 3 must divide the model's 8 experts, and dp: 3, .*; valid here: \[1\], nearest: 1"),
+        ({"dp": 4, "ep": 8}, r"ep: 8 must divide the model's 8 experts, and dp: 4, .* \[1, 2, 4\], nearest: 4"),
+        ({"tp": 2}, "tp: 2 on a mixture of experts cuts by sequence too; use sp: true, or tp: 1"),
+    ],
+)
+def test_layouts_that_cannot_share_them_are_refused(sizes: dict, told: str) -> None:
+    refusal = Experts.of(CONFIG).refusal(**{"tp": 1, "dp": 1, "ep": 1, "sp": False, **sizes})
+    assert refusal is not None
+    assert re.search(told, refusal)
+
+
+def test_layouts_that_can_are_not() -> None:
+    experts = Experts.of(CONFIG)
+    assert experts.refusal(tp=2, dp=4, ep=4, sp=True) is None
+    assert experts.refusal(tp=1, dp=3, ep=1, sp=False) is None
+
+
+def test_a_router_that_cannot_learn_is_refused() -> None:
+    refusal = Experts.of(CONFIG | {"num_experts_per_tok": 1}).refusal(tp=1, dp=1, ep=1, sp=False)
+    assert refusal is not None
+    assert "its router cannot learn" in refusal

@@ -1,0 +1,182 @@
+"""Hugging Face tensors into Megatron's parameters and back: by the table, by slices, and from nothing but a config."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mcore_mas.megatron import parallel
+from mcore_mas.megatron.decoder import EXPERT, LAYER
+from mcore_mas.megatron.models import ModelError, check_layers, read_architecture
+from mcore_mas.megatron.names import COLUMNS, GATE_UP, QKV, TABLE, VOCAB, Cut, entries
+from mcore_mas.megatron.sources import RandomTensors, SafeTensors, Source
+from mcore_mas.megatron.trainer import MegatronTrainer
+from tests.support import ranks, reference
+
+CUTS = SimpleNamespace(heads=4, kv_heads=2, head_dim=1, vocab=3, vocab_padded=lambda tp: 4)  # an architecture
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    parallel.start(rank=0, threads=1)
+    yield
+    parallel.stop()
+
+
+def source(tensor: torch.Tensor, seen: list) -> Source:
+    """A tensor that writes down what is read of it."""
+
+    def part(index: tuple[slice, ...]) -> torch.Tensor:
+        seen.append(tuple((i.start, i.stop) for i in index))
+        return tensor[index]
+
+    return Source(shape=tuple(tensor.shape), part=part)
+
+
+def shard(cut: Cut, full: list[Source], shape: tuple[int, ...], rank: int) -> torch.Tensor:
+    """What one rank of two holds."""
+    tensor = torch.full(shape, torch.nan)
+    cut.fill(tensor, full, CUTS, 2, rank)
+    return tensor
+
+
+def test_a_rank_reads_its_rows_of_queries_keys_and_values_and_interleaves_them() -> None:
+    q, k, v = torch.tensor([[0.0], [1], [2], [3]]), torch.tensor([[10.0], [11]]), torch.tensor([[20.0], [21]])
+    seen: list = []
+    shards = [shard(QKV, [source(x, seen) for x in (q, k, v)], (4, 1), rank) for rank in (0, 1)]
+    assert [held[:, 0].tolist() for held in shards] == [[0, 1, 10, 20], [2, 3, 11, 21]]
+    assert seen[3:] == [((2, 4), (None, None)), ((1, 2), (None, None)), ((1, 2), (None, None))]
+    assert all(torch.equal(*pair) for pair in zip(QKV.join(shards, CUTS), (q, k, v), strict=True))
+
+
+def test_a_rank_reads_its_part_of_gates_columns_and_vocabulary() -> None:
+    seen: list = []
+    gate, up = torch.tensor([[0.0], [1]]), torch.tensor([[10.0], [11]])
+    assert shard(GATE_UP, [source(x, seen) for x in (gate, up)], (2, 1), 1).tolist() == [[1], [11]]
+    assert shard(COLUMNS, [source(torch.tensor([[0.0, 1, 2, 3]]), seen)], (1, 2), 1).tolist() == [[2, 3]]
+    assert shard(VOCAB, [source(torch.tensor([[5.0], [6], [7]]), seen)], (2, 1), 1).tolist() == [[7], [0]]
+    assert seen == [((1, 2), (None, None))] * 2 + [((None, None), (2, 4)), ((2, 3), (None, None))]
+
+
+@pytest.mark.parametrize("family", reference.FAMILIES)
+def test_a_folder_comes_back_to_the_byte(alone: None, family: str, tmp_path: Path) -> None:
+    reference.make_model(family, tmp_path / "model")
+    trainer = MegatronTrainer(ranks.spec_of(str(tmp_path / "model")))
+    trainer.write_model(tmp_path / "again")
+    loaded, written = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "again"))
+    assert set(written) == set(loaded)
+    for name, tensor in loaded.items():
+        assert written[name].dtype == tensor.dtype
+        assert written[name].numpy().tobytes() == tensor.numpy().tobytes(), name
+
+
+def test_stacks_of_experts_are_read_like_single_ones(alone: None, tmp_path: Path) -> None:
+    model = reference.make_model("qwen3_moe", tmp_path / "single")
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    stacked = load_file(tmp_path / "stacked/model.safetensors")
+    assert stacked["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 2 * 48, 64)
+    weights = dict(MegatronTrainer(ranks.spec_of(str(tmp_path / "stacked"))).weights())
+    single = load_file(tmp_path / "single/model.safetensors")
+    assert set(weights) == set(single)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in single.items())
+
+
+def test_a_part_of_an_expert_is_read_from_its_place_in_the_stack(tmp_path: Path) -> None:
+    model = reference.make_model("qwen3_moe", tmp_path)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    up = SafeTensors.of_folder(tmp_path)("model.layers.0.mlp.experts.2.up_proj.weight")
+    whole = model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"]
+    assert up.shape == (48, 64)
+    assert torch.equal(up.read(slice(24, 48), slice(0, 5)), whole[2, 72:96, :5])
+
+
+def test_tensors_of_another_model_are_refused(alone: None, tmp_path: Path) -> None:
+    reference.make_model("qwen3", tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"intermediate_size": 96', '"intermediate_size": 64'))
+    with pytest.raises(ModelError, match=r"gate_proj.weight' has shape \(96, 64\); config.json makes it \(64, 64\)"):
+        MegatronTrainer(ranks.spec_of(str(tmp_path)))
+    with pytest.raises(ModelError, match=r"no tensor 'model.layers.0.mlp.experts.7.up_proj.weight'"):
+        SafeTensors.of_folder(tmp_path)("model.layers.0.mlp.experts.7.up_proj.weight")
+
+
+def test_a_config_alone_is_trained_from_seeded_weights_only_when_asked(alone: None, tmp_path: Path) -> None:
+    reference.make_model("qwen2", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    spec = ranks.spec_of(str(tmp_path))
+    with pytest.raises(ModelError, match="no weights here"):
+        MegatronTrainer(spec)
+    first, again, other = (
+        ranks.copy_weights(MegatronTrainer(replace(spec, init="random", seed=seed))) for seed in (1, 1, 2)
+    )
+    matrix = "model.layers.1.mlp.down_proj.weight"
+    assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
+    assert not torch.equal(other[matrix], first[matrix])
+    assert float(first[matrix].std()) == pytest.approx(0.02, rel=0.05)  # of 96 · 64 numbers
+    assert first["model.norm.weight"].unique().tolist() == [1.0]
+    assert first["model.layers.0.self_attn.q_proj.bias"].unique().tolist() == [0.0]
+
+
+def test_a_random_tensor_is_the_same_however_it_is_cut() -> None:
+    tensors = RandomTensors({"a": (4, 6)}, std=1.0, seed=0)
+    whole = tensors("a").read()
+    assert torch.equal(torch.cat([tensors("a").read(slice(0, 2)), tensors("a").read(slice(2, 4))]), whole)
+    assert torch.equal(tensors("a").read(slice(None), slice(3, 6)), whole[:, 3:])
+
+
+def test_shards_of_any_size_tell_the_full_shapes(tmp_path: Path) -> None:
+    reference.make_model("qwen3", tmp_path)
+    architecture = read_architecture(tmp_path)
+    full, cut = {}, {}
+    layer = "decoder.layers.3."
+    names = {  # of one rank of one, of one of two: heads · 32 + 2 · kv heads · 32, gate and up, half of a padded 102
+        layer + "self_attention.linear_qkv.weight": [(256, 64), (128, 64)],
+        layer + "mlp.linear_fc1.weight": [(192, 64), (96, 64)],
+        layer + "mlp.linear_fc2.weight": [(64, 96), (64, 48)],
+        "embedding.word_embeddings.weight": [(101, 64), (51, 64)],
+    }
+    for entry in entries(names):
+        whole, half = names[entry.parameter]
+        full |= dict(zip(entry.tensors, entry.shapes(whole, architecture, 1), strict=True))
+        cut |= dict(zip(entry.tensors, entry.shapes(half, architecture, 2), strict=True))
+    assert full == cut
+    assert full["model.layers.3.self_attn.q_proj.weight"] == (128, 64)
+    assert full["model.layers.3.mlp.up_proj.weight"] == (96, 64)
+    assert full["model.embed_tokens.weight"] == (101, 64)
+
+
+def test_layers_of_transformer_engine_hold_the_same_tensors() -> None:
+    layer = "decoder.layers.3."
+    for fused, plain in [
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        ("mlp.experts.linear_fc1.weight5", "mlp.experts.local_experts.5.linear_fc1.weight"),
+        ("mlp.experts.linear_fc2.weight5", "mlp.experts.local_experts.5.linear_fc2.weight"),
+    ]:
+        one, other = entries([layer + fused, layer + plain])
+        assert (one.tensors, one.cut, one.expert) == (other.tensors, other.cut, other.expert)
+    (entry,) = entries([layer + "mlp.experts.linear_fc1.weight5"])
+    assert entry.tensors == tuple(f"model.layers.3.mlp.experts.5.{x}_proj.weight" for x in ("gate", "up"))
+    assert entry.expert
+
+
+def test_every_row_of_the_table_says_which_numbers_its_tensors_take() -> None:
+    for parameter, (_, tensors) in TABLE.items():
+        numbers = parameter.count("{}")
+        assert [tensor.count("{}") for tensor in tensors] == [numbers] * len(tensors)
+        named = parameter.replace("{}", "7")
+        assert EXPERT.sub("{}", LAYER.sub("{}", named)) == parameter
+
+
+def test_transformer_engine_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_layers("local")
+    with pytest.raises(
+        ModelError, match="layers: te needs Transformer Engine, which is not installed here; use layers"
+    ):
+        check_layers("te")
