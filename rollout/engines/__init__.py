@@ -3,9 +3,11 @@
 - `protocol`      what every engine promises, and its records
 - `local`         the embedded CPU engine in this process
 - `hosted`        the embedded CPU engine in a Ray actor of its own
+- `sglang`        SGLang servers, over HTTP
 - `external`      no engine but a voice: a frozen model behind an API, in text only
 - `scripted`      canned replies, for tests
 - `embedded`      the CPU engine itself: admission, prefix reuse, decoding, version spans
+- `request`       what can be wrong with a request
 - `rows`          its table of cache rows;  `sampler`: its random draws
 - `decoder`       its model;  `weights`: the buffers and their names;  `architecture`: the sizes
 """
@@ -20,7 +22,13 @@ from rollout.registry import lookup
 ENGINES = {
     "embedded": "rollout.engines.hosted:HostedEngine",
     "embedded_local": "rollout.engines.local:LocalEngine",
+    "sglang": "rollout.engines.sglang.engine:SGLangEngine",
     "scripted": "rollout.engines.scripted:ScriptedEngine",
+}
+
+TRANSPORTS = {  # of each engine that is trained, its own choice first; `rollout.transports`
+    "embedded": ("shared", "disk", "delta"),
+    "sglang": ("disk", "changed", "tensor", "distributed"),
 }
 
 

@@ -56,11 +56,12 @@ class Span:
 class Decoder:
     """Weights and their forward passes; holds no sequence state."""
 
-    def __init__(self, shape: Architecture, max_length: int) -> None:
+    def __init__(self, shape: Architecture, max_length: int, halves: tuple[Weights, Weights] | None = None) -> None:
+        """`halves` are the buffers of the active and of the next weights, in memory of their own if not given."""
         self.shape = shape
         self.max_length = max_length
-        self._active = Weights(shape)
-        self._staged = Weights(shape)
+        self._halves = halves or (Weights(shape), Weights(shape))
+        self.half = 0  # the one in use
         angles = torch.outer(torch.arange(max_length).float(), shape.inverse_frequencies())
         # |rotation|^2 = D^-1/2: rotating both the query and the key also scales their product.
         self._rotation = torch.polar(torch.full_like(angles, shape.head_dim**-0.25), angles)  # [M, D/2] complex
@@ -73,11 +74,13 @@ class Decoder:
             EngineError: a file is missing, or its architecture or tensors are not what is supported.
         """
         decoder = cls(Architecture.read(folder), max_length)
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise EngineError(f"{folder}: no *.safetensors file; expected a Hugging Face model folder")
-        decoder.load(_read(files))
+        decoder.load(read_folder(folder))
         return decoder
+
+    @property
+    def weights(self) -> Weights:
+        """The weights in use."""
+        return self._halves[self.half]
 
     def load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights by a stream of (Hugging Face name, full tensor); all or nothing.
@@ -85,8 +88,12 @@ class Decoder:
         Raises:
             EngineError: names the tensor that is missing, unknown, repeated or of another shape.
         """
-        self._staged.fill(stream)
-        self._active, self._staged = self._staged, self._active
+        self._halves[1 - self.half].fill(stream)
+        self.half = 1 - self.half
+
+    def adopt(self, half: int) -> None:
+        """Compute from `half`, which somebody else has filled."""
+        self.half = half
 
     @torch.inference_mode()
     def prefill(self, cache: Cache, spans: Sequence[Span]) -> Tensor:
@@ -98,10 +105,10 @@ class Decoder:
         ends = np.cumsum(sizes)
         positions = torch.from_numpy(np.concatenate([np.arange(s.start, s.start + len(s.ids)) for s in spans]))
         last = torch.from_numpy(ends - 1)
-        x = F.embedding(torch.from_numpy(np.concatenate([span.ids for span in spans])), self._active.embed)
+        x = F.embedding(torch.from_numpy(np.concatenate([span.ids for span in spans])), self.weights.embed)
         rotation = self._rotation[positions][:, None]
         final = self.shape.layers - 1
-        for index, layer in enumerate(self._active.layers):
+        for index, layer in enumerate(self.weights.layers):
             q, k, v = self._project(layer, x, rotation)
             if index == final:
                 x = x[last]  # from here on only the last token of each span is wanted
@@ -126,10 +133,10 @@ class Decoder:
         """Run one token `ids` [N] at `positions` [N] in each of the ascending `rows` [N]; logits [N, V]."""
         blocks = _blocks(rows, positions)
         row, position = torch.from_numpy(rows), torch.from_numpy(positions)
-        x = F.embedding(torch.from_numpy(ids), self._active.embed)
+        x = F.embedding(torch.from_numpy(ids), self.weights.embed)
         rotation = self._rotation[position][:, None]
         mixed = torch.empty(len(rows), self.shape.heads * self.shape.head_dim)
-        for index, layer in enumerate(self._active.layers):
+        for index, layer in enumerate(self.weights.layers):
             q, k, v = self._project(layer, x, rotation)
             keys, values = cache.keys[index], cache.values[index]
             keys[row, :, :, position] = k
@@ -176,7 +183,7 @@ class Decoder:
         return F.rms_norm(x, weight.shape, weight, self.shape.norm_eps)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(self._norm(x, self._active.norm), self._active.head)
+        return F.linear(self._norm(x, self.weights.norm), self.weights.head)
 
 
 def _blocks(rows: np.ndarray, positions: np.ndarray) -> list[_Block]:
@@ -225,7 +232,15 @@ class _Block:
         return mixed if self.inside is None else mixed[self.inside]
 
 
-def _read(files: Sequence[Path]) -> Iterable[tuple[str, Tensor]]:
+def read_folder(folder: Path) -> Iterable[tuple[str, Tensor]]:
+    """The tensors in the safetensors of `folder`, one at a time.
+
+    Raises:
+        EngineError: there are none, or a file cannot be read.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"{folder}: no *.safetensors file; expected a Hugging Face model folder")
     for file in files:
         try:
             with safe_open(file, "pt") as tensors:

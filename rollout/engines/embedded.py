@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rollout.engines import sampler
 from rollout.engines.decoder import Cache, Decoder, Span
 from rollout.engines.protocol import Completion, EngineError, Sampling, VersionSpan
+from rollout.engines.request import problem_of
 from rollout.engines.rows import Request, Rows
 
 _PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
@@ -39,23 +41,41 @@ class EmbeddedEngine:
     """Generates for many requests at once; not safe for use by two threads.
 
     `rows` bounds how many sequences are held, running or kept for their prefixes; `max_length` bounds prompt plus
-    completion in tokens. A request's tokens depend on its prompt, sampling and the weights, not on what else runs.
+    completion in tokens. A request's tokens depend on its prompt, sampling and the weights; what else runs changes
+    the last bits of a log-probability, because sums over more rows are made in another order. With `deterministic`
+    it changes nothing: every sequence is computed by itself, which takes several times longer.
     """
 
-    def __init__(self, decoder: Decoder, *, rows: int = 192, version: int = 0, reuse_prefixes: bool = True) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        rows: int = 192,
+        version: int = 0,
+        reuse_prefixes: bool = True,
+        deterministic: bool = False,
+    ) -> None:
         self.version = version
         self.stats = Stats()
         self.max_length = decoder.max_length
         self._decoder = decoder
-        self._cache = Cache(decoder.shape, rows, decoder.max_length)
+        self._cache: Any = Cache(decoder.shape, rows, decoder.max_length)  # None while the engine sleeps
         self._rows = Rows(rows, decoder.max_length)
         self._reuse = reuse_prefixes
+        self._alone = deterministic
         self._waiting: deque[Request] = deque()
         self._done: list[tuple[int, Outcome]] = []
 
     @classmethod
     def from_folder(
-        cls, folder: Path | str, *, max_length: int, rows: int = 192, version: int = 0, reuse_prefixes: bool = True
+        cls,
+        folder: Path | str,
+        *,
+        max_length: int,
+        rows: int = 192,
+        version: int = 0,
+        reuse_prefixes: bool = True,
+        deterministic: bool = False,
     ) -> EmbeddedEngine:
         """Build from a Hugging Face model folder (config.json and safetensors).
 
@@ -63,7 +83,7 @@ class EmbeddedEngine:
             EngineError: the folder is not a model that this engine computes.
         """
         decoder = Decoder.from_folder(Path(folder), max_length)
-        return cls(decoder, rows=rows, version=version, reuse_prefixes=reuse_prefixes)
+        return cls(decoder, rows=rows, version=version, reuse_prefixes=reuse_prefixes, deterministic=deterministic)
 
     @property
     def has_work(self) -> bool:
@@ -72,7 +92,9 @@ class EmbeddedEngine:
 
     def submit(self, request_id: int, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Queue one generation. What is wrong with it comes back from `step` as its EngineError."""
-        problem = self._problem(prompt_ids, sampling)
+        problem = problem_of(prompt_ids, sampling, self._decoder.shape.vocab_size, self.max_length)
+        if self._cache is None:
+            problem = "the engine sleeps; wake it first"
         if problem:
             self._done.append((request_id, EngineError(problem)))
         else:
@@ -111,6 +133,35 @@ class EmbeddedEngine:
             EngineError: names a tensor that is missing, unknown or of another shape; nothing has changed.
         """
         self._decoder.load(stream)
+        self._renew(version)
+
+    def adopt(self, half: int, version: int) -> None:
+        """As `load_weights`, with weights that somebody else has written into the decoder's `half`."""
+        self._decoder.adopt(half)
+        self._renew(version)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model and its weights."""
+        return self._decoder
+
+    def sleep(self) -> None:
+        """Give the memory of the cached keys and values back; only an idle engine can.
+
+        Raises:
+            EngineError: requests are running.
+        """
+        if self.has_work:
+            raise EngineError("the engine cannot sleep while requests are running; end or abort them first")
+        self._rows.cached[:] = 0
+        self._cache = None
+
+    def wake(self) -> None:
+        """Have room for keys and values again; nothing is cached."""
+        if self._cache is None:
+            self._cache = Cache(self._decoder.shape, len(self._rows.live), self._decoder.max_length)
+
+    def _renew(self, version: int) -> None:
         self.version = version
         rows = self._rows
         rows.cached[:] = 0
@@ -128,33 +179,16 @@ class EmbeddedEngine:
         self._rows.live[:] = False
         self._rows.cached[:] = 0
 
-    def _problem(self, prompt_ids: Sequence[int], sampling: Sampling) -> str:
-        size, vocab = len(prompt_ids), self._decoder.shape.vocab_size
-        if not size:
-            return "the prompt is empty; expected at least one token"
-        if min(prompt_ids) < 0 or max(prompt_ids) >= vocab:
-            return f"the prompt has token ids outside 0..{vocab - 1}; is it from another tokenizer?"
-        if sampling.max_tokens < 1:
-            return f"max_tokens is {sampling.max_tokens}; expected at least 1"
-        if size + sampling.max_tokens > self.max_length:
-            return (
-                f"prompt of {size} tokens and max_tokens {sampling.max_tokens} exceed the engine's max_length "
-                f"{self.max_length}; shorten the prompt or raise max_length"
-            )
-        if not 0 <= sampling.temperature < math.inf:
-            return f"temperature is {sampling.temperature}; expected 0 (greedy) or more"
-        if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            return f"top_p is {sampling.top_p} and top_k {sampling.top_k}; expected 0 < top_p <= 1 and top_k >= 0"
-        return ""
-
     def _admit(self) -> None:
         """Prefill waiting requests, in order, up to one pass's budget; equal prompts are computed once."""
         began = time.thread_time()
-        rows, budget = self._rows, _PREFILL_TOKENS
+        rows, budget = self._rows, 1 if self._alone else _PREFILL_TOKENS
         spans: list[Span] = []
         owners: dict[bytes, int] = {}  # prompt -> index of its span
         twins: dict[int, list[int]] = {}  # index of a span -> rows with the same prompt
-        while self._waiting and not rows.live.all() and (budget > 0 or self._waiting[0].prompt.tobytes() in owners):
+        while self._waiting and not rows.live.all():
+            if budget <= 0 and not (self._reuse and self._waiting[0].prompt.tobytes() in owners):
+                break
             request = self._waiting.popleft()
             key = request.prompt.tobytes()
             if self._reuse and key in owners:
@@ -162,7 +196,8 @@ class EmbeddedEngine:
                 request.cached = len(request.prompt)
                 twins.setdefault(owners[key], []).append(row)
             else:
-                source, shared = rows.longest_prefix(request.prompt) if self._reuse else (0, 0)
+                reuse = self._reuse and not self._alone
+                source, shared = rows.longest_prefix(request.prompt) if reuse else (0, 0)
                 row = rows.place(source, shared)
                 request.cached = shared
                 owners[key] = len(spans)
@@ -189,7 +224,10 @@ class EmbeddedEngine:
         began = time.thread_time()
         rows = self._rows
         newest = rows.size[live] - 1
-        logits = self._decoder.decode(self._cache, live, rows.tokens[live, newest], newest)
+        batches = np.arange(len(live))[:, None] if self._alone else [slice(None)]
+        logits = torch.cat(
+            [self._decoder.decode(self._cache, live[b], rows.tokens[live[b], newest[b]], newest[b]) for b in batches]
+        )
         rows.cached[live] = np.where(rows.fresh[live], newest + 1, 0)
         self.stats.steps += 1
         self.stats.decode_s += time.thread_time() - began

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rollout.config import RemoteConfig
 from rollout.engines.protocol import Completion, EngineError, Sampling, VersionSpan
+from rollout.limits import LateCall
 from rollout.records import Message
 from rollout.remote.caller import Caller, Tally
 from rollout.remote.protocol import CallFailed, CallRefused, Settings
@@ -54,7 +55,7 @@ class ExternalVoice:
                 async with asyncio.timeout(self._config.deadline_s):
                     answer = await self._caller.ask("external", messages, settings, self._tally, deadline=deadline)
             except TimeoutError:
-                raise EngineError(f"{self._config.model}: no reply within {self._config.deadline_s:g} s") from None
+                raise LateCall(f"{self._config.model}: no reply within {self._config.deadline_s:g} s") from None
             except (CallFailed, CallRefused) as failure:
                 raise EngineError(f"{self._config.model}: {failure}") from failure
         silence = Completion(token_ids=(), logprobs=(), finish_reason=answer.finish_reason, versions=(_FROZEN,))

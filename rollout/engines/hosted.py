@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import shutil
 import time
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import ray
 
+from rollout.engines.architecture import Architecture
 from rollout.engines.local import settle
-from rollout.engines.protocol import Completion, EngineError, Sampling, VersionSpan
+from rollout.engines.protocol import Completion, EngineError, Sampling, Tag, VersionSpan
+from rollout.engines.say import say
+from rollout.transports import make_sender
+from rollout.transports.handover import Handover, Route
+from rollout.transports.manifest import compare
+from rollout.transports.memory import fresh_place
+from rollout.transports.shared import SharedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,19 +31,32 @@ _BUDGET_S = 0.02  # of decoding per call: new requests wait at most this long, o
 
 Ask = tuple[int, Sequence[int], tuple[Any, ...]]  # request id, prompt ids, Sampling's fields
 Answer = tuple[int, str, tuple[Any, ...]]  # request id, error text, Completion's fields
-Bucket = list[tuple[str, np.ndarray]]  # (Hugging Face name, full tensor)
+Held = tuple[int, int | None, str]  # version of the weights, the shared half they are in, else the folder
 
 
 class _Host:
     """What runs inside the actor."""
 
-    def __init__(self, folder: str, max_length: int, rows: int, version: int, threads: int) -> None:
+    def __init__(
+        self, folder: str, file: str, max_length: int, rows: int, held: Held, threads: int, deterministic: bool
+    ) -> None:
         import torch
 
+        from rollout.engines.architecture import Architecture
+        from rollout.engines.decoder import Decoder, read_folder
         from rollout.engines.embedded import EmbeddedEngine
+        from rollout.transports.shared import SharedWeights
 
         torch.set_num_threads(threads)
-        self._core = EmbeddedEngine.from_folder(folder, max_length=max_length, rows=rows, version=version)
+        shape = Architecture.read(Path(folder))
+        self._shared = SharedWeights(Path(file), shape)
+        decoder = Decoder(shape, max_length, self._shared.halves)
+        version, half, source = held
+        if half is None:
+            decoder.load(read_folder(Path(source)))
+        else:
+            decoder.adopt(half)
+        self._core = EmbeddedEngine(decoder, rows=rows, version=version, deterministic=deterministic)
 
     def exchange(self, asks: list[Ask], aborts: list[int], budget_s: float) -> list[Answer]:
         """Take new requests and decode for about `budget_s`; longer, but at most five times, while none has ended."""
@@ -65,13 +85,51 @@ class _Host:
                 break
         return answers
 
-    def load(self, buckets: Sequence[Any], version: int) -> str:
-        """Replace all weights by the tensors of `buckets` (Ray references to `Bucket`s); "" or what is wrong."""
+    def half(self) -> int:
+        """The half of the shared weights that nothing is computed from."""
+        return 1 - self._core.decoder.half
+
+    def adopt(self, half: int, version: int, checksums: dict[str, str]) -> str:
+        """Compute from what was written into `half`; "" or what is wrong with it."""
+        if self._shared.versions[half] != version:
+            return f"the shared weights hold version {self._shared.versions[half]}; expected {version}"
         try:
-            self._core.load_weights(_tensors(buckets), version)
+            compare(self._shared.halves[half].checksums(), checksums, version)
+        except EngineError as error:
+            return str(error)
+        self._core.adopt(half, version)
+        return ""
+
+    def read(self, place: str, version: int, checksums: dict[str, str]) -> str:
+        """Replace all weights by those in a folder, or by their changes in a file; "" or what is wrong."""
+        from rollout.engines.decoder import read_folder
+        from rollout.transports.delta import patched
+
+        core, path = self._core, Path(place)
+        try:
+            core.load_weights(
+                read_folder(path) if path.is_dir() else patched(core.decoder.weights.tensors(), path, core.version),
+                version,
+            )
+            compare(core.decoder.weights.checksums(), checksums, version)
         except EngineError as error:
             return str(error)
         return ""
+
+    def sleep(self) -> str:
+        """Give the cache's memory back; "" or why not."""
+        try:
+            self._core.sleep()
+        except EngineError as error:
+            return str(error)
+        return ""
+
+    def wake(self) -> None:
+        self._core.wake()
+
+    def pid(self) -> int:
+        """The actor's process."""
+        return os.getpid()
 
     def stats(self) -> dict[str, float]:
         """The counters of the engine, `rollout.engines.embedded.Stats` by field name."""
@@ -81,7 +139,9 @@ class _Host:
 class HostedEngine:
     """An engine in a process of its own; Ray must be running.
 
-    Concurrent `generate` calls travel together: each call to the actor brings what is new and takes what is done.
+    Concurrent `generate` calls travel together: each call to the actor brings what is new and takes what is done. An
+    actor that dies is started again up to `restarts` times; it goes on with the weights in shared memory, and what it
+    was asked is asked again, which gives the same tokens.
     """
 
     def __init__(
@@ -92,34 +152,75 @@ class HostedEngine:
         rows: int = 192,
         version: int = 0,
         threads: int = 1,
-        num_cpus: float = 0,
+        place: Mapping[str, Any] | None = None,
+        deterministic: bool = False,
+        transport: str = "shared",
+        weights_folder: Path | str | None = None,
+        restarts: int = 2,
+        tell: Callable[[str], None] = say,
     ) -> None:
-        """Start the actor on the Hugging Face model in `folder`; `num_cpus` is what Ray sets aside for it.
+        """Start the actor on the Hugging Face model in `folder`; `place` are actor options, None: nothing set aside.
+
+        Args:
+            deterministic: as in `EmbeddedEngine`.
+            transport: how new weights come: `shared`, or `disk` or `delta` through the folder
+                `weights_folder` that the trainer sees too (None: one in shared memory).
+            tell: called with one line when the actor is started again.
 
         Raises:
-            EngineError: Ray is not running. What is wrong with the folder comes with the first call.
+            EngineError: Ray is not running, or there is no room for the weights. What else is wrong with the folder
+                comes with the first call.
         """
         if not ray.is_initialized():
             raise EngineError("Ray is not running; call ray.init before making a hosted engine")
-        host = ray.remote(_Host).options(num_cpus=num_cpus)
-        self._host: Any = host.remote(str(folder), max_length, rows, version, threads)
-        self._waiting: dict[int, asyncio.Future[Completion]] = {}
+        self.version = version
+        self.pause_s = 0.0  # that the last update kept the actor from decoding
+        self.starts = 0  # of the actor
+        self.resend: Callable[[], Awaitable[None]] | None = None  # not needed: the weights are where they were
+        self.exchanges = 0  # calls made to the actor for generations
+        self._folder, self._settings = str(folder), (max_length, rows)
+        self._computing = (threads, deterministic)
+        self._transport, self._restarts, self._tell = transport, restarts, tell
+        if transport not in ("shared", "disk", "delta"):
+            raise EngineError(f"the embedded engine has no transport '{transport}'; known: delta, disk, shared")
+        self._weights_folder = Path(weights_folder) if weights_folder else fresh_place()
+        self._actor = ray.remote(num_cpus=0)(_Host).options(**place or {})
+        self._file = fresh_place()
+        self._shared = self._mapped()
+        self._half: int | None = None  # the one that the trainer wrote last
+        self._free = 0  # the one that it may write next
+        self._source = str(folder)  # a folder with the present weights, "" if there is none
+        self._host: Any = self._start()
+        self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion]]] = {}
         self._asks: list[Ask] = []
         self._aborts: list[int] = []
         self._ids = itertools.count()
         self._pump: asyncio.Task[None] | None = None
-        self.exchanges = 0  # calls made to the actor for generations
+        self._closed = False
+
+    def _mapped(self) -> SharedWeights | None:
+        try:
+            shape = Architecture.read(Path(self._folder))
+        except EngineError:
+            return None  # the actor says so with the first call
+        return SharedWeights(self._file, shape, create=True)
+
+    def _start(self) -> Any:
+        self.starts += 1
+        held = (self.version, self._half, self._source)
+        return self._actor.remote(self._folder, str(self._file), *self._settings, held, *self._computing)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion.
 
         Raises:
-            EngineError: the request cannot be served, or the actor has died.
+            EngineError: the request cannot be served, or the actor died more often than it may.
         """
         request_id = next(self._ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = future
-        self._asks.append((request_id, list(prompt_ids), tuple(getattr(sampling, name) for name in Sampling.__slots__)))
+        ask = (request_id, list(prompt_ids), tuple(getattr(sampling, name) for name in Sampling.__slots__))
+        self._waiting[request_id] = (ask, future)
+        self._asks.append(ask)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
         try:
@@ -131,40 +232,92 @@ class HostedEngine:
             self._waiting.pop(request_id, None)
 
     async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights by local tensors, one copy of which travels to the actor.
+        """Replace all weights by local tensors, over the engine's own transport.
 
         Raises:
             EngineError: a tensor is missing, unknown or of another shape (the old weights stay), or the actor has died.
         """
-        bucket = [(name, tensor.detach().float().numpy()) for name, tensor in tensors]
-        await self.load_weights_from([ray.put(bucket)], version)
+        route = await self.route()
+        await self.load_weights_from(make_sender(route).send(tensors, version, route.state))
 
-    async def load_weights_from(self, refs: Sequence[ray.ObjectRef[Bucket]], version: int) -> None:
-        """Replace all weights by those in Ray's object store; their bytes do not pass through this process.
+    async def route(self) -> Route:
+        """The half of the shared weights that is free, or the folder."""
+        if self._transport == "shared":
+            self._free = await self._call("half")
+            state = {"half": self._free}
+            return Route(transport="shared", place=str(self._file), model=self._folder, state=state)
+        return Route(
+            transport=self._transport, place=str(self._weights_folder), model=self._folder, state={"base": self.version}
+        )
 
-        Each reference holds a list of (Hugging Face name, full tensor as numpy array); together they are all tensors.
+    async def load_weights_from(self, handover: Handover) -> None:
+        """Compute from the weights of `handover` (see `TrainedEngine`).
 
         Raises:
-            EngineError: as `load_weights`.
+            EngineError: their bytes are not the trainer's; on shared memory the old weights stay.
         """
-        problem = await self._call(self._host.load, list(refs), version)
+        began = time.perf_counter()
+        sums = dict(handover.checksums)
+        if handover.transport == "shared":
+            problem = await self._call("adopt", self._free, handover.version, sums)
+            self._half = self._half if problem else self._free
+        else:
+            problem = await self._call("read", handover.place, handover.version, sums)
+            self._source = handover.place if handover.transport == "disk" else ""
+        self.pause_s = time.perf_counter() - began
+        if problem:
+            raise EngineError(problem)
+        self.version = handover.version
+
+    async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
+        """Give the memory of keys and values back; the weights are where the trainer writes, and stay.
+
+        Raises:
+            EngineError: requests are running.
+        """
+        problem = await self._call("sleep") if "kv_cache" in tags else ""
         if problem:
             raise EngineError(problem)
 
+    async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
+        """Have room for keys and values again."""
+        if "kv_cache" in tags:
+            await self._call("wake")
+
     async def stats(self) -> dict[str, float]:
         """Counters of the engine since it started: tokens and CPU seconds by kind of work."""
-        counters: dict[str, float] = await self._call(self._host.stats)
+        counters: dict[str, float] = await self._call("stats")
         return counters
 
     def close(self) -> None:
-        """End the actor; what still waits gets an EngineError."""
+        """End the actor and remove the shared weights; what still waits gets an EngineError."""
+        self._closed = True
         ray.kill(self._host)
+        self._file.unlink(missing_ok=True)
+        shutil.rmtree(self._weights_folder, ignore_errors=True)
 
-    async def _call(self, method: Any, *arguments: Any) -> Any:
-        try:
-            return await method.remote(*arguments)
-        except ray.exceptions.RayError as error:
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """Call the actor; one that has died is started again first, as long as it may be."""
+        while True:
+            host = self._host
+            try:
+                return await getattr(host, method).remote(*arguments)
+            except ray.exceptions.RayActorError as error:
+                self._revive(host, error)
+                if method == "exchange":
+                    arguments = ([ask for ask, _ in self._waiting.values()], [], *arguments[2:])
+            except ray.exceptions.RayError as error:
+                raise EngineError(f"the engine's actor failed: {_reason(error)}") from error
+
+    def _revive(self, host: Any, error: Exception) -> None:
+        if host is not self._host:
+            return  # another call was faster
+        started = not isinstance(error, ray.exceptions.ActorUnschedulableError) and "__init__" not in str(error)
+        if self._closed or not started or not self._restarts or (self._half is None and not self._source):
             raise EngineError(f"the engine's actor failed: {_reason(error)}") from error
+        self._restarts -= 1
+        self._tell(f"the engine's actor died; started again with version {self.version}, {self._restarts} starts left")
+        self._host = self._start()
 
     async def _run(self) -> None:
         try:
@@ -172,14 +325,14 @@ class HostedEngine:
                 asks, self._asks = self._asks, []
                 aborts, self._aborts = self._aborts, []
                 self.exchanges += 1
-                for request_id, problem, fields in await self._call(self._host.exchange, asks, aborts, _BUDGET_S):
+                for request_id, problem, fields in await self._call("exchange", asks, aborts, _BUDGET_S):
                     outcome = EngineError(problem) if problem else _completion(*fields)
-                    settle(self._waiting.get(request_id), outcome)
+                    settle(self._waiting[request_id][1] if request_id in self._waiting else None, outcome)
                 await asyncio.sleep(0)  # whoever got an answer may now ask again
-                self._waiting = {key: future for key, future in self._waiting.items() if not future.done()}
+                self._waiting = {key: entry for key, entry in self._waiting.items() if not entry[1].done()}
         except EngineError as error:
             self._asks.clear()
-            for future in self._waiting.values():
+            for _, future in self._waiting.values():
                 settle(future, error)
 
 
@@ -194,17 +347,6 @@ def _completion(
     return Completion(
         token_ids=token_ids, logprobs=logprobs, finish_reason=reason, versions=versions, cached_tokens=cached
     )
-
-
-def _tensors(refs: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    import torch
-
-    for ref in refs:
-        for name, array in ray.get(ref):
-            with warnings.catch_warnings():
-                # Arrays in Ray's store are read-only; they are only copied from.
-                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-                yield name, torch.from_numpy(array)
 
 
 def _reason(error: Exception) -> str:

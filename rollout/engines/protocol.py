@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rollout.transports.handover import Handover, Route
+
+Tag = Literal["weights", "kv_cache"]  # what an engine can do without while it sleeps
 
 
 class EngineError(RuntimeError):
@@ -23,7 +27,8 @@ class Sampling:
     top_k: int = 0  # 0 is off
     max_tokens: int = 512  # completion tokens, the stop token included
     stop: tuple[int, ...] = ()  # token ids that end a completion
-    seed: int = 0  # 64-bit; equal seed, prompt and weights give equal tokens
+    seed: int = 0  # 64-bit; equal seed, prompt and weights give equal tokens, where the engine can promise it
+    session: str = field(default="", compare=False)  # requests of one session find each other's cached prefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +63,31 @@ class Engine(Protocol):
         Raises:
             EngineError: a tensor is missing, unknown or of another shape; the old weights stay.
         """
+
+
+class TrainedEngine(Engine, Protocol):
+    """An engine whose weights another process trains."""
+
+    version: int  # of the weights it holds
+    pause_s: float  # that the last update kept it from decoding
+    starts: int  # of its processes so far
+    resend: Callable[[], Awaitable[None]] | None  # has the trainer send its weights again, after a death that lost them
+
+    async def route(self) -> Route:
+        """Where the next weights should be written, and how."""
+
+    async def load_weights_from(self, handover: Handover) -> None:
+        """Take the weights that lie where `route` said, and compare their checksums.
+
+        Raises:
+            EngineError: they are not the trainer's; what the engine computes with is then not to be relied on.
+        """
+
+    async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
+        """Give memory back until `wake`; an idle engine only. Who sleeps without weights wakes without them."""
+
+    async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
+        """Take memory again."""
+
+    def close(self) -> None:
+        """End the processes of the engine; what still waits gets an EngineError."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from rollout.engines.architecture import Architecture
 from rollout.engines.protocol import EngineError
+from rollout.transports.checksum import checksum
+
+_ALIGNED = 16  # elements: every buffer starts on a cache line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +34,13 @@ class Layer:
 class Weights:
     """All weights of a decoder, in buffers that live as long as the engine."""
 
-    def __init__(self, shape: Architecture) -> None:
-        self.embed = torch.empty(shape.vocab_size, shape.hidden_size)
-        self.head = self.embed if shape.tied else torch.empty(shape.vocab_size, shape.hidden_size)
-        self.norm = torch.empty(shape.hidden_size)
-        self.layers = [_allocate(shape) for _ in range(shape.layers)]
+    def __init__(self, shape: Architecture, storage: Tensor | None = None) -> None:
+        """Lay the buffers out in `storage`, float32 of `elements(shape)`; in memory of their own without it."""
+        empty: Callable[..., Tensor] = torch.empty if storage is None else _Shelf(storage)
+        self.embed = empty(shape.vocab_size, shape.hidden_size)
+        self.head = self.embed if shape.tied else empty(shape.vocab_size, shape.hidden_size)
+        self.norm = empty(shape.hidden_size)
+        self.layers = [_allocate(shape, empty) for _ in range(shape.layers)]
         self._tied = shape.tied
         # name -> (shape in the stream, view of a buffer with the same elements in the same order)
         self._places: dict[str, tuple[torch.Size, Tensor]] = {
@@ -46,6 +52,30 @@ class Weights:
         for index, layer in enumerate(self.layers):
             for name, place in _places(layer, shape).items():
                 self._places[f"model.layers.{index}.{name}"] = place
+
+    @staticmethod
+    def elements(shape: Architecture) -> int:
+        """Float32 numbers that a storage for `shape` holds."""
+        shelf = _Shelf(torch.empty(0, device="meta"))
+        hidden, vocab = shape.hidden_size, shape.vocab_size
+        for _ in range(1 if shape.tied else 2):
+            shelf(vocab, hidden)
+        shelf(hidden)
+        for _ in range(shape.layers):
+            _allocate(shape, shelf)
+        return shelf.used
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of all that is in the buffers; a tied head is its embedding alone."""
+        for name, (shape, view) in self._places.items():
+            yield name, view.reshape(shape)
+
+    def checksums(self) -> dict[str, str]:
+        """Checksum of every tensor by Hugging Face name, as `rollout.transports.checksum` has it."""
+        return {
+            name: checksum(view if len(shape) > 1 else view.reshape(shape))
+            for name, (shape, view) in self._places.items()
+        }
 
     def fill(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Copy a full set of named tensors into the buffers, converting to float32.
@@ -79,18 +109,33 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a.float(), b, rtol=0, atol=0, equal_nan=True)
 
 
-def _allocate(shape: Architecture) -> Layer:
+class _Shelf:
+    """Hands out consecutive, aligned pieces of one storage in place of `torch.empty`."""
+
+    def __init__(self, storage: Tensor) -> None:
+        self._storage = storage
+        self.used = 0
+
+    def __call__(self, *size: int) -> Tensor:
+        count = math.prod(size)
+        start, self.used = self.used, self.used + _ALIGNED * math.ceil(count / _ALIGNED)
+        if self._storage.is_meta:
+            return torch.empty(size, device="meta")
+        return self._storage[start : start + count].view(size)
+
+
+def _allocate(shape: Architecture, empty: Callable[..., Tensor]) -> Layer:
     hidden, rows = shape.hidden_size, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return Layer(
-        input_norm=torch.empty(hidden),
-        qkv=torch.empty(rows, hidden),
-        qkv_bias=torch.empty(rows) if shape.qkv_bias else None,
-        q_norm=torch.empty(shape.head_dim) if shape.qk_norm else None,
-        k_norm=torch.empty(shape.head_dim) if shape.qk_norm else None,
-        out=torch.empty(hidden, shape.heads * shape.head_dim),
-        post_norm=torch.empty(hidden),
-        gate_up=torch.empty(2 * shape.intermediate_size, hidden),
-        down=torch.empty(hidden, shape.intermediate_size),
+        input_norm=empty(hidden),
+        qkv=empty(rows, hidden),
+        qkv_bias=empty(rows) if shape.qkv_bias else None,
+        q_norm=empty(shape.head_dim) if shape.qk_norm else None,
+        k_norm=empty(shape.head_dim) if shape.qk_norm else None,
+        out=empty(hidden, shape.heads * shape.head_dim),
+        post_norm=empty(hidden),
+        gate_up=empty(2 * shape.intermediate_size, hidden),
+        down=empty(hidden, shape.intermediate_size),
     )
 
 

@@ -1,0 +1,8 @@
+"""SGLang behind the engine's border: servers in an environment of their own, reached over HTTP.
+
+- `engine`   `SGLangEngine`: generation, routing to replicas, updates, restarts
+- `server`   one server process: its command, its end with ours, what its log says last
+- `client`   one server's HTTP API: deadlines, retries, what its answers mean
+"""
+
+VERSION = "0.5.23"  # what requirements/sglang.txt pins and `make test-sglang` runs

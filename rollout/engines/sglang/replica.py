@@ -1,0 +1,170 @@
+"""One server of an engine: its client, and its process where that is ours."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from rollout.engines.protocol import EngineError
+from rollout.engines.sglang.client import Client
+from rollout.engines.sglang.server import Server, arguments
+
+_LOOK_S = 0.25  # between two looks at a server that starts
+
+
+class Replica:
+    """A server that answers, starts, or has died; `starts` counts how often it was started."""
+
+    def __init__(
+        self, host: Any, *, remote: bool, timeout_s: float, connections: int, fellows: Sequence[Any] = ()
+    ) -> None:
+        """`host` is a `Server`, or with `remote` a Ray actor of one; None for a server that somebody else runs.
+
+        `fellows` are actors that hold the server's further GPUs.
+        """
+        self._host, self._remote, self._fellows = host, remote, list(fellows)
+        self._settings: dict[str, Any] = {"timeout_s": timeout_s, "connections": connections}
+        self.starts = 0
+        self.ready = False
+        self._client: Client | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Whether the process is ours to start and end."""
+        return self._host is not None
+
+    @property
+    def client(self) -> Client:
+        """The server's API."""
+        assert self._client is not None, "a server is waited for before it is asked"
+        return self._client
+
+    def attach(self, url: str, key: str | None) -> None:
+        """Speak to a server that runs already."""
+        self._client = Client(url, key=key, **self._settings)
+
+    async def start(self) -> None:
+        """Start the server, again if it ran before."""
+        if self._remote:
+            devices = [gpu for actor in (self._host, *self._fellows) for gpu in await actor.devices.remote()]
+            url = await self._host.start.remote(devices)
+        else:
+            url = self._host.start()
+        self._client = Client(url, **self._settings)
+        self.starts += 1
+        self.ready = False
+
+    async def wait(self, start_s: float) -> None:
+        """Wait until the server is ready.
+
+        Raises:
+            EngineError: it ended, with what it said last; or `start_s` have passed.
+        """
+        if self._client is None:
+            await self.start()
+        deadline = time.monotonic() + start_s
+        while not await self.client.up():
+            ended = await self.ended()
+            if ended and self.ours:
+                raise EngineError(f"SGLang: {ended}")
+            if time.monotonic() > deadline:
+                raise EngineError(f"SGLang at {self.client.url}: not ready within {start_s:g} s")
+            await asyncio.sleep(_LOOK_S)
+        self.ready = True
+
+    async def ended(self) -> str:
+        """Why the server is gone; "" while its process runs."""
+        if self._host is None:
+            return f"the server at {self.client.url} is gone, and it is not ours to start"
+        return str(await self._ask("ended"))
+
+    async def pid(self) -> int | None:
+        """The server's process, None where it is not ours."""
+        return None if self._host is None else await self._ask("pid")
+
+    def close(self) -> None:
+        """End the server if it is ours."""
+        if self._host is None:
+            return
+        if self._remote:
+            import ray
+
+            ray.get(self._host.stop.remote(), timeout=30)
+            for actor in (self._host, *self._fellows):
+                ray.kill(actor)
+        else:
+            self._host.stop()
+
+    async def _ask(self, method: str) -> Any:
+        if self._remote:
+            return await getattr(self._host, method).remote()
+        return getattr(self._host, method)()
+
+
+def attached(url: str, *, key: str | None, timeout_s: float, connections: int) -> Replica:
+    """A server that runs at `url`.
+
+    Raises:
+        EngineError: it is on another machine, and there is no key.
+    """
+    if not _is_loopback(urlsplit(url).hostname or "") and not key:
+        raise EngineError(f"engine.urls: {url} is not on this machine; give the servers' key in engine.key_file")
+    replica = Replica(None, remote=False, timeout_s=timeout_s, connections=connections)
+    replica.attach(url.rstrip("/"), key)
+    return replica
+
+
+def owned(
+    folder: str,
+    *,
+    python: str,
+    tp: int,
+    max_length: int,
+    slots: int,
+    threads: int,
+    options: Mapping[str, Any],
+    places: Sequence[Mapping[str, Any]] | None,
+    environment: Mapping[str, str],
+    log: str,
+    timeout_s: float,
+    connections: int,
+) -> Replica:
+    """A server of our own: where Ray runs in an actor of its own, with one for each further GPU; else in this process.
+
+    Raises:
+        EngineError: no interpreter at `python`.
+    """
+    words = arguments(folder, tp=tp, max_length=max_length, slots=slots, options=options)
+    settings = (python, words, log, {"OMP_NUM_THREADS": str(threads), **environment})
+    Server(*settings)  # complains here rather than in an actor
+    if not _ray_runs():
+        return Replica(Server(*settings), remote=False, timeout_s=timeout_s, connections=connections)
+    host, *fellows = [actor.remote(*settings) for actor in _actors(tp, places)]
+    return Replica(host, remote=True, timeout_s=timeout_s, connections=connections, fellows=fellows)
+
+
+def _ray_runs() -> bool:
+    import sys
+
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def _actors(tp: int, places: Sequence[Mapping[str, Any]] | None) -> list[Any]:
+    """One for each GPU of a server."""
+    import ray
+
+    if places is None:
+        places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * tp
+    return [ray.remote(num_cpus=0)(Server).options(**place) for place in places]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

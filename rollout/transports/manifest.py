@@ -1,0 +1,71 @@
+"""The tensors of a model, by name and shape, and a stream that is held to them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from rollout.engines.protocol import EngineError
+
+
+def read_manifest(folder: Path | str) -> dict[str, tuple[int, ...]]:
+    """Shape by name of every tensor in the safetensors of `folder`, from their headers alone.
+
+    Raises:
+        EngineError: there are none, or one cannot be read.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"{folder}: no *.safetensors file; expected a Hugging Face model folder")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        try:
+            with file.open("rb") as opened:
+                (size,) = struct.unpack("<Q", opened.read(8))
+                header = json.loads(opened.read(size))
+        except (OSError, ValueError, struct.error) as error:
+            raise EngineError(f"{file}: not readable as safetensors ({error})") from error
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return shapes
+
+
+def complete(
+    weights: Iterable[tuple[str, Tensor]], manifest: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass a stream on as long as it is what `manifest` says; a second name of a tied head is left out.
+
+    Raises:
+        EngineError: names the tensor that is missing, unknown, repeated or of another shape.
+    """
+    left = dict(manifest)
+    for name, tensor in weights:
+        if name not in left:
+            if name == "lm_head.weight" and name not in manifest:
+                continue
+            raise EngineError(f"tensor '{name}' {'comes twice' if name in manifest else 'is unknown to this model'}")
+        shape = left.pop(name)
+        if tuple(tensor.shape) != shape:
+            raise EngineError(f"tensor '{name}' has shape {list(tensor.shape)}; expected {list(shape)}")
+        yield name, tensor
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise EngineError(f"tensor '{next(iter(left))}'{more} is missing from the update")
+
+
+def compare(engine: Mapping[str, str], trainer: Mapping[str, str], version: int) -> None:
+    """Hold an engine's checksums against the trainer's; tensors that only one side names are not compared.
+
+    Raises:
+        EngineError: names the first tensor that differs.
+    """
+    differ = [name for name, value in trainer.items() if name in engine and engine[name] != value]
+    if differ:
+        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+        raise EngineError(
+            f"tensor '{differ[0]}'{more}: the engine's bytes differ from the trainer's at version {version}; "
+            "the hand-over is broken"
+        )

@@ -1,0 +1,55 @@
+"""Lets SGLang's published wheels run without a GPU: `.venv-sglang/bin/python tests/sglang/patch_cpu.py`.
+
+Two of its imports fail on such a machine. The wheel of torchvision is built for CUDA, so its operators cannot load; the
+two that are looked up at import are declared here and never called. SGLang's kernels are built for CUDA only; a package
+of their name says so when one is called. Dense decoders with attention in plain torch call none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import sysconfig
+from pathlib import Path
+
+OPERATORS = """import torch as _torch  # declared by tests/sglang/patch_cpu.py
+
+_declared = _torch.library.Library("torchvision", "DEF")
+_declared.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+_declared.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+"""
+
+KERNELS = '''"""Stands in for SGLang's CUDA kernels, which a machine without a GPU cannot have."""
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def absent(*_args, **_options):
+        raise NotImplementedError(f"sgl_kernel.{name} needs a GPU")
+
+    return absent
+'''
+
+
+def main() -> int:
+    """Patch the environment of the interpreter that runs this; does nothing the second time."""
+    packages = Path(sysconfig.get_path("purelib"))
+    if not packages.is_relative_to(sys.prefix) or sys.prefix == sys.base_prefix:
+        print(f"error: {sys.executable} is in no virtual environment; run this with .venv-sglang/bin/python")
+        return 1
+    operators = packages / "torchvision" / "_meta_registrations.py"
+    text = operators.read_text(encoding="utf-8")
+    if OPERATORS not in text:
+        operators.write_text(OPERATORS + text, encoding="utf-8")
+    if importlib.util.find_spec("sgl_kernel") is None:
+        kernels = packages / "sgl_kernel"
+        kernels.mkdir()
+        (kernels / "__init__.py").write_text(KERNELS, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Every transport into a real SGLang server, its death, and what it says when it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rollout.engines.protocol import EngineError, Sampling
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.transports import make_sender
+from tests.contract.test_engines import (
+    LOGPROB_TOLERANCE,
+    ask,
+    prompts,
+    weights,
+    worst,
+)
+from tests.support.tiny import make_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.sglang]
+
+
+@pytest.fixture
+def engine(sglang_engine: SGLangEngine) -> SGLangEngine:
+    return sglang_engine
+
+
+@pytest.fixture
+def shared_by_name() -> Iterator[None]:
+    """CPU memory goes to an unrelated process by name; a GPU's goes by handle, whatever this says."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+@pytest.mark.parametrize("transport", ["disk", "changed", "tensor", "distributed"])
+def test_a_transport_brings_new_weights_to_a_cached_prompt(
+    engine: SGLangEngine, transport: str, shared_by_name: None
+) -> None:
+    if transport == "distributed" and not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine._transport = transport
+    prompt = prompts(1, seed=7, low=60)[0]
+    sampling = Sampling(max_tokens=5)
+    for version in (11, 12):
+        ask(engine, [(prompt, sampling)])
+        asyncio.run(engine.load_weights(iter(weights(version)), version))
+        (completion,) = ask(engine, [(prompt, sampling)])
+        assert completion.cached_tokens == 0
+        assert [(span.version, span.start, span.end) for span in completion.versions] == [(version, 0, 5)]
+        assert worst(make_model(version), prompt, completion) < LOGPROB_TOLERANCE
+    engine._transport = "disk"
+
+
+def test_a_difference_in_the_servers_memory_is_named(engine: SGLangEngine) -> None:
+    async def play() -> None:
+        route = await engine.route()
+        handover = make_sender(route).send(weights(3), 21, route.state)
+        sums: Any = dict(handover.checksums)
+        if not sums:
+            pytest.skip("the server's checksums are its GPU's own")
+        sums["model.layers.1.mlp.gate_up_proj.weight"] = "0" * 16
+        await engine.load_weights_from(replace(handover, checksums=sums))
+
+    with pytest.raises(EngineError, match=r"tensor 'model.layers.1.mlp.gate_up_proj.weight': .* at version 21"):
+        asyncio.run(play())
+
+
+def test_a_refusal_is_in_the_servers_words(engine: SGLangEngine) -> None:
+    async def play() -> None:
+        await engine._all("/update_weights_from_disk", {"model_path": "/nowhere"})
+
+    with pytest.raises(EngineError, match="SGLang /update_weights_from_disk: status 400: "):
+        asyncio.run(play())
+
+
+def test_a_server_that_dies_comes_back_with_its_weights(engine: SGLangEngine) -> None:
+    (replica,) = engine._replicas
+    if not replica.ours:
+        pytest.skip("the server is not ours to end")
+    told: list[str] = []
+    engine._tell = told.append
+    prompt = prompts(1, seed=8)[0]
+
+    async def play() -> Any:
+        await engine.load_weights(weights(4), 31)
+        route = await engine.route()
+        handover = make_sender(route).send(weights(5), 32, route.state)
+        pid = await replica.pid()
+        assert pid is not None
+        os.killpg(pid, signal.SIGKILL)  # between the trainer's writing and the server's reading
+        await engine.load_weights_from(handover)
+        return await engine.generate(prompt, Sampling(max_tokens=6))
+
+    completion = asyncio.run(play())
+    assert completion.versions[-1].version == 32
+    assert worst(make_model(5), prompt, completion) < LOGPROB_TOLERANCE
+    assert len(told) == 1
+    assert told[0].endswith("started again, 0 restarts left")
+    assert "\n" not in told[0]
