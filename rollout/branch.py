@@ -50,6 +50,14 @@ class BranchSeat(Seat):
         finally:
             self.stirred.set()
 
+    def place(self, turn: int, /, node: str) -> None:
+        """Refuse: the turns of this seat have their nodes already.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"turn {turn} cannot be node {node}: the orchestra grows its own tree; set no branching")
+
     async def _answer(self, call: Call) -> Answer:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.open[call.index] = call, future
@@ -73,8 +81,10 @@ class Branch:
     and their replies are handed over together, in the order of the calls.
     """
 
-    def __init__(self, task: Task, seat: BranchSeat, env: Env, orchestra: Orchestra) -> None:
-        self.line = Line(task, seat, env, orchestra)
+    def __init__(
+        self, task: Task, seat: BranchSeat, env: Env, orchestra: Orchestra, *, tool_s: float | None = None
+    ) -> None:
+        self.line = Line(task, seat, env, orchestra, tool_s=tool_s)
         self.node = ""
         self.rounds: list[list[Asked]] = []
         self.resting = False

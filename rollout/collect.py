@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 
-from rollout.envs.protocol import Env
+from rollout.envs.protocol import Env, Undecided
+from rollout.limits import Late, Limits
 from rollout.line import Line, Orchestra
 from rollout.records import Group, Status, Task, Trajectory
 from rollout.team import Team
 from rollout.together import stop, together
 from rollout.tree import Branching, Tree
+from rollout.watchdog import Watchdog
+
+_ANY_TIME = Limits()
 
 
 async def collect(
@@ -24,67 +30,120 @@ async def collect(
     step: int,
     tree: Branching | None = None,
     temperature: float | None = None,
-    deadline_s: float | None = None,
+    limits: Limits = _ANY_TIME,
+    surplus: int = 0,
+    watchdog: Watchdog | None = None,
     done: Callable[[Trajectory], None] = lambda _: None,
 ) -> list[Group]:
-    """Play each task `group_size` times and return one group per task, in the order of `tasks`.
+    """Play each task until `group_size` trajectories are completed and return one group per task, in their order.
 
-    A trajectory whose engine or environment fails, or which is late, is kept with status FAILED and its error; the
-    others go on. Any other exception ends the collection: it is a bug of the orchestra.
+    A trajectory whose engine or environment fails is kept with status FAILED and its error, one of which something is
+    late with LATE, one that is given up with ABORTED; the others go on. Any other exception ends the collection: it is
+    a bug of the orchestra.
 
     Args:
         tree: every trajectory is grown as a tree; None: as one line.
         temperature: of every agent, in place of its own; 0 is greedy.
-        deadline_s: seconds that one trajectory may take; None: any time.
+        limits: how long tools, a trajectory and all of them may take. What is not done in time is cancelled.
+        surplus: trajectories of each task that are started beyond `group_size`; the slowest are given up.
+        watchdog: sees what is being played.
         done: called with each trajectory as it ends.
     """
     if temperature is not None:
         team = team.at_temperature(temperature)
+    ends = None if limits.batch_s is None else asyncio.get_running_loop().time() + limits.batch_s
 
-    async def play(task: Task, sample: int) -> Trajectory:
+    async def play(task: Task, sample: int, quota: _Quota | None) -> Trajectory:
         place = (seed, step, task.id, sample)
+        name = f"{step}/{task.id}/{sample}"
         played: Line | Tree
         if tree is None:
-            played = Line(task, team.seat(*place), make_env(task), orchestra)
+            played = Line(task, team.seat(*place), make_env(task), orchestra, tool_s=limits.tool_s)
         else:
-            played = Tree(tree, task, team, place, make_env, orchestra)
-        error = await _play(played, deadline_s)
+            played = Tree(tree, task, team, place, make_env, orchestra, tool_s=limits.tool_s)
+        with watchdog.over(name, played) if watchdog else nullcontext():
+            ending = await _play(played, limits, ends, quota)
         trajectory = Trajectory(
-            id=f"{step}/{task.id}/{sample}",
+            id=name,
             task_id=task.id,
             source=task.source,
             sample=sample,
             step=step,
             turns=played.turns,
             tools=tuple(played.tools),
-            outcome=None if error else played.outcome,
-            answer=None if error else played.answer,
+            outcome=None if ending.error else played.outcome,
+            answer=None if ending.error else played.answer,
             leaf=played.leaf,
-            metrics=played.metrics,
-            status=Status.FAILED if error else Status.COMPLETED,
-            error=error,
+            metrics=dict.fromkeys(ending.counted, 1.0) | played.metrics,
+            status=ending.status,
+            error=ending.error,
         )
         done(trajectory)
         return trajectory
 
-    played = await together(play(task, sample) for task in tasks for sample in range(group_size))
-    return [
-        Group(task=task, trajectories=tuple(played[i * group_size : (i + 1) * group_size]))
-        for i, task in enumerate(tasks)
-    ]
+    quotas = [_Quota(group_size) if surplus else None for _ in tasks]
+    size = group_size + surplus
+    played = await together(
+        play(task, sample, quota) for task, quota in zip(tasks, quotas, strict=True) for sample in range(size)
+    )
+    return [Group(task=task, trajectories=tuple(played[i * size : (i + 1) * size])) for i, task in enumerate(tasks)]
 
 
-async def _play(played: Line | Tree, deadline_s: float | None) -> str:
-    """Why it failed, "" if it did not."""
-    if deadline_s is None:
+class _Quota:
+    """How many trajectories a group still lacks."""
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+        self.met: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def count(self) -> None:
+        self._wanted -= 1
+        if not self._wanted:
+            self.met.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a trajectory ended."""
+
+    status: Status
+    error: str  # why not well
+    counted: tuple[str, ...] = ()  # `undecided`, or `late/` and an agent, a tool, `trajectory` or `batch`
+
+
+async def _play(played: Line | Tree, limits: Limits, ends: float | None, quota: _Quota | None) -> _Ending:
+    """Play to the end, to a deadline, or until the group is full; what is not done then is cancelled."""
+    if limits.trajectory_s is None and ends is None and quota is None:
         await played.play()
-        return played.error
+        return _ending(played)
+    left = None if ends is None else ends - asyncio.get_running_loop().time()
+    patience = min((s for s in (left, limits.trajectory_s) if s is not None), default=None)
     task = asyncio.create_task(played.play())
     try:
-        await asyncio.wait({task}, timeout=deadline_s)
-        if not task.done():
-            return f"deadline of {deadline_s:g} s passed while waiting for {played.waiting}"
-        task.result()
-        return played.error
+        first = {task, quota.met} if quota else {task}
+        await asyncio.wait(first, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        if quota and quota.met.done():
+            return _Ending(Status.ABORTED, f"its group was full while it waited for {played.waiting}")
+        if task.done():
+            task.result()
+            if quota and not played.error:
+                quota.count()
+            return _ending(played)
+        late, status, seconds = (
+            ("batch", Status.ABORTED, limits.batch_s)
+            if patience == left
+            else ("trajectory", Status.LATE, limits.trajectory_s)
+        )
+        why = f"the {late}'s deadline of {seconds:g} s passed while it waited for {played.waiting}"
+        return _Ending(status, why, (f"late/{late}",))
     finally:
         await stop([task])
+
+
+def _ending(played: Line | Tree) -> _Ending:
+    if not played.error:
+        return _Ending(Status.COMPLETED, "")
+    if isinstance(played.failure, Late):
+        return _Ending(Status.LATE, played.error, (f"late/{played.failure.what}",))
+    counted = ("undecided",) if isinstance(played.failure, Undecided) else ()
+    return _Ending(Status.FAILED, played.error, counted)

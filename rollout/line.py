@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rollout.engines.protocol import EngineError
-from rollout.envs.protocol import Case, Comparing, Env, EnvError, Previewing, Running, Step, Testing, ToolCall
+from rollout.envs.protocol import (
+    Case,
+    Comparing,
+    Env,
+    EnvError,
+    Keeping,
+    Living,
+    Previewing,
+    Running,
+    Step,
+    Testing,
+    ToolCall,
+)
+from rollout.limits import Late, LateTool, within
 from rollout.records import Task, ToolEvent, Turn
-from rollout.team import Seat
+from rollout.team import Call, Seat
+from rollout.watchdog import Wait
 
 Orchestra = Callable[[Task, Seat, Env], Awaitable[None]]
 Ability = TypeVar("Ability")
+T = TypeVar("T")
 
 
 class Line:
@@ -20,9 +36,8 @@ class Line:
     It stands in for the environment, to write down the steps.
     """
 
-    leaf = ""
-
-    def __init__(self, task: Task, seat: Seat, env: Env, orchestra: Orchestra) -> None:
+    def __init__(self, task: Task, seat: Seat, env: Env, orchestra: Orchestra, *, tool_s: float | None = None) -> None:
+        """`tool_s` is how long one call of the environment may take, in seconds."""
         self.seat = seat
         self.rewards: list[float] = []  # of every step
         self.tools: list[ToolEvent] = []
@@ -33,10 +48,13 @@ class Line:
         self._task = task
         self._env = env
         self._orchestra = orchestra
+        self._tool_s = tool_s
 
     async def play(self) -> None:
         """Run the orchestra. A failure of an engine or the environment becomes `error`; anything else is a bug."""
         try:
+            if isinstance(self._env, Living):
+                await self._use("open", self._env.open, self._task)
             await self._orchestra(self._task, self.seat, self)
             if self.outcome is None:
                 self.error = "the orchestra ended without a step in the environment"
@@ -44,50 +62,60 @@ class Line:
             self.failure, self.error = failure, f"{type(failure).__name__}: {failure}"
         finally:
             await self.seat.close()
+            if isinstance(self._env, Living):
+                await self._env.close()
 
     def reset(self, task: Task) -> str:
         return self._env.reset(task)
 
     async def step(self, action: str) -> Step:
-        with self.seat.waits("the environment"):
-            step = await self._env.step(action)
+        began = time.time()
+        step = await self._use("step", self._env.step, action)
         self.seat.credit(step.reward, step.metrics)
         self.rewards.append(step.reward)
         self.answer = self.answer if step.answer is None else step.answer
         self.metrics.update(step.metrics)
         for call in step.tools:
-            self._note(call, self.seat.last)
+            self._note(call, self.seat.last, began)
         return step
 
     async def preview(self, action: str) -> Step:
         env = self._able(Previewing, "preview an action")
-        with self.seat.waits("the environment"):
-            return await env.preview(action)
+        return await self._use("preview", env.preview, action)
 
     async def same(self, answer: str, other: str) -> bool:
         env = self._able(Comparing, "compare two answers")
-        with self.seat.waits("the environment"):
-            return await env.same(answer, other)
+        return await self._use("same", env.same, answer, other)
 
     async def run(self, program: str) -> ToolCall:
         env = self._able(Running, "run a program")
-        with self.seat.waits("the environment"):
-            call = await env.run(program)
-        self._note(call, self.seat.own)
+        began = time.time()
+        call = await self._use("run", env.run, program)
+        self._note(call, self.seat.own, began)
         return call
 
     async def check(self, program: str, cases: Sequence[Case]) -> Step:
         env = self._able(Testing, "run an agent's tests")
-        with self.seat.waits("the environment"):
-            step = await env.check(program, cases)
+        began = time.time()
+        step = await self._use("check", env.check, program, cases)
         for call in step.tools:
-            self._note(call, self.seat.own)
+            self._note(call, self.seat.own, began)
         return step
 
     async def agreement(self, cases: Sequence[Case]) -> float | None:
         env = self._able(Testing, "judge an agent's tests")
-        with self.seat.waits("the environment"):
-            return await env.agreement(cases)
+        return await self._use("agreement", env.agreement, cases)
+
+    async def files(self) -> Mapping[str, int]:
+        env = self._able(Keeping, "keep files")
+        began = time.time()
+        files = await self._use("files", env.files)
+        self._note(ToolCall(tool="files", query="", result="\n".join(files)), self.seat.own, began)
+        return files
+
+    async def forget(self) -> None:
+        env = self._able(Keeping, "keep files")
+        await self._use("forget", env.forget)
 
     def _able(self, what: type[Ability], action: str) -> Ability:
         env: Any = self._env
@@ -95,9 +123,33 @@ class Line:
             raise EnvError(f"{type(env).__name__} cannot {action}; use a team that does not ask for it")
         return env
 
-    def _note(self, call: ToolCall, turn: Turn | None) -> None:
+    async def _use(self, method: str, call: Callable[..., Awaitable[T]], *arguments: object) -> T:
+        tool = f"{self._task.env}.{method}"
+        with self.seat.waits(tool):
+            try:
+                return await within(self._tool_s, call(*arguments))
+            except Late as late:
+                raise LateTool(f"{tool}: {late}", f"tool/{tool}") from None
+
+    def _note(self, call: ToolCall, turn: Turn | None, began: float) -> None:
         index, node = (turn.index, turn.node) if turn else (-1, "")
-        self.tools.append(ToolEvent(after_turn=index, node=node, tool=call.tool, query=call.query, result=call.result))
+        self.tools.append(
+            ToolEvent(
+                after_turn=index,
+                node=node,
+                tool=call.tool,
+                query=call.query,
+                result=call.result,
+                failed=call.failed,
+                started_s=began,
+                took_s=time.time() - began,
+            )
+        )
+
+    @property
+    def leaf(self) -> str:
+        """Where a tree of the orchestra's own ended, "" without one."""
+        return self.seat.leaf
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -112,4 +164,16 @@ class Line:
     @property
     def waiting(self) -> str:
         """Whom or what the orchestra waits for."""
-        return ", ".join(str(what) for what in self.seat.waiting.values()) or "the orchestra"
+        return ", ".join(str(what) for what, _ in self.seat.waiting.values()) or "the orchestra"
+
+    def waits(self) -> list[Wait]:
+        """What its tasks wait for, for a watchdog."""
+        last = self.seat.last
+        after = f" after turn {last.index} of {last.agent}" if last else ""
+        return [
+            Wait(
+                what=f"{what} waits for policy {what.agent.policy}" if isinstance(what, Call) else f"{what}{after}",
+                since=since,
+            )
+            for what, since in self.seat.waiting.values()
+        ]

@@ -15,6 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rollout.engines.protocol import VersionSpan
+
 
 class RecordError(ValueError):
     """A file of records cannot be read: says which file, what is wrong and what to do."""
@@ -53,6 +55,8 @@ class Status(enum.StrEnum):
 
     COMPLETED = "completed"
     FAILED = "failed"  # an engine, tool or environment failed: masked, never a zero reward
+    LATE = "late"  # a call, a tool or the whole took longer than it may
+    ABORTED = "aborted"  # given up: its batch was late, or its group was full without it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +64,16 @@ class Turn:
     """One LLM call of one agent.
 
     Names in `scores`, absent where not measured: `team` is what the environment gave in the step that followed, beside
-    that step's metrics; `local` is what the orchestra gave to this turn; `branch` is what a tree chose by.
+    that step's metrics; `local` is what the orchestra gave to this turn, with `undecided` in its place when nobody can
+    say; `branch` is what a tree chose by.
     """
 
     index: int  # position in the trajectory, from 0
     round: int = 0  # which step of the environment followed, from 0; turns before one step share it
     agent: str
     policy: str
-    policy_version: int  # version of the weights that sampled the completion
+    policy_version: int  # version of the weights that sampled the completion's end
+    versions: tuple[VersionSpan, ...] = ()  # which of them sampled which tokens; (): `policy_version` all
     node: str  # branch numbers from the root, as "0.2.1"; "" outside tree sampling
     state_key: str  # digest of what the agent saw
     messages: tuple[Message, ...]
@@ -82,6 +88,13 @@ class Turn:
     scores: Mapping[str, float] = field(default_factory=dict)  # what was measured of this turn, by name
     reward: float | None = None  # set by a reward allocator
     masked: bool = False  # does not train: nothing can be said of this turn; its reward is None
+    started_s: float = field(default=0.0, compare=False)  # Unix time
+    took_s: float = field(default=0.0, compare=False)  # until the reply was there, waiting for a slot included
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled its tokens."""
+        return min((span.version for span in self.versions), default=self.policy_version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +106,9 @@ class ToolEvent:
     tool: str
     query: str
     result: str
+    failed: bool = False  # through the agent's own fault
+    started_s: float = field(default=0.0, compare=False)  # Unix time
+    took_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +127,7 @@ class Trajectory:
     leaf: str = ""  # node of the branch that went on to the end, "" outside tree sampling
     metrics: Mapping[str, float] = field(default_factory=dict)
     status: Status = Status.COMPLETED
-    error: str = ""  # why status is FAILED
+    error: str = ""  # why status is not COMPLETED
 
     @property
     def success(self) -> float:
@@ -143,6 +159,7 @@ TASK_SCHEMA = pa.schema(
     ]
 )
 
+_SPAN = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 _TURN = pa.struct(
     [
@@ -151,6 +168,7 @@ _TURN = pa.struct(
         ("agent", pa.string()),
         ("policy", pa.string()),
         ("policy_version", pa.int64()),
+        ("versions", pa.list_(_SPAN)),
         ("node", pa.string()),
         ("state_key", pa.string()),
         ("messages", pa.list_(_MESSAGE)),
@@ -165,6 +183,8 @@ _TURN = pa.struct(
         ("scores", pa.map_(pa.string(), pa.float64())),
         ("reward", pa.float64()),
         ("masked", pa.bool_()),
+        ("started_s", pa.float64()),
+        ("took_s", pa.float64()),
     ]
 )
 _TOOL = pa.struct(
@@ -174,6 +194,9 @@ _TOOL = pa.struct(
         ("tool", pa.string()),
         ("query", pa.string()),
         ("result", pa.string()),
+        ("failed", pa.bool_()),
+        ("started_s", pa.float64()),
+        ("took_s", pa.float64()),
     ]
 )
 
@@ -224,7 +247,7 @@ def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
-    """Read trajectories written by `write_trajectories`.
+    """Read trajectories written by `write_trajectories`, also of a version that recorded less of turns and tools.
 
     Raises:
         RecordError: the file is missing, is not parquet, or lacks a column.
@@ -236,7 +259,8 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
     turns = tuple(
         Turn(
             **{
-                **turn,
+                **_known(turn),
+                "versions": tuple(VersionSpan(**span) for span in turn["versions"] or ()),
                 "messages": tuple(Message(**message) for message in turn["messages"]),
                 "prompt_ids": tuple(turn["prompt_ids"]),
                 "completion_ids": tuple(turn["completion_ids"]),
@@ -246,9 +270,14 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         )
         for turn in row["turns"]
     )
-    tools = tuple(ToolEvent(**tool) for tool in row["tools"])
+    tools = tuple(ToolEvent(**_known(tool)) for tool in row["tools"])
     rest = {"turns": turns, "tools": tools, "metrics": dict(row["metrics"]), "status": Status(row["status"])}
     return Trajectory(**{**row, **rest})
+
+
+def _known(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what an older file does not have, for which the record has a default."""
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def _write(path: Path, table: pa.Table) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rollout.agent import Role
 from rollout.engines.protocol import Completion, Engine, Sampling
+from rollout.limits import LateCall, within
 from rollout.records import Message, Turn
 from rollout.renderer import Renderer
 from rollout.seeds import derive_seed
@@ -54,11 +56,19 @@ class Player:
 
     engine: Engine
     renderer: Renderer
+    slots: AbstractAsyncContextManager[object] = field(default_factory=nullcontext)  # a semaphore bounds its calls
+    deadline_s: float | None = None  # of a reply, once it has a slot
 
     async def say(self, messages: Sequence[Message], sampling: Sampling) -> Said:
-        """Go on with a chat, token by token (see `Voice`)."""
+        """Go on with a chat, token by token (see `Voice`).
+
+        Raises:
+            EngineError: no reply can be had; `LateCall` that there was none in time, and the engine was told to stop.
+        """
         prompt_ids = self.renderer.render(messages)
-        completion = await self.engine.generate(prompt_ids, replace(sampling, stop=self.renderer.stop))
+        sampling = replace(sampling, stop=self.renderer.stop)
+        async with self.slots:
+            completion = await within(self.deadline_s, self.engine.generate(prompt_ids, sampling), LateCall)
         text = self.renderer.decode(completion.token_ids)
         return Said(text=text, prompt_ids=tuple(prompt_ids), completion=completion)
 
@@ -112,7 +122,9 @@ class Seat:
     """A team in one trajectory: `act` asks one agent and writes down the turn."""
 
     def __init__(self, team: Team, place: tuple[int | str, ...]) -> None:
-        self.waiting: dict[asyncio.Future[Any], object] = {}  # which task of this trajectory waits for what
+        # which task of this trajectory waits for what, and since when on the event loop's clock, in seconds
+        self.waiting: dict[asyncio.Future[Any], tuple[object, float]] = {}
+        self.leaf = ""  # node at which a tree of the orchestra's own ended
         self._team = team
         self._place = place
         self._asked = 0
@@ -178,6 +190,18 @@ class Seat:
             raise KeyError(f"no turn {turn} to score; turns: {', '.join(map(str, sorted(self.scores))) or 'none'}")
         self.scores[turn].update(scores)
 
+    def seed(self, *what: int | str) -> int:
+        """A seed for a choice that the orchestra makes itself, the same whenever this trajectory is played."""
+        return derive_seed(*self._place, "orchestra", *what)
+
+    def place(self, turn: int, /, node: str) -> None:
+        """Say which node of a tree that the orchestra grows by itself a turn is; `leaf` says where the tree ended.
+
+        Raises:
+            KeyError: there is no such turn.
+        """
+        self._turns[turn] = replace(self._turns[turn], node=node)
+
     def credit(self, reward: float, metrics: Mapping[str, float]) -> None:
         """The environment stepped: its reward and metrics are scores of every turn since it stepped before.
 
@@ -195,7 +219,7 @@ class Seat:
         task = asyncio.current_task()
         if self._closed or task is None:
             raise asyncio.CancelledError  # the orchestra has ended and left this task behind
-        self.waiting[task] = what
+        self.waiting[task] = what, asyncio.get_running_loop().time()
         try:
             yield
         finally:
@@ -214,7 +238,12 @@ class Seat:
         agent = call.agent
         branch = (node,) if node.strip("0.") else ()
         seed = derive_seed(*self._place, agent.name, call.index, *branch)
-        said = await self._team.players[agent.policy].say(call.messages, replace(agent.sampling, seed=seed))
+        started = time.time()
+        sampling = replace(agent.sampling, seed=seed, session="/".join(map(str, self._place)))
+        try:
+            said = await self._team.players[agent.policy].say(call.messages, sampling)
+        except LateCall as late:
+            raise LateCall(f"{call}: {late}", f"agent/{agent.name}") from None
         completion = said.completion
         value = agent.role.parse(said.text) if completion.finish_reason == "stop" else None
         turn = Turn(
@@ -222,6 +251,7 @@ class Seat:
             agent=agent.name,
             policy=agent.policy,
             policy_version=completion.versions[-1].version,
+            versions=completion.versions,
             node=node,
             state_key=call.state_key,
             messages=call.messages,
@@ -234,6 +264,8 @@ class Seat:
             valid=value is not None,
             seed=seed,
             masked=not said.trainable,
+            started_s=started,
+            took_s=time.time() - started,
         )
         return turn, Reply(text=said.text, value=value, turn=call.index)
 

@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rollout.branch import Branch, BranchError, BranchSeat
-from rollout.envs.protocol import Env
+from rollout.engines.protocol import EngineError
+from rollout.envs.protocol import Env, EnvError, Undecided
+from rollout.limits import Late
 from rollout.line import Line, Orchestra
 from rollout.records import Task, ToolEvent, Turn
 from rollout.seeds import derive_seed
 from rollout.team import Team
 from rollout.together import together
+from rollout.watchdog import Wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +54,11 @@ class Tree:
         place: tuple[int | str, ...],
         make_env: Callable[[Task], Env],
         orchestra: Orchestra,
+        *,
+        tool_s: float | None = None,
     ) -> None:
         def sprout() -> Branch:
-            return Branch(task, BranchSeat(team, place), make_env(task), orchestra)
+            return Branch(task, BranchSeat(team, place), make_env(task), orchestra, tool_s=tool_s)
 
         self.error = ""  # why it failed
         self._branching = branching
@@ -64,7 +69,7 @@ class Tree:
         self._scores: dict[str, float] = {}  # by node
         self._turns: list[Turn] = []  # of the branches that did not go on
         self._tools: list[ToolEvent] = []
-        self._dropped: Counter[str] = Counter()  # branches that failed, by reason
+        self._dropped: Counter[str] = Counter()  # branches that failed, by reason and by what was late
 
     async def play(self) -> None:
         """Grow the tree to its end. It fails when all branches of a round fail, or when it cannot branch."""
@@ -90,7 +95,7 @@ class Tree:
             for number, branch in enumerate(self._branches)
             if not branch.line.error
         )
-        self._dropped.update(_reason(branch.line) for branch in self._branches if branch.line.error)
+        self._dropped.update(name for branch in self._branches for name in _reasons(branch.line))
         grown = [branch for branch in self._branches if not branch.line.error]
         self._scores |= {branch.node: branch.score(self._branching.alpha) for branch in grown}
         chosen = self._choose(grown, len(rounds)) if grown else lead
@@ -135,8 +140,16 @@ class Tree:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those of the line that went on, and `dropped_branches/<reason>`: how many failed."""
-        return self._lead.line.metrics | {f"dropped_branches/{why}": float(n) for why, n in self._dropped.items()}
+        """Those of the line that went on, and how many branches failed, by reason.
+
+        Names: `dropped_branches/<reason>`, and of those `late/<what>` and `undecided`.
+        """
+        return self._lead.line.metrics | {why: float(n) for why, n in self._dropped.items()}
+
+    @property
+    def failure(self) -> EngineError | EnvError | None:
+        """Who is to blame that the line that went on failed, if not the orchestra."""
+        return self._lead.line.failure
 
     @property
     def outcome(self) -> float | None:
@@ -154,9 +167,17 @@ class Tree:
         waiting = (branch.line.waiting for branch in self._branches if not branch.resting)
         return ", ".join(dict.fromkeys(waiting)) or "the orchestra"
 
+    def waits(self) -> list[Wait]:
+        """What its branches wait for, for a watchdog."""
+        return [wait for branch in self._branches if not branch.resting for wait in branch.line.waits()]
 
-def _reason(line: Line) -> str:
-    return type(line.failure).__name__ if line.failure else "no_step"
+
+def _reasons(line: Line) -> list[str]:
+    if not line.error:
+        return []
+    late = [f"late/{line.failure.what}"] if isinstance(line.failure, Late) else []
+    undecided = ["undecided"] if isinstance(line.failure, Undecided) else []
+    return [f"dropped_branches/{type(line.failure).__name__ if line.failure else 'no_step'}", *late, *undecided]
 
 
 def _order(node: str) -> tuple[int, list[int]]:

@@ -1,0 +1,97 @@
+"""A watchdog over what is being played: it says who waits for what when nothing has finished for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Something that is waited for."""
+
+    what: str
+    since: float  # s, on the event loop's clock
+
+
+class Waiter(Protocol):
+    """What a watchdog looks at."""
+
+    def waits(self) -> list[Wait]:
+        """Everything it waits for now; [] when it waits for nothing that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A waiter for one thing."""
+
+    wait: Wait
+
+    def waits(self) -> list[Wait]:
+        """The one thing."""
+        return [self.wait]
+
+
+class Watchdog:
+    """Looks at all collections of a run at once: one that queues behind another is no stall.
+
+    A call, a tool or a trajectory that ends is progress. After `quiet_s` without any, one line for each of the `shown`
+    that have waited longest goes to `say`, again after twice the time, four times, and so on until something ends.
+    """
+
+    def __init__(self, quiet_s: float, say: Callable[[str], None], *, shown: int = 5) -> None:
+        self._quiet_s = quiet_s
+        self._say = say
+        self._shown = shown
+        self._watched: dict[str, Waiter] = {}
+        self._progress = 0.0  # when something began or ended last, as far as was seen
+        self._patience = quiet_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def over(self, name: str, waiter: Waiter) -> Iterator[None]:
+        """Watch `waiter` for the block."""
+        loop = asyncio.get_running_loop()
+        self._watched[name] = waiter
+        self._stir(loop.time())
+        if self._timer is None:
+            self._timer = loop.call_later(self._quiet_s, self._look)
+        try:
+            yield
+        finally:
+            del self._watched[name]
+            self._stir(loop.time())
+            if not self._watched and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        found = {name: waiter.waits() for name, waiter in self._watched.items()}
+        # whoever waits for something new has got what it waited for before
+        begun = max((wait.since for waits in found.values() for wait in waits), default=0.0)
+        self._stir(begun)
+        quiet = now - self._progress
+        if quiet >= self._patience:
+            self._tell(found, quiet, now)
+            self._patience = 2 * quiet
+        self._timer = loop.call_later(self._quiet_s / 4, self._look)
+
+    def _stir(self, at: float) -> None:
+        if at > self._progress:
+            self._progress, self._patience = at, self._quiet_s
+
+    def _tell(self, found: dict[str, list[Wait]], quiet: float, now: float) -> None:
+        def since(name: str) -> float:
+            return min((wait.since for wait in found[name]), default=now)
+
+        self._say(f"nothing has finished for {quiet:.0f} s; {len(found)} wait, those that have waited longest:")
+        for name in sorted(found, key=since)[: self._shown]:
+            what = ", ".join(f"{wait.what} for {now - wait.since:.0f} s" for wait in found[name])
+            self._say(f"  {name}: {what or 'the orchestra itself'}")
+        if len(found) > self._shown:
+            self._say(f"  and {len(found) - self._shown} more")
