@@ -6,15 +6,16 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
 
-from rollout.envs.mathematics import Comparer, ComparerError
-from rollout.envs.protocol import EnvError, Step, ToolCall
+from rollout.envs.answer_limits import Refused, check_answer
+from rollout.envs.mathematics import Comparer, ComparerError, Comparison
+from rollout.envs.protocol import EnvError, Step, ToolCall, Undecided
 from rollout.records import Task
 
 _BOX = "\\boxed{"
 _THOUGHT = "</think>"
-_SPACING = re.compile(r"\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|[$\s]")
+_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\\?\$|(?P<command>\\[a-zA-Z]+)\s+(?=[a-zA-Z])|\s")
 _INTEGER = re.compile(r"[+-]?\d+|[+-]?\d{1,3}(?:,\d{3})+")
-MAX_ANSWER_CHARS = 400  # longer ones are never right and cost the algebra system seconds
+_SHOWN_CHARS = 60  # of an answer in an error
 _COMPARER = Comparer()
 
 
@@ -35,22 +36,26 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def equal_answers(given: str, truth: str) -> bool:
-    """Whether two answers are the same: as normalised text, as integers, or as mathematics.
+def compare_answers(given: str, truth: str) -> Comparison:
+    """Whether an answer is the truth: as normalised text, as integers, or as mathematics.
 
-    Text that cannot be understood equals nothing but itself.
+    A given answer that cannot be understood, or that asks for too much before it is read, is different. Undecided is
+    what the truth itself makes too much, and what ran into a limit of the comparing process.
 
     Raises:
         ComparerError: the process that compares mathematics cannot be started.
     """
     given, truth = _normalise(given), _normalise(truth)
-    if not given or not truth or max(len(given), len(truth)) > MAX_ANSWER_CHARS:
-        return False
-    if given == truth:
-        return True
+    if given == truth and truth:
+        return Comparison.EQUAL
+    if _refused(truth):
+        return Comparison.UNDECIDED
+    if _refused(given):
+        return Comparison.DIFFERENT
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(truth):
-        return int(given.replace(",", "")) == int(truth.replace(",", ""))
-    return _COMPARER.equal(given, truth)
+        same = int(given.replace(",", "")) == int(truth.replace(",", ""))
+        return Comparison.EQUAL if same else Comparison.DIFFERENT
+    return _COMPARER.compare(given, truth)
 
 
 class MathEnv:
@@ -67,22 +72,30 @@ class MathEnv:
         return task.prompt
 
     async def step(self, action: str) -> Step:
-        """Score the solver's text: reward 1 for the right answer, 0 otherwise; metric `answered` says if it had one.
+        """Score the solver's text: reward 1 for the right answer, 0 otherwise.
+
+        Metrics: `answered`, whether it had an answer, and `refused`, 1, where that is over a limit and so wrong.
 
         Raises:
-            EnvError: `reset` was not called, the task has no answer, or answers cannot be compared on this machine.
+            EnvError: `reset` was not called, the task has no answer, or answers cannot be compared on this machine;
+                `Undecided` when none of the task's answers is known to be equal and one is not known to be different.
         """
         if self._task is None:
             raise EnvError("MathEnv.step before reset")
         if not self._task.answers:
             raise EnvError(f"task {self._task.id} has no answers; a math task needs at least one")
-        given = last_boxed(action)
+        given = last_boxed(action) or ""
         try:
-            right = bool(given) and await asyncio.to_thread(_any_equal, given, self._task.answers)
+            found = await asyncio.to_thread(_compare_any, given, self._task.answers) if given else Comparison.DIFFERENT
         except ComparerError as error:
             raise EnvError(str(error)) from error
+        if found is Comparison.UNDECIDED:
+            raise Undecided(f"task {self._task.id}: it cannot be decided whether '{_short(given)}' is right")
+        right = found is Comparison.EQUAL
         metrics = {"answered": float(bool(given))}
-        return Step(reward=float(right), done=True, answer=_normalise(given or ""), metrics=metrics)
+        if given and not right and _refused(_normalise(given)):
+            metrics["refused"] = 1.0
+        return Step(reward=float(right), done=True, answer=_normalise(given), metrics=metrics)
 
     async def preview(self, action: str) -> Step:
         """What `step` would answer: nothing is changed by either.
@@ -93,13 +106,13 @@ class MathEnv:
         return await self.step(action)
 
     async def same(self, answer: str, other: str) -> bool:
-        """Whether two answers are mathematically equal.
+        """Whether two answers are known to be mathematically equal; undecided ones do not agree.
 
         Raises:
             EnvError: they cannot be compared on this machine.
         """
         try:
-            return await asyncio.to_thread(equal_answers, answer, other)
+            return await asyncio.to_thread(compare_answers, answer, other) is Comparison.EQUAL
         except ComparerError as error:
             raise EnvError(str(error)) from error
 
@@ -114,10 +127,30 @@ class MathEnv:
         return await self._run(program)
 
 
-def _any_equal(given: str, truths: Sequence[str]) -> bool:
-    return any(equal_answers(given, truth) for truth in truths)
+def _compare_any(given: str, truths: Sequence[str]) -> Comparison:
+    found = Comparison.DIFFERENT
+    for truth in truths:
+        one = compare_answers(given, truth)
+        if one is Comparison.EQUAL:
+            return one
+        if one is Comparison.UNDECIDED:
+            found = one
+    return found
+
+
+def _refused(normalised: str) -> bool:
+    try:
+        check_answer(normalised)
+    except Refused:
+        return True
+    return False
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _normalise(answer: str) -> str:
-    text = _SPACING.sub("", answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
+    text = answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("**", "^")
+    text = _SPACING.sub(lambda found: f"{command} " if (command := found["command"]) else "", text)
     return text.rstrip(".").removeprefix("+")

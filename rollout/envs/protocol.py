@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -36,6 +36,10 @@ class EnvError(RuntimeError):
     """An environment or one of its tools failed: the trajectory is masked, never scored 0."""
 
 
+class Undecided(EnvError):
+    """An environment cannot say what an answer is worth, through no fault of the answer's; counted as `undecided`."""
+
+
 class Env(Protocol):
     """One task's world, used by one trajectory."""
 
@@ -46,7 +50,7 @@ class Env(Protocol):
         """Apply an agent's text.
 
         Raises:
-            EnvError: a tool failed for good.
+            EnvError: a tool failed for good; `Undecided` when it is not known what the text is worth.
         """
 
 
@@ -55,7 +59,11 @@ class Previewing(Protocol):
     """What an environment without side effects can do besides."""
 
     async def preview(self, action: str) -> Step:
-        """What `step` would answer, with the world left as it is."""
+        """What `step` would answer, with the world left as it is.
+
+        Raises:
+            EnvError: a tool failed for good; `Undecided` when it is not known what the action is worth.
+        """
 
 
 @runtime_checkable
@@ -63,7 +71,7 @@ class Comparing(Protocol):
     """What an environment can do besides whose answers may be equal and not look alike."""
 
     async def same(self, answer: str, other: str) -> bool:
-        """Whether two answers are equal.
+        """Whether two answers are known to be equal.
 
         Raises:
             EnvError: answers cannot be compared on this machine.
@@ -80,6 +88,36 @@ class Running(Protocol):
         Raises:
             EnvError: the sandbox failed.
         """
+
+
+@runtime_checkable
+class Living(Protocol):
+    """What an environment needs besides that holds something of the machine: a process, a session, a connection."""
+
+    async def open(self, task: Task) -> None:
+        """Take hold of it, before `reset`.
+
+        Raises:
+            EnvError: it cannot be had.
+        """
+
+    async def close(self) -> None:
+        """Let go of it, however the trajectory ended; also when `open` failed or was never called."""
+
+
+@runtime_checkable
+class Keeping(Protocol):
+    """What an environment can do besides whose agents leave files for each other."""
+
+    async def files(self) -> Mapping[str, int]:
+        """Size in bytes of every file, by path.
+
+        Raises:
+            EnvError: the sandbox failed.
+        """
+
+    async def forget(self) -> None:
+        """End the process that programs share: its variables are gone, the files stay."""
 
 
 Case = tuple[str, str]  # what a program is given, and what it should answer, as an agent writes them

@@ -1,9 +1,11 @@
 """Orchestras: who speaks when, one async function per file; answers.py is what those share that answer in a box.
 
+ab_mcts           a tree of attempts that widens or deepens by Thompson sampling (MARTI's MARS2)
 chain             a generator, a verifier and a refiner, each once (MARTI)
 code_reflect      a planner, then a coder and a reflector in turn, with tests in between (UnityMAS-O code)
 coder_tester      a coder and a unit tester side by side, until the program passes the tests (Stronger-MAS code)
 debate            several agents answer, read each other and answer again; the majority decides (MARTI)
+dsbench           a data engineer, a modeler and an analyst, who hand on files (MAPPA)
 ensemble_judge    reasoners and tool users side by side, and a judge (Stronger-MAS)
 game_team         a tool agent proposes actions, a plan agent takes them (Stronger-MAS games)
 graph             a graph of agents, actions and conditions from the config
@@ -25,10 +27,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from rollout.orchestras.ab_mcts import ab_mcts
 from rollout.orchestras.chain import chain
 from rollout.orchestras.code_reflect import code_reflect
 from rollout.orchestras.coder_tester import coder_tester
 from rollout.orchestras.debate import debate
+from rollout.orchestras.dsbench import dsbench
 from rollout.orchestras.ensemble_judge import ensemble_judge
 from rollout.orchestras.game_team import game_team
 from rollout.orchestras.graph import graph
@@ -48,10 +52,12 @@ from rollout.orchestras.solver_verifier import solver_verifier
 Orchestra = Callable[..., Awaitable[None]]  # (task, team, env, **options)
 
 ORCHESTRAS: dict[str, Orchestra] = {
+    "ab_mcts": ab_mcts,
     "chain": chain,
     "code_reflect": code_reflect,
     "coder_tester": coder_tester,
     "debate": debate,
+    "dsbench": dsbench,
     "ensemble_judge": ensemble_judge,
     "game_team": game_team,
     "graph": graph,
@@ -68,3 +74,6 @@ ORCHESTRAS: dict[str, Orchestra] = {
     "single": single,
     "solver_verifier": solver_verifier,
 }
+
+# which grow a tree of their own: a task's turns are compared within one trajectory too, and it cannot be branched
+SEARCHES = frozenset({"ab_mcts"})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rollout.envs.math import last_boxed
-from rollout.envs.protocol import Comparing, Env, Previewing, Running
+from rollout.envs.protocol import Comparing, Env, Previewing, Running, Undecided
 from rollout.team import Reply, Seat
 from rollout.tools.python import NO_OUTPUT
 
@@ -29,13 +29,22 @@ def boxed(answer: str | None) -> str:
     return f"\\boxed{{{answer}}}" if answer else ""
 
 
-async def grade(team: Seat, env: AnswerEnv, reply: Reply) -> float:
+async def grade(team: Seat, env: AnswerEnv, reply: Reply) -> float | None:
     """Write down the local score of a boxed answer, the reward that it would have alone; returns it.
 
-    A malformed reply, one that was cut off included, is graded as no answer.
+    A malformed reply, one that was cut off included, is graded as no answer. What the environment cannot decide has no
+    local score but the score `undecided`, 1, and the result is None.
     """
-    step = await env.preview(boxed(reply.value))
-    team.score(reply.turn, local=step.reward)  # before anybody else is asked: a tree chooses by it
+    return await _grade(team, env, reply.turn, reply.value)
+
+
+async def _grade(team: Seat, env: AnswerEnv, turn: int, answer: str | None) -> float | None:
+    try:
+        step = await env.preview(boxed(answer))
+    except Undecided:
+        team.score(turn, undecided=1.0)
+        return None
+    team.score(turn, local=step.reward)  # before anybody else is asked: a tree chooses by it
     return step.reward
 
 
@@ -76,6 +85,5 @@ async def compute(team: Seat, env: ProgramEnv, reply: Reply) -> tuple[str | None
     line = "" if call.result == NO_OUTPUT else call.result.splitlines()[-1].strip()
     content = last_boxed(line)
     answer = (line if content is None else content) or None
-    step = await env.preview(boxed(answer))
-    team.score(reply.turn, local=step.reward)
+    await _grade(team, env, reply.turn, answer)
     return answer, call.result

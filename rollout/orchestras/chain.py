@@ -65,7 +65,8 @@ async def chain(task: Task, team: Seat, env: AnswerEnv) -> None:
     `review`: what was said before without its thoughts. A malformed solution or verdict is handed on as it was said; a
     malformed last reply leaves the team without an answer, whatever was generated. Local scores, as in MARTI's
     conditional form: of the generator and the refiner the reward that their answers would have alone, of the verifier
-    1 when its verdict on the generator's answer is true, else 0, also when it is malformed.
+    1 when its verdict on the generator's answer is true, else 0, also when it is malformed; what cannot be decided has
+    the score `undecided` in place of a local one.
 
     Raises:
         EnvError: the environment cannot grade single answers.
@@ -75,7 +76,10 @@ async def chain(task: Task, team: Seat, env: AnswerEnv) -> None:
     right = await grade(team, env, draft)
     solution = after_thought(draft.text)
     review = await team.act("verifier", problem=problem, solution=solution)
-    team.score(review.turn, local=float(review.value == str(int(right > 0))))
+    if right is None:
+        team.score(review.turn, undecided=1.0)
+    else:
+        team.score(review.turn, local=float(review.value == str(int(right > 0))))
     final = await team.act("refiner", problem=problem, solution=solution, review=after_thought(review.text))
     await grade(team, env, final)
     await env.step(boxed(final.value))

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from rollout.agent import register_agent
-from rollout.envs.protocol import Env, EnvError, Previewing
+from rollout.envs.code import last_program
+from rollout.envs.protocol import Env, EnvError, Previewing, Running
 from rollout.records import Task
 from rollout.team import Reply, Seat
 
@@ -67,13 +68,47 @@ def parse_decided(text: str) -> str | None:
     return actions if sign and actions and "\n" not in actions else None
 
 
-async def _stated(proposal: Reply) -> str:
+@register_agent(
+    "game_coder",
+    system=_SYSTEM,
+    user="""# Puzzle
+{problem}
+
+# What was done so far, and what came of it
+{history}
+
+# Now
+{state}
+
+# Your role
+You write a program that finds out what to do; your partner decides. Write one complete Python program that works out a
+list of actions which solves the puzzle from where it stands now. Write the puzzle down in the program: it reads no
+input. The last line that it prints must be
+**Actions List**: the actions
+Put the program into one block fenced by ```python and ```.""",
+)
+def parse_program(text: str) -> str | None:
+    """The last program in its fence after any thought, None when there is none."""
+    return last_program(text)
+
+
+async def _stated(proposal: Reply, env: Env) -> str:
     """The proposed actions as the tool agent states them itself; "" when its reply is malformed."""
     return proposal.value or ""
 
 
+async def _printed(proposal: Reply, env: Env) -> str:
+    """The actions that the tool agent's program prints; "" without a program, when it fails, or when it prints none."""
+    if proposal.value is None:
+        return ""
+    if not isinstance(env, Running):
+        raise EnvError(f"{type(env).__name__} cannot run a program; choose orchestra.options.tool: actions")
+    call = await env.run(proposal.value)
+    return "" if call.failed else parse_listed(call.result) or ""
+
+
 # how a tool agent's reply becomes a list of actions
-PROPOSALS: dict[str, Callable[[Reply], Awaitable[str]]] = {"actions": _stated}
+PROPOSALS: dict[str, Callable[[Reply, Env], Awaitable[str]]] = {"actions": _stated, "program": _printed}
 
 
 async def game_team(
@@ -91,7 +126,8 @@ async def game_team(
     (as `reset` gave it), `state` (the last observation; at the start the task's prompt) and `history` (every step with
     its observation), the planner's also `proposal`, a list of actions. In sequential order that is this turn's; in
     simultaneous order both are asked at once and the planner sees the proposal of the turn before, which is what
-    Stronger-MAS's released code amounts to. `tool` names in PROPOSALS how a reply becomes the list.
+    Stronger-MAS's released code amounts to. `tool` names in PROPOSALS how a reply becomes the list: as it says itself
+    (`actions`, role `game_tool`), or as its program prints (`program`, role `game_coder`).
 
     Local scores, as in Stronger-MAS: of the tool agent, the reward that its own proposal would have had; of the
     planner, the reward that its actions had.
@@ -108,7 +144,7 @@ async def game_team(
 
     async def propose(slots: dict[str, str]) -> str:
         idea = await team.act("tool", **slots)
-        actions = await PROPOSALS[tool](idea)
+        actions = await PROPOSALS[tool](idea, env)
         imagined = await env.preview(actions)
         team.score(idea.turn, local=imagined.reward)  # before anybody else is asked: a tree chooses by it
         return actions

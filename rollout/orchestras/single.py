@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from rollout.agent import register_agent
 from rollout.envs.math import last_boxed
+from rollout.envs.patches import BadPatch, parse_patch
 from rollout.envs.protocol import Env
-from rollout.orchestras.game_team import parse_decided
+from rollout.orchestras.game_team import PROPOSALS, parse_decided
 from rollout.records import Task
-from rollout.tags import last_tag
+from rollout.tags import after_thought, last_tag
 from rollout.team import Seat
 
 _ASSISTANT = "You are a helpful and harmless assistant."
@@ -58,24 +59,85 @@ def parse_step(text: str) -> str | None:
     return next((f"<{name}> {content} </{name}>" for name, content in found if content), None)
 
 
-async def single(task: Task, team: Seat, env: Env, *, max_turns: int = 5) -> None:
+@register_agent(
+    "world_player",
+    system=_ASSISTANT,
+    user="""# Where you are
+{problem}
+
+# What you did so far, and what came of it
+{history}
+
+# Now
+{state}
+
+Think about what to do next. Then end with one action: <action> your action </action>""",
+)
+def parse_action(text: str) -> str | None:
+    """What stands in the last `<action>` after any thought, which is what text worlds take."""
+    return last_tag(after_thought(text), "action") or None
+
+
+@register_agent(
+    "tool_caller",
+    system="You answer questions with the help of tools.",
+    user="""# Question
+{problem}
+
+# Calls so far, and what they returned
+{history}
+
+Think first. Then end with one call or with the answer.""",
+)
+def parse_call(text: str) -> str | None:
+    """The last call or answer with its tags, which is what the environment `mcp` takes; the answer wins."""
+    text = after_thought(text)
+    found = ((name, last_tag(text, name)) for name in ("answer", "call"))
+    return next((f"<{name}>{content}</{name}>" for name, content in found if content), None)
+
+
+@register_agent(
+    "repairer",
+    system="You are an expert programmer who repairs repositories.",
+    user="""{problem}
+
+# Your patches so far, and what came of them
+{history}
+
+Find out what is wrong. Then end with the patch, for the files as they are above.""",
+)
+def parse_repair(text: str) -> str | None:
+    """The text after any thought, None when there is no patch in it."""
+    try:
+        parse_patch(text)
+    except BadPatch:
+        return None
+    return after_thought(text)
+
+
+async def single(task: Task, team: Seat, env: Env, *, max_turns: int = 5, tool: str = "actions") -> None:
     """Let the agent `player` act until the environment has ended or `max_turns` are spent.
 
     The environment is stepped with what the role's parser made of the reply, "" when it is malformed. Templates may use
     the slots `problem` (as `reset` gave it), `state` (the last observation; at the start the task's prompt) and
-    `history` (every step with its observation).
+    `history` (every step with its action and observation). With `tool: program` the parser's value is a program, in
+    games (role `game_coder`), and the environment is stepped with the list of actions that it prints.
 
     Raises:
-        ValueError: max_turns is out of range.
+        ValueError: an option is out of range.
+        EnvError: the environment cannot run a program.
     """
     if max_turns < 1:
         raise ValueError(f"single: max_turns is {max_turns}; expected at least 1")
+    if tool not in PROPOSALS:
+        raise ValueError(f"single: tool is '{tool}'; expected one of {', '.join(PROPOSALS)}")
     problem = env.reset(task)
     state, history = task.prompt, ""
     for _ in range(max_turns):
         reply = await team.act("player", problem=problem, state=state, history=history)
-        step = await env.step(reply.value or "")
+        action = await PROPOSALS[tool](reply, env)
+        step = await env.step(action)
         if step.done:
             return
         state = step.observation
-        history += f"{reply.value or '(no actions)'}\n{step.observation}\n"
+        history += f"{action or '(no actions)'}\n{step.observation}\n"

@@ -93,6 +93,17 @@ def score(trajectory: Trajectory, turn: Turn, name: str) -> float:
     return value
 
 
+def local_score(trajectory: Trajectory, turn: Turn, name: str) -> float | None:
+    """`score`, but None when the environment could not decide it: such a turn is to be masked.
+
+    Raises:
+        RewardError: see `score`.
+    """
+    if name not in turn.scores and "undecided" in turn.scores:
+        return None
+    return score(trajectory, turn, name)
+
+
 def rounds(turns: Sequence[Turn]) -> list[int]:
     """Each turn's round: how many turns its agent had before."""
     return [sum(earlier.agent == turn.agent for earlier in turns[:i]) for i, turn in enumerate(turns)]

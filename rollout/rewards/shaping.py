@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from rollout.records import Group, Trajectory, Turn
-from rollout.rewards.allocation import allocate, check_option, rounds, score, unbranched
+from rollout.rewards.allocation import allocate, check_option, local_score, rounds, unbranched
 
 # Delta(R, Q)   MARTI (ICLR 2026), auto_reward_alloc.py
 FORMULAS: dict[str, Callable[[float, float], float]] = {
@@ -53,6 +53,8 @@ def shaping(
 ) -> Group:
     """The group with every turn's score shaped by the mean Q of earlier scores; a turn without earlier ones keeps its.
 
+    A turn whose score, or with beta whose last score, is undecided is masked; Q is the mean of the others.
+
     Args:
         measure: name of the score R, "local" or one of the environment's metrics.
         formula: `margin`, R - Q; or `quality`, QR - (1-Q)(1-R).
@@ -67,16 +69,20 @@ def shaping(
     check_option("formula", formula, FORMULAS)
     check_option("history", history, HISTORIES)
 
-    def rewards(trajectory: Trajectory) -> list[float]:
+    def rewards(trajectory: Trajectory) -> list[float | None]:
         turns = unbranched(trajectory).turns
-        raw = [score(trajectory, turn, measure) for turn in turns]
+        raw = [local_score(trajectory, turn, measure) for turn in turns]
         last = dict(zip((turn.agent for turn in turns), raw, strict=True))
-        shaped = []
+        shaped: list[float | None] = []
         for i, (turn, value) in enumerate(zip(turns, raw, strict=True)):
-            earlier = [raw[j] for j in HISTORIES[history](turns, i)]
+            final = (last[turn.agent] if history in _BY_AGENT else raw[-1]) if beta else 0.0
+            if value is None or final is None:
+                shaped.append(None)
+                continue
+            earlier = [q for j in HISTORIES[history](turns, i) if (q := raw[j]) is not None]
             # r = R + alpha Delta(R, Q) + beta R_last
             delta = FORMULAS[formula](value, fmean(earlier)) if earlier else 0.0
-            shaped.append(value + alpha * delta + beta * (last[turn.agent] if history in _BY_AGENT else raw[-1]))
+            shaped.append(value + alpha * delta + beta * final)
         return shaped
 
     return allocate(group, rewards)

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from statistics import fmean
 
 from rollout.records import Group, Trajectory
-from rollout.rewards.allocation import RewardError, allocate, place, score
+from rollout.rewards.allocation import RewardError, allocate, local_score, place
 
 
 def tree_shaping(group: Group, *, measure: str = "local", gamma: float = 0.3, mix: float = 0.5) -> Group:
     """The group with every turn's score shaped by its node's place in its trajectory's tree.
 
-    A node's value is the mean score of its turns. Values are as measured throughout, whatever the order of the turns;
-    a node with neither parent nor siblings keeps its score.
+    A node's value is the mean score of its turns; a turn whose score is undecided is masked, and in no mean. Values are
+    as measured throughout, whatever the order of the turns; a node with neither parent nor siblings keeps its score.
 
     Args:
         measure: name of the score r.
@@ -25,16 +25,20 @@ def tree_shaping(group: Group, *, measure: str = "local", gamma: float = 0.3, mi
         RewardError: a turn has no such score, or a trajectory is no tree.
     """
 
-    def rewards(trajectory: Trajectory) -> list[float]:
+    def rewards(trajectory: Trajectory) -> list[float | None]:
         if not any(turn.node for turn in trajectory.turns):
             raise RewardError(f"{place(trajectory)}: no tree, none of its turns has a node; sample trees to shape them")
-        raw = [score(trajectory, turn, measure) for turn in trajectory.turns]
+        raw = [local_score(trajectory, turn, measure) for turn in trajectory.turns]
         scores: dict[str, list[float]] = defaultdict(list)
         for turn, value in zip(trajectory.turns, raw, strict=True):
-            scores[turn.node].append(value)
+            if value is not None:
+                scores[turn.node].append(value)
         values = {node: fmean(own) for node, own in scores.items()}
-        shaped = []
+        shaped: list[float | None] = []
         for turn, value in zip(trajectory.turns, raw, strict=True):
+            if value is None:
+                shaped.append(None)
+                continue
             # r + gamma (r - baseline)   MARTI (ICLR 2026), ab_mcts_processor.py
             baseline = _baseline(turn.node, values, mix)
             shaped.append(value if baseline is None else value + gamma * (value - baseline))

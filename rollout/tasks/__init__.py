@@ -2,6 +2,9 @@
 
 arithmetic.py    generated sums and word problems with exact answers; columns.py writes their solutions, right and wrong
 encyclopedia.py  generated people and towns, passages about them, and questions of one and two hops
+tabular.py       generated tables to predict; dsbench.py reads DSBench's own
+repositories.py  generated packages with one bug (of repository_functions.py); swe_bench.py reads SWE-bench's rows
+worlds.py        games of text worlds: Gymnasium, ALFWorld, WebShop
 games/           generated puzzles: grids, Sokoban rooms, Sudokus, queens, blocks
 files/           published data files: math, questions over passages, programs (programs.py reads their tests)
 """
@@ -14,7 +17,7 @@ from typing import Any
 
 from rollout.agent import Role
 from rollout.records import Demonstration, Task
-from rollout.tasks import arithmetic, encyclopedia
+from rollout.tasks import arithmetic, dsbench, encyclopedia, repositories, tabular, worlds
 from rollout.tasks.games import SOURCES
 from rollout.tasks.games.source import Source, draw_tasks
 from rollout.tasks.games.teacher import CARELESS, demonstrate
@@ -50,10 +53,29 @@ def game_generator(source: type[Source]) -> Generator:
     return Generator(tasks=tasks, demonstrations=demonstrations, options=tuple(field.name for field in fields(source)))
 
 
+def no_demonstrations(seed: int, n: int, **_: Any) -> Iterator[Demonstration]:
+    """Refuse: nobody has written down how a team should reply here.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError("these tasks have no demonstrations; name models that exist and set cold_start=null")
+
+
 GENERATORS: dict[str, Generator] = {
     "arithmetic": Generator(tasks=arithmetic.generate, demonstrations=arithmetic.demonstrations),
     "encyclopedia": Generator(
         tasks=encyclopedia.generate, demonstrations=encyclopedia.demonstrations, passages=encyclopedia.passages
     ),
+    "tabular": Generator(
+        tasks=tabular.generate,
+        demonstrations=no_demonstrations,
+        options=("kinds", "features", "train_rows", "test_rows"),
+    ),
+    "dsbench": Generator(tasks=dsbench.generate, demonstrations=no_demonstrations, options=("folder", "metrics")),
+    "repositories": Generator(tasks=repositories.generate, demonstrations=no_demonstrations, options=("modules",)),
+    "gymnasium": Generator(tasks=worlds.gymnasium, demonstrations=no_demonstrations, options=("name", "instructions")),
+    "alfworld": Generator(tasks=worlds.alfworld, demonstrations=no_demonstrations, options=("folder",)),
+    "webshop": Generator(tasks=worlds.webshop, demonstrations=no_demonstrations),
     **{game: game_generator(source) for game, source in SOURCES.items()},
 }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import pickletools
+import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout.envs.code import pack_test
+from rollout.envs.code import pack_solution, pack_test
 from rollout.tasks.files.problem import BadRow, Problem, Row
 from rollout.tools.sandbox.judge import CallTest, StdinTest, Test
 
@@ -19,6 +20,8 @@ _CALL = "Write Python code that defines {name} as described{starter}."
 _END = "Put the whole program into one block fenced by ```python and ```."
 _SHOWN = 3  # tests
 _MAX_DECODED_BYTES = 512 << 20
+_PYTHON_3 = 3  # of CodeContests' languages
+_FENCE = re.compile(r"^```[a-z0-9]*\n(.*?)\n?```$", re.DOTALL)
 _PLAIN_TEXT = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "STOP"}
 
 
@@ -39,7 +42,11 @@ class Programs:
             question, visible, hidden = self.read(row)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadRow(f"has no problem with tests ({type(error).__name__}: {error})") from error
-        return _problem(row, question, visible, hidden) if visible or hidden else None
+        if not visible and not hidden:
+            return None
+        problem = _problem(row, question, visible, hidden)
+        solution = _solution(row.get("solutions"))
+        return replace(problem, answers=(*problem.answers, pack_solution(solution))) if solution else problem
 
 
 def apps(row: Row) -> tuple[str, list[Test], list[Test]]:
@@ -113,6 +120,19 @@ def unpack_private(text: str) -> str:
     if strange or len(texts) != 1:
         raise ValueError(f"private_test_cases hold more than one text: {', '.join(sorted(strange)) or len(texts)}")
     return texts[0]
+
+
+def _solution(value: Any) -> str | None:
+    """The first solution in Python: of a list of texts, or its JSON, or of CodeContests' columns; None without one."""
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return None
+    if isinstance(value, Mapping):
+        pairs = zip(value.get("language") or (), value.get("solution") or (), strict=False)
+        value = [text for language, text in pairs if language == _PYTHON_3]
+    texts = [text for text in value or () if isinstance(text, str) and text.strip()]
+    return _FENCE.sub(r"\1", texts[0].strip()).strip() + "\n" if texts else None
 
 
 def _entry(entry: Row, function: str | None) -> Test:

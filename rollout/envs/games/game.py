@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from rollout.envs.protocol import EnvError, Step
+from rollout.envs.protocol import EnvError, Step, ToolCall
 from rollout.records import Task
 
 State = TypeVar("State")
@@ -77,10 +77,13 @@ class GameEnv(Generic[State]):
     turn. Metrics: `solved` (0 or 1), the game's own, and counts of `impossible_actions` and `malformed_actions`.
     """
 
-    def __init__(self, game: Game[State], *, max_turns: int) -> None:
-        """`max_turns` steps at most."""
+    def __init__(
+        self, game: Game[State], *, max_turns: int, run: Callable[[str], Awaitable[ToolCall]] | None = None
+    ) -> None:
+        """`max_turns` steps at most; `run` runs programs, without it there is nothing to run them in."""
         self._game = game
         self._max_turns = max_turns
+        self._run = run
         self._now: _Moment[State] | None = None
 
     def reset(self, task: Task) -> str:
@@ -112,6 +115,16 @@ class GameEnv(Generic[State]):
         """
         return self._next(action)[0]
 
+    async def run(self, program: str) -> ToolCall:
+        """Run a program (see `Running`); it knows nothing of the puzzle.
+
+        Raises:
+            EnvError: the sandbox failed, or there is none.
+        """
+        if self._run is None:
+            raise EnvError("GameEnv has no sandbox to run a program in")
+        return await self._run(program)
+
     def _next(self, action: str) -> tuple[Step, _Moment[State]]:
         game, now = self._game, self._now
         if now is None or now.done:
@@ -133,6 +146,7 @@ class GameEnv(Generic[State]):
             observation=game.show(state) + _note(played),
             reward=reward + (game.fail if done and not solved else 0.0),
             done=done,
+            answer=game.show(state) if after.turns > after.malformed else "",  # teams agree that leave the same state
             metrics={"solved": float(solved), **game.measure(state), **counts},
         )
         return step, after

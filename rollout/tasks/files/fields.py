@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.envs.math import MAX_ANSWER_CHARS, last_boxed
+from rollout.envs.answer_limits import MAX_CHARS
+from rollout.envs.math import last_boxed
 from rollout.tasks.files.problem import BadRow, Problem, Row
 
 # what published prompts put around a problem; a role's own prompt says how to answer
@@ -31,8 +32,8 @@ def final_answer(text: str) -> str:
     elif "####" in text:
         text = text.rpartition("####")[2]
     text = text.strip()
-    if not text or len(text) > MAX_ANSWER_CHARS:
-        raise BadRow(f"has no final answer of 1 to {MAX_ANSWER_CHARS} characters, in \\boxed{{}}, after #### or alone")
+    if not text or len(text) > MAX_CHARS:
+        raise BadRow(f"has no final answer of 1 to {MAX_CHARS} characters, in \\boxed{{}}, after #### or alone")
     return text
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from rollout.tasks.files.fields import Fields, bare_question, final_answer
 from rollout.tasks.files.problem import Format
 from rollout.tasks.programs import STYLES, Programs
+from rollout.tasks.swe_bench import SweBench
 
 _MATH = Fields(
     env="math",
@@ -67,6 +68,7 @@ FORMATS: dict[str, Format] = {
     "2wikimultihopqa": _MULTI_HOP,
     "musique": replace(_MULTI_HOP, aliases=("answer_aliases",)),
     "bamboogle": _MULTI_HOP,
+    "swe_bench": SweBench(),
     # programs and their tests
     **{name: Programs(read=read) for name, read in STYLES.items()},
 }

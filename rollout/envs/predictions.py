@@ -1,0 +1,193 @@
+"""Predictions for the rows of a table: metrics against hidden truths, and how a submission is read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal
+
+
+class BadSubmission(ValueError):
+    """A submission cannot be scored: says what was expected. It names no truth."""
+
+
+def accuracy(truth: Sequence[str], given: Sequence[str]) -> float:
+    """The share of equal labels."""
+    return fmean(_label(a) == _label(b) for a, b in zip(truth, given, strict=True))
+
+
+def f1(truth: Sequence[str], given: Sequence[str]) -> float:
+    """F1 of label 1 where the truths are 0 and 1; else the mean over the truths' labels (macro)."""
+    rows = [(_label(a), _label(b)) for a, b in zip(truth, given, strict=True)]
+    labels = sorted({a for a, _ in rows}, key=str)
+    labels = [1.0] if set(labels) <= {0.0, 1.0} else labels
+    return fmean(_f1(rows, label) for label in labels)
+
+
+def _f1(rows: Sequence[tuple[object, object]], label: object) -> float:
+    # F1 = 2 TP / (2 TP + FP + FN)
+    hits = sum(a == label == b for a, b in rows)
+    named = sum(a == label for a, _ in rows) + sum(b == label for _, b in rows)
+    return 2 * hits / named if named else 0.0
+
+
+def auc(truth: Sequence[str], given: Sequence[str]) -> float:
+    """The chance that a row of label 1 has a higher prediction than a row of label 0; ties count half."""
+    pairs = sorted((float(b), float(a)) for a, b in zip(truth, given, strict=True))
+    ones = sum(label for _, label in pairs)
+    zeros = len(pairs) - ones
+    if not ones or not zeros:
+        raise ValueError("auc needs truths of both labels, 0 and 1")
+    ranks, start = 0.0, 0
+    while start < len(pairs):
+        end = start
+        while end < len(pairs) and pairs[end][0] == pairs[start][0]:
+            end += 1
+        ranks += (start + 1 + end) / 2 * sum(label for _, label in pairs[start:end])  # tied rows share a mean rank
+        start = end
+    # AUC = (Σ ranks of ones - n₁ (n₁ + 1) / 2) / (n₁ n₀)
+    return (ranks - ones * (ones + 1) / 2) / (ones * zeros)
+
+
+def mse(truth: Sequence[str], given: Sequence[str]) -> float:
+    """The mean squared error."""
+    return fmean((float(a) - float(b)) ** 2 for a, b in zip(truth, given, strict=True))
+
+
+def rmse(truth: Sequence[str], given: Sequence[str]) -> float:
+    """The root of the mean squared error."""
+    return math.sqrt(mse(truth, given))
+
+
+def mae(truth: Sequence[str], given: Sequence[str]) -> float:
+    """The mean absolute error."""
+    return fmean(abs(float(a) - float(b)) for a, b in zip(truth, given, strict=True))
+
+
+def rmsle(truth: Sequence[str], given: Sequence[str]) -> float:
+    """The root of the mean squared error of log(1 + x)."""
+    try:
+        logs = [[str(math.log1p(float(x))) for x in column] for column in (truth, given)]
+    except ValueError as error:
+        raise BadSubmission("rmsle takes predictions above -1") from error
+    return rmse(*logs)
+
+
+def log_loss(truth: Sequence[str], given: Sequence[str]) -> float:
+    """The mean of -log p(truth), for probabilities of label 1, which are kept 1e-15 away from 0 and 1."""
+    chances = [min(max(float(b), 1e-15), 1 - 1e-15) for b in given]
+    return -fmean(math.log(p if float(a) else 1 - p) for a, p in zip(truth, chances, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """How predictions are measured."""
+
+    score: Callable[[Sequence[str], Sequence[str]], float]  # (truths, predictions)
+    numeric: bool = True  # predictions must be finite numbers
+    scale: float | None = None  # of an error; None: in [0, 1], and more is better
+
+    def normalise(self, score: float) -> float:
+        """The score in [0, 1], more being better: exp(-x / scale) of an error   MAPPA, arXiv 2601.23228."""
+        return score if self.scale is None else math.exp(-score / self.scale)
+
+
+METRICS: dict[str, Metric] = {  # scales are MAPPA's, that of rmsle our own
+    "accuracy": Metric(score=accuracy, numeric=False),
+    "f1": Metric(score=f1, numeric=False),
+    "auc": Metric(score=auc),
+    "rmse": Metric(score=rmse, scale=20.0),
+    "mae": Metric(score=mae, scale=10.0),
+    "mse": Metric(score=mse, scale=400.0),
+    "rmsle": Metric(score=rmsle, scale=1.0),
+    "log_loss": Metric(score=log_loss, scale=1.0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is to be predicted, how it is measured, and the truth."""
+
+    metric: str  # name in METRICS
+    id_column: str
+    column: str
+    truth: Mapping[str, str] = field(repr=False)  # by id; never in a prompt, never in a sandbox
+    baseline: float | None = None  # a score that needs no model
+    ceiling: float | None = None  # a score that is hardly beaten
+
+    def score(self, submission: str) -> float:
+        """The metric of a submission, CSV text with the columns `id_column` and `column`, in any order of rows.
+
+        Raises:
+            BadSubmission: it is not of that form, or has not every id once.
+        """
+        given = self._read(submission)
+        metric = METRICS[self.metric]
+        if metric.numeric:
+            for value in given.values():
+                if not _finite(value):
+                    raise BadSubmission(f"column {self.column} holds {value[:40]!r}; expected finite numbers")
+        try:
+            return metric.score(list(self.truth.values()), [given[key] for key in self.truth])
+        except OverflowError as error:
+            raise BadSubmission(f"column {self.column} holds numbers that are too large") from error
+
+    def normalise(self, score: float, how: Literal["normalised", "gap"]) -> float:
+        """A score as reward: in [0, 1] by its metric, or the relative performance gap.
+
+        Raises:
+            ValueError: a gap without baseline and ceiling.
+        """
+        if how == "normalised":
+            return METRICS[self.metric].normalise(score)
+        if self.baseline is None or self.ceiling is None or self.baseline == self.ceiling:
+            raise ValueError("reward gap needs a baseline and another ceiling, and the task has none")
+        # max(0, (p - b) / (g - b))   DSBench, arXiv 2409.07703, show_results.py
+        return max(0.0, (score - self.baseline) / (self.ceiling - self.baseline))
+
+    def beats_baseline(self, score: float) -> bool:
+        """Whether a score is better than the baseline's; any is, where there is none."""
+        if self.baseline is None:
+            return True
+        return score > self.baseline if METRICS[self.metric].scale is None else score < self.baseline
+
+    def _read(self, submission: str) -> dict[str, str]:
+        rows = csv.DictReader(io.StringIO(submission.lstrip("\ufeff"), newline=""))
+        given: dict[str, str] = {}
+        try:
+            columns = rows.fieldnames or []
+            for column in (self.id_column, self.column):
+                if column not in columns:
+                    found = ", ".join(map(str, columns))[:200] or "nothing"
+                    expected = f"{self.id_column},{self.column}"
+                    raise BadSubmission(f"no column {column}; expected {expected} and found {found}")
+            for row in rows:
+                key, value = (row[self.id_column] or "").strip(), (row[self.column] or "").strip()
+                if key in given:
+                    raise BadSubmission(f"{self.id_column} {key[:40]!r} comes twice")
+                given[key] = value
+        except csv.Error as error:
+            raise BadSubmission(f"not CSV ({error})") from error
+        wrong = [key for key in self.truth if not given.get(key)] or [key for key in given if key not in self.truth]
+        if wrong:
+            raise BadSubmission(
+                f"{len(wrong)} rows of test.csv have no prediction or are not known, one of them is "
+                f"{self.id_column} {wrong[0][:40]!r}; expected {len(self.truth)} rows"
+            )
+        return given
+
+
+def _label(value: str) -> object:
+    """A label, numbers as numbers: 1 and 1.0 are the same."""
+    return float(value) if _finite(value) else value.strip()
+
+
+def _finite(value: str) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except ValueError:
+        return False

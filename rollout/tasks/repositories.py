@@ -1,0 +1,108 @@
+"""Generated Python packages with one bug each: what a user says of it, and hidden tests by calls."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+from rollout.envs.repository import CheckCall, pack_check, pack_source
+from rollout.records import Task
+from rollout.seeds import derive_seed
+from rollout.tasks.games.source import SPLITS, split_of
+from rollout.tasks.repository_functions import FAMILIES, Family
+
+_PACKAGES = ("toolbox", "pantry", "drawer", "shelf", "crate", "basket", "locker", "chest")
+_MODULES = ("core", "basics", "lists", "extra", "shapes", "more")
+_EACH = 3  # hidden tests that fail, and that pass, of the function with the bug
+_OTHERS = 2  # of every other function
+_PATIENCE = 2000  # draws of arguments
+
+
+def generate(seed: int, sizes: Mapping[str, int], *, modules: int = 2) -> list[Task]:
+    """sizes[split] packages for each split; a bug of a function belongs to one split whatever the seed.
+
+    Args:
+        modules: of a package, each with two functions.
+
+    Raises:
+        ValueError: an option is out of range, or an unknown split.
+    """
+    if not 1 <= modules <= len(FAMILIES) // 2:
+        raise ValueError(f"repositories: modules is {modules}; expected 1 to {len(FAMILIES) // 2}")
+    if set(sizes) - set(SPLITS):
+        raise ValueError(f"repositories: unknown split {min(set(sizes) - set(SPLITS))}; splits: {', '.join(SPLITS)}")
+    tasks: dict[str, Task] = {}
+    for split, size in sizes.items():
+        random = Random(derive_seed(seed, "repositories", split))
+        own = [(f, bug) for f in FAMILIES for bug in f.bugs if split_of(f"{f.right.__name__}/{bug}") == split]
+        first = len(tasks)
+        while len(tasks) - first < size:
+            task = _draw(random, *random.choice(own), split, modules)
+            tasks[task.id] = task
+    return list(tasks.values())
+
+
+def _draw(random: Random, family: Family, bug: str, split: str, modules: int) -> Task:
+    others = random.sample([other for other in FAMILIES if other is not family], 2 * modules - 1)
+    functions = random.sample([family, *others], 2 * modules)
+    package, names = random.choice(_PACKAGES), random.sample(_MODULES, modules)
+    wrong, complaint = family.bugs[bug]
+    files, checks = {f"{package}/__init__.py": f'"""The package {package}."""\n'}, []
+    place = ""
+    for number, name in enumerate(names):
+        inside = functions[2 * number : 2 * number + 2]
+        sources = [source_of(wrong, family.right.__name__) if f is family else source_of(f.right) for f in inside]
+        files[f"{package}/{name}.py"] = f'"""Functions of {package}."""\n\n\n' + "\n\n".join(sources)
+        place = f"{package}.{name}" if family in inside else place
+        for f in inside:
+            checks += _checks(random, f, f"{package}.{name}", wrong if f is family else None)
+    failing = next(check for check in checks if not check.passes)
+    shown = ", ".join(json.dumps(argument) for argument in failing.arguments)
+    function = family.right.__name__
+    prompt = (
+        f"`{place}.{function}` does not do what it says. {complaint} For example `{function}({shown})` should be "
+        f"`{json.dumps(failing.expected)}`."
+    )
+    answers = [pack_source(path, content) for path, content in files.items()] + [pack_check(check) for check in checks]
+    digest = hashlib.blake2b("".join(answers).encode(), digest_size=8).hexdigest()
+    return Task(
+        id=f"repositories/{digest}",
+        prompt=prompt,
+        answers=tuple(answers),
+        env="repository",
+        source="repositories",
+        split=split,
+    )
+
+
+def source_of(function: Callable[..., Any], name: str | None = None) -> str:
+    """A function's own text, under another name if one is given."""
+    return inspect.getsource(function).replace(f"def {function.__name__}(", f"def {name or function.__name__}(", 1)
+
+
+def _checks(random: Random, family: Family, module: str, wrong: Callable[..., Any] | None) -> list[CheckCall]:
+    """Calls of a function, and whether a bug in it is without effect on them."""
+    wanted = {True: _OTHERS} if wrong is None else {True: _EACH, False: _EACH}
+    seen: set[str] = set()
+    checks: list[CheckCall] = []
+    for _ in range(_PATIENCE):
+        arguments = family.draw(random)
+        expected = family.right(*arguments)
+        passes = wrong is None or wrong(*arguments) == expected
+        text = json.dumps(arguments)
+        if text in seen or not wanted.get(passes):
+            continue
+        seen.add(text)
+        wanted[passes] -= 1
+        name = family.right.__name__
+        label = f"{module}.{name}-{len(checks)}"
+        checks.append(
+            CheckCall(name=label, module=module, function=name, arguments=arguments, expected=expected, passes=passes)
+        )
+        if not any(wanted.values()):
+            return checks
+    raise AssertionError(f"{family.right.__name__}: no arguments for {wanted}")

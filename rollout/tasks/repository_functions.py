@@ -1,0 +1,276 @@
+"""What generated repositories are made of: functions that are right, each with others that have one bug."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+
+def window_sums(values, size):
+    """The sum of every run of `size` neighbouring values, from left to right."""
+    return [sum(values[i : i + size]) for i in range(len(values) - size + 1)]
+
+
+def _window_sums_short(values, size):
+    """The sum of every run of `size` neighbouring values, from left to right."""
+    return [sum(values[i : i + size]) for i in range(len(values) - size)]
+
+
+def _window_sums_long(values, size):
+    """The sum of every run of `size` neighbouring values, from left to right."""
+    return [sum(values[i : i + size]) for i in range(len(values))]
+
+
+def merge_intervals(intervals):
+    """Sorted intervals [start, end] that cover the same as `intervals`; touching ones become one."""
+    merged = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
+
+
+def _merge_intervals_touching(intervals):
+    """Sorted intervals [start, end] that cover the same as `intervals`; touching ones become one."""
+    merged = []
+    for start, end in sorted(intervals):
+        if merged and start < merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
+
+
+def _merge_intervals_inside(intervals):
+    """Sorted intervals [start, end] that cover the same as `intervals`; touching ones become one."""
+    merged = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = end
+        else:
+            merged.append([start, end])
+    return merged
+
+
+def chunks(values, size):
+    """The values in lists of `size`; the last one may be shorter."""
+    return [values[i : i + size] for i in range(0, len(values), size)]
+
+
+def _chunks_dropped(values, size):
+    """The values in lists of `size`; the last one may be shorter."""
+    return [values[i : i + size] for i in range(0, len(values) - size + 1, size)]
+
+
+def _chunks_overlapping(values, size):
+    """The values in lists of `size`; the last one may be shorter."""
+    return [values[i : i + size] for i in range(0, len(values), size - 1 or 1)]
+
+
+def rotate(values, places):
+    """The values moved to the right by `places`, those at the end to the front."""
+    if not values:
+        return []
+    places %= len(values)
+    return values[len(values) - places :] + values[: len(values) - places]
+
+
+def _rotate_left(values, places):
+    """The values moved to the right by `places`, those at the end to the front."""
+    if not values:
+        return []
+    places %= len(values)
+    return values[places:] + values[:places]
+
+
+def _rotate_far(values, places):
+    """The values moved to the right by `places`, those at the end to the front."""
+    if not values:
+        return []
+    return values[len(values) - places :] + values[: len(values) - places]
+
+
+def in_base(number, base):
+    """A number from 0 on, in a base from 2 to 10, as text."""
+    digits = ""
+    while number:
+        digits = str(number % base) + digits
+        number //= base
+    return digits or "0"
+
+
+def _in_base_zero(number, base):
+    """A number from 0 on, in a base from 2 to 10, as text."""
+    digits = ""
+    while number:
+        digits = str(number % base) + digits
+        number //= base
+    return digits
+
+
+def _in_base_reversed(number, base):
+    """A number from 0 on, in a base from 2 to 10, as text."""
+    digits = ""
+    while number:
+        digits = digits + str(number % base)
+        number //= base
+    return digits or "0"
+
+
+def middle(values):
+    """The median of some numbers: the mean of the two in the middle where their count is even."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[half]
+    return (ordered[half - 1] + ordered[half]) / 2
+
+
+def _middle_upper(values):
+    """The median of some numbers: the mean of the two in the middle where their count is even."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half]
+
+
+def _middle_unsorted(values):
+    """The median of some numbers: the mean of the two in the middle where their count is even."""
+    half = len(values) // 2
+    if len(values) % 2:
+        return values[half]
+    return (values[half - 1] + values[half]) / 2
+
+
+def clipped(values, low, high):
+    """The values, those below `low` as `low` and those above `high` as `high`."""
+    return [min(max(value, low), high) for value in values]
+
+
+def _clipped_low(values, low, high):
+    """The values, those below `low` as `low` and those above `high` as `high`."""
+    return [min(value, high) for value in values]
+
+
+def _clipped_out(values, low, high):
+    """The values, those below `low` as `low` and those above `high` as `high`."""
+    return [value for value in values if low <= value <= high]
+
+
+def runs(text):
+    """Each run of equal letters as the letter and how often it stands there: "aab" is "a2b1"."""
+    found = []
+    for letter in text:
+        if found and found[-1][0] == letter:
+            found[-1][1] += 1
+        else:
+            found.append([letter, 1])
+    return "".join(f"{letter}{count}" for letter, count in found)
+
+
+def _runs_ones(text):
+    """Each run of equal letters as the letter and how often it stands there: "aab" is "a2b1"."""
+    found = []
+    for letter in text:
+        if found and found[-1][0] == letter:
+            found[-1][1] += 1
+        else:
+            found.append([letter, 1])
+    return "".join(f"{letter}{count if count > 1 else ''}" for letter, count in found)
+
+
+def _runs_apart(text):
+    """Each run of equal letters as the letter and how often it stands there: "aab" is "a2b1"."""
+    found = {}
+    for letter in text:
+        found[letter] = found.get(letter, 0) + 1
+    return "".join(f"{letter}{count}" for letter, count in found.items())
+
+
+def _numbers(random: Random, least: int = 0) -> list[int]:
+    return [random.randint(-9, 9) for _ in range(random.randint(least, 8))]
+
+
+def _intervals(random: Random) -> list[list[int]]:
+    starts = [random.randint(0, 12) for _ in range(random.randint(0, 4))]
+    return [[start, start + random.randint(1, 6)] for start in starts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A function, what its arguments look like, and its bugs with what users say of them."""
+
+    right: Callable[..., Any]
+    draw: Callable[[Random], tuple[Any, ...]]  # arguments, JSON values
+    bugs: dict[str, tuple[Callable[..., Any], str]]  # by name
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        right=window_sums,
+        draw=lambda r: (_numbers(r), r.randint(1, 4)),
+        bugs={
+            "short": (_window_sums_short, "The last window is missing from the result."),
+            "long": (_window_sums_long, "There are too many windows: the last ones have fewer values than asked for."),
+        },
+    ),
+    Family(
+        right=merge_intervals,
+        draw=lambda r: (_intervals(r),),
+        bugs={
+            "touching": (_merge_intervals_touching, "Intervals like [1, 2] and [2, 3] stay apart."),
+            "inside": (_merge_intervals_inside, "An interval within a longer one cuts the longer one off."),
+        },
+    ),
+    Family(
+        right=chunks,
+        draw=lambda r: (_numbers(r), r.randint(1, 4)),
+        bugs={
+            "dropped": (_chunks_dropped, "Values at the end get lost when their number is no multiple of the size."),
+            "overlapping": (_chunks_overlapping, "Some values are in two lists."),
+        },
+    ),
+    Family(
+        right=rotate,
+        draw=lambda r: (_numbers(r), r.randint(0, 10)),
+        bugs={
+            "left": (_rotate_left, "Values move in the wrong direction."),
+            "far": (_rotate_far, "Moving by more places than there are values repeats or loses some."),
+        },
+    ),
+    Family(
+        right=in_base,
+        draw=lambda r: (r.choice((0, r.randint(1, 60))), r.randint(2, 9)),
+        bugs={
+            "zero": (_in_base_zero, "Zero comes out as an empty text."),
+            "reversed": (_in_base_reversed, "The digits are in the wrong order."),
+        },
+    ),
+    Family(
+        right=middle,
+        draw=lambda r: (_numbers(r, 1),),
+        bugs={
+            "upper": (_middle_upper, "With an even number of values the result is one of them."),
+            "unsorted": (_middle_unsorted, "The result depends on the order of the values."),
+        },
+    ),
+    Family(
+        right=clipped,
+        draw=lambda r: (_numbers(r), r.randint(-6, -1), r.randint(1, 6)),
+        bugs={
+            "low": (_clipped_low, "Values that are too small are left as they are."),
+            "out": (_clipped_out, "The result has fewer values than there were."),
+        },
+    ),
+    Family(
+        right=runs,
+        draw=lambda r: ("".join(r.choice("aab") for _ in range(r.randint(0, 7))),),
+        bugs={
+            "ones": (_runs_ones, "A letter that stands alone has no number."),
+            "apart": (_runs_apart, "Runs of the same letter with others between them are counted together."),
+        },
+    ),
+)
