@@ -65,6 +65,20 @@ def evaluate(
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder: results/{run}.")],
+    policy: Annotated[str, typer.Argument(help="One of its trained policies.")],
+    to: Annotated[Path, typer.Option("--to", help="Folder to write, empty or not there.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter of a LoRA policy, for PEFT.")] = False,
+) -> None:
+    """Write a policy as a Hugging Face folder, from its finished model or else its newest valid checkpoint."""
+    from mcore_mas.export import export as run_export
+
+    run_export(run, policy, to, lambda line: print(line, file=sys.stderr), adapter=adapter)
+    print(to)
+
+
+@app.command()
 def show(
     file: Annotated[Path, typer.Argument(help="Trajectories: a parquet file under train/trajectories or evaluation.")],
     index: Annotated[int, typer.Option(help="Which of the file's trajectories, from 0.")] = 0,
@@ -72,11 +86,23 @@ def show(
     branches: Annotated[
         bool, typer.Option("--branches", help="Of a tree, also the branches that did not go on.")
     ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page that stands by itself to this file instead.")] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Of a game: draw it into this .svg file instead, or all of the file's into a folder."),
+    ] = None,
 ) -> None:
-    """Print a trajectory as a conversation: who said what, tools, rewards."""
+    """Print a trajectory as a conversation: who said what to whom, tools, rewards, advantages."""
+    if picture is not None:
+        from mcore_mas.pictures import draw
+
+        print("\n".join(map(str, draw(file, picture, index=index, trajectory_id=trajectory))))
+        return
     from mcore_mas.show import show as run
 
-    run(file, index, trajectory, branches=branches)
+    run(file, index, trajectory, branches=branches, html=html)
+    if html is not None:
+        print(html)
 
 
 @app.command()

@@ -9,24 +9,22 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from mcore_mas.core.advantages import ESTIMATORS, NEEDS, UNGROUPED
-from mcore_mas.core.aggregation import AGGREGATIONS
-from mcore_mas.core.corrections import CORRECTIONS
-from mcore_mas.core.filters import FILTERS
-from mcore_mas.core.kl import KL_ESTIMATES
-from mcore_mas.core.losses import LOSSES
+from mcore_mas.core.advantages import NEEDS, UNGROUPED
+from mcore_mas.credit_config import AdvantageConfig, CreditedAgentConfig, FilterConfig, LossConfig
+from mcore_mas.policy_config import AlternateConfig, PolicyConfig
 from rollout.agent import ROLES
 from rollout.config import (
-    AgentConfig,
-    Choice,
     CoachConfig,
+    CollectionConfig,
     EngineConfig,
     EnvConfig,
     OrchestraConfig,
+    RemoteConfig,
     RewardConfig,
     Section,
 )
 from rollout.data import DataConfig
+from rollout.orchestras import SEARCHES
 from rollout.registry import UnknownName, lookup
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -34,113 +32,6 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 class ConfigError(ValueError):
     """A config cannot be used: one line that says what, where, expected, what to do."""
-
-
-class CriticConfig(Section):
-    """A value head on a copy of the policy's first model."""
-
-    lr: float = Field(gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    clip: float = Field(0.2, gt=0)  # of a value's change in one step, in reward units
-
-
-class PolicyConfig(Section):
-    """What changes weights belongs to a policy."""
-
-    model: str  # Hugging Face folder
-    tp: int = Field(1, ge=1)  # tensor-parallel ranks
-    pp: int = Field(1, ge=1)  # pipeline-parallel ranks
-    vpp: int = Field(1, ge=1)  # pipeline stages on each of them
-    dp: int = Field(1, ge=1)  # data-parallel ranks
-    sp: bool = False  # cut by sequence what tensor parallelism repeats
-    distributed_optimizer: bool = False  # each data-parallel rank keeps its part of the optimizer's state
-    recompute: bool = False  # recompute activations in the backward pass
-    bf16: bool = False  # train in bfloat16 with float32 master weights
-    lr: float = Field(gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    clip_grad: float = Field(1.0, gt=0)
-    spike_factor: float = Field(10.0, gt=1)  # times the running median from which a gradient norm is a spike
-    skip_spikes: bool = False  # leave the step out, as one with a gradient that is not finite always is
-    critic: CriticConfig | None = None  # for agents whose advantage is gae
-
-
-class AdvantageConfig(Choice):
-    """How rewards become advantages."""
-
-    align: int | None = Field(None, ge=1)  # turns per task and agent that train, the rest dropped or repeated (M-GRPO)
-
-    @model_validator(mode="after")
-    def _known(self) -> AdvantageConfig:
-        self.check("advantage", ESTIMATORS)
-        return self
-
-
-class CreditedAgentConfig(AgentConfig):
-    """An agent with the credit it gets."""
-
-    advantage: AdvantageConfig | None = None  # None: the run's
-    loss_weight: float = Field(1.0, ge=0)  # 0 freezes the agent: its turns count as peers, and do not train
-
-
-class FilterConfig(Choice):
-    """Which turns train."""
-
-    resample: int = Field(0, ge=0)  # further batches of tasks that a step may collect to fill up what was left out
-
-    @model_validator(mode="after")
-    def _known(self) -> FilterConfig:
-        self.check("filter", FILTERS)
-        return self
-
-
-class KLConfig(Section):
-    """Staying near the policy's first model, by a term in the loss or a penalty in the reward."""
-
-    coef: float = Field(0.0, ge=0)  # 0: no reference is kept
-    estimate: str = "k3"
-    where: Literal["loss", "reward"] = "loss"
-    target: float | None = Field(None, gt=0)  # nats per token that an adaptive coefficient steers to; None: fixed
-    horizon: float = Field(10_000.0, gt=0)  # samples, of the adaptive coefficient
-
-    @model_validator(mode="after")
-    def _known(self) -> KLConfig:
-        lookup("KL estimate", self.estimate, KL_ESTIMATES)
-        if self.target is not None and not self.coef:
-            raise ValueError("an adaptive coefficient starts above 0; set coef, or leave target out")
-        return self
-
-
-class CorrectionConfig(Choice):
-    """What the mismatch between sampler and trainer does to a token's weight."""
-
-    name: str = "none"
-
-    @model_validator(mode="after")
-    def _known(self) -> CorrectionConfig:
-        self.check("correction", CORRECTIONS)
-        return self
-
-
-class LossConfig(Choice):
-    """What an update minimises."""
-
-    aggregation: str = "token_mean"
-    norm: float | None = Field(None, gt=0)  # tokens, for aggregations that divide by a constant length
-    entropy: float = Field(0.0, ge=0)  # factor of the entropy bonus
-    kl: KLConfig = KLConfig()
-    correction: CorrectionConfig = CorrectionConfig()
-
-    @model_validator(mode="after")
-    def _known(self) -> LossConfig:
-        self.check("loss", LOSSES)
-        normed = lookup("aggregation", self.aggregation, AGGREGATIONS).normed
-        if normed != (self.norm is not None):
-            what = "needs norm, a length in tokens" if normed else "divides by no constant; leave norm out"
-            raise ValueError(f"aggregation '{self.aggregation}' {what}")
-        return self
 
 
 class BranchingConfig(Section):
@@ -158,13 +49,24 @@ class TrainerConfig(Section):
     tasks_per_step: int = Field(ge=1)
     group_size: int = Field(ge=1)  # trajectories per task, trees with branching
     branching: BranchingConfig | None = None
+    oversample: float = Field(1.0, ge=1)  # times group_size that are started; the slowest are given up
+    staleness: int = Field(0, ge=0)  # steps that collection may be ahead of training; 0 trains what it samples
     updates_per_step: int = Field(1, ge=1)  # optimizer steps, each on its share of a step's samples
+    alternate: AlternateConfig | None = None  # None: every policy is trained in every step
     microbatch_tokens: int = Field(4096, ge=1)
     checkpoint_every: int = Field(10, ge=1)  # steps
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)  # the newest
+    keep_best: int = Field(0, ge=0)  # also those with the highest validation accuracy; each is saved when it is found
+    final: Literal["last", "best"] = "last"  # which weights are written as the finished policies
     validate_every: int = Field(10, ge=1)  # steps
     validation_samples: int = Field(1, ge=1)  # trajectories per validation task
     logprob_tolerance: float = Field(1e-4, gt=0)  # nats between engine and trainer on fresh samples; 1e-4 suits float32
+
+    @model_validator(mode="after")
+    def _best_is_kept(self) -> TrainerConfig:
+        if self.final == "best" and not self.keep_best:
+            raise ValueError("final 'best' needs a kept best: set trainer.keep_best to 1 or more")
+        return self
 
 
 class EvaluationConfig(Section):
@@ -227,13 +129,16 @@ class TrackingConfig(Section):
 
     uri: str  # of MLflow's tracking store
     experiment: str
+    traces: int = Field(2, ge=0)  # trajectories of each step with a validation that go there as traces
 
 
 class ClusterConfig(Section):
-    """How many threads and how much shared memory this machine gives a run."""
+    """What of a machine a run takes."""
 
     threads_per_process: int = Field(1, ge=1)
     object_store_mb: int = Field(256, ge=80)
+    pool: Literal["split", "shared"] = "split"  # a device for each process, or the same devices for all policies
+    cpus: int | None = Field(None, ge=1)  # devices of a machine without GPUs; None: as many as are needed
 
 
 class RunConfig(Section):
@@ -252,6 +157,7 @@ class RunConfig(Section):
     filter: FilterConfig | None = None
     loss: LossConfig
     engine: EngineConfig
+    collection: CollectionConfig = CollectionConfig()
     trainer: TrainerConfig
     evaluation: EvaluationConfig
     cold_start: ColdStartConfig | None = None  # None: the policies' models are there already
@@ -270,7 +176,10 @@ class RunConfig(Section):
                 )
             lookup("agent role", agent.role or name, ROLES)
             self._check_credit(name, agent)
+            self._check_policy(name, agent)
         self.orchestra.check_agents(self.agents)
+        if self.orchestra.name in SEARCHES and self.trainer.branching is not None:
+            raise ValueError(f"orchestra '{self.orchestra.name}' grows its own tree; leave trainer.branching out")
         self.reward.check_agents(self.agents)
         idle = set(self.policies) - {agent.policy for agent in self.agents.values()}
         if idle:
@@ -281,21 +190,63 @@ class RunConfig(Section):
         for name in named:
             if name not in self.agents:
                 raise ValueError(f"coach names agent '{name}', which is not there; agents: {', '.join(self.agents)}")
+        if self.trainer.microbatch_tokens < self.engine.max_length:
+            raise ValueError(
+                f"trainer.microbatch_tokens {self.trainer.microbatch_tokens} has no room for one sequence of "
+                f"engine.max_length {self.engine.max_length}; use microbatch_tokens: {self.engine.max_length}, "
+                f"or max_length: {self.trainer.microbatch_tokens}"
+            )
+        if self.engine.sleep and self.trainer.staleness:
+            raise ValueError(
+                f"engine.sleep: engines have no rest while trainer.staleness is {self.trainer.staleness}; "
+                "set one of them to 0 or false"
+            )
         if self.cold_start is not None and self.data.generator is None:
             raise ValueError("cold_start needs data.generator, which writes its demonstrations")
+        self._check_turns()
+        resting = [name for name, policy in self.policies.items() if policy.offload]
+        if self.trainer.staleness and resting:
+            raise ValueError(
+                f"policy '{resting[0]}': offload gives the trainer's memory away while the team acts, and with "
+                f"trainer.staleness {self.trainer.staleness} the team acts while it trains; choose one of them"
+            )
         return self
+
+    def _check_turns(self) -> None:
+        alternate = self.trainer.alternate
+        if alternate is not None and sorted(alternate.order) != sorted(self.trained):
+            raise ValueError(
+                f"trainer.alternate.order is {', '.join(alternate.order)}; expected every trained policy once: "
+                f"{', '.join(self.trained)}"
+            )
+        for name in self.trained:
+            policy = self.policies[name]
+            policy.check_decay(f"policies.{name}", self.updates_of(name))
+            if policy.critic is not None:
+                policy.critic.check_decay(f"policies.{name}.critic", self.updates_of(name))
 
     def _check_credit(self, name: str, agent: CreditedAgentConfig) -> None:
         estimator = self.advantage_of(name).name
         critic = self.policies[agent.policy].critic is not None
         if NEEDS.get(estimator) == "values" and not critic:
             raise ValueError(f"agent '{name}': advantage '{estimator}' needs policies.{agent.policy}.critic")
-        alone = self.trainer.group_size == 1 and self.trainer.branching is None
+        tree = self.trainer.branching is not None or self.orchestra.name in SEARCHES
+        alone = self.trainer.group_size == 1 and not tree
         if alone and estimator not in UNGROUPED:
             raise ValueError(
                 f"agent '{name}': advantage '{estimator}' compares a task's trajectories, but trainer.group_size is 1; "
                 f"raise it, set trainer.branching, or choose one of {', '.join(sorted(UNGROUPED))}"
             )
+
+    def _check_policy(self, name: str, agent: CreditedAgentConfig) -> None:
+        policy = self.policies[agent.policy]
+        if agent.loss_weight and policy.remote is not None:
+            raise ValueError(
+                f"agent '{name}' plays policy '{agent.policy}', a remote model, which cannot be trained; "
+                f"set agents.{name}.loss_weight=0"
+            )
+        if agent.loss_weight and not policy.lr:
+            raise ValueError(f"policies.{agent.policy}.lr is missing; agent '{name}' trains this policy")
 
     def advantage_of(self, agent: str) -> AdvantageConfig:
         """The estimator of an agent: its own, or the run's."""
@@ -309,6 +260,25 @@ class RunConfig(Section):
             for name in self.policies
             if any(agent.policy == name and agent.loss_weight for agent in self.agents.values())
         )
+
+    def in_turn(self, step: int) -> tuple[str, ...]:
+        """The policies that are trained in `step`."""
+        alternate = self.trainer.alternate
+        return self.trained if alternate is None else (alternate.in_turn(step),)
+
+    def updates_of(self, policy: str) -> int:
+        """The most updates that a trained policy can have in the whole run."""
+        return self.trainer.updates_per_step * sum(policy in self.in_turn(s) for s in range(self.trainer.steps))
+
+    @property
+    def remotes(self) -> dict[str, RemoteConfig]:
+        """The models behind an API, by policy."""
+        return {name: policy.remote for name, policy in self.policies.items() if policy.remote is not None}
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The folders of the other policies' models."""
+        return {name: policy.model for name, policy in self.policies.items() if policy.remote is None}
 
     @property
     def folder(self) -> Path:

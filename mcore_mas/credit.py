@@ -7,6 +7,7 @@ from dataclasses import replace
 from difflib import SequenceMatcher
 from functools import partial
 from itertools import islice
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -105,6 +106,11 @@ def estimate(samples: Sequence[Sample], rules: Mapping[str, Choice]) -> list[Sam
                 target = returns[place] if returns else None
                 done[i] = replace(samples[i], advantages=advantages[place], returns=target)
     return done
+
+
+def by_place(samples: Sequence[Sample]) -> dict[tuple[str, str, int], float]:
+    """The advantage of every turn, the mean over its tokens, by (trajectory, node, turn)."""
+    return {(s.trajectory, s.node, s.turn): fmean(s.advantages) for s in samples if s.advantages}
 
 
 def penalise(sample: Sample, coef: float, kind: str) -> Sample:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import shutil
@@ -22,7 +23,7 @@ _PACKAGES = (
     "pyarrow",
     "hydra-core",
 )
-_OPTIONAL = ("transformer-engine", "sglang", "flash-attn")
+_OPTIONAL = ("transformer-engine", "sglang", "flash-attn", "gymnasium", "mcp", "alfworld")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where Ray keeps its objects)
 _NEEDED_GIB = {"memory": 8, "shared memory": 0.5, "disk": 5}
 
@@ -72,6 +73,20 @@ def _cores() -> tuple[bool, str]:
     return True, f"{len(os.sched_getaffinity(0))} usable"
 
 
+def _sandbox() -> tuple[bool, str]:
+    """The tier in which model-written programs run here; without one, teams that run none still train."""
+    from rollout.tools.sandbox import Sandbox, SandboxUnavailable
+
+    sandbox = Sandbox(slots=1)
+    try:
+        asyncio.run(sandbox.start())
+    except SandboxUnavailable as error:
+        return True, f"none: {error}"
+    finally:
+        sandbox.close()
+    return True, f"{sandbox.tier} (model-written programs; docs/sandbox.md)"
+
+
 def _room(name: str, free_bytes: Callable[[], int]) -> Callable[[], tuple[bool, str]]:
     def check() -> tuple[bool, str]:
         free = free_bytes() / 2**30
@@ -86,6 +101,7 @@ _CHECKS: dict[str, Callable[[], tuple[bool, str]]] = {
     "optional": _optional,
     "gpus": _gpus,
     "cores": _cores,
+    "sandbox": _sandbox,
     "memory": _room("memory", lambda: psutil.virtual_memory().available),
     "shared memory": _room("shared memory", lambda: shutil.disk_usage(_SHARED_MEMORY).free),
     "disk": _room("disk", lambda: shutil.disk_usage(Path.cwd()).free),

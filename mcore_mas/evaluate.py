@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from mcore_mas.config import AgentConfig, RunConfig
+from mcore_mas.config import RunConfig
 from mcore_mas.files import FolderError, write_json
 from mcore_mas.intervals import bootstrap_interval
 from mcore_mas.progress import Reporter
+from mcore_mas.voices import close_engines, make_engines, make_players, open_remotes
 from mcore_mas.world import world
 from rollout.build import build_orchestra, build_team
 from rollout.collect import collect
-from rollout.engines.local import LocalEngine
+from rollout.config import AgentConfig
 from rollout.records import Group, Status, Trajectory, read_tasks, write_trajectories
-from rollout.renderer import Renderer
-from rollout.team import Player
+from rollout.watchdog import Watchdog
 
 _EVALUATION = -2  # the step in the seeds of evaluation trajectories
 
@@ -39,13 +40,10 @@ def evaluate(config_path: Path, state: str, out_path: Path) -> None:
     models = policy_models(config, state)
     tasks = read_tasks(config.folder / "tasks" / "test.parquet")
     agents = {name: _measured(agent, config) for name, agent in config.agents.items()}
-    players = {
-        policy: Player(
-            engine=LocalEngine(model, rows=config.engine.slots, max_length=config.engine.max_length),
-            renderer=Renderer(model),
-        )
-        for policy, model in models.items()
-    }
+    folder = out_path.parent / f"{state}-remotes"
+    remotes = open_remotes(config, folder)
+    engines = make_engines(config, models, out_path.parent / f"{state}-engines", trained=False)
+    players = {**make_players(config, engines, models), **remotes}
     k = config.evaluation.samples
     done = 0
 
@@ -60,18 +58,27 @@ def evaluate(config_path: Path, state: str, out_path: Path) -> None:
             if done % max(1, len(tasks) * k // 10) == 0:
                 reporter.step(done, {})
 
-        groups = asyncio.run(
-            collect(
-                tasks,
-                build_team(agents, players),
-                make_env,
-                build_orchestra(config.orchestra),
-                group_size=k,
-                seed=config.seed,
-                step=_EVALUATION,
-                done=count,
-            )
-        )
+        async def play() -> list[Group]:
+            async with AsyncExitStack() as closing:
+                for remote in remotes.values():
+                    closing.push_async_callback(remote.aclose)
+                return await collect(
+                    tasks,
+                    build_team(agents, players),
+                    make_env,
+                    build_orchestra(config.orchestra),
+                    group_size=k,
+                    seed=config.seed,
+                    step=_EVALUATION,
+                    limits=config.collection.limits,
+                    watchdog=Watchdog(stall_s, reporter.note) if (stall_s := config.collection.stall_s) else None,
+                    done=count,
+                )
+
+        try:
+            groups = asyncio.run(play())
+        finally:
+            close_engines(engines)
     write_trajectories(out_path.with_suffix(".parquet"), (t for group in groups for t in group.trajectories))
     write_json(out_path, {"run": config.run, "state": state, "k": k, **score(groups, k)})
 
@@ -83,7 +90,7 @@ def policy_models(config: RunConfig, state: str) -> dict[str, Path]:
         FolderError: state is "trained" and training has not finished.
     """
     if state == "base":
-        return {name: Path(policy.model) for name, policy in config.policies.items()}
+        return {name: Path(model) for name, model in config.models.items()}
     done = config.folder / "train" / "done.json"
     if not done.is_file():
         raise FolderError(f"{done}: no such file; train first (`mcore-mas train --config {config.folder}/config.yaml`)")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +17,7 @@ from rollout.build import build_allocator
 from rollout.collect import collect
 from rollout.records import Group, Status, Task, write_trajectories
 from rollout.tree import Branching
+from rollout.watchdog import Wait, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,9 +80,15 @@ async def _play(run: Run, step: int, tasks: Sequence[Task]) -> list[Group]:
         seed=config.seed,
         step=step,
         tree=Branching(**branching.model_dump()) if branching else None,
+        limits=config.collection.limits,
+        # of 10 at 1.1 one more, whatever binary fractions say
+        surplus=math.ceil(config.trainer.group_size * (config.trainer.oversample - 1.0) - 1e-9),
+        watchdog=run.watchdog,
     )
     if run.coach is not None:
-        groups = await run.coach.score(groups)
+        waiting = Waiting(Wait(what="the coach's scores", since=asyncio.get_running_loop().time()))
+        with run.watchdog.over(f"step {step}", waiting) if run.watchdog else nullcontext():
+            groups = await run.coach.score(groups)
     allocate = build_allocator(config.reward, config.agents)
     groups = [allocate(group) for group in groups]  # reward per turn
     if any(NEEDS.get(config.advantage_of(agent).name) == "greedy" for agent in config.agents):
@@ -92,13 +102,22 @@ async def _beside_greedy(run: Run, step: int, tasks: Sequence[Task], groups: Seq
     Where the greedy one failed the task's trajectories count as failed: without a baseline they cannot train.
     """
     greedy = await collect(
-        tasks, run.team, run.make_env, run.orchestra, group_size=1, seed=run.config.seed, step=step, temperature=0.0
+        tasks,
+        run.team,
+        run.make_env,
+        run.orchestra,
+        group_size=1,
+        seed=run.config.seed,
+        step=step,
+        temperature=0.0,
+        limits=run.config.collection.limits,
+        watchdog=run.watchdog,
     )
     done = []
     for group, (baseline,) in zip(groups, (g.trajectories for g in greedy), strict=True):
-        if baseline.status is Status.FAILED:
-            error = f"no greedy baseline: {baseline.error}"
-            trajectories = [replace(t, status=Status.FAILED, error=t.error or error) for t in group.trajectories]
+        if baseline.status is not Status.COMPLETED:
+            lost = {"status": baseline.status, "error": f"no greedy baseline: {baseline.error}"}
+            trajectories = [t if t.error else replace(t, **lost) for t in group.trajectories]
         else:
             score = {"greedy": baseline.outcome or 0.0}
             trajectories = [
@@ -111,7 +130,7 @@ async def _beside_greedy(run: Run, step: int, tasks: Sequence[Task], groups: Seq
 
 def _check_progress(step: int, groups: Sequence[Group]) -> None:
     trajectories = [t for group in groups for t in group.trajectories]
-    if all(t.status is Status.FAILED for t in trajectories):
+    if all(t.status is not Status.COMPLETED for t in trajectories):
         raise TrainingError(
             f"step {step}: all {len(trajectories)} trajectories failed; the first: {trajectories[0].error}"
         )

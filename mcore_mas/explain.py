@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from mcore_mas.core.advantages import ESTIMATORS, Ballot, Comparison, compared
 from mcore_mas.credit import columns, estimate
 from mcore_mas.samples import CreditError, Sample, to_samples
 from rollout.config import Choice
-from rollout.records import Group, Task, read_trajectories
+from rollout.records import Group, Task, Trajectory, read_trajectories
 
 
 def explain(file: Path, name: str, options: Mapping[str, Any], task: str | None, limit: int, console: Console) -> None:
@@ -33,7 +33,7 @@ def explain(file: Path, name: str, options: Mapping[str, Any], task: str | None,
     """
     rule = Choice(name=name, options=dict(options))
     rule.check("advantage", ESTIMATORS)
-    samples = to_samples(_groups(file))
+    samples = to_samples(groups_of(read_trajectories(file)))
     samples = estimate(samples, {sample.agent: rule for sample in samples})
     tasks = list(dict.fromkeys(sample.task for sample in samples))
     if task is not None and task not in tasks:
@@ -55,9 +55,10 @@ def explain(file: Path, name: str, options: Mapping[str, Any], task: str | None,
         console.print(Text(f"{len(shown)} of {len(tasks)} tasks; --task and --limit show others", style="dim"))
 
 
-def _groups(file: Path) -> list[Group]:
-    by_task: dict[str, list[Any]] = {}
-    for trajectory in read_trajectories(file):
+def groups_of(trajectories: Iterable[Trajectory]) -> list[Group]:
+    """Recorded trajectories by task; of the task itself only its id is known."""
+    by_task: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
         by_task.setdefault(trajectory.task_id, []).append(trajectory)
     return [
         Group(

@@ -7,11 +7,15 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+Digest = dict[str, int | str]  # a file's "bytes" and "sha256"
+
+_STRETCH = 16 << 20  # bytes hashed and written at a time
 
 
 class FolderError(RuntimeError):
@@ -32,6 +36,30 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON, complete or not at all."""
     write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> Digest:
+    """Write `chunks` through to the disk; what was written, digested on the way."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for chunk in chunks:
+            for first in range(0, len(chunk), _STRETCH):
+                stretch = chunk[first : first + _STRETCH]
+                digest.update(stretch)
+                file.write(stretch)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def sync_folder(folder: Path) -> None:
+    """See that the names in `folder` are on disk, as its files' contents are."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sha256(path: Path) -> str:

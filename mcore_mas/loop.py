@@ -5,192 +5,240 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
-from mcore_mas.credit import estimate, penalise, reference_kl
-from mcore_mas.experience import gather
-from mcore_mas.metrics import credit_metrics, merge_updates, rollout_metrics, success
-from mcore_mas.packing import pack, unpack
+from mcore_mas.ahead import Ahead
+from mcore_mas.checkpoint import CheckpointError
+from mcore_mas.core.advantages import NEEDS
+from mcore_mas.credit import estimate
+from mcore_mas.experience import Experience
+from mcore_mas.files import Digest
+from mcore_mas.judge import judge
+from mcore_mas.metrics import credit_metrics, rollout_metrics, staleness_metrics, success
 from mcore_mas.run import Run, Stopped, TrainingError
-from mcore_mas.samples import Sample, align, split, weigh
+from mcore_mas.samples import Sample
+from mcore_mas.update import update
 from rollout.collect import collect
+from rollout.engines.protocol import Tag
+from rollout.together import stop
 
+T = TypeVar("T")
+
+_BEST_BY = "validation/accuracy"
 _VALIDATION = -1  # the step in the seeds of validation trajectories: the same draws every time
 
 
-async def train_steps(run: Run, first: int) -> None:
+async def train_steps(run: Run, first: int, unreported: Mapping[str, float] | None = None) -> None:
     """Take steps `first` up to the configured number, with a checkpoint after every few and after the last.
 
-    SIGTERM ends training after the step under way, with a checkpoint.
+    SIGTERM or SIGURG ends training with the state after the last finished update saved: a collection or a validation
+    under way is abandoned, an update is not.
+
+    Args:
+        unreported: metrics of step `first` - 1, whose validation was abandoned.
 
     Raises:
-        TrainingError: the trainer does not see the log-probabilities that the engine sampled with.
-        Stopped: SIGTERM came.
+        TrainingError: the trainer does not see the log-probabilities that the engine sampled with, or a checkpoint
+            cannot be written.
+        Stopped: one of the signals came.
     """
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGURG):  # the latter can be sent to all processes of a job: others ignore it
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    try:
+        if unreported is not None:
+            await _finish(run, told, first - 1, dict(unreported))
+        elif first == 0 and run.validation:
+            start = await _unless(told, _validate(run))
+            if start is None:
+                await _leave(run, 0)
+            run.report(-1, start)
+        async with Ahead(run) as ahead:
+            for step in range(first, run.config.trainer.steps):
+                await _step(run, told, step, ahead)
+    except BaseException:
+        with suppress(CheckpointError):
+            await run.checkpoints.finish()
+        raise
+    await run.checkpoints.finish()
+
+
+async def _step(run: Run, told: asyncio.Event, step: int, ahead: Ahead) -> None:
     trainer = run.config.trainer
-    told_to_stop = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_stop.set)
-    if first == 0 and run.validation:
-        run.report(-1, await _validate(run))
-    for step in range(first, trainer.steps):
-        metrics = await _step(run, step)
-        last = step + 1 == trainer.steps
-        if run.validation and (last or (step + 1) % trainer.validate_every == 0):
-            metrics |= await _validate(run)
-        run.report(step, metrics)  # before the checkpoint: a step that is taken again drops its row, a lost row is lost
-        if last or told_to_stop.is_set() or (step + 1) % trainer.checkpoint_every == 0:
-            await run.checkpoints.save(step + 1, _state(run, step + 1), partial(_save, run))
-        if told_to_stop.is_set() and not last:
-            raise Stopped(f"stopped by SIGTERM after step {step + 1}; the same command goes on from its checkpoint")
+    began = time.perf_counter()
+    acted = await _unless(told, _act(run, step, ahead))
+    if acted is None:
+        await _leave(run, step)
+    metrics = await _learn(run, step, *acted, began)
+    await _finish(run, told, step, metrics)
+    last = step + 1 == trainer.steps
+    if told.is_set() and not last:
+        await _leave(run, step + 1, metrics.get(_BEST_BY))
+    best = _BEST_BY in metrics and run.checkpoints.is_best(metrics[_BEST_BY])
+    if last or best or (step + 1) % trainer.checkpoint_every == 0:
+        await _save(run, step + 1, metrics.get(_BEST_BY))
 
 
-async def _step(run: Run, step: int) -> dict[str, float]:
+async def _finish(run: Run, told: asyncio.Event, step: int, metrics: dict[str, float]) -> None:
+    """Validate, if it is time, and report the step."""
+    if run.validation and _looked_at(run, step):
+        found = await _unless(told, _validate(run))
+        if found is None:
+            await _leave(run, step + 1, unreported=metrics)
+        metrics |= found
+    run.report(step, metrics)  # before the checkpoint: a step that is taken again drops its row, a lost row is lost
+
+
+async def _unless(told: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` comes to; None if the run was told to stop first, and `work` is abandoned."""
+    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(told.wait())
+    try:
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        await stop([working, waiting])
+
+
+async def _leave(
+    run: Run, steps: int, metric: float | None = None, unreported: Mapping[str, float] | None = None
+) -> NoReturn:
+    """Save the state after `steps` steps, if it is not yet, and stop."""
+    if not steps:
+        raise Stopped("stopped by a signal before the end of the first step; the same command starts again")
+    await run.checkpoints.finish()
+    if not run.checkpoints.has(steps):
+        await _save(run, steps, metric, unreported)
+        await run.checkpoints.finish()
+    raise Stopped(f"stopped by a signal after step {steps}; the same command goes on from its checkpoint")
+
+
+async def _act(run: Run, step: int, ahead: Ahead) -> tuple[Experience, list[Sample], float]:
+    """Act, reward and filter; let reference and critics judge; also the seconds of the former."""
+    began = time.perf_counter()
+    async with _resting(run):
+        experience = await ahead.take(step)
+    collected = time.perf_counter() - began
+    trained = run.config.in_turn(step)
+    samples = _aged(run, _compared(run, experience.samples, trained))
+    return experience, await judge(run, samples, trained), collected
+
+
+async def _learn(
+    run: Run, step: int, experience: Experience, samples: Sequence[Sample], collected: float, began: float
+) -> dict[str, float]:
+    """Estimate advantages and update every policy, side by side; the step's metrics."""
     config = run.config
-    started = time.perf_counter()
-    experience = await gather(run, step)  # act, reward, filter
-    collected = time.perf_counter()
-    samples = await _judge(run, experience.samples)  # reference and critic
-    samples = estimate(samples, {name: config.advantage_of(name) for name in config.agents})  # advantages
-    updates = await asyncio.gather(  # one per policy, side by side
-        *(_update(run, policy, [s for s in samples if s.policy == policy], step) for policy in run.trainers)
+    trained = config.in_turn(step)
+    samples = estimate(samples, {name: config.advantage_of(name) for name in config.agents})
+    if _looked_at(run, step):
+        run.trace(experience.groups, samples)
+    await _doze(run, trained)
+    updates = await asyncio.gather(
+        *(update(run, policy, [s for s in samples if s.policy == policy], step) for policy in trained)
     )
+    if config.engine.sleep:
+        await asyncio.gather(*(engine.wake(("kv_cache",)) for engine in run.engines.values()))
     metrics = rollout_metrics(experience.groups) | credit_metrics(samples)
-    for update in updates:
-        metrics |= update
+    metrics |= {f"policy/{policy}/updates": 0.0 for policy in run.trainers}
+    if config.trainer.staleness:
+        metrics |= staleness_metrics([sample for sample in samples if sample.policy in trained])
+    for own in updates:
+        metrics |= own
     if run.coach is not None:
         metrics |= run.coach.metrics()
-    done = time.perf_counter()
+    for policy, remote in run.remotes.items():
+        metrics |= {f"policy/{policy}/{name}": value for name, value in remote.metrics().items()}
+    elapsed = time.perf_counter() - began
     return metrics | {
         "rollout/batches": float(experience.batches),
-        "time/collect_s": collected - started,
-        "time/update_s": done - collected,
-        "time/tokens_per_s": metrics.get("rollout/tokens", 0.0) / (done - started),
+        "time/collect_s": collected,
+        "time/update_s": elapsed - collected,
+        "time/tokens_per_s": metrics.get("rollout/tokens", 0.0) / elapsed,
     }
 
 
-async def _judge(run: Run, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with what the frozen reference and the critics say of their tokens, where a policy asks for it."""
-    policies = sorted({sample.policy for sample in samples})
-    judged = await asyncio.gather(*(_judged(run, name, [s for s in samples if s.policy == name]) for name in policies))
-    return [sample for own in judged for sample in own]
+def _compared(run: Run, samples: Sequence[Sample], trained: Sequence[str]) -> list[Sample]:
+    """The samples of the `trained` policies, and those of the others that theirs may be compared with."""
+    return [s for s in samples if s.policy in trained or run.config.advantage_of(s.agent).name not in NEEDS]
 
 
-async def _judged(run: Run, policy: str, samples: list[Sample]) -> list[Sample]:
-    if policy not in run.trainers:
-        return samples
-    samples = [replace(sample, entropy_coef=run.config.loss.entropy) for sample in samples]
-    kl, coef = run.config.loss.kl, run.kl_coef(policy)
-    if not coef and policy not in run.critics:
-        return samples
-    batches = pack(samples, run.config.trainer.microbatch_tokens)
-    if coef:
-        rows = unpack(batches, await run.trainers[policy].score(batches, reference=True), samples)
-        samples = [replace(sample, reference=row) for sample, row in zip(samples, rows, strict=True)]
-        if kl.where == "reward":
-            samples = [penalise(sample, coef, kl.estimate) for sample in samples]
-        else:
-            samples = [replace(sample, kl_coef=coef) for sample in samples]
-    if policy in run.critics:
-        rows = unpack(batches, await run.critics[policy].score(batches), samples)
-        samples = [replace(sample, values=row) for sample, row in zip(samples, rows, strict=True)]
-    return samples
+def _looked_at(run: Run, step: int) -> bool:
+    """Whether a step is one of those after which the run validates."""
+    trainer = run.config.trainer
+    return step + 1 == trainer.steps or (step + 1) % trainer.validate_every == 0
 
 
-async def _update(run: Run, policy: str, samples: list[Sample], step: int) -> dict[str, float]:
-    """Train one policy and its critic on the policy's samples, and hand the new weights to its engine."""
-    config = run.config
-    sizes = {name: config.advantage_of(name).align for name in config.agents}
-    samples = align(samples, sizes, config.seed, step)
-    parts = split(samples, config.trainer.updates_per_step, config.seed, step)
-    if len(parts) > 1 and config.loss.correction.name != "none":
-        parts = [await _with_proximal(run, policy, part) for part in parts]
-    rows = []
-    for number, part in enumerate(parts):
-        row = await _update_once(run, policy, part)
-        if number == 0:  # later parts are scored by weights that the earlier ones have changed
-            _check_agreement(run, policy, row)
-        rows.append(row)
-    metrics = merge_updates(rows or [{"skipped_updates": 1.0}])
-    if policy in run.kl and samples:
-        measured = reference_kl(samples, config.loss.kl.estimate)
-        metrics |= {"reference_kl": measured, "kl_coef": run.kl[policy].coefficient}
-        run.kl[policy] = run.kl[policy].update(measured, len(samples))
-    if "grad_norm" in metrics:
-        started = time.perf_counter()
-        await run.engines[policy].load_weights_from(await run.trainers[policy].export(), step + 1)
-        metrics["hand_over_s"] = time.perf_counter() - started
-    return {name if name.startswith("agent/") else f"policy/{policy}/{name}": value for name, value in metrics.items()}
-
-
-async def _with_proximal(run: Run, policy: str, samples: list[Sample]) -> list[Sample]:
-    batches = pack(samples, run.config.trainer.microbatch_tokens)
-    rows = unpack(batches, await run.trainers[policy].score(batches), samples)
-    return [replace(sample, proximal=row) for sample, row in zip(samples, rows, strict=True)]
-
-
-async def _update_once(run: Run, policy: str, samples: list[Sample]) -> dict[str, float]:
-    config = run.config
-    weights = {name: agent.loss_weight for name, agent in config.agents.items()}
-    samples = weigh(samples, weights, config.loss.aggregation, config.loss.norm)
-    # without an advantage, a KL term or an entropy bonus there is no gradient: leaving such a sample out changes
-    # nothing but the time, as its tokens are in the denominator already
-    trained = [s for s in samples if any(s.advantages or ()) or s.kl_coef or s.entropy_coef]
-    valued = [s for s in samples if s.returns is not None]
-    updates = []
-    if trained:
-        updates.append(run.trainers[policy].update(pack(trained, config.trainer.microbatch_tokens)))
-    if valued:
-        updates.append(_update_critic(run, policy, valued))
-    metrics = {} if trained else {"skipped_updates": 1.0}
-    for update in await asyncio.gather(*updates):
-        metrics |= update
-    return metrics
-
-
-async def _update_critic(run: Run, policy: str, samples: list[Sample]) -> dict[str, float]:
-    metrics = await run.critics[policy].update(pack(samples, run.config.trainer.microbatch_tokens))
-    renamed = {}
-    for name, value in metrics.items():
-        head, _, tail = name.rpartition("/")
-        renamed[f"{head}/critic/{tail}".lstrip("/")] = value
-    return renamed
-
-
-def _check_agreement(run: Run, policy: str, metrics: Mapping[str, float]) -> None:
-    tolerance = run.config.trainer.logprob_tolerance
-    for name, gap in metrics.items():
-        if name.endswith("/logprob_gap_max") and gap > tolerance:
+def _aged(run: Run, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with the number of hand-overs since. Versions are numbered by step, and a step may be without one."""
+    aged = []
+    for sample in samples:
+        handed = run.handed.get(sample.policy, [])
+        aged.append(replace(sample, age=len(handed) - bisect_right(handed, sample.version)))
+    allowed = run.config.trainer.staleness
+    for sample in aged:
+        if sample.age > allowed:
             raise TrainingError(
-                f"policy {policy}, {name.removesuffix('/logprob_gap_max')}: the trainer's log-probabilities differ "
-                f"from the engine's by {gap:.2e}, more than trainer.logprob_tolerance {tolerance:.0e}; engine and "
-                "trainer do not hold the same weights"
+                f"trajectory {sample.trajectory}, turn {sample.turn} ({sample.agent}): sampled by version "
+                f"{sample.version} of policy {sample.policy}, which is {sample.age} hand-overs behind; "
+                f"trainer.staleness allows {allowed}, and no collection may begin earlier than that"
             )
+    return aged
+
+
+async def _doze(run: Run, trained: Sequence[str]) -> None:
+    """With `engine.sleep` engines give memory away while policies are trained; weights only if new ones will come."""
+    if run.config.engine.sleep:
+        tags: dict[bool, tuple[Tag, ...]] = {True: ("weights", "kv_cache"), False: ("kv_cache",)}
+        await asyncio.gather(*(engine.sleep(tags[name in trained]) for name, engine in run.engines.items()))
+
+
+@asynccontextmanager
+async def _resting(run: Run) -> AsyncIterator[None]:
+    """Inside the block the trainers of policies with `offload` hold no more memory than they must."""
+    gangs = [gang for name, gang in (*run.trainers.items(), *run.critics.items()) if run.config.policies[name].offload]
+    try:
+        await asyncio.gather(*(gang.sleep() for gang in gangs))
+        yield
+    finally:
+        await asyncio.gather(*(gang.wake() for gang in gangs))
 
 
 async def _validate(run: Run) -> dict[str, float]:
-    groups = await collect(
-        run.validation,
-        run.team,
-        run.make_env,
-        run.orchestra,
-        group_size=run.config.trainer.validation_samples,
-        seed=run.config.seed,
-        step=_VALIDATION,
-    )
+    async with _resting(run):
+        groups = await collect(
+            run.validation,
+            run.team,
+            run.make_env,
+            run.orchestra,
+            group_size=run.config.trainer.validation_samples,
+            seed=run.config.seed,
+            step=_VALIDATION,
+            limits=run.config.collection.limits,
+            watchdog=run.watchdog,
+        )
     accuracy, legal = success(groups)
     return {"validation/accuracy": accuracy, "validation/valid_ratio": legal}
 
 
-def _state(run: Run, step: int) -> dict[str, object]:
+async def _save(run: Run, steps: int, metric: float | None, unreported: Mapping[str, float] | None = None) -> None:
+    """Begin the checkpoint of the state after `steps` steps; training goes on while it is written."""
     kl = {policy: controller.to_dict() for policy, controller in run.kl.items()}
-    return {"step": step, "mlflow_run": run.tracking_run, "kl": kl}
+    state = {"mlflow_run": run.tracking_run, "kl": kl, "unreported": unreported}
+    await run.checkpoints.save(steps, state, partial(_write, run), metric)
 
 
-async def _save(run: Run, folder: Path) -> None:
-    for policy, trainer in run.trainers.items():
-        await trainer.save(folder / policy)
-    for policy, critic in run.critics.items():
-        await critic.save(folder / f"{policy}.critic")
+async def _write(run: Run, folder: Path) -> Awaitable[dict[str, Digest]]:
+    gangs = {**run.trainers, **{f"{policy}.critic": critic for policy, critic in run.critics.items()}}
+    await asyncio.gather(*(gang.save(folder / name) for name, gang in gangs.items()))
+
+    async def written() -> dict[str, Digest]:
+        done = await asyncio.gather(*(gang.written() for gang in gangs.values()))
+        return {f"{name}/{file}": digest for name, own in zip(gangs, done, strict=True) for file, digest in own.items()}
+
+    return written()

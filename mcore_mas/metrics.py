@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 
 from mcore_mas.samples import Sample
-from rollout.records import Group, Status, Turn
+from rollout.records import Group, Status, Trajectory, Turn
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -18,6 +18,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/failed": float(len(trajectories) - len(completed)),
         "rollout/trajectories": float(len(trajectories)),
     }
+    metrics |= _lost(trajectories)
     if not completed:
         return metrics
     turns: dict[str, list[Turn]] = defaultdict(list)
@@ -34,12 +35,38 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         metrics[f"{prefix}/calls"] = float(len(own))
         metrics[f"{prefix}/valid_ratio"] = fmean(turn.valid for turn in own)
         metrics[f"{prefix}/masked"] = float(sum(turn.masked for turn in own))
+        if undecided := sum("undecided" in turn.scores for turn in own):
+            metrics[f"{prefix}/undecided"] = float(undecided)
         metrics[f"{prefix}/response_length"] = fmean(len(turn.completion_ids) for turn in own)
         rewards = [turn.reward for turn in own if turn.reward is not None]
         if rewards:
             metrics[f"{prefix}/reward_mean"] = fmean(rewards)
             metrics[f"{prefix}/reward_std"] = pstdev(rewards)
     return metrics
+
+
+def _lost(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What was late, by agent, tool or whole, and how many were given up, undecided or refused; nothing for none."""
+    late: Counter[str] = Counter()
+    for trajectory in trajectories:
+        for name, count in trajectory.metrics.items():
+            if name.startswith("late/"):
+                what = name.removeprefix("late/")
+                late[f"{what}/late" if "/" in what else f"rollout/late_{what}"] += int(count)
+    aborted = sum(t.status is Status.ABORTED for t in trajectories)
+    counts = {"rollout/aborted": aborted} | {
+        f"rollout/{name}": sum(int(t.metrics.get(name, 0)) for t in trajectories) for name in ("undecided", "refused")
+    }
+    return {name: float(n) for name, n in late.items()} | {name: float(n) for name, n in counts.items() if n}
+
+
+def staleness_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """By how many versions turns were behind the weights that they trained: mean, maximum, and how many by how many."""
+    ages = Counter(sample.age for sample in samples)
+    if not ages:
+        return {}
+    metrics = {"staleness/mean": fmean(sample.age for sample in samples), "staleness/max": float(max(ages))}
+    return metrics | {f"staleness/turns_{age}": float(turns) for age, turns in sorted(ages.items())}
 
 
 def credit_metrics(samples: Sequence[Sample]) -> dict[str, float]:

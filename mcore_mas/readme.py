@@ -28,7 +28,7 @@ class ReadmeError(ValueError):
 
 
 def update(readme: Path, tables: Sequence[Path]) -> None:
-    """Replace what stands between the two markers of `readme` by the results in `tables`.
+    """Replace what stands between the two markers of `readme` by the results in `tables`; rows of other tables stay.
 
     Raises:
         ReadmeError: the page has not exactly one block, or a table is not as `mcore_mas.tables` writes it.
@@ -37,22 +37,36 @@ def update(readme: Path, tables: Sequence[Path]) -> None:
         raise ReadmeError(f"{readme}: no such file; expected a page with a line {BEGIN} and a line {END}")
     text = readme.read_text(encoding="utf-8")
     head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    before, end, tail = rest.partition(END)
     if not begin or not end or BEGIN in rest or END in tail:
         raise ReadmeError(f"{readme}: expected one {BEGIN} and, after it, one {END}; put each on a line of its own")
-    write_text(readme, f"{head}{BEGIN}\n{block(tables)}\n{END}{tail}")
+    write_text(readme, f"{head}{BEGIN}\n{block(tables, _kept(before, tables))}\n{END}{tail}")
 
 
-def block(tables: Sequence[Path]) -> str:
-    """One Markdown table with a row per experiment of `tables`, in their order, and a note that says what it shows."""
-    several = len(tables) > 1  # then a row says its table too: an experiment may stand in several
+def _kept(before: str, tables: Sequence[Path]) -> list[str]:
+    """The rows that a block has of other tables, where its rows say their table."""
+    lines = before.strip().splitlines()
+    if not lines or not lines[0].startswith("| table |"):
+        return []
+    rows = [line for line in lines[2:] if line.startswith("|")]
+    return [row for row in rows if row.split("|")[1].strip() not in {table.stem for table in tables}]
+
+
+def block(tables: Sequence[Path], kept: Sequence[str] = ()) -> str:
+    """One Markdown table with a row per experiment of `tables`, in their order, and a note that says what it shows.
+
+    Rows that are `kept` come after them, as they are.
+    """
+    several = len(tables) > 1 or bool(kept)  # then a row says its table too: an experiment may stand in several
     head = ("table", *_HEAD) if several else _HEAD
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * (len(head) - 6)}{'---:|' * 6}"]
     for table in tables:
         for experiment, scores in _average_scores(table).items():
             cells = _cells(f"{table}, experiment {experiment}", scores)
             lines.append(f"| {' | '.join([table.stem, experiment, *cells] if several else [experiment, *cells])} |")
-    names = ", ".join(f"`{table.name}`" for table in tables)
+    lines += kept
+    others = dict.fromkeys(f"{row.split('|')[1].strip()}.csv" for row in kept)
+    names = ", ".join(f"`{name}`" for name in (*(table.name for table in tables), *others))
     return "\n".join([*lines, "", _NOTE.format(tables=names)])
 
 

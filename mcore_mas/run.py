@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_mas.checkpoint import Checkpoints
 from mcore_mas.config import RunConfig
 from mcore_mas.core.kl import AdaptiveKL
+from mcore_mas.packing import pack
+from mcore_mas.samples import Sample
 from mcore_mas.schedule import Schedule
 from rollout.coach import Coach
 from rollout.collect import Orchestra
 from rollout.envs.protocol import Env
-from rollout.records import Task
+from rollout.records import Group, Task
 from rollout.team import Team
+from rollout.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from mcore_mas.checkpoint import Checkpoints
+    from mcore_mas.megatron.batch import Microbatch
     from mcore_mas.megatron.gang import Gang
-    from rollout.engines.hosted import HostedEngine
+    from rollout.engines.external import ExternalVoice
+    from rollout.engines.protocol import TrainedEngine
 
 
 class TrainingError(RuntimeError):
@@ -27,7 +32,7 @@ class TrainingError(RuntimeError):
 
 
 class Stopped(Exception):
-    """Training ended early because it was told to, with everything saved."""
+    """Training ended early because it was told to, with all that was learned saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +47,8 @@ class Run:
     validation: tuple[Task, ...]
     trainers: Mapping[str, Gang]  # by policy
     critics: Mapping[str, Gang]  # by policy, of those that have one
-    engines: Mapping[str, HostedEngine]  # by policy
+    engines: Mapping[str, TrainedEngine]  # by policy with a model
+    remotes: Mapping[str, ExternalVoice]  # by policy without a model
     coach: Coach | None  # who scores turns before rewards are allocated
     kl: dict[str, AdaptiveKL]  # by policy, of those whose coefficient adapts; each step replaces its controller
     checkpoints: Checkpoints
@@ -50,7 +56,14 @@ class Run:
     models: Path  # folder of the finished policies
     report: Callable[[int, Mapping[str, float]], None]  # told of every finished step
     tracking_run: str  # the tracker's run, saved with every checkpoint
+    handed: dict[str, list[int]] = field(default_factory=dict)  # versions its engine was given, in order, by policy
+    watchdog: Watchdog | None = None  # sees everything that is played
+    trace: Callable[[Sequence[Group], Sequence[Sample]], None] = lambda groups, samples: None  # shown a step's
 
     def kl_coef(self, policy: str) -> float:
         """The factor of the KL term or penalty of `policy` in this step."""
         return self.kl[policy].coefficient if policy in self.kl else self.config.loss.kl.coef
+
+    def packed(self, trainer: Gang, samples: Sequence[Sample]) -> list[Microbatch]:
+        """The samples as micro-batches for that trainer."""
+        return pack(samples, self.config.trainer.microbatch_tokens, trainer.shares)

@@ -29,6 +29,8 @@ class Sample:
     round: int = 0  # which step of the environment followed
     node: str = ""  # branch numbers from the root; "" outside tree sampling
     state: str = ""  # digest of what the agent saw
+    version: int = 0  # oldest weights that sampled any of it
+    age: int = 0  # by how many hand-overs they are behind those being trained
     prompt_ids: tuple[int, ...]  # [P]
     completion_ids: tuple[int, ...]  # [C]
     trained: tuple[bool, ...] | None = None  # [C] tokens that carry loss; None: all
@@ -85,6 +87,7 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
                         round=turn.round,
                         node=turn.node,
                         state=turn.state_key,
+                        version=turn.oldest_version,
                         prompt_ids=turn.prompt_ids,
                         completion_ids=turn.completion_ids,
                         behaviour=turn.logprobs,

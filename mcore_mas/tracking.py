@@ -56,8 +56,10 @@ class Tracker:
         run_id: str | None = None,
     ) -> None:
         """Start a run, or continue `run_id` if the store knows it."""
-        # read by MLflow at import; it has no call for either
-        os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", DO_NOT_TRACK="true")
+        # read by MLflow, which has no call for any of them; traces are written from a thread of our own
+        os.environ.update(
+            MLFLOW_DISABLE_TELEMETRY="true", DO_NOT_TRACK="true", MLFLOW_ENABLE_ASYNC_TRACE_LOGGING="false"
+        )
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
         from mlflow.exceptions import MlflowException
@@ -67,6 +69,7 @@ class Tracker:
             self._client = MlflowClient(tracking_uri=uri)
             found = self._client.get_experiment_by_name(experiment)
             experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
+        self.experiment_id: str = experiment_id
         if run_id is not None:
             try:
                 self._client.update_run(run_id, status="RUNNING")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,12 +13,13 @@ from typing import Any
 from rollout.agent import ROLES, Role
 from rollout.collect import Orchestra
 from rollout.config import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
-from rollout.engines.protocol import Sampling
+from rollout.engines.protocol import Engine, Sampling
 from rollout.envs import ENVS
 from rollout.envs.protocol import Env
 from rollout.orchestras import ORCHESTRAS
 from rollout.records import Group, Task, Turn
 from rollout.registry import lookup
+from rollout.renderer import Renderer
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.penalties import PENALTIES, penalise
 from rollout.team import Agent, Player, Team
@@ -48,6 +51,14 @@ def build_team(agents: Mapping[str, AgentConfig], players: Mapping[str, Player])
         },
         players,
     )
+
+
+def build_player(
+    engine: Engine, renderer: Renderer, *, deadline_s: float | None = None, max_in_flight: int | None = None
+) -> Player:
+    """A player with at most `max_in_flight` calls under way at once, first come, first served."""
+    slots = asyncio.Semaphore(max_in_flight) if max_in_flight else nullcontext()
+    return Player(engine=engine, renderer=renderer, slots=slots, deadline_s=deadline_s)
 
 
 def build_orchestra(config: OrchestraConfig) -> Orchestra:

@@ -12,8 +12,10 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.agent import ROLES
+from rollout.engines import ENGINES, TRANSPORTS
 from rollout.envs import ENVS
 from rollout.graphs import check_agents, read_graph
+from rollout.limits import Limits
 from rollout.orchestras import ORCHESTRAS
 from rollout.records import Group, Task
 from rollout.registry import lookup
@@ -154,10 +156,58 @@ class AgentConfig(Section):
 
 
 class EngineConfig(Section):
-    """The size of each policy's rollout engine."""
+    """Where each policy's tokens are sampled."""
 
+    name: str = "embedded"  # in ENGINES
     slots: int = Field(128, ge=1)  # requests decoded at once
     max_length: int = Field(512, ge=2)  # tokens of prompt and reply
+    deterministic: bool = False  # compute each sequence by itself: a run is then repeated to the bit
+    transport: str | None = None  # of new weights; None: the engine's own
+    weights_folder: Path | None = None  # folder that trainer and engine see; None: one in shared memory
+    sleep: bool = False  # give memory away while policies are trained
+    restarts: int = Field(2, ge=0)  # of an engine that dies, in a run
+    # of name: sglang
+    python: Path | None = None  # interpreter of SGLang's own environment ...
+    urls: tuple[str, ...] = ()  # ... or servers that run already
+    key_file: Path | None = None  # of servers on other machines
+    replicas: int = Field(1, ge=1)  # servers per policy
+    tp: int = Field(1, ge=1)  # GPUs of each
+    options: dict[str, Any] = Field(default_factory=dict)  # further arguments of sglang.launch_server
+    environment: dict[str, str] = Field(default_factory=dict)  # variables of the servers
+    verify: bool = True  # compare checksums after every update, where the server can
+    timeout_s: float = Field(600.0, gt=0)  # of one request
+    start_s: float = Field(900.0, gt=0)  # that a server may take to answer first
+
+    @model_validator(mode="after")
+    def _usable(self) -> EngineConfig:
+        lookup("engine", self.name, ENGINES)
+        if self.name == "sglang" and not self.python and not self.urls:
+            raise ValueError(
+                "sglang needs python, the interpreter of its own environment (requirements/sglang.txt), or urls"
+            )
+        if self.name == "embedded" and (self.python or self.urls or self.options):
+            raise ValueError("python, urls and options are settings of sglang; set name: sglang")
+        for url in self.urls:
+            _check_url("urls", url, secret=self.key_file is not None)
+        known = TRANSPORTS.get(self.name)
+        if known and self.transport not in (None, *known):
+            raise ValueError(f"{self.name} has no transport '{self.transport}'; known: {', '.join(known)}")
+        return self
+
+
+class CollectionConfig(Section):
+    """How long the parts of a collection may take, in seconds; None is any time."""
+
+    call_s: float | None = Field(None, gt=0)  # one reply of a policy's engine, from when the engine is asked
+    tool_s: float | None = Field(None, gt=0)  # one step or other call of the environment
+    trajectory_s: float | None = Field(None, gt=0)
+    batch_s: float | None = Field(None, gt=0)  # all trajectories that a step, a validation or an evaluation plays
+    stall_s: float | None = Field(120.0, gt=0)  # without anything finished, until it is said who waits for what
+
+    @property
+    def limits(self) -> Limits:
+        """What `collect` is to keep to."""
+        return Limits(tool_s=self.tool_s, trajectory_s=self.trajectory_s, batch_s=self.batch_s)
 
 
 class PriceConfig(Section):

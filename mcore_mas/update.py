@@ -1,0 +1,87 @@
+"""One policy's update: samples weighed and trained on, the critic beside it, the engine given the new weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mcore_mas.credit import reference_kl
+from mcore_mas.handover import hand_over
+from mcore_mas.metrics import merge_updates
+from mcore_mas.packing import tokens_saved, unpack
+from mcore_mas.run import Run, TrainingError
+from mcore_mas.samples import Sample, align, split, weigh
+
+
+async def update(run: Run, policy: str, samples: list[Sample], step: int) -> dict[str, float]:
+    """Train one policy and its critic on the policy's samples, and hand the new weights to its engine."""
+    config = run.config
+    sizes = {name: config.advantage_of(name).align for name in config.agents}
+    samples = align(samples, sizes, config.seed, step)
+    parts = split(samples, config.trainer.updates_per_step, config.seed, step)
+    if len(parts) > 1 and config.loss.correction.name != "none":
+        parts = [await _with_proximal(run, policy, part) for part in parts]
+    rows = []
+    for number, part in enumerate(parts):
+        row = await _update_once(run, policy, part)
+        if number == 0:  # later parts are scored by weights that the earlier ones have changed
+            _check_agreement(run, policy, row)
+        rows.append(row)
+    rows = rows or [{"skipped_updates": 1.0}]
+    metrics = merge_updates(rows) | {"updates": len(rows) - sum(row["skipped_updates"] for row in rows)}
+    if policy in run.kl and samples:
+        measured = reference_kl(samples, config.loss.kl.estimate)
+        metrics |= {"reference_kl": measured, "kl_coef": run.kl[policy].coefficient}
+        run.kl[policy] = run.kl[policy].update(measured, len(samples))
+    if run.config.engine.sleep:
+        await run.engines[policy].wake(("weights",))
+    if "grad_norm" in metrics or run.config.engine.sleep:  # who slept has no weights
+        metrics |= await hand_over(run.trainers[policy], run.engines[policy], step + 1)
+        run.handed.setdefault(policy, []).append(step + 1)
+    return {name if name.startswith("agent/") else f"policy/{policy}/{name}": value for name, value in metrics.items()}
+
+
+async def _with_proximal(run: Run, policy: str, samples: list[Sample]) -> list[Sample]:
+    batches = run.packed(run.trainers[policy], samples)
+    rows = unpack(batches, await run.trainers[policy].score(batches), samples)
+    return [replace(sample, proximal=row) for sample, row in zip(samples, rows, strict=True)]
+
+
+async def _update_once(run: Run, policy: str, samples: list[Sample]) -> dict[str, float]:
+    config = run.config
+    weights = {name: agent.loss_weight for name, agent in config.agents.items()}
+    samples = weigh(samples, weights, config.loss.aggregation, config.loss.norm)
+    # without an advantage, a KL term or an entropy bonus there is no gradient: leaving such a sample out changes
+    # nothing but the time, as its tokens are in the denominator already
+    trained = run.packed(
+        run.trainers[policy], [s for s in samples if any(s.advantages or ()) or s.kl_coef or s.entropy_coef]
+    )
+    updates = [run.trainers[policy].update(trained)] if trained else []
+    if policy in run.critics:
+        updates.append(_update_critic(run, policy, [s for s in samples if s.returns is not None]))
+    metrics = {"tokens_saved": tokens_saved(trained)} if trained else {"skipped_updates": 1.0}
+    for own in await asyncio.gather(*updates):
+        metrics |= own
+    return metrics
+
+
+async def _update_critic(run: Run, policy: str, samples: list[Sample]) -> dict[str, float]:
+    valued = run.packed(run.critics[policy], samples)
+    metrics = await run.critics[policy].update(valued) if valued else {}
+    renamed = {}
+    for name, value in metrics.items():
+        head, _, tail = name.rpartition("/")
+        renamed[f"{head}/critic/{tail}".lstrip("/")] = value
+    return renamed
+
+
+def _check_agreement(run: Run, policy: str, metrics: Mapping[str, float]) -> None:
+    tolerance = run.config.trainer.logprob_tolerance
+    for name, gap in metrics.items():
+        if name.endswith("/logprob_gap_max") and gap > tolerance:
+            raise TrainingError(
+                f"policy {policy}, {name.removesuffix('/logprob_gap_max')}: the trainer's log-probabilities differ "
+                f"from the engine's by {gap:.2e}, more than trainer.logprob_tolerance {tolerance:.0e}; engine and "
+                "trainer do not hold the same weights"
+            )
