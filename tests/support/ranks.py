@@ -3,21 +3,25 @@
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import spawn
 
 from mcore_mas.core.losses import Objective, ValueObjective
-from mcore_mas.megatron import parallel
-from mcore_mas.megatron.logprobs import select_logprobs
+from mcore_mas.megatron import logprobs, parallel
 from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.stream import gather, make_plan
 from mcore_mas.megatron.trainer import MegatronTrainer
 from mcore_mas.packing import pack, unpack
 from mcore_mas.samples import Sample
+from rollout.transports import make_sender
+from rollout.transports.handover import Route
 
 LR = 1e-3
 EPS = 1e-4
@@ -32,12 +36,14 @@ class Job:
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    cp: int = 1
     dp: int = 1
+    ep: int = 1
     meeting: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()) / "store")
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
 
 def play(jobs: Sequence[Job]) -> None:
@@ -48,7 +54,7 @@ def play(jobs: Sequence[Job]) -> None:
 def _play(rank: int, jobs: Sequence[Job]) -> None:
     for job in jobs:
         if rank < job.ranks:
-            sizes = {"tp": job.tp, "pp": job.pp, "dp": job.dp, "vpp": job.vpp}
+            sizes = {"tp": job.tp, "pp": job.pp, "cp": job.cp, "dp": job.dp, "vpp": job.vpp, "ep": job.ep}
             store = dist.FileStore(str(job.meeting), job.ranks)
             parallel.start(rank=rank, **sizes, threads=1, store=store)
             job.function(rank, **job.arguments)
@@ -66,6 +72,13 @@ def copy_weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.weights()}
 
 
+def save(trainer: MegatronTrainer, folder: Path) -> None:
+    """Save, and wait until every rank's files are there."""
+    trainer.save(folder)
+    trainer.written()
+    dist.barrier()
+
+
 def train(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample], steps: int, max_tokens: int) -> None:
     """`steps` updates; rank 0 writes metrics, the weights after every step, and a checkpoint after the first."""
     trainer = MegatronTrainer(spec)
@@ -77,9 +90,25 @@ def train(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample], steps:
             out.mkdir(exist_ok=True)
             torch.save(weights, out / f"weights_{step}.pt")
         if step == 0:
-            trainer.save(out / "checkpoint")
+            save(trainer, out / "checkpoint")
     if rank == 0:
         (out / "history.json").write_text(json.dumps(history))
+
+
+def export(rank: int, spec: TrainerSpec, routes: dict[int, Route]) -> None:
+    """Send the weights over every route, by version; rank 0 writes beside each place what it says of them."""
+    trainer = MegatronTrainer(spec)
+    for version, route in routes.items():
+        sender = make_sender(route, rank=rank, exchange=parallel.exchange)
+        handover = sender.send(trainer.weights(), version, route.state)
+        if rank == 0:
+            Path(f"{route.options['report']}").write_text(json.dumps(asdict(handover)))
+    whole, local = copy_weights(trainer), trainer._parameters
+    for bucket_bytes in (1, 20_000):
+        plan = make_plan(local, trainer.architecture, bucket_bytes)
+        again = dict(gather(local, trainer.architecture, plan))
+        assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
+        assert len({entry.parameter for bucket in plan for entry in bucket.entries}) > len(plan) or bucket_bytes == 1
 
 
 def resume(rank: int, spec: TrainerSpec, out: Path, checkpoint: Path, samples: list[Sample], steps: int) -> None:
@@ -100,7 +129,7 @@ def score(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> Non
     batches = pack(samples, 12)
     scores = {"start": trainer.score(batches)}
     trainer.update(batches)
-    trainer.save(out / "checkpoint")
+    save(trainer, out / "checkpoint")
     before = copy_weights(trainer)
     scores |= {"trained": trainer.score(batches), "reference": trainer.score(batches, reference=True)}
     after = copy_weights(trainer)
@@ -142,13 +171,60 @@ def skip(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None
     torch.save(rows, out / f"rank{rank}.pt")
 
 
-def entropy(rank: int, out: Path, logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> None:
-    """Gradient of Σ (n + 1) (log p_n + 2 H_n) in this rank's columns of the padded logits, and both values."""
-    mine = logits.clone().requires_grad_()
-    shards = torch.nn.functional.pad(mine, (0, -logits.shape[1] % 4)).chunk(torch.distributed.get_world_size(), dim=1)
-    logprobs, entropies = select_logprobs(shards[rank], labels, temperatures, logits.shape[1])
-    factor = torch.arange(1.0, len(labels) + 1)
-    (factor * (logprobs + 2 * entropies)).sum().backward()
-    torch.save(
-        {"gradient": mine.grad, "logprobs": logprobs.detach(), "entropy": entropies.detach()}, out / f"{rank}.pt"
+def sequence_level(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
+    """Two updates under a loss whose ratio is of whole replies, in micro-batches of several."""
+    trainer = MegatronTrainer(
+        replace(spec, objective=Objective(loss="gspo", options={"clip_low": 0.9, "clip_high": 9.0}))
     )
+    batches = pack(samples, 1000)
+    behaviour = unpack(batches, trainer.score(batches), samples)
+    drawn = [
+        replace(sample, behaviour=tuple(x - 0.1 * i for i, x in enumerate(row)), advantages=(1.0,) * len(row))
+        for sample, row in zip(samples, behaviour, strict=True)
+    ]
+    metrics = [trainer.update(pack(drawn, 1000)) for _ in range(2)]
+    torch.save({"metrics": metrics, "weights": copy_weights(trainer)}, out / f"{rank}.pt")
+
+
+def rest(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
+    """Three updates with a sleep after each, and three without; what was freed, and how resident memory changed."""
+    process, batches, found = psutil.Process(), pack(samples, 12), {}
+    for kind in ("rested", "unbroken"):
+        trainer = MegatronTrainer(spec)
+        found[kind] = {"metrics": [], "freed": [], "resident": []}
+        for _ in range(3):
+            found[kind]["metrics"].append(trainer.update(batches))
+            if kind == "rested":
+                before = process.memory_info().rss
+                found[kind]["freed"].append(trainer.sleep())
+                found[kind]["resident"].append(process.memory_info().rss - before)
+                with pytest.raises(RuntimeError, match=r"asleep .* call wake\(\) first"):
+                    trainer.update(batches)
+                trainer.wake()
+        found[kind]["scores"] = trainer.score(batches)
+        found[kind]["weights"] = copy_weights(trainer)
+        found["parameters"] = sum(p.numel() for p in trainer._parameters.values())
+    torch.save(found, out / f"{rank}.pt")
+
+
+def entropy(
+    rank: int, out: Path, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor
+) -> None:
+    """Gradients of Σ (n + 1) (log p_n + 2 H_n) in the hidden states and this rank's weights, and both values.
+
+    In chunks of two rows, then all rows at once.
+    """
+    vocab = len(weight)
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, -vocab % 4))
+    default = logprobs._CHUNK_BYTES
+    for name, size in (("chunks", 2 * 4 * len(padded) // dist.get_world_size()), ("whole", default)):
+        logprobs._CHUNK_BYTES = size
+        mine, shard = (
+            hidden.clone().requires_grad_(),
+            padded.chunk(dist.get_world_size())[rank].clone().requires_grad_(),
+        )
+        found, entropies = logprobs.logprobs_and_entropy(mine, shard, labels, temperatures, vocab)
+        factor = torch.arange(1.0, len(labels) + 1)
+        (factor * (found + 2 * entropies)).sum().backward()
+        numbers = {"hidden": mine.grad, "weight": shard.grad, "logprobs": found.detach(), "entropy": entropies.detach()}
+        torch.save(numbers, out / f"{name}_{rank}.pt")

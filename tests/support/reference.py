@@ -1,7 +1,7 @@
 """A Hugging Face model trained by plain torch: what every Megatron layout must reproduce."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from mcore_mas.samples import Sample
+from tests.support import lora
 
 BASE = {
     "hidden_size": 64,
@@ -30,23 +31,40 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+MIXTURES = ("qwen3_moe",)
+MIXTURE = {  # the second layer is dense
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
 FAMILIES = {
     "qwen2": lambda **sizes: transformers.Qwen2Config(
-        **BASE, **sizes, tie_word_embeddings=True, rope_parameters=DEFAULT_ROPE
+        **BASE | sizes, tie_word_embeddings=True, rope_parameters=DEFAULT_ROPE
     ),
     "qwen3": lambda **sizes: transformers.Qwen3Config(
-        **BASE, **sizes, head_dim=32, tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE
+        **BASE | sizes, head_dim=32, tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE
+    ),
+    "qwen3_moe": lambda **sizes: transformers.Qwen3MoeConfig(
+        **BASE | MIXTURE | sizes, head_dim=32, tie_word_embeddings=False, rope_parameters=DEFAULT_ROPE
     ),
     "llama": lambda **sizes: transformers.LlamaConfig(
-        **BASE, **sizes, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE
+        **BASE | sizes, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE
     ),
 }
 
 
-def make_model(family: str, folder: Path, *, critic: bool = False, layers: int = 2) -> transformers.PreTrainedModel:
-    """A tiny random model with non-trivial norms and biases, saved to `folder`; a critic has one label."""
+def make_model(
+    family: str, folder: Path, *, critic: bool = False, layers: int = 2, **sizes: int
+) -> transformers.PreTrainedModel:
+    """A tiny random model with non-trivial norms and biases, saved to `folder`; a critic has one label.
+
+    `sizes` take the place of those in BASE.
+    """
     torch.manual_seed(0)
-    config = FAMILIES[family](num_hidden_layers=layers)
+    config = FAMILIES[family](num_hidden_layers=layers, **sizes)
+    config._experts_implementation = "eager"  # the plain definition, not the fastest kernel there is
     config.num_labels = 1 if critic else 2
     kind = transformers.AutoModelForSequenceClassification if critic else transformers.AutoModelForCausalLM
     model = kind.from_config(config).float()
@@ -56,9 +74,25 @@ def make_model(family: str, folder: Path, *, critic: bool = False, layers: int =
             if parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
             else:
-                parameter.mul_(3.0)
+                parameter.mul_(2.0 if family in MIXTURES else 3.0)  # experts chosen more sharply lose digits to it
     model.save_pretrained(folder)
     return model
+
+
+def on_disk(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """What transformers writes a parameter as: the stack of a layer's experts by expert, all else as it is."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        yield name, tensor
+        return
+    stack = name[: name.rindex(".")]
+    for expert, matrix in enumerate(tensor):
+        parts = {"down": matrix} if "down" in name else dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
+        yield from ((f"{stack}.{expert}.{which}_proj.weight", part) for which, part in parts.items())
+
+
+def tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's weights as they are on disk, adapters merged, and the adapters by PEFT name."""
+    return {n: part.clone() for name, whole in lora.tensors_of(model).items() for n, part in on_disk(name, whole)}
 
 
 def make_samples() -> list[Sample]:
@@ -92,10 +126,42 @@ def make_samples() -> list[Sample]:
     return samples
 
 
+def make_deep_samples() -> list[Sample]:
+    """Two agents' trees three segments deep: ragged replies, a single token, turns that go on from others, twins."""
+    generator = torch.Generator().manual_seed(4)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, 101, (n,), generator=generator).tolist())
+
+    rows = []
+    for agent in ("a", "b"):
+        stem = ids(20)
+        first, second = ids(9), ids(12)
+        limbs = [stem + first + ids(4), stem + second + ids(2)]  # what was said and observed after the stem
+        rows += [(agent, stem, first), (agent, stem, second), (agent, stem, ids(1)), (agent, stem, first)]
+        rows += [(agent, limb, ids(n)) for limb in limbs for n in (3, 7, 2)]
+        rows += [(agent, limbs[0] + rows[-4][2], ids(5)), (agent, ids(6), ids(3))]
+    return [
+        Sample(
+            policy="p",
+            agent=agent,
+            task="t",
+            trajectory=str(number),
+            turn=0,
+            prompt_ids=prompt,
+            completion_ids=reply,
+            trained=tuple(j % 3 != 1 for j in range(len(reply))) if number % 4 == 1 else None,
+            temperature=0.7 if agent == "b" else 1.0,
+            weight=(number + 1) / 200,
+        )
+        for number, (agent, prompt, reply) in enumerate(rows)
+    ]
+
+
 def loss_of(model: transformers.PreTrainedModel, sample: Sample) -> torch.Tensor:
     """Σ weight · −log p(token) over the trained tokens of one sample, computed alone and unpacked."""
     ids = torch.tensor(sample.prompt_ids + sample.completion_ids)
-    logits = model(input_ids=ids[None]).logits[0].float() / sample.temperature
+    logits = model(input_ids=ids[None]).logits[0] / sample.temperature
     logprobs = torch.log_softmax(logits[:-1], dim=-1).gather(1, ids[1:, None])[:, 0]
     trained = sample.trained or (True,) * len(sample.completion_ids)
     mask = torch.tensor(((False,) * len(sample.prompt_ids) + trained)[1:])
@@ -163,8 +229,13 @@ def train(
         row["loss"] = float(loss.detach())
         row["norm"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
-        row["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
-        row["parameters"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        row["gradients"] = {
+            n: part.clone()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+            for n, part in on_disk(lora.name_of(name), p.grad)
+        }
+        row["parameters"] = tensors(model)
         history.append(row)
     return history
 

@@ -54,6 +54,17 @@ def test_one_row_per_experiment_from_the_rows_over_all_data(tmp_path: Path) -> N
     assert len(lines) == 6
 
 
+def test_rows_of_tables_that_are_not_given_stay(tmp_path: Path) -> None:
+    readme = page(tmp_path, f"{BEGIN}\n{END}\n")
+    demo, other = table(tmp_path, "demo", ONE_SOURCE), table(tmp_path, "other", TWO_SOURCES)
+    update(readme, [demo, other])
+    update(readme, [table(tmp_path, "demo", ONE_SOURCE.replace("0.500000", "0.600000"))])
+    lines = readme.read_text().splitlines()
+    assert lines[3] == "| demo | solo | avg@2 | 60.0 | 25.0 | -25.0 | [-30.0, +0.4] | 50 | 3 |"
+    assert lines[4] == "| other | team | avg@4 | 31.2 | 78.1 | +46.9 | [+40.1, +53.0] | 199 | 1 |"
+    assert lines[6].endswith("from `demo.csv`, `other.csv`.")
+
+
 def test_with_several_tables_a_row_names_its_table(tmp_path: Path) -> None:
     first, second = table(tmp_path, "demo", ONE_SOURCE), table(tmp_path, "seed_2", ONE_SOURCE)
     lines = block([second, first]).splitlines()

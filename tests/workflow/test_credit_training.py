@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
+from safetensors.torch import load_file
 
+from mcore_mas.export import export
 from mcore_mas.train import train
 from rollout.records import read_trajectories
 from tests.support.chat_server import Response, chat_server, says
@@ -48,6 +51,27 @@ CREDIT = {
     ],
     # process scores of a coach behind a real server; every third call is garbage, which is masked
     "coach": ["coach=local", "reward.name=coach", "advantage=reinforce_pp"],
+    # adapters of two policies on one model, one with a critic, trained in turn and held near the model without them
+    "lora": [
+        "trainer.steps=3",
+        "+policies.solver.lora={rank: 4, alpha: 8}",
+        "+policies.verifier.lora={rank: 2, alpha: 2, targets: [q, v]}",
+        "+policies.solver.schedule=cosine",
+        "policies.solver.warmup_steps=0",
+        "policies.solver.lr=1.0e-3",
+        "+policies.verifier.critic={lr: 1.0e-3}",
+        "+agents.verifier.advantage={name: gae}",
+        "+trainer.alternate={order: [solver, verifier]}",
+        "+loss.kl={coef: 0.1}",
+    ],
+    # collection a step ahead, by the weights before, corrected for it; the slowest of each group are given up
+    "ahead": [
+        "+trainer.staleness=1",
+        "+trainer.oversample=1.5",
+        "+loss.correction={name: icepop}",
+        "+policies.solver.max_in_flight=3",
+        "+tracking.traces=2",
+    ],
     # trees of branches, a policy that is frozen
     "trees": ["recipe=at_grpo", "+agents.verifier.loss_weight=0"],
 }
@@ -72,9 +96,9 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
     kind, folder = trained
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"] >= 0]
-    assert [row["step"] for row in steps] == [0, 1]
+    assert [row["step"] for row in steps] == list(range(3 if kind == "lora" else 2))
     assert all(math.isfinite(value) for row in steps for value in row.values())
-    first, last = steps
+    first, last = steps[0], steps[-1]
     checkpoint = json.loads((folder / "checkpoints" / "step_000002" / "manifest.json").read_text())
     if kind == "ppo":
         assert first["policy/solver/kl_coef"] == 0.1
@@ -83,7 +107,7 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
         assert last["policy/solver/kl_coef"] < 0.1
         assert checkpoint["state"]["kl"]["solver"]["coefficient"] < last["policy/solver/kl_coef"]
         assert first["agent/solver/critic/value_error_squared"] > 0
-        assert "solver.critic/model.safetensors" in checkpoint["files"]
+        assert "solver.critic/rank_00000.safetensors" in checkpoint["files"]
         assert first["policy/solver/critic/grad_norm"] > 0
     if kind == "gspo":
         assert first["agent/solver/correction_weight"] == pytest.approx(1.0, abs=1e-3)
@@ -99,6 +123,23 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
         assert masked == failures
         assert 0 < first["agent/solver/reward_mean"] <= 9
         assert first["policy/solver/grad_norm"] > 0
+    if kind == "lora":
+        check_lora(folder, steps)
+        check_export(folder)
+    if kind == "ahead":
+        turns = [
+            [turn for t in read_trajectories(folder / "trajectories" / f"step_{step:06d}.parquet") for turn in t.turns]
+            for step in (0, 1)
+        ]
+        assert {turn.oldest_version for turn in turns[0]} == {0}
+        assert {turn.oldest_version for turn in turns[1]} <= {0, 1}
+        assert first["staleness/max"] == 0.0
+        assert first["agent/solver/logprob_gap_max"] < 1e-4
+        behind = last.get("staleness/turns_1", 0.0)
+        assert last["staleness/mean"] * (behind + last.get("staleness/turns_0", 0.0)) == pytest.approx(behind)
+        assert behind and "agent/solver/correction_weight" in last
+        assert first["rollout/aborted"] == 2.0
+        assert first["policy/solver/grad_norm"] > 0
     if kind == "trees":
         trajectories = read_trajectories(folder / "trajectories" / "step_000000.parquet")
         assert len(trajectories) == 4  # two trees of each task
@@ -107,4 +148,49 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
         assert "policy/verifier/grad_norm" not in first
         done = json.loads((folder / "done.json").read_text())
         assert done["policies"]["verifier"].endswith("base")
-    assert all(row[f"agent/{agent}/advantage_second_moment"] >= 0 for row in steps for agent in ("solver", "verifier"))
+    agents = ("solver",) if kind == "lora" else ("solver", "verifier")
+    assert all(row[f"agent/{agent}/advantage_second_moment"] >= 0 for row in steps for agent in agents)
+
+
+def check_lora(folder: Path, steps: list[dict]) -> None:
+    """Who was updated when and with what rate, and what was written."""
+    assert [row["policy/solver/updates"] for row in steps] == [1, 0, 1]
+    assert [row["policy/verifier/updates"] for row in steps] == [0, 1, 0]
+    for name in ("policy/verifier/lr", "agent/verifier/critic/value_error_squared"):  # the critic has turns too
+        assert [name in row for row in steps] == [False, True, False]
+    # half a cosine over the two updates that are the solver's
+    assert [row.get("policy/solver/lr") for row in steps] == [1e-3, None, pytest.approx(5e-4)]
+    # in step 2 the engine sampled with merged weights, and the trainer sees the same
+    assert 0 < steps[2]["agent/solver/logprob_gap_max"] < 1e-4
+    assert steps[0]["agent/solver/reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert steps[2]["agent/solver/reference_kl"] > 1e-6
+    played = read_trajectories(folder / "trajectories" / "step_000002.parquet")
+    versions = {(turn.policy, turn.policy_version) for trajectory in played for turn in trajectory.turns}
+    assert versions == {("solver", 1), ("verifier", 2)}
+    base = load_file(folder.parent / "base" / "model.safetensors")
+    for policy, scale, targets in (("solver", 2.0, "qkvo"), ("verifier", 1.0, "qv")):
+        merged = load_file(folder / "models" / policy / "model.safetensors")
+        adapter = load_file(folder / "models" / policy / "adapter" / "adapter_model.safetensors")
+        assert len(adapter) == (2 * 7 if policy == "solver" else 2 * 2)  # of the one layer
+        for x in targets:
+            name = f"model.layers.0.self_attn.{x}_proj"
+            a, b = (adapter[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+            assert b.any(), name
+            assert torch.allclose(merged[f"{name}.weight"], base[f"{name}.weight"] + scale * b @ a, atol=1e-7), name
+        assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+
+
+def check_export(folder: Path) -> None:
+    """A finished model is copied; without one, the newest checkpoint gives the same."""
+    to, notes = folder.parent.parent, []
+    export(folder.parent, "solver", to / "finished", notes.append)
+    assert notes == [f"solver from {folder / 'models' / 'solver'}"]
+    (folder / "done.json").unlink()
+    export(folder.parent, "solver", to / "solver", notes.append)
+    export(folder.parent, "verifier", to / "verifier", notes.append, adapter=True)
+    assert notes[1:] == [f"{policy} from {folder / 'checkpoints/step_000003'}" for policy in ("solver", "verifier")]
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors", "tokenizer.json", "config.json"):
+        assert (to / "solver" / name).read_bytes() == (to / "finished" / name).read_bytes(), name
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        written = folder / "models" / "verifier" / "adapter" / name
+        assert (to / "verifier" / name).read_bytes() == written.read_bytes(), name

@@ -202,3 +202,25 @@ def test_a_folder_without_or_with_broken_weights(folder: Path, tmp_path: Path) -
     (tmp_path / "model.safetensors").write_bytes(b"garbage")
     with pytest.raises(EngineError, match=r"model\.safetensors: not a readable safetensors file"):
         EmbeddedEngine.from_folder(tmp_path, max_length=64)
+
+
+def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(folder: Path) -> None:
+    generator = np.random.default_rng(3)
+    prompts = [generator.integers(0, 64, size).tolist() for size in (3, 17, 40, 5, 29)]
+    prompts += [prompts[1], [*prompts[2][:30], 1, 2]]  # one again, and one that shares a prefix
+
+    def play(*batches: list[int], rows: int = 8) -> dict[int, Completion]:
+        engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=rows, deterministic=True)
+        done: dict[int, Completion] = {}
+        for batch in batches:
+            for number in batch:
+                engine.submit(number, prompts[number], Sampling(max_tokens=20, seed=number))
+            done |= drain(engine)
+        return done
+
+    alone = play(*([number] for number in range(len(prompts))))
+    for other in (play([0, 1, 2, 3, 4, 5, 6]), play([6, 2, 5], [4, 1, 0, 3]), play([5, 4, 3, 2, 1, 0, 6], rows=3)):
+        for number, completion in alone.items():
+            assert other[number].token_ids == completion.token_ids
+            assert other[number].logprobs == completion.logprobs  # not a bit apart
+            assert other[number].cached_tokens in (0, len(prompts[1]))

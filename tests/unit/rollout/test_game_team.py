@@ -20,6 +20,7 @@ from rollout.orchestras.game_team import game_team, parse_decided, parse_listed
 from rollout.orchestras.single import parse_boxed, parse_step, single
 from rollout.records import Group, Status, Task, Trajectory
 from rollout.rewards.local_team import local_team
+from rollout.rewards.majority import majority
 from rollout.tasks import GENERATORS
 from rollout.tasks.encyclopedia import Entry
 from rollout.tasks.games import SOURCES
@@ -27,6 +28,7 @@ from rollout.tasks.games.source import split_of
 from rollout.tasks.games.teacher import demonstrate
 from rollout.team import Agent, Player, Team
 from rollout.tree import Branching
+from tests.support.canned import Canned
 from tests.support.play import SEED, STEP, Adder, Bytes, seeded
 
 TASK = Task(
@@ -297,3 +299,57 @@ def test_only_the_named_agents_slip() -> None:
     assert outcomes(tool=1.0) == {"mended": 200}
     assert outcomes(tool=1.0, planner=1.0) == {"same": 200}
     assert outcomes(tool=0.5)["same"] == pytest.approx(100, abs=25)
+
+
+def programs(
+    *replies: str,
+    outputs: dict[str | tuple[str, str], str],
+    orchestra: Any = game_team,
+    names: tuple[str, ...] = ("tool", "planner"),
+) -> tuple[Trajectory, list[str]]:
+    """As `play`, and the first of the agents writes programs."""
+    coder = replace(ROLES["game_coder"], system="", user=SHORT[names[0]])
+    engine = ScriptedEngine(lambda prompt, call: (*replies[call].encode(), 0))
+    team = make_team(engine, *names)
+    agents = {**team.agents, names[0]: replace(team.agents[names[0]], role=coder)}
+    make_env = partial(ENVS["plan_path"], sandbox=Canned(outputs))
+    played = partial(orchestra, tool="program")
+    [group] = asyncio.run(collect([TASK], replace(team, agents=agents), make_env, played, group_size=1, seed=0, step=0))
+    return group.trajectories[0], [bytes(prompt).decode() for prompt, _ in engine.calls]
+
+
+def test_a_program_proposes_what_it_prints() -> None:
+    search = "<think>I search.</think>```python\nsearch()\n```"
+    outputs: dict[str | tuple[str, str], str] = {"search()": "2 steps\n**Actions List**: R R\n"}
+    trajectory, prompts = programs(search, "#### R R", outputs=outputs)
+    assert prompts[1] == f"decide {TASK.prompt}||R R"
+    assert local(trajectory) == pytest.approx([BOTH, BOTH])
+    assert [(event.after_turn, event.query.strip()) for event in trajectory.tools] == [(0, "search()")]
+
+
+@pytest.mark.parametrize("reply", ["no idea", "```python\nfails()\n```", "```python\nsilent()\n```"])
+def test_without_a_list_from_its_program_the_tool_agent_proposes_nothing(reply: str) -> None:
+    trajectory, prompts = programs(reply, "#### R R", outputs={"silent()": "R R"})
+    assert prompts[1] == f"decide {TASK.prompt}||"
+    assert local(trajectory) == pytest.approx([-1.0, BOTH])  # as a malformed list of actions
+    assert [turn.valid for turn in trajectory.turns] == [reply != "no idea", True]
+
+
+def test_one_agent_alone_does_what_its_program_prints() -> None:
+    replies = ("```python\nstep()\n```", "```python\nsilent()\n```", "```python\nstep()\n```")
+    outputs: dict[str | tuple[str, str], str] = {"step()": "**Actions List**: R", "silent()": "R"}
+    trajectory, prompts = programs(*replies, outputs=outputs, orchestra=single, names=("player",))
+    assert prompts[1] == f"play {HALFWAY}|R\n{HALFWAY}\n"
+    assert "(no actions)" in prompts[2]
+    assert [turn.scores["team"] for turn in trajectory.turns] == pytest.approx([ONE, -1.0, BOTH - ONE])
+    assert [event.after_turn for event in trajectory.tools] == [0, 1, 2]
+    with pytest.raises(ValueError, match="single: tool is 'magic'; expected one of actions, program"):
+        play(partial(single, tool="magic"), ("player",))
+
+
+def test_teams_that_leave_the_same_state_agree() -> None:
+    both, half, none = ["**Actions List**: R", "#### R R"], ["**Actions List**: R", "#### R"], ["x", "no"]
+    played = [play_team(*replies, max_turns=1)[0] for replies in (half, both, both, none)]
+    assert [trajectory.answer for trajectory in played] == [HALFWAY, "S 1 3 G 1 3\n. . S", "S 1 3 G 1 3\n. . S", ""]
+    paid = majority(Group(task=TASK, trajectories=tuple(played)))
+    assert [turn.reward for t in paid.trajectories for turn in t.turns] == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]

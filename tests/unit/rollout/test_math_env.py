@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from rollout.envs.math import MathEnv, equal_answers, last_boxed
-from rollout.envs.mathematics import Comparer
+from rollout.envs.math import MathEnv, compare_answers, last_boxed
 from rollout.envs.protocol import EnvError
 from rollout.records import Task
 
@@ -53,7 +52,7 @@ def test_last_boxed(text, content):
     ],
 )
 def test_equal_answers(given, truth, equal):
-    assert equal_answers(given, truth) is equal
+    assert compare_answers(given, truth) == ("equal" if equal else "different")
 
 
 @pytest.mark.parametrize(
@@ -68,17 +67,7 @@ def test_equal_answers(given, truth, equal):
     ],
 )
 def test_equal_as_mathematics(given, truth, equal):
-    assert equal_answers(given, truth) is equal
-
-
-@pytest.mark.slow
-def test_endless_comparison_is_unequal_and_the_next_one_works():
-    comparer = Comparer(limit_s=1)
-    try:
-        assert comparer.equal("10000000!", "5") is False
-        assert comparer.equal("0.5", "\\frac{1}{2}") is True
-    finally:
-        comparer.close()
+    assert compare_answers(given, truth) == ("equal" if equal else "different")
 
 
 def test_right_answer_scores_one():

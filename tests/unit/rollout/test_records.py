@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rollout.engines.protocol import VersionSpan
 from rollout.records import (
     Message,
     RecordError,
@@ -29,6 +30,7 @@ TURN = Turn(
     agent="solver",
     policy="p",
     policy_version=3,
+    versions=(VersionSpan(version=2, start=0, end=1), VersionSpan(version=3, start=1, end=2)),
     node="0.1",
     state_key="ab",
     messages=(Message(role="system", content="s"), Message(role="user", content="u")),
@@ -41,6 +43,8 @@ TURN = Turn(
     valid=True,
     seed=2**64 - 1,
     reward=0.9,
+    started_s=1.5,
+    took_s=0.5,
 )
 TRAJECTORIES = [
     Trajectory(
@@ -50,7 +54,7 @@ TRAJECTORIES = [
         sample=0,
         step=4,
         turns=(TURN, replace(TURN, index=1, reward=None, masked=True)),
-        tools=(ToolEvent(after_turn=0, tool="search", query="q", result="r"),),
+        tools=(ToolEvent(after_turn=0, tool="search", query="q", result="r", failed=True, started_s=5.5, took_s=0.25),),
         outcome=1.0,
         answer="3",
         metrics={"answered": 1.0},
@@ -77,7 +81,33 @@ def test_trajectories_round_trip_with_every_id_and_token(tmp_path):
     path = tmp_path / "t.parquet"
     write_trajectories(path, TRAJECTORIES)
     assert read_trajectories(path) == TRAJECTORIES
-    assert read_trajectories(path)[1].status is Status.FAILED
+    read = read_trajectories(path)
+    assert read[1].status is Status.FAILED
+    # times are no part of what makes two trajectories equal
+    assert [(turn.started_s, turn.took_s) for turn in read[0].turns] == [(1.5, 0.5)] * 2
+    assert [(event.started_s, event.took_s) for event in read[0].tools] == [(5.5, 0.25)]
+
+
+def test_files_that_recorded_less_of_turns_and_tools_are_read(tmp_path):
+    path = tmp_path / "t.parquet"
+    write_trajectories(path, TRAJECTORIES)
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    later = {"versions", "started_s", "took_s", "failed"}
+    for row in rows:
+        for column in ("turns", "tools"):
+            row[column] = [{name: value for name, value in item.items() if name not in later} for item in row[column]]
+    fields = []
+    for column in table.schema:
+        kept = column.type
+        if column.name in ("turns", "tools"):
+            kept = pa.list_(pa.struct([field for field in kept.value_type if field.name not in later]))
+        fields.append((column.name, kept))
+    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(fields)), path)
+    turns = tuple(replace(turn, versions=()) for turn in TRAJECTORIES[0].turns)
+    tools = tuple(replace(tool, failed=False) for tool in TRAJECTORIES[0].tools)
+    assert read_trajectories(path) == [replace(TRAJECTORIES[0], turns=turns, tools=tools), TRAJECTORIES[1]]
+    assert turns[0].oldest_version == 3
 
 
 def test_no_partial_file_stays(tmp_path):

@@ -13,6 +13,7 @@ from rollout.collect import collect
 from rollout.engines.protocol import EngineError
 from rollout.engines.scripted import ScriptedEngine
 from rollout.envs.protocol import EnvError, Step
+from rollout.limits import Limits
 from rollout.records import Group, Status, Trajectory
 from rollout.rewards.local_team import local_team
 from rollout.seeds import derive_seed
@@ -413,9 +414,9 @@ def test_a_late_branch_ends_the_tree():
                 await asyncio.sleep(60)
             return await inner.generate(prompt_ids, sampling)
 
-    trajectory = grow(duet, Late(), Branching(width=3), deadline_s=0.5)
-    assert trajectory.status is Status.FAILED
-    assert trajectory.error == "deadline of 0.5 s passed while waiting for b (turn 1)"
+    trajectory = grow(duet, Late(), Branching(width=3), limits=Limits(trajectory_s=0.5))
+    assert trajectory.status is Status.LATE
+    assert trajectory.error == "the trajectory's deadline of 0.5 s passed while it waited for b (turn 1)"
     assert trajectory.leaf == "1.0"
 
 

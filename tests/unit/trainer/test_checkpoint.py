@@ -1,63 +1,201 @@
-"""Checkpoints are trusted only when they are what was written."""
+"""Checkpoints are written beside training and trusted only when they are what was written."""
 
 import asyncio
 import json
+from collections.abc import Awaitable
 from pathlib import Path
 
-from mcore_mas.checkpoint import Checkpoints
+import pytest
+
+from mcore_mas.checkpoint import CheckpointError, Checkpoints, Identity
+from mcore_mas.files import Digest, write_chunks
+
+MODELS = {"policy": {"vocab": 512, "layers": 2, "rope_factor": None}}
+WEIGHTS_OF_1 = "9f7ebbb2ca46745f912339e39e2320486b42231bfe40c1a6197c61805185f23f"  # sha256sum
 
 
-def save(checkpoints: Checkpoints, step: int) -> None:
-    async def write(folder: Path) -> None:
-        (folder / "policy").mkdir()
-        (folder / "policy" / "weights").write_text(f"weights of step {step}")
+def open_(folder: Path, *, run: str = "r", models: dict = MODELS, keep: int = 2, best: int = 0) -> Checkpoints:
+    return Checkpoints(folder, Identity(run=run, models=models), keep=keep, best=best)
 
-    asyncio.run(checkpoints.save(step, {"step": step}, write))
+
+async def begin(checkpoints: Checkpoints, step: int, metric: float | None = None) -> asyncio.Event:
+    """Begin a checkpoint whose files come to disk once the event is set."""
+    go = asyncio.Event()
+
+    async def write(folder: Path) -> Awaitable[dict[str, Digest]]:
+        async def written() -> dict[str, Digest]:
+            await go.wait()
+            (folder / "policy").mkdir()
+            text = f"weights of step {step}".encode()
+            return {"policy/weights": write_chunks(folder / "policy" / "weights", [text[:3], text[3:]])}
+
+        return written()
+
+    await checkpoints.save(step, {"kl": step}, write, metric)
+    return go
+
+
+def save(checkpoints: Checkpoints, *steps: int, metrics: tuple[float | None, ...] = ()) -> None:
+    async def play() -> None:
+        for step, metric in zip(steps, metrics or (None,) * len(steps), strict=True):
+            (await begin(checkpoints, step, metric)).set()
+        await checkpoints.finish()
+
+    asyncio.run(play())
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def silent(line: str) -> None:
+    raise AssertionError(line)
 
 
 def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.newest(lambda _: None) is None
-    for step in (5, 10, 15):
-        save(checkpoints, step)
-    folder, state = checkpoints.newest(lambda _: None)
-    assert (folder.name, state) == ("step_000015", {"step": 15})
-    assert (folder / "policy" / "weights").read_text() == "weights of step 15"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000010", "step_000015"]
-
-
-def test_damaged_checkpoints_are_named_and_an_older_one_is_used(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=4)
-    for step in (1, 2, 3, 4):
-        save(checkpoints, step)
-    (tmp_path / "step_000004" / "manifest.json").write_text('{"state": {"st')
-    (tmp_path / "step_000003" / "policy" / "weights").write_text("weights of step 9")  # same size, other bytes
-    (tmp_path / "step_000002" / "policy" / "weights").unlink()
-    told: list[str] = []
-    found = checkpoints.newest(told.append)
+    checkpoints = open_(tmp_path)
+    assert checkpoints.newest(silent) is None
+    save(checkpoints, 5, 10, 15)
+    found = checkpoints.newest(silent)
     assert found is not None
-    assert found[0].name == "step_000001"
-    assert [line.split(": ")[1].split(";")[0] for line in told] == [
-        "no readable manifest.json",
-        "policy/weights is not what was written",
-        "policy/weights is missing",
-    ]
+    assert (found.folder.name, found.step, found.state) == ("step_000015", 15, {"kl": 15})
+    assert (found.folder / "policy" / "weights").read_text() == "weights of step 15"
+    assert names(tmp_path) == ["step_000010", "step_000015"]
+
+
+def test_training_goes_on_while_files_are_written_and_the_next_save_waits(tmp_path: Path) -> None:
+    async def play() -> None:
+        checkpoints = open_(tmp_path)
+        first = await begin(checkpoints, 1)  # returned: its files are not there yet
+        assert not checkpoints.has(1)
+        second = asyncio.create_task(begin(checkpoints, 2))
+        await asyncio.sleep(0.01)
+        assert not second.done()
+        first.set()
+        (await second).set()
+        assert checkpoints.has(1)
+        assert not checkpoints.has(2)
+        await checkpoints.finish()
+        assert checkpoints.has(2)
+
+    asyncio.run(play())
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+
+
+@pytest.mark.parametrize("at_the_end", [True, False])
+def test_what_could_not_be_written_is_said_in_one_line_later(tmp_path: Path, at_the_end: bool) -> None:
+    async def play() -> None:
+        checkpoints = open_(tmp_path)
+
+        async def write(folder: Path) -> Awaitable[dict[str, Digest]]:
+            async def written() -> dict[str, Digest]:
+                raise OSError("rank 1 of policy: No space left on device")
+
+            return written()
+
+        await checkpoints.save(3, {}, write)
+        await (checkpoints.finish() if at_the_end else begin(checkpoints, 4))
+
+    with pytest.raises(CheckpointError, match=r"step_000003.*could not be written \(rank 1 of policy: No space"):
+        asyncio.run(play())
+    assert open_(tmp_path).newest(silent) is None  # and what there was of it is gone
 
 
 def test_what_a_killed_writer_left_is_swept(tmp_path: Path) -> None:
-    partial = tmp_path / ".step_000007.partial"
-    partial.mkdir()
-    (partial / "half").write_text("")
-    assert Checkpoints(tmp_path, keep=1).newest(lambda _: None) is None
-    assert not partial.exists()
+    asyncio.run(begin(open_(tmp_path), 7))  # its writing never ends
+    assert [name for name in names(tmp_path) if name.startswith(".step_000007.")]
+    assert open_(tmp_path).newest(silent) is None
+    assert names(tmp_path) == []
 
 
-def test_the_manifest_lists_every_file_with_its_digest(tmp_path: Path) -> None:
-    save(Checkpoints(tmp_path, keep=1), 1)
-    files = json.loads((tmp_path / "step_000001" / "manifest.json").read_text())["files"]
-    assert files == {
-        "policy/weights": {
-            "bytes": 17,
-            "sha256": "9f7ebbb2ca46745f912339e39e2320486b42231bfe40c1a6197c61805185f23f",
-        }
+def test_the_manifest_says_whose_it_is_and_lists_every_file_with_its_digest(tmp_path: Path) -> None:
+    save(open_(tmp_path), 1, metrics=(0.25,))
+    assert json.loads((tmp_path / "step_000001" / "manifest.json").read_text()) == {
+        "format": 1,
+        "run": "r",
+        "models": MODELS,
+        "step": 1,
+        "metric": 0.25,
+        "state": {"kl": 1},
+        "files": {"policy/weights": {"bytes": 17, "sha256": WEIGHTS_OF_1}},
     }
+
+
+def edit(folder: Path, **changes: object) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_what_cannot_be_used_is_named_and_kept_aside_and_an_older_one_is_used(tmp_path: Path) -> None:
+    checkpoints = open_(tmp_path, keep=9)
+    save(checkpoints, *range(1, 10))
+    at = {step: tmp_path / f"step_{step:06d}" for step in range(1, 10)}
+    (at[9] / "manifest.json").write_text('{"state": {"st')
+    (at[8] / "policy" / "weights").write_text("weights of step 9")  # same size, other bytes
+    (at[7] / "policy" / "weights").write_text("weights")
+    (at[6] / "policy" / "weights").unlink()
+    edit(at[5], run="other")
+    edit(at[4], format=2)
+    edit(at[3], models={"policy": {**MODELS["policy"], "vocab": 600}})
+    edit(at[2], models={"verifier": MODELS["policy"]})
+    told: list[str] = []
+    found = checkpoints.newest(told.append)
+    assert found is not None
+    assert found.folder == at[1]
+    assert [line.split(": ", 1)[1].split("; ")[0] for line in told] == [
+        "no readable manifest.json",
+        "policy/weights is not what was written",
+        "policy/weights has 7 bytes, 17 were written",
+        "policy/weights is missing",
+        "of run 'other', not 'r'",
+        "written in format 2, this version reads format 1",
+        "policy 'policy' has vocab 600, the run's model 512",
+        "has no policy 'policy' (it has verifier)",
+    ]
+    assert told[0].endswith("; kept as refused_step_000009, step_000001 is used")
+    assert names(tmp_path) == [*(f"refused_step_{n:06d}" for n in range(2, 10)), "step_000001"]
+    save(checkpoints, 9)  # in nobody's way
+    assert checkpoints.has(9)
+
+
+def test_a_run_whose_checkpoints_are_all_refused_does_not_start_over(tmp_path: Path) -> None:
+    save(open_(tmp_path), 1, 2)
+    before = names(tmp_path)
+    for other, why in [
+        (open_(tmp_path, run="other"), "of run 'r', not 'other'"),
+        (open_(tmp_path, models={**MODELS, "critic": {}}), "has no policy 'critic' (it has policy)"),
+        (open_(tmp_path, models={}), "has policy 'policy', which the run does not have"),
+    ]:
+        with pytest.raises(CheckpointError) as refusal:
+            other.newest(silent)
+        assert str(refusal.value) == (
+            f"{tmp_path / 'step_000002'}: {why}; no checkpoint can be used (and 1 older): bring a good one back, "
+            f"or move {tmp_path} away to start from step 0"
+        )
+    assert names(tmp_path) == before
+
+
+def test_the_best_stay_and_of_equals_the_newer(tmp_path: Path) -> None:
+    checkpoints = open_(tmp_path, keep=1, best=2)
+    assert checkpoints.is_best(0.0)
+    save(checkpoints, 1, 2, 3, 4, 5, 6, metrics=(0.5, 0.75, None, 0.75, 0.25, None))
+    assert names(tmp_path) == ["step_000002", "step_000004", "step_000006"]
+    assert [checkpoints.is_best(metric) for metric in (0.7, 0.75, 0.8)] == [False, True, True]
+    save(checkpoints, 7, metrics=(0.75,))
+    assert names(tmp_path) == ["step_000004", "step_000007"]
+    best = checkpoints.best(silent)
+    assert best is not None
+    assert (best.step, best.metric) == (7, 0.75)
+    (best.folder / "policy" / "weights").unlink()
+    told: list[str] = []
+    best = checkpoints.best(told.append)
+    assert best is not None
+    assert best.step == 4
+    assert told == [f"{tmp_path / 'step_000007'}: policy/weights is missing; the next best is used"]
+
+
+def test_without_a_metric_none_is_best(tmp_path: Path) -> None:
+    checkpoints = open_(tmp_path)
+    save(checkpoints, 1)
+    assert checkpoints.best(silent) is None
+    assert not checkpoints.is_best(1.0)  # keep_best is 0

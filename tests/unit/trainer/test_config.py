@@ -11,9 +11,15 @@ GROUPS = sorted(
     (path.parent.name, path.stem) for path in CONFIGS.glob("*/*.yaml") if path.parent.name not in ("experiment", "team")
 )
 
-CAST_TEAMS = sorted(
-    path.stem for path in (CONFIGS / "team").glob("*.yaml") if "agents" in yaml.safe_load(path.read_text())
-)
+TEAMS = sorted(path.stem for path in (CONFIGS / "team").glob("*.yaml"))
+VARIANTS = ("_separate", "_partly")
+SHARED_TEAMS = [name for name in TEAMS if not name.endswith(VARIANTS)]
+
+
+def policies_of(team: str) -> dict[str, str]:
+    """The policy of each agent of a shipped team, a variant's in place of those that the team itself names."""
+    values = yaml.safe_load((CONFIGS / "team" / f"{team}.yaml").read_text())
+    return {agent: section["policy"] for agent, section in values["agents"].items()}
 
 
 @pytest.mark.parametrize("experiment", sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml")))
@@ -39,21 +45,39 @@ def test_every_search_team_composes(team: str) -> None:
     assert {values["agents"][agent]["policy"] for agent in shipped["agents"]} == {"shared"}
 
 
-@pytest.mark.parametrize("name", CAST_TEAMS)
-def test_every_team_with_a_cast_composes_with_a_shared_policy(name: str) -> None:
+@pytest.mark.parametrize("name", TEAMS)
+def test_every_team_composes_with_its_policies(name: str) -> None:
+    policies = policies_of(name)
     values = resolve(
         [
             "~experiment",
             f"team={name}",
             "+run=t",
             "+data={generator: arithmetic, train: 1, validation: 1, test: 1}",
-            "+policies.shared={model: m, lr: 1e-6}",
+            *(f"+policies.{policy}={{model: m, lr: 1e-6}}" for policy in sorted(set(policies.values()))),
             "+trainer={steps: 1, tasks_per_step: 1, group_size: 2}",
             "+evaluation={}",
         ]
     )
-    assert values["orchestra"]["name"] == name
-    assert {agent["policy"] for agent in values["agents"].values()} == {"shared"}
+    base = yaml.safe_load(
+        (CONFIGS / "team" / f"{name.removesuffix('_separate').removesuffix('_partly')}.yaml").read_text()
+    )
+    assert values["orchestra"]["name"] == base["orchestra"]["name"]
+    assert {agent: section["policy"] for agent, section in values["agents"].items()} == policies
+
+
+@pytest.mark.parametrize("name", SHARED_TEAMS)
+def test_every_team_comes_with_shared_separate_and_partly_shared_policies(name: str) -> None:
+    agents = list(policies_of(name))
+    assert set(policies_of(name).values()) == {"shared"}
+    assert (f"{name}_separate" in TEAMS) == (len(agents) > 1)  # a lone agent has nobody to share with
+    assert (f"{name}_partly" in TEAMS) == (len(agents) > 2)  # and of two agents none is left out
+    if len(agents) > 1:
+        separate = policies_of(f"{name}_separate")
+        assert list(separate) == agents and len(set(separate.values())) == len(agents)
+    if len(agents) > 2:
+        partly = policies_of(f"{name}_partly")
+        assert list(partly) == agents and 1 < len(set(partly.values())) < len(agents)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +87,7 @@ def test_every_team_with_a_cast_composes_with_a_shared_policy(name: str) -> None
         ("+trainer.stesp=3", "unknown key 'trainer.stesp'; known here: steps, tasks_per_step"),
         ("policies.solver.lr=fast", "policies.solver.lr: Input should be a valid number"),
         ("agents.solver.policy=solvr", "agent 'solver' plays policy 'solvr', which is not defined; policies: solver"),
-        ("orchestra.name=chian", "unknown orchestra 'chian'; known: chain, "),
+        ("orchestra.name=chian", "unknown orchestra 'chian'; known: ab_mcts, chain, "),
         ("+orchestra.options.loops=3", "orchestra 'solver_verifier' has no option 'loops'; its options: max_loops"),
         ("advantage.name=drmass", "unknown advantage 'drmass'; known: at_grpo, dr_grpo, drmas, gae"),
         ("advantage=gae", "agent 'solver': advantage 'gae' needs policies.solver.critic"),
@@ -86,6 +110,24 @@ def test_every_team_with_a_cast_composes_with_a_shared_policy(name: str) -> None
         ("data.train=x.parquet", "data.train is x.parquet; expected a number of tasks"),
         ("+data.format=dapo", "data.format is dapo, which files have; leave it or data.generator out"),
         ("data.train=[{path: x.json, limt: 5}]", "data.train: a file has limt: Extra inputs are not permitted"),
+        (
+            "+policies.solver.lora={rank: 4, alpha: 8, targets: [q, w]}",
+            "policies.solver.lora.targets.1: Input should",
+        ),
+        (
+            "+policies.solver.lora={rank: 4, alpha: 8, dropout: 0.1}",
+            "unknown key 'policies.solver.lora.dropout'",
+        ),
+        ("+policies.solver.min_lr=1", "policies.solver: min_lr 1.0 is above lr 0.0001; a schedule falls"),
+        (
+            "+policies.solver={schedule: linear, decay_steps: 10}",
+            "policies.solver: schedule 'linear' ends with update 10, but warmup_steps is 10; lower it, or raise decay",
+        ),
+        (
+            "+trainer.alternate={order: [solver, solver]}",
+            "trainer.alternate.order is solver, solver; expected every trained policy once: solver, verifier",
+        ),
+        ("+trainer.final=best", "trainer: final 'best' needs a kept best: set trainer.keep_best to 1 or more"),
         ("experiment=demo_maths", "Could not find 'experiment/demo_maths'"),
     ],
 )
@@ -95,6 +137,21 @@ def test_a_mistake_is_one_line(override: str, message: str) -> None:
         resolve([*base, override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_policies_in_turn_share_the_updates_of_a_run() -> None:
+    settings = ["+trainer.alternate={order: [verifier, solver], steps: 2}", "trainer.steps=7"]
+    config = RunConfig.check(resolve(["experiment=demo_math", *settings, "+trainer.updates_per_step=3"]), "test")
+    assert [config.in_turn(step) for step in range(7)] == [
+        *[("verifier",)] * 2,
+        *[("solver",)] * 2,
+        *[("verifier",)] * 2,
+        ("solver",),
+    ]
+    assert (config.updates_of("verifier"), config.updates_of("solver")) == (4 * 3, 3 * 3)
+    together = RunConfig.check(resolve(["experiment=demo_math", "trainer.steps=7"]), "test")
+    assert together.in_turn(3) == ("solver", "verifier")
+    assert together.updates_of("solver") == 7
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:

@@ -51,6 +51,26 @@ AT_GRPO = {
     "agents.planner.max_tokens": 2048,
     "evaluation.temperature": 0.0,
 }
+STRONGER = {
+    "trainer.steps": 200,
+    "trainer.tasks_per_step": 32,
+    "trainer.validate_every": 10,
+    "loss.entropy": 0.0,
+    "evaluation": {"samples": 5, "temperature": 0.6, "top_p": 0.95},
+}
+TREE = {"advantage.name": "at_grpo", "trainer.group_size": 1, "trainer.branching.width": 8, "reward.name": "local_team"}
+MARS2 = {
+    "advantage": {"name": "mars2", "options": {"gamma": 0.3, "lam": 0.5}, "align": None},
+    "orchestra.options.max_nodes": 8,
+    "trainer.group_size": 1,
+    "filter.name": "mean_range",
+    "loss.name": "gspo",
+    "loss.kl": {"coef": 1e-3, "estimate": "k3", "where": "loss", "target": None, "horizon": 10_000.0},
+    "loss.correction": {"name": "tis", "options": {"high": 2.0}},
+    "reward.penalties": {"overlong": {"buffer": 2048}},
+    "engine.max_length": 40_000,
+    "seed": 42,
+}
 UNITY = {"advantage.name": "gae", "trainer.group_size": 1, "evaluation.temperature": 0.0, "loss.entropy": 0.0}
 PAPERS = {
     "drmas_t1_4b_single_grpo": DRMAS_MATH
@@ -89,6 +109,46 @@ PAPERS = {
         "filter.options": {"ratio": 0.5, "by": "task"},
     },
     "strongermas_t3_tool_alone": {"agents.player.role": "game_tool", "orchestra.name": "single"},
+    "strongermas_t3_code_alone": {
+        "agents.player.role": "game_coder",
+        "orchestra": {"name": "single", "options": {"max_turns": 5, "tool": "program"}},
+        "advantage.name": "grpo",
+    },
+    "strongermas_t1_code_shared": STRONGER
+    | TREE
+    | {
+        "orchestra.options.max_turns": 5,
+        "filter": {"name": "lowest_mean", "options": {"ratio": 0.5, "by": "state"}, "resample": 0},
+        "env.options.reward": "rate",
+        "engine.max_length": 8192 + 8192,
+        "agents.coder.temperature": 1.0,
+        "agents.coder.top_p": 0.9,
+        "agents.coder.max_tokens": 8192,
+        "policies.shared.lr": 5e-6,
+        "policies.shared.min_lr": 0.3 * 5e-6,
+    },
+    "strongermas_t2_code_separate": STRONGER
+    | TREE
+    | {"policies.tester.model": "models/Qwen3-8B", "policies.tester.schedule": "cosine", "agents.tester.top_k": 20},
+    "strongermas_t2_code_single": STRONGER
+    | {"advantage.name": "grpo", "trainer.group_size": 8, "filter.options": {"ratio": 0.5, "by": "task"}},
+    "strongermas_t1_math_separate": STRONGER
+    | TREE
+    | {
+        "orchestra.options.max_turns": 4,
+        "filter": None,
+        "agents.reasoner.policy": "reasoner",
+        "agents.tool_user.max_tokens": 4096,
+        "policies.tool_user.warmup_steps": 10,
+    },
+    "strongermas_t2_math_single": STRONGER
+    | {
+        "orchestra": {"name": "self_verify", "options": {"max_turns": 3}},
+        "advantage.name": "grpo",
+        "trainer.group_size": 8,
+        "agents.solver.max_tokens": 2048,
+        "policies.shared.model": "models/Qwen3-8B",
+    },
     "unitymas_t3_nq_decompose_14b": UNITY
     | {
         "agents.answerer.max_tokens": 128,
@@ -126,6 +186,21 @@ PAPERS = {
     },
     "marti_debate_qwen_grpo": {"advantage.name": "grpo", "reward.options.alpha": 0.5},
     "marti_mixture_qwen_unshaped": {"reward.options.alpha": 0.0, "agents.aggregator.policy": "aggregator"},
+    "marti_single_llama": {"orchestra.options": {"max_turns": 1}, "evaluation.samples": 4, "trainer.group_size": 2},
+    "marti_mars2_8b": MARS2
+    | {
+        "trainer.tasks_per_step": 16,
+        "agents.generator_2.max_tokens": 32768,
+        "policies.generator_1.lr": 1e-6,
+        "policies.generator_2.model": "models/AReaL-boba-2-8B",
+    },
+    "marti_mars2_8b_single": MARS2
+    | {
+        "trainer.tasks_per_step": 32,
+        "trainer.updates_per_step": 32 * 8 // 32,
+        "orchestra.options.agents": ["generator"],
+        "reward.options": {"gamma": 0.0},
+    },
     "marti_debate_ttrl": {"reward": {"name": "majority", "options": {}, "penalties": {}}},
     "mappa_mathchat": {
         "seed": 42,
@@ -143,6 +218,25 @@ PAPERS = {
         "coach.fallback": 5.0,
         "coach.retries": 300,
         "coach.answers_for": ["verifier"],
+    },
+    "mappa_dsbench": {
+        "seed": 42,
+        "trainer.steps": 30 * 64 // 16,
+        "trainer.tasks_per_step": 16,
+        "trainer.group_size": 2,
+        "trainer.updates_per_step": 16 * 2 // 16,
+        "trainer.validate_every": 2,
+        "trainer.checkpoint_every": 4,
+        "loss.kl.coef": 0.01,
+        "loss.kl.where": "reward",
+        "policies.modeler.lr": 1e-6,
+        "orchestra.options.max_turns": 4,
+        "engine.max_length": 24576 + 16384,
+        "agents.engineer.max_tokens": 16384,
+        "reward": {"name": "coach", "options": {}, "penalties": {"mask_truncated": {}}},
+        "coach.model": "gemini-2.5-pro",
+        "coach.fallback": 5.0,
+        "evaluation": {"samples": 2, "temperature": 0.6, "top_p": None},
     },
 }
 
@@ -164,6 +258,16 @@ def test_table_3_differs_in_its_statistics_alone() -> None:
     assert len(rows) == 4
     rest = [{key: value for key, value in row.items() if key not in ("run", "advantage")} for row in rows]
     assert all(other == rest[0] for other in rest)
+
+
+@pytest.mark.parametrize("kind", ["single", "shared", "separate"])
+def test_stronger_mas_trains_its_small_model_on_apps_and_its_large_one_on_code_contests(kind: str) -> None:
+    small, large = (_composed(f"strongermas_{table}_code_{kind}")["data"] for table in ("t1", "t2"))
+    [apps], [contests] = small["train"], large["train"]
+    assert (apps["format"], apps["skip"], apps["limit"], contests["format"]) == ("apps", 500, 4000, "code_contests")
+    tests = {file["format"]: file for file in small["test"]}
+    assert list(tests) == ["live_code_bench", "apps", "code_contests"] and small["test"] == large["test"]
+    assert (tests["apps"]["path"], tests["apps"]["skip"], tests["apps"]["limit"]) == (apps["path"], 0, 500)
 
 
 @pytest.mark.parametrize("experiment", PUBLISHED)

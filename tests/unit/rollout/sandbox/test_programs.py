@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.envs.code import unpack_test
+from rollout.envs.code import pack_solution, unpack_test
 from rollout.records import RecordError, Task
 from rollout.tasks.files.read import read
 from rollout.tasks.programs import parse_tests, unpack_private
@@ -187,6 +187,25 @@ def test_deep_coder_shown_shows_three_tests_and_hides_the_others(tmp_path: Path)
     row = {"problem": "Add one.", "tests": json.dumps(entries)}
     (task,) = load(write(tmp_path / "x.jsonl", [row]), style="deep_coder_shown", split="train")
     assert unpacked(task) == [*((test, True) for test in tests[:3]), *((test, False) for test in tests[3:])]
+
+
+@pytest.mark.parametrize(
+    ("solutions", "program"),
+    [
+        (["print(1)", "print(2)"], "print(1)\n"),
+        (json.dumps(["", "```python\nprint(1)\n```"]), "print(1)\n"),
+        ({"language": [2, 3, 3], "solution": ["int main() {}", "print(1)", "print(2)"]}, "print(1)\n"),
+        ({"language": [2], "solution": ["int main() {}"]}, None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_a_solution_goes_with_the_tests_and_is_shown_to_nobody(tmp_path: Path, solutions: Any, program: Any) -> None:
+    tests = json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})
+    row = {"question": "Print 1.", "input_output": tests, "solutions": solutions}
+    (task,) = load(write(tmp_path / "x.jsonl", [row]), style="apps", split="train")
+    assert list(task.answers[1:]) == ([pack_solution(program)] if program else [])
+    hide(task, "print(")
 
 
 @pytest.mark.parametrize(

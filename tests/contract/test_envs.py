@@ -1,0 +1,52 @@
+"""Every environment and generator of the registries is described with its options, and has a team that plays in it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rollout.envs
+from rollout.envs import ENVS
+from rollout.envs.games import GAMES
+from rollout.tasks import GENERATORS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+LIVE = ("sandbox", "retriever")  # given at run time
+
+
+def row(start: str) -> str:
+    """The row of a table of the docs that begins so."""
+    return next(line for line in DOCS.splitlines() if line.startswith(start))
+
+
+@pytest.mark.parametrize("name", sorted(set(ENVS) - set(GAMES)))
+def test_an_environment_is_described(name: str) -> None:
+    described = re.search(rf"(^|[ ,]){name}\b", rollout.envs.__doc__ or "", re.MULTILINE)
+    assert described, f"{name} is not in the docstring of rollout.envs"
+    written = row(f"| `env` | `{name}` |" if f"| `env` | `{name}` |" in DOCS else f"| | `{name}` |")
+    parameters = inspect.signature(ENVS[name]).parameters.values()
+    options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in LIVE]
+    assert [option for option in options if f"`{option}`" not in written] == []
+
+
+@pytest.mark.parametrize("name", sorted(set(ENVS) - set(GAMES)))
+def test_a_shipped_team_plays_in_it(name: str) -> None:
+    teams = [yaml.safe_load(path.read_text()) for path in (ROOT / "configs" / "team").glob("*.yaml")]
+    assert name in {team["env"]["name"] for team in teams if "env" in team}
+
+
+@pytest.mark.parametrize("name", sorted(set(GENERATORS) - {"arithmetic", "encyclopedia"} - set(GAMES)))
+def test_a_generator_is_described(name: str) -> None:
+    written = row(f"| `{name}` |")
+    options = [
+        p.name for p in inspect.signature(GENERATORS[name].tasks).parameters.values() if p.kind is p.KEYWORD_ONLY
+    ]
+    assert tuple(options) == GENERATORS[name].options
+    assert [option for option in options if f"`{option}`" not in written] == []
+    with pytest.raises(ValueError, match="have no demonstrations; name models that exist"):
+        GENERATORS[name].demonstrations(1, 1, roles={})

@@ -1,0 +1,53 @@
+"""The least of an MCP server over standard input and output, by the standard library: it starts at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+_NUMBERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+_SCHEMAS = {"add": _NUMBERS, "wait": {"type": "object"}, "crash": {"type": "object"}}
+
+
+def call(name: str, arguments: dict[str, Any]) -> str:
+    """What a tool returns."""
+    if name == "crash":
+        os._exit(3)
+    if name == "wait":
+        time.sleep(60)
+    return str(arguments["a"] + arguments["b"])
+
+
+def answer(method: str, params: dict[str, Any]) -> dict[str, Any] | None:
+    """The result of a request; None for what this server does not know."""
+    if method == "initialize":
+        info = {"name": "plain", "version": "1"}
+        return {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": info}
+    if method == "tools/list":
+        return {"tools": [{"name": name, "inputSchema": schema} for name, schema in _SCHEMAS.items()]}
+    if method == "tools/call":
+        return {"content": [{"type": "text", "text": call(params["name"], params["arguments"])}]}
+    return None
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "id" not in request:
+            continue
+        result = answer(request["method"], request.get("params", {}))
+        unknown = {"error": {"code": -32601, "message": "Method not found"}}
+        told = unknown if result is None else {"result": result}
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], **told}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

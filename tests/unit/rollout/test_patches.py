@@ -1,0 +1,85 @@
+"""Patches as models write them, applied by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.envs.patches import BadPatch, Edit, apply_patch, parse_patch
+
+FILES = {"pkg/a.py": "one\ntwo\nthree\ntwo\nfive\n", "b.txt": "x\n"}
+BLOCK = "pkg/a.py\n<<<<<<< SEARCH\nthree\n=======\n3\n3.5\n>>>>>>> REPLACE"
+DIFF = """Here:
+```diff
+diff --git a/pkg/a.py b/pkg/a.py
+index 1..2 100644
+--- a/pkg/a.py
++++ b/pkg/a.py
+@@ -1,3 +1,4 @@ def f():
+ one
++one and a half
+ two
+ three
+@@ -4,2 +5,1 @@
+-two
+ five
+--- /dev/null
++++ b/new/c.py
+@@ -0,0 +1,2 @@
++import a
++
+\\ No newline at end of file
+```
+That should do.
+"""
+
+
+def patched(text: str) -> dict[str, str]:
+    return apply_patch(FILES, parse_patch(text))
+
+
+def test_blocks_replace_what_stands_there_once() -> None:
+    assert parse_patch(BLOCK) == [Edit(path="pkg/a.py", old=("three",), new=("3", "3.5"))]
+    assert patched(f"I change it.\n\n{BLOCK}\n")["pkg/a.py"] == "one\ntwo\n3\n3.5\ntwo\nfive\n"
+    assert patched(f"<think>{BLOCK}</think>\nb.txt\n```\n<<<<<<< SEARCH\nx\n=======\n>>>>>>> REPLACE\n```\n") == {
+        **FILES,
+        "b.txt": "",
+    }
+    new = "d.py\n<<<<<<< SEARCH\n=======\npass\n>>>>>>> REPLACE"
+    assert patched(f"{BLOCK}\n\n{new}")["d.py"] == "pass\n"
+
+
+def test_a_unified_diff_is_applied_hunk_by_hunk() -> None:
+    files = patched(DIFF)
+    assert files["pkg/a.py"] == "one\none and a half\ntwo\nthree\nfive\n"
+    assert files["new/c.py"] == "import a\n\n"
+    assert files["b.txt"] == FILES["b.txt"]
+
+
+def test_hunks_with_wrong_lines_are_found_where_their_text_stands_once() -> None:
+    assert (
+        patched("--- a/pkg/a.py\n+++ b/pkg/a.py\n@@ -90,9 +1,1 @@\n three\n-two\n")["pkg/a.py"]
+        == "one\ntwo\nthree\nfive\n"
+    )
+    insert = "--- a/b.txt\n+++ b/b.txt\n@@ -1,0 +2 @@\n+y\n"
+    assert patched(insert)["b.txt"] == "x\ny\n"
+    gone = "--- a/b.txt\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n"
+    assert patched(gone)["b.txt"] == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no idea", "There is no patch"),
+        (BLOCK.replace("REPLACE", ""), "There is no patch"),
+        (BLOCK.replace("three", "four"), r"pkg/a\.py: the lines to replace, from 'four' on, are not there"),
+        (BLOCK.replace("three", "two"), "stand there 2 times"),
+        (BLOCK.replace("pkg/a.py", "pkg/z.py"), r"There is no file pkg/z\.py"),
+        (BLOCK.replace("pkg/a.py", "../a.py"), r"\.\./a\.py is no path within the repository"),
+        (BLOCK.replace("pkg/a.py", "/etc/passwd"), "/etc/passwd is no path"),
+        (BLOCK.replace("three\n", ""), r"pkg/a\.py is not empty"),
+        ("@@ -1 +1 @@\n-one\n+1\n", "comes before the line"),
+    ],
+)
+def test_what_does_not_fit_is_said_to_its_author(text: str, message: str) -> None:
+    with pytest.raises(BadPatch, match=message):
+        patched(text)

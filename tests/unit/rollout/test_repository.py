@@ -1,0 +1,242 @@
+"""Repairs of generated packages and of a checkout, in the real sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from rollout.envs import make_repository
+from rollout.envs.protocol import EnvError, Step
+from rollout.envs.repository import CheckCall, pack_check, pack_source
+from rollout.records import Status, Task
+from rollout.tasks import GENERATORS
+from rollout.tasks.files.formats import FORMATS
+from rollout.tasks.files.problem import BadRow
+from rollout.tasks.repositories import _checks, source_of
+from rollout.tasks.repository_functions import FAMILIES
+from rollout.tools.sandbox import Sandbox
+from tests.support.casts import play, validity
+from tests.support.sandboxes import started
+
+ROLES = {"player": "repairer"}
+SOURCE = "def double(n):\n    return n + 2\n\n\ndef half(n):\n    return n / 2\n"
+
+
+def check(name: str, function: str, given: int, expected: Any, passes: bool) -> str:
+    one = CheckCall(name=name, module="pkg.m", function=function, arguments=(given,), expected=expected, passes=passes)
+    return pack_check(one)
+
+
+TASK = Task(
+    id="t",
+    prompt="double(3) should be 6.",
+    answers=(
+        pack_source("pkg/__init__.py", ""),
+        pack_source("pkg/m.py", SOURCE),
+        check("a", "double", 3, 6, False),
+        check("b", "double", 977, 1954, False),
+        check("c", "double", 2, 4, True),
+        check("d", "half", 4, 2.0, True),
+    ),
+    env="repository",
+    source="s",
+    split="train",
+)
+
+
+def block(old: str, new: str, path: str = "pkg/m.py") -> str:
+    return f"{path}\n<<<<<<< SEARCH\n{old}\n=======\n{new}\n>>>>>>> REPLACE"
+
+
+RIGHT = block("    return n + 2", "    return 2 * n")
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Sandbox]:
+    sandbox = started("auto")
+    yield sandbox
+    sandbox.close()
+
+
+def steps(box: Sandbox, *actions: str, task: Task = TASK, **options: Any) -> tuple[str, list[Step]]:
+    async def play_all() -> tuple[str, list[Step]]:
+        env = make_repository(task, sandbox=box, **options)
+        shown = env.reset(task)
+        return shown, [await env.step(action) for action in actions]
+
+    return asyncio.run(play_all())
+
+
+def test_a_patch_is_scored_by_the_tests_that_failed_and_those_that_passed(box: Sandbox) -> None:
+    shown, [right] = steps(box, RIGHT)
+    assert shown.startswith("# Issue\ndouble(3) should be 6.\n\n# Files\n") and SOURCE in shown
+    assert "977" not in shown and "1954" not in shown
+    assert (right.reward, right.done) == (1.0, True)
+    assert right.metrics == {
+        "solved": 1.0,
+        "fail_to_pass": 1.0,
+        "pass_to_pass": 1.0,
+        "applied": 1.0,
+        "malformed_patches": 0.0,
+    }
+    special = block("    return n + 2", "    return 6 if n == 3 else n + 2")
+    broken = block(
+        "    return n + 2\n\n\ndef half(n):\n    return n / 2", "    return 2 * n\n\n\ndef half(n):\n    return n"
+    )
+    assert [
+        (step.reward, step.metrics["solved"], step.metrics["fail_to_pass"], step.metrics["pass_to_pass"])
+        for patch in (special, broken, block("def double(n):", "def double(n)"))
+        for step in steps(box, patch, reward="rate")[1]
+    ] == [(0.75, 0.0, 0.5, 1.0), (0.75, 0.0, 1.0, 0.5), (0.0, 0.0, 0.0, 0.0)]
+
+
+def test_a_patch_cannot_say_that_tests_pass(box: Sandbox) -> None:
+    """It does not know what is expected; ending the process or printing gains nothing."""
+    tricks = (
+        "import os; print('6', flush=True); os._exit(0)",
+        "import builtins\nclass Yes:\n    def __eq__(self, other): return True\ndef double(n): return Yes()",
+        "import sys; sys.exit(0)",
+    )
+    for trick in tricks:
+        _, [step] = steps(box, block("def double(n):\n    return n + 2", trick), reward="rate")
+        assert step.metrics["fail_to_pass"] == 0.0, trick
+
+
+@pytest.mark.parametrize("path", [".", "pkg/m.py/x.py"])
+def test_a_patch_of_what_can_be_no_file_does_not_apply(box: Sandbox, path: str) -> None:
+    _, [step] = steps(box, f"{path}\n<<<<<<< SEARCH\n=======\nx\n>>>>>>> REPLACE")
+    assert (step.metrics["applied"], step.metrics["malformed_patches"], step.reward) == (0.0, 1.0, 0.0)
+
+
+def test_one_agent_may_try_again_after_a_patch_that_does_not_apply(box: Sandbox) -> None:
+    make_env = partial(make_repository, sandbox=box, max_turns=3)
+    replies = [block("nothing", "x"), "no idea", f"<think>so</think>{RIGHT}"]
+    trajectory, prompts = play("single", ROLES, *replies, task=TASK, make_env=make_env)
+    assert (trajectory.outcome, trajectory.metrics["solved"], trajectory.metrics["malformed_patches"]) == (
+        1.0,
+        1.0,
+        2.0,
+    )
+    assert validity(trajectory) == [True, False, True]
+    assert "from 'nothing' on, are not there" in prompts[1] and "There is no patch" in prompts[2]
+    assert [event.tool for event in trajectory.tools] == ["patch"] * 3
+    wrong = block("    return n + 2", "    return 0")
+    again, prompts = play(
+        "single", ROLES, wrong, wrong, task=TASK, make_env=partial(make_repository, sandbox=box, max_turns=2)
+    )
+    assert (again.outcome, again.status) == (0.0, Status.COMPLETED)
+    assert "The patch applies.\n" in prompts[1] and "test" not in prompts[1].partition("The patch applies.")[2]
+
+
+def test_every_bug_of_the_generator_fails_its_tests_and_its_repair_passes_them(box: Sandbox) -> None:
+    for family in FAMILIES:
+        right, name = source_of(family.right), family.right.__name__
+        for bug, (wrong, complaint) in family.bugs.items():
+            assert inspect.getdoc(wrong) == inspect.getdoc(family.right) and complaint.endswith(".")
+            checks = _checks(Random(bug), family, "pkg.m", wrong)
+            assert sorted(check.passes for check in checks) == [False] * 3 + [True] * 3
+            for check in checks:
+                assert family.right(*check.arguments) == check.expected
+                assert (wrong(*check.arguments) == check.expected) is check.passes
+    source = source_of(wrong, name)
+    answers = (pack_source("pkg/m.py", source), *map(pack_check, checks))
+    task = Task(id="t", prompt="", answers=answers, env="repository", source="s", split="train")
+    _, [kept] = steps(box, block("def", "def").replace("def\n", f"{source.splitlines()[0]}\n"), task=task)
+    assert (kept.metrics["fail_to_pass"], kept.metrics["pass_to_pass"]) == (0.0, 1.0)
+    _, [fixed] = steps(box, block(source.rstrip(), right.rstrip()), task=task)
+    assert fixed.metrics["solved"] == 1.0
+
+
+def test_generated_packages_are_a_function_of_the_seed_and_splits_share_no_bug() -> None:
+    generate = GENERATORS["repositories"].tasks
+    sizes = {"train": 40, "validation": 8, "test": 8}
+    tasks = generate(1, sizes)
+    assert tasks == generate(1, sizes) and len({task.id for task in tasks}) == 56
+    bugs = {
+        split: {
+            t.prompt.partition(".")[2].partition(" For example")[0].split(".")[-2] for t in tasks if t.split == split
+        }
+        for split in sizes
+    }
+    assert not bugs["train"] & bugs["test"] and not bugs["train"] & bugs["validation"] and all(bugs.values())
+    assert all(len([a for a in t.answers if "source" in json.loads(a)]) == 3 for t in tasks)
+    with pytest.raises(ValueError, match="modules is 9"):
+        generate(1, {"train": 1}, modules=9)
+
+
+ROW = {
+    "repo": "o/r",
+    "instance_id": "o__r-1",
+    "base_commit": "c",
+    "problem_statement": "double is wrong.\n",
+    "hints_text": "",
+    "patch": "diff --git a/pkg/m.py b/pkg/m.py\n--- a/pkg/m.py\n+++ b/pkg/m.py\n"
+    "@@ -1,2 +1,2 @@\n def double(n):\n-    return n + 2\n+    return 2 * n\n",
+    "test_patch": "diff --git a/tests/test_m.py b/tests/test_m.py\n--- a/tests/test_m.py\n+++ b/tests/test_m.py\n"
+    "@@ -1,5 +1,9 @@\n from pkg.m import double, half\n \n \n def test_half():\n     assert half(4) == 2\n"
+    "+\n+\n+def test_double():\n+    assert double(5) == 10\n",
+    "FAIL_TO_PASS": '["tests/test_m.py::test_double"]',
+    "PASS_TO_PASS": '["tests/test_m.py::test_half"]',
+    "version": "1",
+}
+
+
+def swe_task() -> Task:
+    problem = FORMATS["swe_bench"].problem(ROW)
+    assert problem is not None and problem.name == "o__r-1"
+    return Task(id="t", prompt=problem.prompt, answers=problem.answers, env="repository", source="s", split="test")
+
+
+@pytest.mark.slow
+def test_a_row_of_swe_bench_is_tested_in_its_checkout_by_pytest(box: Sandbox, tmp_path: Path) -> None:
+    files = {
+        "pkg/__init__.py": "",
+        "pkg/m.py": SOURCE,
+        "tests/test_m.py": "from pkg.m import double, half\n\n\ndef test_half():\n    assert half(4) == 2\n",
+        ".git/config": "secret",
+    }
+    for name, text in files.items():
+        (tmp_path / "o__r-1" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "o__r-1" / name).write_text(text)
+    (tmp_path / "o__r-1" / "logo.bin").write_bytes(b"\xff\xfe\x00")
+    checkouts = str(tmp_path)
+    shown, [right] = steps(box, RIGHT, task=swe_task(), checkouts=checkouts)
+    assert (
+        "pkg/__init__.py\ntests/test_m.py\n\n## pkg/m.py\n" in shown
+        and "secret" not in shown
+        and "test_double" not in shown
+    )
+    assert (right.metrics["solved"], right.metrics["fail_to_pass"], right.metrics["pass_to_pass"]) == (1.0, 1.0, 1.0)
+    _, [same] = steps(
+        box, block("    return n + 2", "    return n + 2"), task=swe_task(), checkouts=checkouts, reward="rate"
+    )
+    assert (same.reward, same.metrics["fail_to_pass"], same.metrics["pass_to_pass"]) == (0.5, 0.0, 1.0)
+    hidden = block("    assert half(4) == 2", "    pass", "tests/test_m.py")
+    _, [meddled] = steps(box, hidden, task=swe_task(), checkouts=checkouts)
+    assert meddled.metrics["pass_to_pass"] == 0.0  # the hidden tests' own patch does not fit any more
+    with pytest.raises(EnvError, match=r"no such checkout; set env.options.checkouts"):
+        steps(box, task=swe_task(), checkouts=str(tmp_path / "elsewhere"))
+
+
+def test_rows_that_are_no_instances_are_refused() -> None:
+    read = FORMATS["swe_bench"].problem
+    assert read({**ROW, "FAIL_TO_PASS": []}) is None
+    for wrong in ({"patch": "?"}, {"FAIL_TO_PASS": "[1]"}, {"PASS_TO_PASS": None}):
+        with pytest.raises(BadRow, match="is no instance of SWE-bench"):
+            read({**ROW, **wrong})
+
+
+def test_tasks_that_cannot_be_read_fail(box: Sandbox) -> None:
+    for answers in (("?",), ('{"check": {}}',), (pack_source("a.py", ""),)):
+        with pytest.raises(EnvError, match="task t"):
+            steps(box, task=Task(id="t", prompt="", answers=answers, env="", source="", split="test"))
+    with pytest.raises(EnvError, match="before reset"):
+        asyncio.run(make_repository(TASK, sandbox=box).step("x"))

@@ -1,0 +1,186 @@
+"""What the SGLang engine does around its servers; `make test-sglang` runs it on real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.engines.protocol import Completion, EngineError, Sampling
+from rollout.engines.sglang.engine import SGLangEngine
+from rollout.engines.sglang.server import Server, arguments
+from tests.support.tiny import make_model
+
+FAKE = Path(__file__).parents[2] / "support" / "fake_sglang.py"
+Make = Callable[..., SGLangEngine]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model(0).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
+    made: list[SGLangEngine] = []
+
+    def engine(**settings: Any) -> SGLangEngine:
+        settings = {"weights_folder": tmp_path / "weights", "log": tmp_path / "server.log"} | settings
+        made.append(SGLangEngine(folder, max_length=64, rows=4, python=str(FAKE), start_s=60.0, **settings))
+        return made[-1]
+
+    yield engine
+    for one in made:
+        one.close()
+
+
+def tensors() -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor) for name, tensor in make_model(1).state_dict().items() if name != "lm_head.weight"]
+
+
+async def ask(engine: SGLangEngine, prompt: list[int], session: str = "") -> Completion:
+    return await engine.generate(prompt, Sampling(max_tokens=3, session=session))
+
+
+def test_sessions_stay_with_their_replica(make: Make) -> None:
+    engine = make(replicas=2)
+
+    async def play() -> tuple[list[int], list[int], list[int]]:
+        sessions = await asyncio.gather(*(ask(engine, [i], f"task/{i}") for i in range(16)))
+        again = await asyncio.gather(*(ask(engine, [i, 5, 6], f"task/{i}") for i in range(16)))
+        alone = await asyncio.gather(*(ask(engine, [7, 8]) for _ in range(4)))
+        return tuple([completion.token_ids[0] for completion in part] for part in (sessions, again, alone))
+
+    sessions, again, alone = asyncio.run(play())
+    assert sessions == again
+    assert len(set(sessions)) == 2
+    assert len(set(alone)) == 1  # equal prompts meet
+
+
+def test_completions_carry_versions_and_logprobs(make: Make) -> None:
+    engine = make(version=2)
+
+    async def play() -> tuple[Completion, Completion]:
+        first = await ask(engine, [1])
+        await engine.load_weights(tensors(), 5)
+        return first, await ask(engine, [1])
+
+    first, second = asyncio.run(play())
+    assert [(s.version, s.start, s.end) for s in first.versions] == [(2, 0, 3)]  # the server says `default`
+    assert [(s.version, s.start, s.end) for s in second.versions] == [(5, 0, 3)]
+    assert first.logprobs == (-0.5,) * 3
+    assert first.finish_reason == "length"
+    assert engine.version == 5
+
+
+def test_a_refusal_is_told_and_the_server_goes_on(make: Make, tmp_path: Path) -> None:
+    engine = make()
+
+    async def play() -> Completion:
+        await engine.load_weights(tensors(), 1)
+        handover = engine._last
+        assert handover is not None
+        for file in Path(handover.place).iterdir():
+            file.unlink()
+        with pytest.raises(EngineError, match=r"/update_weights_from_disk: status 400: Failed to get weights iterator"):
+            await engine.load_weights_from(handover)
+        with pytest.raises(EngineError, match="token ids outside"):
+            await ask(engine, [96])
+        return await ask(engine, [1])
+
+    assert asyncio.run(play()).versions[0].version == 1
+    assert engine.version == 1
+
+
+def test_a_dead_server_is_started_again_with_its_weights(make: Make, folder: Path) -> None:
+    told: list[str] = []
+    engine = make(restarts=1, tell=told.append)
+
+    async def play() -> tuple[Completion, list[Completion]]:
+        before = await ask(engine, [1])
+        await engine.load_weights(tensors(), 7)
+        (folder / "die").touch()
+        after = await asyncio.gather(*(ask(engine, [13]) for _ in range(3)))
+        (folder / "die").touch()
+        with pytest.raises(EngineError, match=r"server\.0\.log says last: .*fake server; no restart is left"):
+            await ask(engine, [13])
+        return before, after
+
+    before, after = asyncio.run(play())
+    assert len({before.token_ids, *(completion.token_ids for completion in after)}) == 2
+    assert {completion.versions[0].version for completion in after} == {7}
+    assert len(told) == 1
+    assert told[0].endswith("fake server; started again, 0 restarts left")
+
+
+def test_a_server_that_dies_before_it_reads_gets_the_new_weights(make: Make) -> None:
+    engine = make(tell=lambda _: None)
+
+    async def play() -> Completion:
+        await ask(engine, [1])
+        await engine.load_weights(tensors(), 1)
+        pid = await engine._replicas[0].pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await engine.load_weights(tensors(), 2)
+        return await ask(engine, [1])
+
+    assert asyncio.run(play()).versions[0].version == 2
+
+
+def test_a_deadline_is_kept_and_servers_end(make: Make) -> None:
+    engine = make(timeout_s=0.5)
+
+    async def play() -> int:
+        await ask(engine, [1])
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=r"SGLang /generate: no answer within 0\.5 s"):
+            await ask(engine, [14])
+        assert time.monotonic() - began < 20
+        gone = asyncio.create_task(ask(engine, [14]))
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        await asyncio.gather(gone, *engine._tasks, return_exceptions=True)
+        await asyncio.gather(*engine._tasks)
+        said = await engine._replicas[0].client.call("/what", {})
+        assert "/abort_request" in said["calls"]
+        pid = await engine._replicas[0].pid()
+        assert pid is not None
+        return pid
+
+    pid = asyncio.run(play())
+    engine.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
+    with pytest.raises(EngineError, match=r"engine.python: no interpreter at /nowhere; see requirements/sglang.txt"):
+        SGLangEngine(folder, max_length=64, python="/nowhere")
+    with pytest.raises(EngineError, match=r"https://example.org is not on this machine; give the servers' key"):
+        SGLangEngine(folder, max_length=64, urls=["https://example.org"])
+    with pytest.raises(EngineError, match="SGLang has no transport 'shared'; known: disk, changed, tensor"):
+        make(transport="shared")
+    server = SGLangEngine(folder, max_length=64, urls=["http://127.0.0.1:9"], start_s=0.1, restarts=0)
+    with pytest.raises(EngineError, match=r"SGLang at http://127.0.0.1:9: not ready within 0.1 s"):
+        asyncio.run(ask(server, [1]))
+
+
+def test_arguments_are_the_servers_own(tmp_path: Path) -> None:
+    options = {"mem_fraction_static": 0.8, "log-level": "error", "disable-cuda-graph": True, "skip-server-warmup": None}
+    words = arguments("model", tp=2, max_length=64, slots=4, options=options)
+    assert " ".join(words) == (
+        "--model-path model --tp-size 2 --context-length 64 --max-running-requests 4 --skip-tokenizer-init "
+        "--log-level error --mem-fraction-static 0.8 --disable-cuda-graph"
+    )
+    silent = Server(str(FAKE), [], str(tmp_path / "log"), {})
+    assert silent.ended() == "the server ended"  # it was never started

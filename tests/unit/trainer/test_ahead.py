@@ -1,0 +1,223 @@
+"""Collection ahead of training, in virtual time: never further than allowed, nothing left over, nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from dataclasses import replace
+
+import pytest
+
+from mcore_mas.config import ConfigError, resolve
+from mcore_mas.experience import gather
+from mcore_mas.loop import train_steps
+from mcore_mas.metrics import staleness_metrics
+from mcore_mas.run import Stopped, TrainingError
+from mcore_mas.samples import Sample
+from rollout.records import read_trajectories
+from tests.support.simulated import SimulatedEngine, handed_over, simulated_run
+from tests.support.virtual_time import run_virtually
+
+SHAPE = ["trainer.tasks_per_step=2", "trainer.group_size=2"]
+
+
+def written(run, step):
+    return read_trajectories(run.trajectories / f"step_{step:06d}.parquet")
+
+
+def train(run, first=0):
+    async def main():
+        try:
+            await train_steps(run, first)
+        finally:
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            assert [engine.running for engine in run.engines.values()] == [0, 0]
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_no_turn_is_trained_further_behind_than_allowed(tmp_path, staleness):
+    steps, reached, straddling = 6, 0, 0
+    for seed in range(4):
+        draw = random.Random(10 * staleness + seed)
+        pace = draw.choice([0.1, 1, 5])  # replies much faster, as fast, much slower than updates
+        rows: list[dict[str, float]] = []
+        handed = [{"solver": [0], "verifier": [0]}]  # before each step: without a signal there is no update
+
+        run = simulated_run(
+            tmp_path / str(seed),
+            *SHAPE,
+            f"seed={seed}",
+            f"trainer.steps={steps}",
+            f"+trainer.staleness={staleness}",
+            tokens=lambda at, pace=pace: 12 + int(at % 60 * pace),
+            seconds=lambda _, draw=draw: draw.expovariate(1 / 5),
+            hand_over_s=draw.choice([0.0, 0.3]),
+        )
+
+        def report(step, metrics, rows=rows, handed=handed, given=run.handed):
+            rows.append(dict(metrics))
+            handed.append({name: list(versions) for name, versions in given.items()})
+
+        run = replace(run, report=report)
+        train(run)
+        assert [row["staleness/max"] <= staleness for row in rows] == [True] * steps
+        for step, row in enumerate(rows):
+            turns = [turn for trajectory in written(run, step) for turn in trajectory.turns]
+            for turn in turns:
+                assert turn.versions[0].start == 0 and turn.versions[-1].end == len(turn.completion_ids)
+                assert all(a.end == b.start for a, b in zip(turn.versions, turn.versions[1:], strict=False))
+                assert all(a.version < b.version for a, b in zip(turn.versions, turn.versions[1:], strict=False))
+            # at the update, as told by the trajectories alone
+            ages = [sum(v > turn.oldest_version for v in handed[step][turn.policy]) for turn in turns]
+            assert row["staleness/max"] == max(ages)
+            assert row["staleness/mean"] == pytest.approx(sum(ages) / len(ages))
+            counts = {f"staleness/turns_{age}": ages.count(age) for age in ages}
+            assert {name: n for name, n in row.items() if name.startswith("staleness/turns_")} == counts
+            reached += max(ages) == staleness
+            straddling += sum(len(turn.versions) > 1 for turn in turns)
+    assert reached  # the bound is met, not only kept
+    assert straddling  # weights came while replies were under way
+
+
+def test_without_staleness_a_step_trains_what_it_collects_and_nothing_runs_beside(tmp_path):
+    rows: list[dict[str, float]] = []
+    run = simulated_run(
+        tmp_path / "run",
+        *SHAPE,
+        "trainer.steps=3",
+        seconds=lambda _: 100.0,
+        report=lambda step, metrics: rows.append(dict(metrics)),
+    )
+    train(run)
+    plain = simulated_run(tmp_path / "plain", *SHAPE, "trainer.steps=3")
+
+    async def by_hand():
+        for step in range(3):
+            await gather(plain, step)
+            for engine in plain.engines.values():
+                await engine.load_weights_from(handed_over(step + 1))
+
+    run_virtually(by_hand())
+    for step in range(3):
+        assert written(run, step) == written(plain, step)
+        assert {turn.policy_version for t in written(run, step) for turn in t.turns} == {step}
+    assert not any(name.startswith("staleness") for row in rows for name in row)
+    assert all(batch.ages is None for gang in run.trainers.values() for update in gang.updates for batch in update)
+
+
+def test_stale_replies_say_so_in_their_micro_batches(tmp_path):
+    run = simulated_run(
+        tmp_path, *SHAPE, "trainer.steps=3", "+trainer.staleness=1", tokens=lambda _: 12, seconds=lambda _: 60.0
+    )
+    train(run)
+    first, *later = run.trainers["solver"].updates
+    assert all(batch.ages is None for batch in first)
+    for update in later:  # collected while the step before was trained
+        assert {age for batch in update for age in batch.ages.tolist()} == {1.0}
+
+
+def test_training_stops_before_it_trains_what_is_too_old(tmp_path):
+    run = simulated_run(tmp_path, *SHAPE, "trainer.steps=4", "+trainer.staleness=1", seconds=lambda _: 60.0)
+
+    class Stuck(SimulatedEngine):
+        async def load_weights_from(self, handover):
+            pass  # says that it has them
+
+    for engine in run.engines.values():
+        engine.__class__ = Stuck
+    with pytest.raises(
+        TrainingError, match=r"sampled by version 0 of policy \w+, which is 2 hand-overs behind; .* allows 1"
+    ):
+        train(run)
+
+
+def test_a_run_that_is_told_to_stop_goes_on_without_losing_or_repeating_a_step(tmp_path):
+    settings = [*SHAPE, "trainer.steps=5", "+trainer.staleness=2"]
+    reported: list[int] = []
+
+    def seconds(updates: int) -> float:
+        if updates == 1 and not reported[1:]:  # in the middle of the second step's update, which is finished
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 60.0
+
+    def report(step, metrics):
+        reported.append(step)
+
+    run = simulated_run(tmp_path, *settings, seconds=seconds, report=report)
+    with pytest.raises(Stopped, match="after step 2"):
+        train(run)
+    ahead = written(run, 2)  # was collected, and not trained
+    found = run.checkpoints.newest(print)
+    assert found is not None and found.step == 2
+
+    again = simulated_run(tmp_path, *settings, seconds=seconds, report=report)
+    for engine in again.engines.values():
+        asyncio.run(engine.load_weights_from(handed_over(2)))
+    again.handed.update({name: [2] for name in again.handed})
+    train(again, first=2)
+    assert reported == [0, 1, 2, 3, 4]
+    recollected = written(again, 2)
+    assert [t.id for t in recollected] == [t.id for t in ahead]  # in its place, once
+    assert [t.turns[0].seed for t in recollected] == [t.turns[0].seed for t in ahead]
+    assert {turn.oldest_version for t in recollected for turn in t.turns} == {2}
+
+
+def test_what_fails_ahead_fails_the_step_it_belongs_to(tmp_path):
+    reported: list[int] = []
+    run = simulated_run(
+        tmp_path,
+        *SHAPE,
+        "trainer.steps=4",
+        "+trainer.staleness=2",
+        "+collection.trajectory_s=0.5",
+        tokens=lambda seed: 12,
+        seconds=lambda _: 60.0,
+        report=lambda step, metrics: reported.append(step),
+    )
+    with pytest.raises(TrainingError, match="step 0: all 4 trajectories failed; the first: the trajectory's deadline"):
+        train(run)
+    assert reported == []
+
+
+def test_oversampling_gives_up_the_slowest_of_each_group(tmp_path):
+    rows: list[dict[str, float]] = []
+    run = simulated_run(
+        tmp_path,
+        "trainer.tasks_per_step=2",
+        "trainer.group_size=4",
+        "trainer.steps=2",
+        "+trainer.oversample=1.5",
+        report=lambda step, metrics: rows.append(dict(metrics)),
+    )
+    train(run)
+    assert [(row["rollout/trajectories"], row["rollout/aborted"]) for row in rows] == [(12.0, 4.0)] * 2
+    completed = {t.task_id: 0 for t in written(run, 0)}
+    for t in written(run, 0):
+        completed[t.task_id] += t.status == "completed"
+    assert set(completed.values()) == {4}
+
+
+def test_what_shares_memory_with_its_trainer_is_not_collected_ahead():
+    settings = ["experiment=demo_math", "+trainer.staleness=1", "+policies.solver.offload=true"]
+    with pytest.raises(ConfigError, match=r"policy 'solver': offload gives .* choose one of them"):
+        resolve(settings)
+
+
+def test_staleness_in_numbers():
+    def sample(age):
+        return Sample(
+            policy="p", agent="a", task="t", trajectory="x", turn=0, prompt_ids=(1,), completion_ids=(2,), age=age
+        )
+
+    assert staleness_metrics([sample(0), sample(2), sample(2), sample(1)]) == {
+        "staleness/mean": 1.25,
+        "staleness/max": 2.0,
+        "staleness/turns_0": 1.0,
+        "staleness/turns_1": 1.0,
+        "staleness/turns_2": 2.0,
+    }
+    assert staleness_metrics([]) == {}

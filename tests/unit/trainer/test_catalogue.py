@@ -1,0 +1,37 @@
+"""The catalogue is what the registries and configs say now, and draws every orchestra."""
+
+from __future__ import annotations
+
+import yaml
+
+from mcore_mas import catalogue
+from mcore_mas.config import CONFIGS
+from rollout.orchestras import ORCHESTRAS
+from rollout.orchestras.flows import FLOWS
+
+
+def test_the_page_is_up_to_date() -> None:
+    written = catalogue.PAGE.read_text(encoding="utf-8")
+    assert written == catalogue.page(), "run python -m mcore_mas.catalogue"
+
+
+def test_every_orchestra_has_a_flow() -> None:
+    assert set(FLOWS) | {"graph"} == set(ORCHESTRAS)
+
+
+def test_a_graph_is_its_own_flow() -> None:
+    team = yaml.safe_load((CONFIGS / "team" / "graph.yaml").read_text())
+    edges = list(catalogue.flow("graph", team))
+    assert edges[0] == "task --> verify"
+    assert 'verify["verify: verifier"]' in edges
+    assert "search --> verify" in edges
+    assert "verify -->|\"verify == 'yes' or verify.runs >= 4\"| conclude" in edges
+
+
+def test_a_section_names_roles_rewards_configs_and_source() -> None:
+    text = catalogue.page().split("## solver_verifier\n")[1].split("\n## ")[0]
+    assert "| `verifier` | `verifier` | `approve` or `reject`, None unless" in text
+    assert "reward `shared_outcome`" in text and "Penalty `invalid`" in text
+    assert "[separate](../configs/team/solver_verifier_separate.yaml)" in text and "partly" not in text
+    assert "[rollout/orchestras/solver_verifier.py](../rollout/orchestras/solver_verifier.py)" in text
+    assert "    verifier -->|reject| solver\n" in text

@@ -1,0 +1,80 @@
+"""What a run needs of a machine's devices, and where each process goes."""
+
+import pytest
+
+from mcore_mas.config import RunConfig, resolve
+from mcore_mas.megatron.gang import meeting_address
+from mcore_mas.placement import PlacementError, Tenant, check_fits, devices_here, needed, strategies, tenants_of
+
+LAYOUT = [
+    "policies.solver.tp=2",
+    "+policies.verifier.pp=2",
+    "+policies.verifier.cp=2",
+    "+policies.verifier.overlap=true",
+]
+
+
+def config(*overrides: str) -> RunConfig:
+    return RunConfig.check(resolve(["experiment=demo_math", *LAYOUT, *overrides]), "a test")
+
+
+def named(tenants: list[Tenant]) -> list[tuple[str, str, int]]:
+    return [(tenant.policy, tenant.part, tenant.devices) for tenant in tenants]
+
+
+def test_every_trainer_and_critic_needs_its_ranks_and_an_embedded_engine_a_cpu() -> None:
+    critic = ["advantage=gae", *(f"+policies.{policy}.critic.lr=1e-3" for policy in ("solver", "verifier"))]
+    assert named(tenants_of(config(*critic), "GPU")) == [
+        ("solver", "trainer", 2),
+        ("solver", "critic", 2),
+        ("verifier", "trainer", 4),
+        ("verifier", "critic", 4),
+    ]
+    frozen = config("+agents.verifier.loss_weight=0")
+    assert named(tenants_of(frozen, "CPU")) == [
+        ("solver", "trainer", 2),
+        ("solver", "engine", 1),
+        ("verifier", "engine", 1),
+    ]
+
+
+def test_split_adds_up_and_shared_takes_the_largest() -> None:
+    tenants = tenants_of(config(), "CPU")
+    assert needed(tenants, "split") == 2 + 1 + 4 + 1
+    assert needed(tenants, "shared") == 4
+    assert needed([], "split") == 0
+
+
+def test_too_few_devices_are_refused_with_what_every_policy_needs() -> None:
+    tenants = tenants_of(config(), "GPU")
+    check_fits(tenants, "split", "GPU", 6)
+    check_fits(tenants, "shared", "GPU", 4)
+    for pool, available, advice in [
+        ("split", 5, "use cluster.pool: shared, which needs 4, or more GPUs"),
+        ("split", 3, "use fewer ranks, or more GPUs"),
+        ("shared", 3, "use fewer ranks, or more GPUs"),
+    ]:
+        with pytest.raises(PlacementError) as caught:
+            check_fits(tenants, pool, "GPU", available)
+        assert str(caught.value) == (
+            f"cluster.pool: {pool} needs {6 if pool == 'split' else 4} GPUs and there are {available} "
+            f"(solver: trainer 2; verifier: trainer 4); {advice}"
+        )
+
+
+def test_groups_lie_on_one_node_where_there_is_room() -> None:
+    assert strategies([4, 2, 2], [8]) == ["STRICT_PACK"] * 3
+    # 6 and 6 fill most of both nodes, and 2 and 2 are left of them
+    assert strategies([6, 6, 4], [8, 8]) == ["STRICT_PACK", "STRICT_PACK", "PACK"]
+    # 4 goes where it fits best, so that 8 has a node of its own
+    assert strategies([4, 8], [8, 4]) == ["STRICT_PACK", "STRICT_PACK"]
+    assert strategies([16], [8, 8]) == ["PACK"]
+
+
+def test_a_machine_without_gpus_gives_what_it_is_told_to() -> None:
+    assert devices_here("CPU", 3) == 3
+
+
+def test_ranks_meet_on_the_loopback_unless_they_are_on_several_nodes() -> None:
+    assert meeting_address(["10.0.0.7", "10.0.0.7"]) == "127.0.0.1"
+    assert meeting_address(["10.0.0.7", "10.0.0.8", "10.0.0.7"]) == "10.0.0.7"

@@ -1,0 +1,95 @@
+"""Told to stop: what is under way and can be done again is abandoned, what was learned is saved."""
+
+import asyncio
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_mas.loop import train_steps
+from mcore_mas.run import Run, Stopped
+from rollout.build import build_team
+from rollout.engines.scripted import ScriptedEngine
+from rollout.team import Player
+from tests.support.scripted_run import Bytes, box, make_run, task_of
+from tests.support.simulated import SimulatedGang
+
+CALLS = 4  # of a step: two tasks, two trajectories, of which the solver opens and ends each
+
+
+class StuckEngine(ScriptedEngine):
+    """Sends this process a signal at call `at`, and answers no more."""
+
+    at: int
+    stop: int = signal.SIGTERM
+
+    async def generate(self, prompt_ids: Any, sampling: Any) -> Any:
+        if len(self.calls) >= self.at:
+            os.kill(os.getpid(), self.stop)
+            await asyncio.Event().wait()
+        return await super().generate(prompt_ids, sampling)
+
+
+def stuck(tmp_path: Path, at: int, rows: list[Any], *overrides: str, validation: int = 0) -> Run:
+    def script(prompt: tuple[int, ...], call: int) -> bytes:
+        return box(task_of(prompt))
+
+    run = make_run(tmp_path, script, "trainer.steps=4", *overrides)
+    engine = StuckEngine(script)
+    engine.at = at
+    team = build_team(run.config.agents, dict.fromkeys(run.config.policies, Player(engine=engine, renderer=Bytes())))
+    tasks = tuple(run.schedule.batch(0)[:validation])
+    gangs: Any = {policy: SimulatedGang(lambda _: 0.0) for policy in run.config.policies}
+    return replace(
+        run,
+        team=team,
+        validation=tasks,
+        trainers=gangs,
+        report=lambda step, metrics: rows.append((step, dict(metrics))),
+    )
+
+
+def manifest(run: Run, step: int) -> dict[str, Any]:
+    return json.loads((run.models.parent / "checkpoints" / f"step_{step:06d}" / "manifest.json").read_text())
+
+
+def test_a_collection_is_abandoned_and_the_steps_before_it_are_saved(tmp_path: Path) -> None:
+    rows: list[Any] = []
+    run = stuck(tmp_path, 2 * CALLS + 3, rows)
+    with pytest.raises(Stopped, match="stopped by a signal after step 2; the same command goes on"):
+        asyncio.run(train_steps(run, 0))
+    assert [step for step, _ in rows] == [0, 1]
+    assert manifest(run, 2)["state"]["unreported"] is None
+    assert sorted(path.name for path in run.trajectories.iterdir()) == ["step_000000.parquet", "step_000001.parquet"]
+
+
+def test_nothing_is_saved_twice_and_nothing_of_no_steps(tmp_path: Path) -> None:
+    run = stuck(tmp_path / "saved", CALLS, [], "trainer.checkpoint_every=1")
+    with pytest.raises(Stopped, match="after step 1"):
+        asyncio.run(train_steps(run, 0))
+    assert manifest(run, 1)["step"] == 1
+    run = stuck(tmp_path / "first", 0, [])
+    run.team.players["solver"].engine.stop = signal.SIGURG  # type: ignore[attr-defined]
+    with pytest.raises(Stopped, match="before the end of the first step; the same command starts again"):
+        asyncio.run(train_steps(run, 0))
+    assert not (tmp_path / "first" / "checkpoints" / "step_000000").exists()
+
+
+def test_a_step_whose_validation_was_abandoned_is_reported_after_it_was_made_up(tmp_path: Path) -> None:
+    rows: list[Any] = []
+    settings = ("trainer.validate_every=2",)
+    run = stuck(tmp_path, 1 + 2 * CALLS, rows, *settings, validation=1)  # inside the validation after step 2
+    with pytest.raises(Stopped, match="after step 2"):
+        asyncio.run(train_steps(run, 0))
+    assert [step for step, _ in rows] == [-1, 0]
+    unreported = manifest(run, 2)["state"]["unreported"]
+    assert unreported["reward/mean"] == 1.0
+    again = stuck(tmp_path, 10**9, rows, *settings, validation=1)
+    asyncio.run(train_steps(again, 2, unreported))
+    assert [step for step, _ in rows] == [-1, 0, 1, 2, 3]
+    assert rows[2][1] == {**unreported, "validation/accuracy": 1.0, "validation/valid_ratio": 1.0}
+    assert manifest(again, 4)["metric"] == 1.0

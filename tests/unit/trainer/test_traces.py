@@ -1,0 +1,108 @@
+"""Traces, read back from a real sqlite store."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import mlflow
+import pytest
+from mlflow.tracking import MlflowClient
+
+from mcore_mas.traces import Traces, chosen
+from mcore_mas.tracking import Tracker
+from rollout.engines.protocol import VersionSpan
+from rollout.records import Message, Status, ToolEvent
+from tests.support.played import group, trajectory, turn
+
+BEGAN = 1_700_000_000.0
+PLAYED = trajectory(
+    turn(
+        0,
+        "solver",
+        {"team": 1.0},
+        messages=(Message(role="user", content="What is 1+2?"),),
+        text="\\boxed{3}",
+        prompt_ids=(1, 2, 3),
+        completion_ids=(4, 5),
+        logprobs=(-0.5, -0.25),
+        versions=(VersionSpan(version=3, start=0, end=1), VersionSpan(version=4, start=1, end=2)),
+        reward=0.9,
+        started_s=BEGAN,
+        took_s=1.5,
+    ),
+    turn(1, "verifier", text="APPROVE", masked=True, started_s=BEGAN + 3, took_s=0.5),
+    tools=(ToolEvent(after_turn=0, tool="python", query="1+2", result="3", started_s=BEGAN + 2, took_s=0.25),),
+    answer="3",
+)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A tracking URI, and a run there."""
+    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+    yield uri, Tracker(uri, "teams", run="r", params={}, tags={})
+    mlflow.set_tracking_uri(None)
+
+
+def read_back(store, played, advantages):
+    warnings: list[str] = []
+    uri, tracker = store
+    traces = Traces(uri, tracker.experiment_id, tracker.run_id, warnings.append)
+    began = time.perf_counter()
+    traces.send(played, advantages)
+    handed_over_s = time.perf_counter() - began
+    traces.close()
+    assert warnings == []
+    assert handed_over_s < 0.05  # a step does not wait for the store
+    client = MlflowClient(tracking_uri=uri)
+    return client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
+
+
+def test_a_trajectory_is_a_trace_of_its_run_with_a_span_per_turn_and_tool(store):
+    failed = trajectory(
+        turn(0, started_s=BEGAN + 9, took_s=1.0), sample=1, outcome=None, status=Status.LATE, error="LateCall: gone"
+    )
+    found = read_back(store, [PLAYED, failed], {("0/t/0", "", 0): -1.25})
+    by_id = {trace.info.tags["trajectory"]: trace for trace in found}
+    assert sorted(by_id) == ["0/t/0", "0/t/1"]
+    trace = by_id["0/t/0"]
+    root, *spans = sorted(trace.data.spans, key=lambda span: (span.start_time_ns, span.parent_id is not None))
+    assert (root.name, root.parent_id, root.outputs["outcome"], root.outputs["answer"]) == ("s/t", None, 1.0, "3")
+    assert [(s.name, s.span_type, s.parent_id == root.span_id) for s in spans] == [
+        ("solver", "CHAT_MODEL", True),
+        ("python", "TOOL", True),
+        ("verifier", "CHAT_MODEL", True),
+    ]
+    seconds = [ns / 1e9 - BEGAN for span in spans for ns in (span.start_time_ns, span.end_time_ns)]
+    assert seconds == pytest.approx([0.0, 1.5, 2.0, 2.25, 3.0, 3.5], abs=1e-5)
+    solver, tool, verifier = spans
+    assert solver.inputs == {"messages": [{"role": "user", "content": "What is 1+2?"}]}
+    assert solver.outputs == "\\boxed{3}"
+    attributes = solver.attributes
+    assert (attributes["reward"], attributes["advantage"], attributes["score.team"]) == (0.9, -1.25, 1.0)
+    assert (attributes["agent"], attributes["tokens"], attributes["versions"]) == ("solver", 2, [3, 4])
+    assert "advantage" not in verifier.attributes and verifier.attributes["masked"] is True
+    assert (tool.inputs, tool.outputs) == ({"query": "1+2"}, "3")
+    late = by_id["0/t/1"]
+    assert late.info.state == "ERROR"
+    assert next(s for s in late.data.spans if s.parent_id is None).outputs["error"] == "LateCall: gone"
+
+
+def test_a_store_that_refuses_costs_one_warning(store):
+    uri, tracker = store
+    warnings: list[str] = []
+    traces = Traces(uri, "12345", tracker.run_id, warnings.append)
+    traces.send([PLAYED, replace(PLAYED, id="0/t/5"), replace(PLAYED, id="0/t/6")], {})
+    traces.close()
+    assert len(warnings) == 1
+    assert warnings[0].startswith("no more traces: MLflow did not take 0/t/0 (")
+
+
+def test_few_are_chosen_from_many_tasks():
+    groups = [
+        group(*(trajectory(sample=sample, id=f"0/{task}/{sample}") for sample in range(size)))
+        for task, size in (("x", 3), ("y", 1), ("z", 2))
+    ]
+    assert [t.id for t in chosen(groups, 5)] == ["0/x/0", "0/y/0", "0/z/0", "0/x/1", "0/z/1"]
+    assert chosen(groups, 0) == chosen([], 3) == []

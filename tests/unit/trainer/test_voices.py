@@ -1,0 +1,102 @@
+"""A policy may be a frozen model behind an API; an engine is chosen by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mcore_mas.config import ConfigError, RunConfig, resolve
+from mcore_mas.evaluate import evaluate
+from rollout.records import read_trajectories
+from rollout.transports.memory import MEMORY
+from tests.support.chat_server import ChatServer, chat_server, says
+from tests.support.run_folder import make_run
+
+
+def with_remote(run: Path, url: str, **trainer: int) -> Path:
+    """The run with a remote verifier."""
+    path = run / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["policies"]["verifier"] = {"remote": {"model": "big", "url": url}}
+    config["agents"]["verifier"]["loss_weight"] = 0.0
+    config["policies"]["solver"]["tp"] = 1
+    config["trainer"] |= trainer
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def asked(server: ChatServer) -> int:
+    assert all(body["model"] == "big" for body in server.bodies)
+    return len(server.bodies)
+
+
+def test_a_remote_policy_plays_in_an_evaluation(tmp_path: Path) -> None:
+    with chat_server(says("<verify>approve</verify>")) as server:
+        run = make_run(tmp_path, "data.test=2", "evaluation.samples=2")
+        out = run / "evaluation" / "base.json"
+        out.parent.mkdir()
+        evaluate(with_remote(run, server.url), "base", out)
+        assert asked(server) >= 1
+    turns = [turn for t in read_trajectories(out.with_suffix(".parquet")) for turn in t.turns]
+    remote = [turn for turn in turns if turn.policy == "verifier"]
+    assert remote
+    assert {turn.text for turn in remote} == {"<verify>approve</verify>"}
+    assert {turn.completion_ids for turn in remote} == {()}
+    assert all(turn.completion_ids for turn in turns if turn.policy == "solver")
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_a_remote_policy_plays_in_a_training(tmp_path: Path) -> None:
+    with chat_server(says("<verify>approve</verify>")) as server:
+        run = make_run(tmp_path, "data.validation=1")
+        config = with_remote(run, server.url, steps=2, checkpoint_every=2, validate_every=2)
+        command = [sys.executable, "-m", "mcore_mas", "train", "--config", str(config)]
+        training = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        _, said = training.communicate(timeout=500)
+        assert training.returncode == 0, said
+        assert asked(server) >= 2
+    rows = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [-1, 0, 1]
+    assert sum(row.get("policy/verifier/calls", 0) for row in rows) >= 1
+    updated = [row for row in rows if "policy/solver/hand_over_s" in row]
+    assert all(row["policy/solver/hand_over_mb"] > 0 for row in updated)
+    assert list(json.loads((run / "train" / "done.json").read_text())["policies"]) == ["solver"]
+    assert not list(MEMORY.glob(f"mcore_mas-weights-{training.pid}-*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"policies.verifier": {"remote": {"model": "big"}}},
+            "agent 'verifier' plays policy 'verifier', a remote",
+        ),
+        (
+            {"policies.verifier": {"remote": {"model": "big"}, "model": "x", "lr": 1e-3}},
+            "a policy has either a model .* or a remote",
+        ),
+        ({"policies.verifier": {"lr": 1e-3}}, "a policy has either a model .* or a remote"),
+        ({"policies.verifier.lr": 0}, "policies.verifier.lr is missing; agent 'verifier' trains this policy"),
+        ({"engine.name": "sglong"}, "unknown engine 'sglong'"),
+        ({"engine.name": "sglang"}, "sglang needs python, the interpreter of its own environment"),
+        ({"engine.transport": "pigeon"}, "embedded has no transport 'pigeon'; known: shared, disk, delta"),
+        ({"engine.urls": ["http://127.0.0.1:1"]}, "set name: sglang"),
+    ],
+)
+def test_what_cannot_be_is_one_line(change: dict[str, object], message: str) -> None:
+    values = resolve(["experiment=demo_math"])
+    for place, value in change.items():
+        *parents, last = place.split(".")
+        section = values
+        for parent in parents:
+            section = section[parent]
+        section[last] = value
+    with pytest.raises(ConfigError, match=message) as raised:
+        RunConfig.check(values, "here")
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,59 @@
+"""Two policies with layouts of their own train side by side on the devices that they share."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import ray
+
+from mcore_mas.placement import PlacementError
+from mcore_mas.train import train
+from tests.support.run_folder import make_run
+
+SETTINGS = [
+    "cold_start.base.layers=2",
+    "policies.solver.tp=2",
+    "+policies.solver.offload=true",
+    "+policies.verifier.pp=2",
+    "data.validation=1",
+    "trainer.steps=2",
+    "trainer.checkpoint_every=2",
+    "trainer.validate_every=2",
+    "reward.name=tests.support.rewards:by_first_token",
+    "~reward.penalties",
+    "+cluster.cpus=2",
+]
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    run = make_run(tmp_path, *SETTINGS)
+    ray.shutdown()
+    with pytest.raises(PlacementError) as caught:
+        train(run / "config.yaml")
+    assert str(caught.value) == (
+        "cluster.pool: split needs 6 CPUs and there are 2 "
+        "(solver: trainer 2, engine 1; verifier: trainer 2, engine 1); "
+        "use cluster.pool: shared, which needs 2, or more CPUs"
+    )
+    assert not ray.is_initialized()
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_a_tensor_parallel_and_a_pipelined_policy_train_on_the_same_devices(tmp_path: Path) -> None:
+    run = make_run(tmp_path, *SETTINGS, "+cluster.pool=shared")
+    ray.shutdown()  # a Ray that another test left up is not this run's
+    train(run / "config.yaml")
+    rows = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["step"] >= 0]
+    assert [row["step"] for row in steps] == [0, 1]
+    assert all(math.isfinite(value) for row in steps for value in row.values())
+    for policy in ("solver", "verifier"):
+        for row in steps:
+            assert row[f"policy/{policy}/grad_norm"] > 0
+            # the engine samples with the very weights that the ranks hold, also after a step
+            assert row[f"agent/{policy}/logprob_gap_max"] < 1e-4
+    manifest = json.loads((run / "train" / "checkpoints" / "step_000002" / "manifest.json").read_text())
+    assert {"solver/rank_00000.safetensors", "verifier/rank_00000.safetensors"} <= set(manifest["files"])
