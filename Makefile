@@ -9,7 +9,7 @@ STORE  ?= sqlite:///results/mlflow.db
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study test lint format bench exactness ui lock clean-results clean-env
+.PHONY: help setup demo study test test-sglang lint format bench exactness ui lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ study: $(STAMP) ## compare estimators over five seeds, on two CPU cores in about
 
 test: $(STAMP) ## run every test
 	$(BIN)/python -m pytest
+
+test-sglang: $(STAMP) .venv-sglang/.stamp ## run the engine contract against a real SGLang server, made once in .venv-sglang
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang --sglang .venv-sglang/bin/python tests/contract/test_engines.py tests/sglang
+
+.venv-sglang/.stamp: requirements/sglang.txt requirements/sglang-cpu.txt tests/sglang/setup.sh tests/sglang/patch_cpu.py
+	tests/sglang/setup.sh $(PYTHON)
 
 lint: $(STAMP) ## check style, types and the workflow
 	$(BIN)/ruff check .

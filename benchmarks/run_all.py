@@ -51,6 +51,8 @@ def page(results: list[Result], machine: str) -> str:
         "Made by `make bench`; each row is the last line of the script `benchmarks/<name>.py`.",
         f"Machine: {machine}.",
         "",
+        "No GPU was at hand: utilisation, tokens per second and attention kernels of a GPU are not measured yet.",
+        "",
         "| benchmark | ratio | goal | reference | repeats |",
         "|---|---:|---:|---|---:|",
     ]

@@ -1,0 +1,14 @@
+"""One update on 8 responses of 64 tokens to a prompt of 512, stored as a tree, against whole sequences; 1k tokens."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+
+from benchmarks.support.groups import responses
+from benchmarks.support.prefix_sharing import compare
+
+if __name__ == "__main__":
+    compare("prefix_tree", responses(1024), vocab=1024, max_tokens=8192, goal=4.0)

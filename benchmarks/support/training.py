@@ -1,0 +1,96 @@
+"""Tiny models, samples, and updates of the Megatron trainer and of plain torch on Hugging Face, to be timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM, logging
+
+from mcore_mas.core.losses import Objective
+from mcore_mas.megatron import parallel
+from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.trainer import MegatronTrainer
+from mcore_mas.samples import Sample
+
+LR = 1e-5
+
+
+def make_model(folder: Path, *, vocab: int, hidden: int, layers: int) -> Qwen2ForCausalLM:
+    """A random model with Qwen2.5-0.5B's proportions but for depth and vocabulary, saved to `folder`."""
+    torch.manual_seed(0)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=5 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 384),
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"model of {parameters / 1e6:.1f} M parameters, vocabulary {vocab}; one thread")
+    return model
+
+
+def start_trainer(folder: Path, objective: Objective) -> MegatronTrainer:
+    """A trainer of one rank and one thread in this process."""
+    parallel.start(rank=0, threads=1)
+    return MegatronTrainer(TrainerSpec(model=str(folder), lr=LR, objective=objective))
+
+
+def make_sample(prompt: Sequence[int], completion: Sequence[int], number: int = 0) -> Sample:
+    """One turn that is rewarded or not."""
+    return Sample(
+        policy="p",
+        agent="a",
+        task="t",
+        trajectory=str(number),
+        turn=0,
+        prompt_ids=tuple(prompt),
+        completion_ids=tuple(completion),
+        behaviour=(-5.0,) * len(completion),
+        advantages=(1.0 if number % 2 else -1.0,) * len(completion),
+        weight=1e-3,
+    )
+
+
+class PlainStep:
+    """Cross-entropy on padded sequences, clipping and AdamW, by torch on a Hugging Face model."""
+
+    def __init__(self, model: Qwen2ForCausalLM) -> None:
+        self._model = model
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def __call__(self, batches: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """One step on micro-batches of token ids [B, S] and their masks, None where nothing is padded."""
+        self._optimizer.zero_grad()
+        for ids, mask in batches:
+            logits = self._model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+            labels = ids[:, 1:] if mask is None else ids[:, 1:].masked_fill(mask[:, 1:] == 0, -100)
+            torch.nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+            ).mul(1e-3).backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+
+
+def cpu_seconds(steps: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """The least CPU time that each step took; they take turns, so that all see the same machine."""
+    best = dict.fromkeys(steps, float("inf"))
+    for _ in range(repeats):
+        for name, step in steps.items():
+            began = time.process_time()
+            step()
+            best[name] = min(best[name], time.process_time() - began)
+    print(", ".join(f"{name} {seconds:.2f} s" for name, seconds in best.items()))
+    return best
