@@ -38,7 +38,7 @@ study: $(STAMP) ## compare estimators over five seeds, on two CPU cores in about
 test: $(STAMP) ## run every test
 	$(BIN)/python -m pytest
 
-test-sglang: $(STAMP) .venv-sglang/.stamp ## run the engine contract against a real SGLang server, made once in .venv-sglang
+test-sglang: $(STAMP) .venv-sglang/.stamp ## run engines, transports and a training against real SGLang servers (.venv-sglang)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang --sglang .venv-sglang/bin/python tests/contract/test_engines.py tests/sglang
 
 .venv-sglang/.stamp: requirements/sglang.txt requirements/sglang-cpu.txt tests/sglang/setup.sh tests/sglang/patch_cpu.py

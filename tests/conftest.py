@@ -14,14 +14,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sglang", help="interpreter of SGLang's environment, or the URL of a server, to test against")
 
 
+@pytest.fixture(scope="module")
+def running_ray() -> Iterator[None]:
+    """Ray for the tests of one module; none is left up for the next."""
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture(scope="session")
-def sglang_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One engine on the server that --sglang starts or names, for all tests: starting it takes minutes on a CPU."""
+def sglang(request: pytest.FixtureRequest) -> str:
+    """What --sglang names; without it the test is skipped."""
     given = request.config.getoption("--sglang")
     if not given:
         pytest.skip("needs --sglang; `make test-sglang` sets it up")
-    from tests.support.sglang_server import make_engine
+    return str(given)
 
-    engine = make_engine(given, tmp_path_factory.mktemp("sglang"))
+
+@pytest.fixture(scope="session")
+def sglang_engine(sglang: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One engine with one server of the tiny model, for all tests: starting it takes a minute on a CPU."""
+    from tests.support.sglang_server import make_engine
+    from tests.support.tiny import make_model
+
+    folder = tmp_path_factory.mktemp("sglang")
+    make_model(0).save_pretrained(folder / "model")
+    engine = make_engine(sglang, folder / "model", folder, restarts=1)
     yield engine
     engine.close()

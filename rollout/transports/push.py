@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -65,11 +65,20 @@ class _Push:
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """SGLang 0.5.23 takes tensors only between `begin_` and `end_weight_update`, which 0.5.17 does not have."""
+        """SGLang 0.5.23 takes tensors only between `begin_` and `end_weight_update`, which 0.5.17 does not have.
+
+        A session is ended after a failure too, or the server would refuse the next one.
+        """
         around = self._leads and self._route.options.get("sessions", True)
-        if around:
-            self._posts("/begin_weight_update", {})
-        yield
+        try:
+            if around:
+                self._posts("/begin_weight_update", {})
+            yield
+        except BaseException:
+            if around:
+                with suppress(EngineError):  # the failure itself is what matters
+                    self._posts("/end_weight_update", {})
+            raise
         if around:
             self._posts("/end_weight_update", {})
         if self._leads:  # while all pause: nothing was computed by half of the weights, and nothing old is cached

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     make_model(0).save_pretrained(path)
     return path
-
-
-@pytest.fixture(scope="session")
-def running_ray() -> Iterator[None]:
-    import ray
-
-    ours = not ray.is_initialized()
-    if ours:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    yield
-    if ours:
-        ray.shutdown()
 
 
 @pytest.fixture(
@@ -112,6 +100,19 @@ def worst(model: Qwen2ForCausalLM, prompt: list[int], completion: Completion, te
     return float((right - torch.tensor(completion.logprobs)).abs().max())
 
 
+@torch.no_grad()
+def allowed(
+    model: Qwen2ForCausalLM, prompt: list[int], tokens: Sequence[int], sampling: Sampling
+) -> list[frozenset[int]]:
+    """The tokens that top-k and top-p leave to draw from, position by position; both look at all tokens."""
+    logits = model(torch.tensor([prompt + list(tokens)])).logits[0, len(prompt) - 1 : -1]
+    probabilities, order = (logits / sampling.temperature).softmax(-1).sort(-1, descending=True)
+    keep = probabilities.cumsum(-1) - probabilities < sampling.top_p + 1e-5  # the mass of all that are more likely
+    if sampling.top_k:
+        keep[:, sampling.top_k :] = False
+    return [frozenset(row[kept].tolist()) for row, kept in zip(order, keep, strict=True)]
+
+
 def test_logprobs_are_those_of_hugging_face(subject: Subject) -> None:
     requests = [
         (prompt, Sampling(temperature=(0.7, 1.0, 1.3)[i % 3], max_tokens=1 + 7 * i % 41, seed=i))
@@ -132,6 +133,26 @@ def test_greedy_is_hugging_faces_greedy(subject: Subject) -> None:
         right = subject.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :]
         assert completion.token_ids == tuple(right.tolist())
         assert worst(subject.model, prompt, completion) < LOGPROB_TOLERANCE  # at temperature 1
+
+
+def test_every_request_is_sampled_as_it_asks(subject: Subject) -> None:
+    kinds = [{"top_k": 1}, {"top_k": 3}, {"top_p": 0.3}, {"top_p": 0.9, "top_k": 20}, {}]
+    requests = [
+        (prompt, Sampling(temperature=(0.8, 1.2)[i % 2], max_tokens=12, seed=i, **kinds[i % 5]))  # type: ignore[arg-type]
+        for i, prompt in enumerate(prompts(20, seed=11))
+    ]
+    together = ask(subject.engine, requests)
+    alone = [ask(subject.engine, [request])[0] for request in requests[:5]]
+    outside = 0
+    for (prompt, sampling), completion in zip(requests + requests[:5], together + alone, strict=True):
+        kept = allowed(subject.model, prompt, completion.token_ids, sampling)
+        assert all(token in row for token, row in zip(completion.token_ids, kept, strict=True))
+        # of the full distribution, whatever was cut from it to sample
+        assert worst(subject.model, prompt, completion, sampling.temperature) < LOGPROB_TOLERANCE
+        if not (sampling.top_k or sampling.top_p < 1):
+            tight = allowed(subject.model, prompt, completion.token_ids, replace(sampling, top_p=0.3))
+            outside += sum(token not in row for token, row in zip(completion.token_ids, tight, strict=True))
+    assert outside > 10  # the settings of others do not bind who has none
 
 
 def test_a_request_does_not_see_its_batch(subject: Subject) -> None:

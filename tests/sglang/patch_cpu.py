@@ -7,7 +7,6 @@ of their name says so when one is called. Dense decoders with attention in plain
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import sysconfig
 from pathlib import Path
@@ -43,12 +42,19 @@ def main() -> int:
     operators = packages / "torchvision" / "_meta_registrations.py"
     text = operators.read_text(encoding="utf-8")
     if OPERATORS not in text:
-        operators.write_text(OPERATORS + text, encoding="utf-8")
-    if importlib.util.find_spec("sgl_kernel") is None:
-        kernels = packages / "sgl_kernel"
-        kernels.mkdir()
-        (kernels / "__init__.py").write_text(KERNELS, encoding="utf-8")
+        _write(operators, OPERATORS + text)
+    kernels = packages / "sgl_kernel" / "__init__.py"
+    if not kernels.exists():
+        kernels.parent.mkdir(exist_ok=True)
+        _write(kernels, KERNELS)
     return 0
+
+
+def _write(file: Path, text: str) -> None:
+    """All or nothing: pip would not mend half a file."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
 
 
 if __name__ == "__main__":

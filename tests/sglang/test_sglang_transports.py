@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from rollout.engines.protocol import EngineError, Sampling
@@ -31,15 +29,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 @pytest.fixture
 def engine(sglang_engine: SGLangEngine) -> SGLangEngine:
     return sglang_engine
-
-
-@pytest.fixture
-def shared_by_name() -> Iterator[None]:
-    """CPU memory goes to an unrelated process by name; a GPU's goes by handle, whatever this says."""
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    yield
-    torch.multiprocessing.set_sharing_strategy(before)
 
 
 @pytest.mark.parametrize("transport", ["disk", "changed", "tensor", "distributed"])

@@ -8,33 +8,42 @@ from typing import Any
 import torch
 
 from rollout.engines.sglang.engine import SGLangEngine
-from tests.support.tiny import MAX_LENGTH, make_model
+from tests.support.tiny import MAX_LENGTH
 
-ON_A_CPU = {
-    "device": "cpu",
+IN_FLOAT32 = {  # kernels of its own compute in half precision only
+    "dtype": "float32",
     "attention-backend": "torch_native",
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
     "disable-cuda-graph": True,
-    "disable-overlap-schedule": True,
     "max-total-tokens": 16384,
+    "random-seed": 1,
+    "sleep-on-idle": True,  # else it looks for requests without a pause, on a core of its own
 }
+ON_A_CPU = {"device": "cpu", "disable-overlap-schedule": True}
 
 
-def make_engine(given: str, folder: Path) -> SGLangEngine:
-    """An engine on the tiny model, with a server that the interpreter `given` starts, or on one at the URL `given`."""
-    make_model(0).save_pretrained(folder / "model")
-    gpu = torch.cuda.is_available()
+def server_settings() -> dict[str, Any]:
+    """`options` and `environment` of servers on this machine, as an engine's config has them."""
+    if torch.cuda.is_available():
+        return {"options": IN_FLOAT32, "environment": {}}
+    return {"options": IN_FLOAT32 | ON_A_CPU, "environment": {"SGLANG_USE_CPU_ENGINE": "1"}}
+
+
+def make_engine(given: str, model: Path, folder: Path, **settings: Any) -> SGLangEngine:
+    """An engine on `model`, with servers that the interpreter `given` starts, or on one at the URL `given`.
+
+    Weights and logs are kept below `folder`.
+    """
     where: dict[str, Any] = {"urls": [given]} if "://" in given else {"python": given}
     return SGLangEngine(
-        folder / "model",
+        model,
         max_length=MAX_LENGTH,
         rows=48,
-        restarts=1,
         weights_folder=folder / "weights",
-        options={"dtype": "float32", "random-seed": 1, **({} if gpu else ON_A_CPU)},
-        environment={} if gpu else {"SGLANG_USE_CPU_ENGINE": "1"},
         log=folder / "server.log",
         start_s=1500.0,
+        **server_settings(),
         **where,
+        **settings,
     )

@@ -29,7 +29,6 @@ SETTINGS = [
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> None:
     run = make_run(tmp_path, *SETTINGS)
-    ray.shutdown()
     with pytest.raises(PlacementError) as caught:
         train(run / "config.yaml")
     assert str(caught.value) == (
@@ -44,7 +43,6 @@ def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> 
 @pytest.mark.multirank
 def test_a_tensor_parallel_and_a_pipelined_policy_train_on_the_same_devices(tmp_path: Path) -> None:
     run = make_run(tmp_path, *SETTINGS, "+cluster.pool=shared")
-    ray.shutdown()  # a Ray that another test left up is not this run's
     train(run / "config.yaml")
     rows = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"] >= 0]

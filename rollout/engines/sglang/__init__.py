@@ -1,6 +1,7 @@
 """SGLang behind the engine's border: servers in an environment of their own, reached over HTTP.
 
 - `engine`   `SGLangEngine`: generation, routing to replicas, updates, restarts
+- `body`     what a request says, and what the answer means
 - `server`   one server process: its command, its end with ours, what its log says last
 - `client`   one server's HTTP API: deadlines, retries, what its answers mean
 """

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import shutil
 import struct
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.engines import TRANSPORTS
-from rollout.engines.architecture import Architecture
-from rollout.engines.protocol import Completion, EngineError, Sampling, Tag, VersionSpan
+from rollout.engines.protocol import Completion, EngineError, Sampling, Tag
 from rollout.engines.request import problem_of
 from rollout.engines.say import say
+from rollout.engines.sglang.body import body_of, completion_of
 from rollout.engines.sglang.client import Lost
 from rollout.engines.sglang.replica import Replica, attached, owned
 from rollout.transports import make_sender
@@ -77,14 +77,14 @@ class SGLangEngine:
             tell: called with one line when a server is started again.
 
         Raises:
-            EngineError: no interpreter, no supported model, or an unknown transport.
+            EngineError: no interpreter, no model, or an unknown transport.
         """
         if transport not in TRANSPORTS["sglang"]:
             raise EngineError(f"SGLang has no transport '{transport}'; known: {', '.join(TRANSPORTS['sglang'])}")
         self.version = version
         self.pause_s = 0.0  # that the last update kept the servers from decoding
         self._folder, self._max_length, self._rows, self._tp = str(folder), max_length, rows, tp
-        self._vocab = Architecture.read(Path(folder)).vocab_size
+        self._vocab = _vocab_size(Path(folder))
         self._options = {name.replace("_", "-"): value for name, value in (options or {}).items()}
         self._transport, self._place = transport, Path(weights_folder or fresh_place())
         self._verify = verify and tp == 1 and self._options.get("device") == "cpu"
@@ -132,31 +132,13 @@ class SGLangEngine:
         if problem:
             raise EngineError(problem)
         replica = self._replicas[_slot(prompt_ids, sampling.session, len(self._replicas))]
-        rid = uuid.uuid4().hex
-        body = {
-            "rid": rid,
-            "input_ids": list(prompt_ids),
-            "sampling_params": self._sampling(sampling),
-            "return_logprob": True,
-        }
+        body = body_of(prompt_ids, sampling, seeded=self._seeded)
         try:
             reply = await self._call(replica, "/generate", body)
         except asyncio.CancelledError:
-            self._later(replica.client.call("/abort_request", {"rid": rid}))
+            self._later(replica.client.call("/abort_request", {"rid": body["rid"]}))
             raise
-        return _completion(reply, self.version)
-
-    def _sampling(self, sampling: Sampling) -> dict[str, Any]:
-        seed = {"sampling_seed": sampling.seed % 2**31} if self._seeded else {}
-        return {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "max_new_tokens": sampling.max_tokens,
-            "stop_token_ids": list(sampling.stop),
-            "ignore_eos": not sampling.stop,  # it would ignore stop_token_ids too
-            **seed,
-        }
+        return completion_of(reply, self.version)
 
     async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by local tensors, over the engine's own transport.
@@ -231,10 +213,23 @@ class SGLangEngine:
         """Release the servers' memory; they must be idle and have been started with enable_memory_saver."""
         await self._all("/flush_cache", None)
         await self._all("/release_memory_occupation", {"tags": list(tags)})
+        for replica in self._replicas:
+            replica.asleep.update(tags)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Take the memory again; weights that were released come with the next update."""
-        await self._all("/resume_memory_occupation", {"tags": list(tags)})
+        await asyncio.gather(*(self._wake(replica, tags) for replica in self._replicas))
+
+    async def _wake(self, replica: Replica, tags: Sequence[Tag]) -> None:
+        """SGLang dies of a tag that does not sleep, as none does in a server that was started again meanwhile."""
+        while sleeping := [tag for tag in tags if tag in replica.asleep]:
+            starts = replica.starts
+            try:
+                await replica.client.call("/resume_memory_occupation", {"tags": sleeping})
+            except Lost as error:
+                await self._revive(replica, starts, error, self._last)
+            else:
+                replica.asleep.difference_update(sleeping)
 
     async def pause(self, mode: str = "retract") -> None:
         """Hold generation: `retract` keeps what was sampled, `in_place` the cache too, `abort` neither."""
@@ -271,7 +266,7 @@ class SGLangEngine:
         await self._ready(replica)
         starts = replica.starts
         try:
-            await replica.client.call("/health", method="GET")
+            await replica.client.call("/model_info", method="GET")  # /health takes a second, and fails during a pause
         except Lost as error:
             await self._revive(replica, starts, error, None)
 
@@ -340,33 +335,17 @@ async def _paused(replica: Replica) -> AsyncIterator[None]:
     await replica.client.call("/continue_generation", {})
 
 
+def _vocab_size(folder: Path) -> int:
+    path = folder / "config.json"
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["vocab_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"{path}: no vocab_size to be read ({error!r}); expected a Hugging Face folder") from error
+
+
 def _slot(prompt_ids: Sequence[int], session: str, replicas: int) -> int:
     """Where a request belongs: with its session, or without one wherever an equal prompt went."""
     if replicas == 1:
         return 0
     key = session.encode() if session else struct.pack(f"<{len(prompt_ids)}q", *prompt_ids)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % replicas
-
-
-def _completion(reply: Mapping[str, Any], version: int) -> Completion:
-    meta = reply["meta_info"]
-    tokens = tuple(reply["output_ids"])
-    logprobs = tuple(entry[0] for entry in meta["output_token_logprobs"][-len(tokens) :]) if tokens else ()
-    if len(logprobs) != len(tokens):
-        raise EngineError(f"SGLang gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")
-    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}]
-    return Completion(
-        token_ids=tokens,
-        logprobs=logprobs,
-        finish_reason=meta["finish_reason"]["type"],
-        versions=tuple(
-            VersionSpan(version=_number(span["version"], version), start=span["start"], end=span["end"])
-            for span in spans
-        ),
-        cached_tokens=meta.get("cached_tokens", 0),
-    )
-
-
-def _number(said: Any, version: int) -> int:
-    """A server that has not been updated calls its version `default`."""
-    return int(said) if str(said).lstrip("-").isdecimal() else version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,10 @@ _LOOK_S = 0.25  # between two looks at a server that starts
 
 
 class Replica:
-    """A server that answers, starts, or has died; `starts` counts how often it was started."""
+    """A server that answers, starts, or has died; `starts` counts how often it was started.
+
+    `asleep` has the tags of the memory that it has given away.
+    """
 
     def __init__(
         self, host: Any, *, remote: bool, timeout_s: float, connections: int, fellows: Sequence[Any] = ()
@@ -30,6 +34,7 @@ class Replica:
         self._settings: dict[str, Any] = {"timeout_s": timeout_s, "connections": connections}
         self.starts = 0
         self.ready = False
+        self.asleep: set[str] = set()
         self._client: Client | None = None
 
     @property
@@ -57,6 +62,7 @@ class Replica:
         self._client = Client(url, **self._settings)
         self.starts += 1
         self.ready = False
+        self.asleep.clear()
 
     async def wait(self, start_s: float) -> None:
         """Wait until the server is ready.
@@ -87,17 +93,19 @@ class Replica:
         return None if self._host is None else await self._ask("pid")
 
     def close(self) -> None:
-        """End the server if it is ours."""
-        if self._host is None:
+        """End the server if it is ours; again does nothing."""
+        host, self._host = self._host, None
+        if host is None:
             return
-        if self._remote:
-            import ray
+        if not self._remote:
+            host.stop()
+            return
+        import ray
 
-            ray.get(self._host.stop.remote(), timeout=30)
-            for actor in (self._host, *self._fellows):
-                ray.kill(actor)
-        else:
-            self._host.stop()
+        with contextlib.suppress(ray.exceptions.RayActorError):  # a server ends with its actor
+            ray.get(host.stop.remote(), timeout=30)
+        for actor in (host, *self._fellows):
+            ray.kill(actor)
 
     async def _ask(self, method: str) -> Any:
         if self._remote:

@@ -1,11 +1,9 @@
 """A trainer spread over Ray actors does what it does in one process."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 
 from mcore_mas.megatron.gang import Gang
@@ -13,16 +11,6 @@ from mcore_mas.packing import pack, unpack
 from rollout.engines.decoder import read_folder
 from rollout.transports.handover import Route
 from tests.support import ranks, reference
-
-
-@pytest.fixture(scope="module")
-def running_ray() -> Iterator[None]:
-    ours = not ray.is_initialized()
-    if ours:
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    yield
-    if ours:
-        ray.shutdown()
 
 
 @pytest.mark.multirank

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from rollout.engines.protocol import Completion, EngineError, Sampling
+from rollout.engines.sglang.body import body_of, completion_of
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.server import Server, arguments
 from tests.support.tiny import make_model
@@ -80,6 +82,25 @@ def test_completions_carry_versions_and_logprobs(make: Make) -> None:
     assert first.logprobs == (-0.5,) * 3
     assert first.finish_reason == "length"
     assert engine.version == 5
+
+
+def test_the_likeliest_token_keeps_its_temperature() -> None:
+    def asked(**settings: Any) -> list[float]:
+        said = body_of([1], Sampling(**settings), seeded=False)["sampling_params"]
+        return [said[name] for name in ("temperature", "top_k", "top_p")]
+
+    assert asked(temperature=0.7, top_k=20, top_p=0.9) == [0.7, 20, 0.9]
+    assert asked(temperature=0.7, top_k=1) == [0.7, -1, 1e-6]
+    assert asked(temperature=0.0, top_k=1) == [0.0, 1, 1.0]
+    assert asked() == [1.0, -1, 1.0]
+
+
+def test_a_reply_without_logprobs_is_an_error() -> None:
+    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7, None], [None, 8, None]]}
+    with pytest.raises(EngineError, match="no log-probability for token 1 of a reply; is it NaN"):
+        completion_of({"output_ids": [7, 8], "meta_info": meta}, 0)
+    with pytest.raises(EngineError, match="2 log-probabilities for 3 tokens"):
+        completion_of({"output_ids": [7, 8, 9], "meta_info": meta}, 0)
 
 
 def test_a_refusal_is_told_and_the_server_goes_on(make: Make, tmp_path: Path) -> None:
@@ -163,6 +184,43 @@ def test_a_deadline_is_kept_and_servers_end(make: Make) -> None:
         os.kill(pid, 0)
 
 
+def test_only_what_sleeps_is_woken(make: Make) -> None:
+    engine = make(restarts=1, tell=lambda _: None)
+
+    async def calls() -> list[str]:
+        said = await engine._replicas[0].client.call("/what", {})
+        return [path for path in said["calls"] if "memory" in path or "health" in path]
+
+    async def play() -> tuple[list[str], list[str]]:
+        await engine.sleep(("kv_cache",))
+        await engine.wake(("weights",))
+        await engine.wake()
+        await engine.wake()
+        slept = await calls()
+        await engine.sleep()
+        pid = await engine._replicas[0].pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await engine.wake(("weights",))
+        await engine.load_weights(tensors(), 4)
+        await engine.wake(("kv_cache",))
+        return slept, await calls()
+
+    slept, died = asyncio.run(play())
+    assert slept == ["/release_memory_occupation", "/resume_memory_occupation"]
+    assert died == []  # the new server never slept
+    assert engine.starts == 2
+
+
+def test_the_server_says_what_it_can_compute(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"config\.json: no vocab_size to be read \(FileNotFoundError"):
+        SGLangEngine(tmp_path, max_length=64, python=str(FAKE))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "vocab_size": 9}')
+    engine = SGLangEngine(tmp_path, max_length=64, python=str(FAKE))  # the embedded engine knows no mixtures
+    with pytest.raises(EngineError, match=r"token ids outside 0\.\.8"):
+        asyncio.run(ask(engine, [9]))
+
+
 def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
     with pytest.raises(EngineError, match=r"engine.python: no interpreter at /nowhere; see requirements/sglang.txt"):
         SGLangEngine(folder, max_length=64, python="/nowhere")
@@ -184,3 +242,25 @@ def test_arguments_are_the_servers_own(tmp_path: Path) -> None:
     )
     silent = Server(str(FAKE), [], str(tmp_path / "log"), {})
     assert silent.ended() == "the server ended"  # it was never started
+
+
+@pytest.mark.slow
+def test_where_ray_runs_a_server_ends_with_its_actor_and_closing_again_does_nothing(
+    make: Make, running_ray: None
+) -> None:
+    engines = [make(), make()]
+
+    async def play(engine: SGLangEngine) -> int:
+        await ask(engine, [1])
+        pid = await engine._replicas[0].pid()
+        assert pid is not None
+        return pid
+
+    pids = [asyncio.run(play(engine)) for engine in engines]
+    ray.kill(engines[1]._replicas[0]._host)
+    for engine in engines * 2:
+        engine.close()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a server outlives its actor"
+        time.sleep(0.05)
