@@ -22,7 +22,7 @@ from rollout.transports import make_sender
 from rollout.transports.handover import Handover, Route
 from rollout.transports.manifest import compare
 from rollout.transports.memory import fresh_place
-from rollout.transports.shared import SharedWeights
+from rollout.transports.shared import SharedCheck, SharedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ _BUDGET_S = 0.02  # of decoding per call: new requests wait at most this long, o
 
 Ask = tuple[int, Sequence[int], tuple[Any, ...]]  # request id, prompt ids, Sampling's fields
 Answer = tuple[int, str, tuple[Any, ...]]  # request id, error text, Completion's fields
-Held = tuple[int, int | None, str]  # version of the weights, the shared half they are in, else the folder
+Held = tuple[int, int | None]  # version of the weights, and the shared half they are in; None: they are the folder's
 
 
 class _Host:
@@ -45,18 +45,18 @@ class _Host:
         from rollout.engines.architecture import Architecture
         from rollout.engines.decoder import Decoder, read_folder
         from rollout.engines.embedded import EmbeddedEngine
-        from rollout.transports.shared import SharedWeights
 
         torch.set_num_threads(threads)
         shape = Architecture.read(Path(folder))
         self._shared = SharedWeights(Path(file), shape)
         decoder = Decoder(shape, max_length, self._shared.halves)
-        version, half, source = held
+        version, half = held
         if half is None:
-            decoder.load(read_folder(Path(source)))
+            decoder.load(read_folder(Path(folder)))
         else:
             decoder.adopt(half)
         self._core = EmbeddedEngine(decoder, rows=rows, version=version, deterministic=deterministic)
+        self._check: SharedCheck | None = None  # of the update under way
 
     def exchange(self, asks: list[Ask], aborts: list[int], budget_s: float) -> list[Answer]:
         """Take new requests and decode for about `budget_s`; longer, but at most five times, while none has ended."""
@@ -85,36 +85,40 @@ class _Host:
                 break
         return answers
 
-    def half(self) -> int:
-        """The half of the shared weights that nothing is computed from."""
-        return 1 - self._core.decoder.half
+    def follow(self, half: int) -> None:
+        """Take the checksum of every tensor that the trainer writes into `half` as soon as it is there."""
+        if self._check is not None:
+            self._check.stop()
+        self._check = SharedCheck(self._shared, half)
 
     def adopt(self, half: int, version: int, checksums: dict[str, str]) -> str:
-        """Compute from what was written into `half`; "" or what is wrong with it."""
+        """Compute from what was written into `half`, and is right; "" or what is wrong with it."""
         if self._shared.versions[half] != version:
             return f"the shared weights hold version {self._shared.versions[half]}; expected {version}"
         try:
-            compare(self._shared.halves[half].checksums(), checksums, version)
+            check = self._check if self._check is not None else SharedCheck(self._shared, half)
+            self._check = None
+            compare(check.finish(), checksums, version)
         except EngineError as error:
             return str(error)
         self._core.adopt(half, version)
         return ""
 
-    def read(self, place: str, version: int, checksums: dict[str, str]) -> str:
-        """Replace all weights by those in a folder, or by their changes in a file; "" or what is wrong."""
+    def read(self, half: int, place: str, version: int, checksums: dict[str, str]) -> str:
+        """Fill `half` from a folder, or with the changes in a file, and adopt it; "" or what is wrong."""
         from rollout.engines.decoder import read_folder
         from rollout.transports.delta import patched
 
-        core, path = self._core, Path(place)
+        path, held = Path(place), self._core.decoder.weights.tensors()
+        self._shared.versions[half] = -1
         try:
-            core.load_weights(
-                read_folder(path) if path.is_dir() else patched(core.decoder.weights.tensors(), path, core.version),
-                version,
+            self._shared.halves[half].fill(
+                read_folder(path) if path.is_dir() else patched(held, path, self._core.version)
             )
-            compare(core.decoder.weights.checksums(), checksums, version)
         except EngineError as error:
             return str(error)
-        return ""
+        self._shared.versions[half] = version
+        return self.adopt(half, version, checksums)
 
     def sleep(self) -> str:
         """Give the cache's memory back; "" or why not."""
@@ -187,9 +191,8 @@ class HostedEngine:
         self._actor = ray.remote(num_cpus=0)(_Host).options(**place or {})
         self._file = fresh_place()
         self._shared = self._mapped()
-        self._half: int | None = None  # the one that the trainer wrote last
-        self._free = 0  # the one that it may write next
-        self._source = str(folder)  # a folder with the present weights, "" if there is none
+        self._half: int | None = None  # the one that the weights are in; None: they are the folder's
+        self._free = 0  # the one that the next weights go into
         self._host: Any = self._start()
         self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion]]] = {}
         self._asks: list[Ask] = []
@@ -207,7 +210,7 @@ class HostedEngine:
 
     def _start(self) -> Any:
         self.starts += 1
-        held = (self.version, self._half, self._source)
+        held = (self.version, self._half)
         return self._actor.remote(self._folder, str(self._file), *self._settings, held, *self._computing)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
@@ -241,9 +244,13 @@ class HostedEngine:
         await self.load_weights_from(make_sender(route).send(tensors, version, route.state))
 
     async def route(self) -> Route:
-        """The half of the shared weights that is free, or the folder."""
+        """The half of the shared weights that is free, which the actor watches from now on, or the folder."""
         if self._transport == "shared":
-            self._free = await self._call("half")
+            if self._shared is None:
+                await self._call("pid")  # says what is wrong with the folder
+            else:
+                self._shared.written[self._free] = False
+                self._host.follow.remote(self._free)  # not waited for: what it does not see, `adopt` reads
             state = {"half": self._free}
             return Route(transport="shared", place=str(self._file), model=self._folder, state=state)
         return Route(
@@ -254,19 +261,18 @@ class HostedEngine:
         """Compute from the weights of `handover` (see `TrainedEngine`).
 
         Raises:
-            EngineError: their bytes are not the trainer's; on shared memory the old weights stay.
+            EngineError: their bytes are not the trainer's; the old weights stay.
         """
         began = time.perf_counter()
         sums = dict(handover.checksums)
         if handover.transport == "shared":
             problem = await self._call("adopt", self._free, handover.version, sums)
-            self._half = self._half if problem else self._free
         else:
-            problem = await self._call("read", handover.place, handover.version, sums)
-            self._source = handover.place if handover.transport == "disk" else ""
+            problem = await self._call("read", self._free, handover.place, handover.version, sums)
         self.pause_s = time.perf_counter() - began
         if problem:
             raise EngineError(problem)
+        self._half, self._free = self._free, 1 - self._free
         self.version = handover.version
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
@@ -313,7 +319,7 @@ class HostedEngine:
         if host is not self._host:
             return  # another call was faster
         started = not isinstance(error, ray.exceptions.ActorUnschedulableError) and "__init__" not in str(error)
-        if self._closed or not started or not self._restarts or (self._half is None and not self._source):
+        if self._closed or not started or not self._restarts:
             raise EngineError(f"the engine's actor failed: {_reason(error)}") from error
         self._restarts -= 1
         self._tell(f"the engine's actor died; started again with version {self.version}, {self._restarts} starts left")

@@ -13,6 +13,7 @@ from rollout.engines.architecture import Architecture
 from rollout.engines.protocol import EngineError
 from rollout.transports.checksum import checksum
 
+_TIED = ("model.embed_tokens.weight", "lm_head.weight")
 _ALIGNED = 16  # elements: every buffer starts on a cache line
 
 
@@ -65,31 +66,48 @@ class Weights:
             _allocate(shape, shelf)
         return shelf.used
 
+    @staticmethod
+    def names(shape: Architecture) -> tuple[str, ...]:
+        """Hugging Face names of what `tensors` gives, in its order."""
+        return tuple(Weights(shape, torch.empty(0, device="meta"))._places)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of all that is in the buffers; a tied head is its embedding alone."""
         for name, (shape, view) in self._places.items():
             yield name, view.reshape(shape)
 
+    def checksum(self, name: str) -> str:
+        """Checksum of one tensor by its Hugging Face name, as `rollout.transports.checksum` has it."""
+        shape, view = self._places[name]
+        return checksum(view.reshape(shape))
+
     def checksums(self) -> dict[str, str]:
-        """Checksum of every tensor by Hugging Face name, as `rollout.transports.checksum` has it."""
-        return {
-            name: checksum(view if len(shape) > 1 else view.reshape(shape))
-            for name, (shape, view) in self._places.items()
-        }
+        """Checksum of every tensor."""
+        return {name: self.checksum(name) for name in self._places}
 
     def fill(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Copy a full set of named tensors into the buffers, converting to float32.
 
         Raises:
-            EngineError: names the tensor that is missing, unknown, repeated or of another shape. The buffers are then
-                a mixture of old and new.
+            EngineError: as `placed`. The buffers are then a mixture of old and new.
+        """
+        for _, tensor, place in self.placed(stream):
+            place.copy_(tensor.reshape(place.shape))
+
+    def placed(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(name, tensor, place) of a full set of named tensors; the place has the same elements in the same order.
+
+        Raises:
+            EngineError: names the tensor that is missing, unknown, repeated or of another shape.
         """
         left = dict(self._places)
-        head = None
-        for name, tensor in stream:
-            if self._tied and name == "lm_head.weight":
-                head = tensor
-                continue
+        tied: dict[str, Tensor] = {}
+        for name, given in stream:
+            tensor = given.detach()
+            if self._tied and name in _TIED:
+                tied[name] = tensor
+                if name not in self._places:
+                    continue
             if name not in left:
                 raise EngineError(
                     f"tensor '{name}' {'comes twice' if name in self._places else 'is unknown to this model'}"
@@ -97,16 +115,16 @@ class Weights:
             shape, view = left.pop(name)
             if tensor.shape != shape:
                 raise EngineError(f"tensor '{name}' has shape {list(tensor.shape)}; expected {list(shape)}")
-            view.copy_(tensor.detach().reshape(view.shape))
+            yield name, tensor, view
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise EngineError(f"tensor '{next(iter(left))}'{more} is missing from the update")
-        if head is not None and not _same(head.detach(), self.embed):
+        if len(tied) == 2 and not _same(*tied.values()):
             raise EngineError("tensor 'lm_head.weight' differs from the embedding to which this model's head is tied")
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a.float(), b, rtol=0, atol=0, equal_nan=True)
+    return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
 
 
 class _Shelf:

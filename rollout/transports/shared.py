@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ from torch import Tensor
 from rollout.engines.architecture import Architecture
 from rollout.engines.protocol import EngineError
 from rollout.engines.weights import Weights
-from rollout.transports.checksum import checksum
+from rollout.transports.checksum import copy
 from rollout.transports.handover import Handover, Route
 
-_HEADER = 4096  # bytes before the halves: the version in each, -1 where there is none or one is being written
+_PAGE = 4096  # bytes: the halves start on a page of their own
+_LOOK_S = (5e-5, 2e-3)  # between two looks at what the trainer has written: at first, and after long idling
 
 
 class SharedWeights:
@@ -32,7 +35,9 @@ class SharedWeights:
             EngineError: there is no room for it, or no such file.
         """
         half = Weights.elements(shape)
-        size = _HEADER + 2 * half * 4
+        names = Weights.names(shape)
+        header = _PAGE * math.ceil((16 + 2 * len(names)) / _PAGE)
+        size = header + 2 * half * 4
         try:
             if create:
                 room = os.statvfs(file.parent)
@@ -48,15 +53,57 @@ class SharedWeights:
         except OSError as error:
             raise EngineError(f"{file}: the shared weights cannot be mapped ({error})") from error
         self.file = file
+        # the version in each half, -1 where there is none or one is being written
         self.versions = np.frombuffer(memory, dtype=np.int64, count=2)
-        flat = torch.frombuffer(memory, dtype=torch.float32, offset=_HEADER)
+        # which tensors of each half have been written since the engine asked for new ones
+        self.written = np.frombuffer(memory, dtype=np.bool_, count=2 * len(names), offset=16).reshape(2, -1)
+        self.numbers = {name: number for number, name in enumerate(names)}
+        flat = torch.frombuffer(memory, dtype=torch.float32, offset=header)
         self.halves = (Weights(shape, flat[:half]), Weights(shape, flat[half:]))
         if create:
             self.versions[:] = -1
 
 
+class SharedCheck:
+    """Checksums of one half as the engine maps it: of every tensor while the trainer writes the next ones.
+
+    Whoever asks for new weights unmarks those of the half, before either side starts.
+    """
+
+    def __init__(self, shared: SharedWeights, half: int) -> None:
+        self._weights, self._written, self._numbers = shared.halves[half], shared.written[half], shared.numbers
+        self.sums: dict[str, str] = {}  # so far
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped.set()
+
+    def finish(self) -> dict[str, str]:
+        """The checksum of every tensor by Hugging Face name; all must have been written."""
+        self.stop()
+        self._thread.join()
+        self._take(name for name in self._numbers if name not in self.sums)
+        return self.sums
+
+    def _follow(self) -> None:
+        wait, longest = _LOOK_S
+        while len(self.sums) < len(self._numbers) and not self._stopped.wait(wait):
+            seen = len(self.sums)
+            self._take([n for n, at in self._numbers.items() if self._written[at] and n not in self.sums])
+            wait = _LOOK_S[0] if len(self.sums) > seen else min(2 * wait, longest)
+
+    def _take(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.sums[name] = self._weights.checksum(name)
+
+
 class SharedSender:
-    """Rank 0 writes full tensors into the half that the engine does not use: one copy, in the engine's order."""
+    """Rank 0 writes full tensors into the half that the engine does not use: one copy, in the engine's order, that
+    also takes the checksums.
+    """
 
     def __init__(self, route: Route, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
         self._route = route
@@ -66,23 +113,22 @@ class SharedSender:
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, state: Mapping[str, Any]) -> Handover:
         """Fill the half `state["half"]` (see `Sender`)."""
         began = time.perf_counter()
-        sums: dict[str, str] = {}
         size = 0
 
-        def counted() -> Iterable[tuple[str, Tensor]]:
+        def counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal size
             for name, tensor in weights:
                 size += tensor.nbytes
-                sums[name] = checksum(tensor.detach().float())
                 yield name, tensor
 
         if self._shared is None:
             for _ in weights:
                 pass
+            sums: dict[str, str] = {}
         else:
             half = int(state["half"])
             self._shared.versions[half] = -1
-            self._shared.halves[half].fill(counted())
+            sums = _fill(self._shared, half, counted())
             self._shared.versions[half] = version
         return Handover(
             version=version,
@@ -92,3 +138,11 @@ class SharedSender:
             bytes=size,
             seconds=time.perf_counter() - began,
         )
+
+
+def _fill(shared: SharedWeights, half: int, weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    sums = {}
+    for name, tensor, place in shared.halves[half].placed(weights):
+        sums[name] = copy(tensor, place)
+        shared.written[half, shared.numbers[name]] = True
+    return sums

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from rollout.engines.decoder import read_folder
 from rollout.engines.hosted import HostedEngine
 from rollout.engines.protocol import EngineError, Sampling
 from rollout.transports import make_sender
-from rollout.transports.handover import Route
+from rollout.transports.checksum import checksum
+from rollout.transports.handover import Route, Sender
 from rollout.transports.memory import fresh_place
 from rollout.transports.shared import SharedWeights
 from tests.support import ranks, reference
@@ -65,18 +66,6 @@ def test_every_layout_hands_over_bit_for_bit(tmp_path: Path) -> None:
             shared.file.unlink()
 
 
-@pytest.fixture(scope="module")
-def running_ray() -> Iterator[None]:
-    import ray
-
-    ours = not ray.is_initialized()
-    if ours:
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    yield
-    if ours:
-        ray.shutdown()
-
-
 @pytest.mark.slow
 def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, tmp_path: Path) -> None:
     import ray
@@ -103,10 +92,12 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, 
         await engine.load_weights_from(handover)
         renewed = await waiting
         late = await engine.generate([1, 2, 3], sampling)
-        bad = SharedWeights(engine._file, Architecture.read(tmp_path)).halves[1 - (engine._half or 0)]
         route = await engine.route()
-        handover = make_sender(route).send(weights.items(), 6, route.state)
-        bad.layers[1].out[2, 3] += 1e-3  # one number, after the trainer has written it
+        spoilt = {name: tensor.clone() for name, tensor in weights.items()}
+        spoilt["model.layers.1.self_attn.o_proj.weight"].view(torch.int32)[2, 3] ^= 1
+        handover = make_sender(route).send(spoilt.items(), 6, route.state)  # one bit is not the trainer's
+        right = {name: checksum(tensor) for name, tensor in weights.items()}
+        handover = dataclasses.replace(handover, checksums=right)
         with pytest.raises(EngineError, match=r"tensor 'model.layers.1.self_attn.o_proj.weight': the engine's bytes"):
             await engine.load_weights_from(handover)
         same = await engine.generate([1, 2, 3], sampling)
@@ -128,3 +119,39 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, 
         "the engine's actor died; started again with version 4, 0 starts left",
     ]
     assert ray.is_initialized()
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_goes_on_with_the_changes_it_was_sent(running_ray: None, tmp_path: Path) -> None:
+    reference.make_model("qwen2", tmp_path / "model")
+    weights = dict(read_folder(tmp_path / "model"))
+    told: list[str] = []
+    engine = HostedEngine(tmp_path / "model", max_length=64, rows=4, transport="delta", tell=told.append)
+    sampling = Sampling(max_tokens=20, seed=3)
+
+    async def send(sender: Sender, version: int) -> int:
+        weights["model.norm.weight"][:2] += 3.0  # the rest is not in the file
+        route = await engine.route()
+        handover = sender.send(weights.items(), version, route.state)
+        await engine.load_weights_from(handover)
+        return handover.bytes
+
+    async def play() -> list[Any]:
+        sender = make_sender(await engine.route())
+        sizes = [await send(sender, 1), await send(sender, 2)]
+        assert sizes[0] > 1000 and sizes[1] == 2 * (4 + 4)
+        before = await engine.generate([1, 2, 3], sampling)
+        os.kill(await engine._call("pid"), signal.SIGKILL)
+        after = await engine.generate([1, 2, 3], sampling)
+        os.kill(await engine._call("pid"), signal.SIGKILL)
+        assert await send(sender, 3) == 2 * (4 + 4)  # it still starts from version 2
+        return [before, after, await engine.generate([1, 2, 3], sampling)]
+
+    try:
+        before, after, late = asyncio.run(play())
+    finally:
+        engine.close()
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+    assert [said.versions[-1].version for said in (before, after, late)] == [2, 2, 3]
+    assert late.logprobs != after.logprobs
+    assert len(told) == 2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,15 +16,17 @@ from torch import Tensor
 from rollout.engines.architecture import Architecture
 from rollout.engines.decoder import Decoder, read_folder
 from rollout.engines.protocol import EngineError
-from rollout.transports import make_sender
+from rollout.transports import alone, make_sender
 from rollout.transports.bucket import buckets, flatten
-from rollout.transports.checksum import checksum
+from rollout.transports.checksum import checksum, copy
 from rollout.transports.delta import changes, patched
 from rollout.transports.digest import SGLang
 from rollout.transports.handover import Route
 from rollout.transports.manifest import compare, complete, read_manifest
 from rollout.transports.memory import MEMORY, fresh_place
-from rollout.transports.shared import SharedWeights
+from rollout.transports.push import TensorSender
+from rollout.transports.shared import SharedCheck, SharedWeights
+from tests.support.tiny import make_model
 
 NAMES = ("a.weight", "b.weight", "c.bias")
 
@@ -80,6 +84,78 @@ def test_a_checksum_sees_what_hand_overs_get_wrong() -> None:
     odd = torch.randn(3, 5).bfloat16()  # rows of 10 bytes
     assert checksum(odd) == checksum(torch.cat([odd, odd], 1)[:, :5])
     assert checksum(torch.tensor([1.0, 2.0])) != checksum(torch.tensor([2.0, 1.0]))
+
+
+def test_a_checksum_sees_what_happens_in_any_block() -> None:
+    weight = torch.randn(700, 1003, generator=torch.Generator().manual_seed(0))  # 2.8 MB: three blocks and 80 bytes
+    right = checksum(weight)
+    flat = weight.view(-1)
+    said = {right}
+    for at in (0, 262_143, 262_144, 524_287, 524_288, 702_079, 702_080, 702_099):  # both ends of each
+        spoilt = weight.clone()
+        spoilt.view(torch.uint8).view(-1)[4 * at + 3] ^= 0x80  # the sign
+        said.add(checksum(spoilt))
+    for size in (128, 500, 1003, 1024, 262_144):  # blocks that trade places, small and large, near and far
+        swapped = flat.clone()
+        swapped[:size], swapped[size : 2 * size] = flat[size : 2 * size], flat[:size]
+        said |= {checksum(swapped.view_as(weight)), checksum(flat.roll(size).view_as(weight))}
+    said.add(checksum(flat.roll(1).view_as(weight)))
+    columns = torch.cat([weight[:, 501:], weight[:, :501]], 1)  # shards in a wrong order
+    said.add(checksum(columns))
+    assert len(said) == 1 + 8 + 2 * 5 + 2
+
+
+def test_a_copy_is_summed_on_the_way() -> None:
+    weight = torch.randn(300, 1000)
+    for tensor in (weight, weight.bfloat16(), weight[:7], weight[0], weight.t()):
+        target = torch.zeros(tensor.shape)
+        assert copy(tensor, target) == checksum(tensor.float()) == checksum(target)
+        assert torch.equal(target, tensor.float())
+    paired = torch.zeros(10, 15, 2, 1000).transpose(1, 2)  # an engine's order of rows
+    assert copy(weight, paired) == checksum(weight) == checksum(paired.reshape(300, 1000))
+
+
+def test_shared_weights_are_checked_while_the_next_ones_are_written(tmp_path: Path) -> None:
+    make_model(0).save_pretrained(tmp_path)
+    weights = dict(read_folder(tmp_path))
+    shape = Architecture.read(tmp_path)
+    place = fresh_place()
+    try:
+        shared = SharedWeights(place, shape, create=True)
+        check = SharedCheck(SharedWeights(place, shape), 1)  # as the engine maps it
+        last = list(weights)[-1]
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights.items():
+                deadline = time.monotonic() + 20
+                while name == last and len(check.sums) < len(weights) - 1 and time.monotonic() < deadline:
+                    time.sleep(0.001)
+                yield name, tensor
+            assert set(check.sums) >= set(weights) - {last}  # all but the last were checked before it was sent
+
+        sender = make_sender(Route(transport="shared", place=str(place), model=str(tmp_path)))
+        handover = sender.send(stream(), 7, {"half": 1})
+        assert shared.versions.tolist() == [-1, 7]
+        assert check.finish() == handover.checksums == {name: checksum(tensor) for name, tensor in weights.items()}
+        for name, tensor in shared.halves[1].tensors():  # a changed bit in any of them has that one's name
+            bits = shared.halves[1].placed([(name, tensor)])
+            view = next(bits)[2].view(torch.int32)
+            at = tuple(size - 1 for size in view.shape)
+            view[at] ^= 1
+            with pytest.raises(EngineError, match=f"tensor '{name}': the engine's bytes differ"):
+                compare(SharedCheck(shared, 1).finish(), handover.checksums, 7)
+            view[at] ^= 1
+        compare(SharedCheck(shared, 1).finish(), handover.checksums, 7)
+
+        def broken() -> Iterator[tuple[str, Tensor]]:
+            yield from list(weights.items())[:3]
+            raise RuntimeError("a rank died")
+
+        with pytest.raises(RuntimeError, match="a rank died"):
+            sender.send(broken(), 8, {"half": 0})
+        assert shared.versions.tolist() == [-1, 7]  # no engine adopts it
+    finally:
+        place.unlink(missing_ok=True)
 
 
 def test_a_stream_is_held_to_the_model(model: Path) -> None:
@@ -173,6 +249,27 @@ def test_a_bucket_is_laid_out_as_sglang_reads_it() -> None:
     sizes = [[name for name, _ in bucket] for bucket in buckets(given, limit=7)]
     assert sizes == [["half"], ["one", "byte"]]
     assert [len(bucket) for bucket in buckets(given, limit=1)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("refused", ["/update_weights_from_tensor", "/begin_weight_update", ""])
+def test_a_session_is_ended_however_a_push_ends(model: Path, refused: str) -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        refuses = request.url.path == refused
+        return httpx.Response(400 if refuses else 200, json={"success": not refuses, "message": "not now"})
+
+    to = Route(transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"digest": "nothing"})
+    sender = TensorSender(to, rank=0, exchange=alone)
+    sender._http = httpx.Client(transport=httpx.MockTransport(answer))
+    if refused:
+        with pytest.raises(EngineError, match=f"{refused}: status 400: not now"):
+            sender.send(tensors().items(), 1, {})
+    else:
+        sender.send(tensors().items(), 1, {})
+    whole = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/flush_cache"]
+    assert asked == {"": whole, whole[0]: [whole[0], whole[2]], whole[1]: whole[:3]}[refused]
 
 
 def test_sglangs_own_checksums_are_of_stacked_tensors() -> None:
