@@ -21,6 +21,8 @@ def check_layouts(config: RunConfig) -> None:
             architecture.check_layout(
                 policy.tp, policy.pp, policy.vpp, dp=policy.dp, ep=policy.ep, sp=policy.sp, cp=policy.cp
             )
+            if policy.lora is not None:
+                architecture.check_adapters(policy.lora.targets)
             check_layers(policy.layers)
         except ModelError as error:
             raise ModelError(f"policies.{name}: {error}") from None

@@ -1,4 +1,4 @@
-"""What megatron-core 0.16 needs from CUDA at import and in a training step, answered for a machine that has none.
+"""What megatron-core needs from CUDA at import and in a training step, answered for a machine that has none.
 
 Nothing here runs where CUDA is available, so the GPU path is Megatron's own.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import types
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 _DEVICE = torch.device("cpu")
 
@@ -22,9 +23,9 @@ _LITERAL_MODULES = (
     "megatron.core.utils",  # local multi-tensor norm
 )
 
-
-# Sends token counts to the CPU on a stream of its own, and waits for it.
-_STREAM_MODULES = ("megatron.core.transformer.moe.token_dispatcher",)
+# Modules that ask which stream they are on, or wait for one.
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"  # sends token counts to the CPU on a stream of its own
+_STREAM_MODULES = (_DISPATCHER, "megatron.core.distributed.param_and_grad_buffer")  # the latter from 0.19 on
 
 
 class _TorchOnCpu(types.ModuleType):
@@ -89,7 +90,11 @@ def install() -> None:
         importlib.import_module(name).torch = proxy
     # The counts that ranks send each other tokens by come to the CPU as arrays, which gloo takes; those that are there
     # already would stay tensors, which it does not.
-    importlib.import_module(_STREAM_MODULES[0]).maybe_move_tensor_to_cpu = _as_asked
+    importlib.import_module(_DISPATCHER).maybe_move_tensor_to_cpu = _as_asked
+    # Experts cut by tensor- and dealt to expert-parallel ranks get unequal numbers of tokens; gloo gathers equal ones.
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    mappings._gather_along_first_dim = _unequally(mappings._gather_along_first_dim, _gather)
+    mappings._reduce_scatter_along_first_dim = _unequally(mappings._reduce_scatter_along_first_dim, _reduce_scatter)
     # The optimizer and gradient clipping assert on the *name* "torch.cuda.FloatTensor".
     torch.Tensor.type = _cuda_type_name
     # A tied embedding's copy on the last pipeline stage is sent to the GPU before it is filled.
@@ -108,6 +113,33 @@ def _current_device() -> torch.device:
 
 def _as_asked(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _unequally(equal: Any, unequal: Any) -> Any:
+    """Megatron's exchange of equal parts, with another where it is told the sizes of unequal ones."""
+
+    def exchange(x: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return cast(torch.Tensor, equal(x, group, sizes, use_global_buffer))
+        return cast(torch.Tensor, unequal(x, group, [int(size) for size in sizes]))
+
+    return exchange
+
+
+def _gather(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """Every rank's rows, `sizes` of them, on every rank."""
+    whole = x.new_empty(sum(sizes), *x.shape[1:])
+    copies = torch.cat([x] * len(sizes))  # to each rank its own
+    dist.all_to_all_single(whole, copies, sizes, [len(x)] * len(sizes), group=group)
+    return whole
+
+
+def _reduce_scatter(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """The sum over ranks of this rank's rows; rank r has `sizes`[r] of them."""
+    own = sizes[group.rank()]
+    parts = x.new_empty(len(sizes), own, *x.shape[1:])
+    dist.all_to_all_single(parts.flatten(0, 1), x.contiguous(), [own] * len(sizes), sizes, group=group)
+    return parts.sum(dim=0)
 
 
 def _stay(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from mcore_mas.megatron.spec import Projection
+
+_ATTENTION: tuple[Projection, ...] = ("q", "k", "v", "o")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +41,24 @@ class Experts:
         """Why these sizes cannot train this mixture, with the nearest that can; None if they can."""
         if self.per_token == 1 and self.normalised:
             return "norm_topk_prob with num_experts_per_tok: 1 gives every expert weight 1, so its router cannot learn"
-        valid = [n for n in range(1, self.count + 1) if self.count % n == 0 and dp % n == 0]
+        ranks = dp * cp  # that hold whole layers, each with tokens of its own
+        valid = [n for n in range(1, self.count + 1) if self.count % n == 0 and ranks % n == 0]
         if ep not in valid:
             near = min(valid, key=lambda size: abs(size - ep))
             return (
-                f"ep: {ep} must divide the model's {self.count} experts, and dp: {dp}, whose ranks share them; "
+                f"ep: {ep} must divide the model's {self.count} experts, and dp · cp: {ranks}, whose ranks share them; "
                 f"valid here: {valid}, nearest: {near}"
             )
         if tp > 1 and not sp:
             return f"tp: {tp} on a mixture of experts cuts by sequence too; use sp: true, or tp: 1"
-        if cp > 1:
-            return f"cp: {cp} on a mixture of experts is not supported; use cp: 1, and dp for more ranks"
         return None
+
+    def adapter_refusal(self, targets: Collection[Projection]) -> str | None:
+        """Why adapters on these projections cannot train this mixture; None if they can."""
+        refused = [x for x in targets if x not in _ATTENTION]
+        if not refused:
+            return None
+        return (
+            f"lora.targets: {', '.join(refused)} of a mixture of experts are its experts', which take no adapters; "
+            f"use targets: [{', '.join(_ATTENTION)}], or some of them"
+        )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mcore_mas.megatron.attention import TreeAttention
 from mcore_mas.megatron.context import ContextAttention
+from mcore_mas.megatron.products import ColumnLinear, RowLinear
 
 
 class RMSNorm(torch.nn.Module):
@@ -65,6 +66,10 @@ def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = _core_attention(config)
+    attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
+    if experts is None:
+        mlp = layer.submodules.mlp.submodules
+        mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from mcore_mas.megatron.products import add_product, product
+
 # Of the float32 logits that exist at a time; computing with them takes about three times as much
 _CHUNK_BYTES = 64 << 20
 
@@ -98,9 +100,9 @@ class _Head(torch.autograd.Function):
                 mine, column = _mine(labels[part], len(weight))
                 gradient.scatter_add_(1, column, (of_logprobs[part] * mine)[:, None])
             of_logits = gradient.div_(temperatures[part, None]).to(weight.dtype)
-            torch.mm(of_logits, weight, out=of_hidden[part])
+            of_hidden[part] = product(of_logits, weight.t())
             if of_weight is not None:
-                _add_product(of_weight, of_logits.t(), hidden[part])
+                add_product(of_weight, of_logits.t(), hidden[part])
             del logp, gradient, of_logits  # before the next are made
         # every rank has the part of its own columns
         dist.all_reduce(of_hidden, group=parallel_state.get_tensor_model_parallel_group())
@@ -115,7 +117,7 @@ def _chunks(rows: int, columns: int) -> Iterator[slice]:
 
 def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor, columns: int) -> Tensor:
     """[rows, columns of this rank] float32, after temperature."""
-    logits = (hidden @ weight.t()).float().div_(temperatures[:, None])
+    logits = product(hidden, weight).float().div_(temperatures[:, None])
     logits[:, columns:] = -1e30
     return logits
 
@@ -123,11 +125,3 @@ def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor, columns: int) 
 def _mine(labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Whether each label is in this rank's columns, and its column [rows, 1], or any."""
     return (labels >= 0) & (labels < width), labels.clamp(0, width - 1)[:, None]
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in float32."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from mcore_mas.megatron.decoder import Decoder
 from mcore_mas.megatron.experts import Experts
 from mcore_mas.megatron.layers import layer_specs
-from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.spec import Projection, TrainerSpec
 
 
 class ModelError(ValueError):
@@ -90,6 +91,16 @@ class Architecture:
                 f"ep: {ep} on a model without experts; valid here: [1], nearest: 1 (dp is what repeats it)"
             )
         refusal = self.experts.refusal(tp=tp, dp=dp, ep=ep, sp=sp, cp=cp) if self.experts else None
+        if refusal:
+            raise ModelError(refusal)
+
+    def check_adapters(self, targets: Collection[Projection]) -> None:
+        """Refuse adapters that this model cannot have.
+
+        Raises:
+            ModelError: with the projections that can have some.
+        """
+        refusal = self.experts.adapter_refusal(targets) if self.experts else None
         if refusal:
             raise ModelError(refusal)
 
@@ -192,6 +203,70 @@ def _expert_settings(a: Architecture, spec: TrainerSpec) -> dict[str, Any]:
     }
 
 
+def _shape(a: Architecture) -> dict[str, Any]:
+    """What kind of a decoder it is, and its sizes."""
+    return {
+        "num_layers": a.layers,
+        "hidden_size": a.hidden,
+        "num_attention_heads": a.heads,
+        "num_query_groups": a.kv_heads,
+        "kv_channels": a.head_dim,
+        "ffn_hidden_size": a.ffn,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": a.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": a.qkv_bias,
+        "qk_layernorm": a.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _layout(spec: TrainerSpec) -> dict[str, Any]:
+    """How it is cut, and how the parts talk."""
+    return {
+        "tensor_model_parallel_size": spec.tp,
+        "pipeline_model_parallel_size": spec.pp,
+        "virtual_pipeline_model_parallel_size": spec.vpp if spec.vpp > 1 else None,
+        "sequence_parallel": spec.sp,
+        "context_parallel_size": spec.cp,
+        "cp_comm_type": "a2a",
+        "batch_p2p_comm": False,
+        # micro-batches differ in length; Megatron asks for this dispatcher with that, of dense models too
+        "variable_seq_lengths": not equal_lengths(spec),
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _arithmetic(spec: TrainerSpec) -> dict[str, Any]:
+    """What it computes in, what it computes twice, and what it starts from."""
+    dtype = torch.bfloat16 if spec.bf16 else torch.float32
+    return {
+        "bf16": spec.bf16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "recompute_granularity": "full" if spec.recompute else None,
+        "recompute_method": "uniform" if spec.recompute else None,
+        "recompute_num_layers": 1 if spec.recompute else None,
+        # must stay on: initialisation is also what marks shards as shards, and an unmarked shard is left out of the
+        # gradient norm as if it were a duplicate
+        "perform_initialization": True,
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        # gradients are summed over ranks and never rescaled: the denominator is in the token weights
+        "calculate_per_token_loss": True,
+    }
+
+
 def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | None = None) -> Decoder:
     """This rank's shard of one pipeline stage, its weights still to be loaded.
 
@@ -199,63 +274,14 @@ def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | N
         vp_stage: which of this rank's stages, where it holds several.
     """
     a = architecture
-    value_head = spec.head == "value"
-    dtype = torch.bfloat16 if spec.bf16 else torch.float32
-    config = TransformerConfig(
-        num_layers=a.layers,
-        hidden_size=a.hidden,
-        num_attention_heads=a.heads,
-        num_query_groups=a.kv_heads,
-        kv_channels=a.head_dim,
-        ffn_hidden_size=a.ffn,
-        normalization="RMSNorm",
-        layernorm_epsilon=a.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=a.qkv_bias,
-        qk_layernorm=a.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=spec.tp,
-        pipeline_model_parallel_size=spec.pp,
-        virtual_pipeline_model_parallel_size=spec.vpp if spec.vpp > 1 else None,
-        sequence_parallel=spec.sp,
-        context_parallel_size=spec.cp,
-        cp_comm_type="a2a",
-        bf16=spec.bf16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        # micro-batches differ in length; Megatron asks for this dispatcher with that, of dense models too
-        variable_seq_lengths=not equal_lengths(spec),
-        moe_token_dispatcher_type="alltoall",  # noqa: S106
-        **_expert_settings(a, spec),
-        batch_p2p_comm=False,
-        recompute_granularity="full" if spec.recompute else None,
-        recompute_method="uniform" if spec.recompute else None,
-        recompute_num_layers=1 if spec.recompute else None,
-        # must stay on: initialisation is also what marks shards as shards, and an unmarked shard is left out of the
-        # gradient norm as if it were a duplicate
-        perform_initialization=True,
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        # gradients are summed over ranks and never rescaled: the denominator is in the token weights
-        calculate_per_token_loss=True,
-    )
-    layers = layer_specs(config, spec.layers, vp_stage)
+    config = TransformerConfig(**_shape(a), **_expert_settings(a, spec), **_layout(spec), **_arithmetic(spec))
     rope = {"rotary_base": a.rope_theta, "rope_scaling": a.rope_factor is not None}
     if a.rope_factor is not None:
         rope["rope_scaling_factor"] = a.rope_factor
+    value_head = spec.head == "value"
     return Decoder(
         config,
-        layers,
+        layer_specs(config, spec.layers, vp_stage),
         vocab_size=a.vocab_padded(spec.tp),
         max_sequence_length=a.positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

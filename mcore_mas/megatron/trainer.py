@@ -52,8 +52,8 @@ class MegatronTrainer:
         self.architecture = read_architecture(Path(spec.model))
         self.architecture.check_layout(spec.tp, spec.pp, spec.vpp, dp=spec.dp, ep=spec.ep, sp=spec.sp, cp=spec.cp)
         check_layers(spec.layers)
-        if spec.lora is not None and self.architecture.experts is not None:
-            raise ModelError("lora: adapters on a mixture of experts are not supported; use lora: null")
+        if spec.lora is not None:
+            self.architecture.check_adapters(spec.lora.targets)
         stages = [
             build_model(self.architecture, spec, vp_stage if spec.vpp > 1 else None).to(parallel.device())
             for vp_stage in range(spec.vpp)

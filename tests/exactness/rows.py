@@ -59,6 +59,7 @@ FEEDS: dict[str, Callable[[list[Sample], int, Shares], list[Microbatch]]] = {
     "permuted": lambda samples, max_tokens, shares: pack(samples[::-1], max_tokens, shares),
 }
 
+_ATTENTION: tuple[Projection, ...] = ("q", "k", "v", "o")
 _ALL = {"tp": 2, "pp": 2, "sp": True}
 
 ROWS = (
@@ -128,6 +129,42 @@ ROWS = (
         layout={"dp": 2, "ep": 2, "distributed_optimizer": True},
         ci=False,
     ),
+    Row(name="Qwen3-MoE, recompute", family="qwen3_moe", layout={"recompute": True}, ci=False),
+    Row(name="Qwen3-MoE, PP2 × 2 stages", family="qwen3_moe", layout={"pp": 2, "vpp": 2}, ci=False),
+    Row(
+        name="Qwen3-MoE, PP2 × DP2 × EP2 + distributed optimizer",
+        family="qwen3_moe",
+        layout={"pp": 2, "dp": 2, "ep": 2, "distributed_optimizer": True},
+        ci=False,
+    ),
+    Row(
+        name="Qwen3-MoE, TP2 × DP2 × EP2 + SP",
+        family="qwen3_moe",
+        layout={"tp": 2, "dp": 2, "ep": 2, "sp": True},
+        ci=False,
+    ),
+    Row(
+        name="Qwen3-MoE, DP2 × EP2 + distributed optimizer, overlap",
+        family="qwen3_moe",
+        layout={"dp": 2, "ep": 2, "distributed_optimizer": True, "overlap": True, "bucket": 10_000},
+        ci=False,
+    ),
+    Row(name="Qwen3-MoE, CP2", family="qwen3_moe", layout={"cp": 2}, max_tokens=1000, ci=False),
+    Row(name="Qwen3-MoE, CP2 × EP2", family="qwen3_moe", layout={"cp": 2, "ep": 2}),
+    Row(
+        name="Qwen3-MoE, CP2 × DP2 × EP2 + distributed optimizer",
+        family="qwen3_moe",
+        layout={"cp": 2, "dp": 2, "ep": 2, "distributed_optimizer": True},
+        ci=False,
+    ),
+    Row(
+        name="Qwen3-MoE, LoRA on q, k, v, o, TP2 × DP2 × EP2 + SP",
+        family="qwen3_moe",
+        lora=_ATTENTION,
+        layout={"tp": 2, "dp": 2, "ep": 2, "sp": True},
+        ci=False,
+    ),
+    Row(name="Qwen3-MoE critic, DP2 × EP2", family="qwen3_moe", critic=True, layout={"dp": 2, "ep": 2}, ci=False),
     Row(name="nothing shared", feed="linear", max_tokens=1000, ci=False),
     Row(name="trees of depth 3", deep=True, max_tokens=1000, ci=False),
     Row(name="trees of depth 3, cut to at most 48 tokens", deep=True, max_tokens=48, ci=False),
@@ -273,7 +310,7 @@ def measure(rows: Sequence[Row], folder: Path) -> list[Errors]:
         if task not in expected:
             model = _model(row, folder)
             loaded[row.model] = reference.tensors(model)
-            model.double()  # in float32 the reference is as far from this as what is measured
+            reference.to_double(model)  # in float32 it is as far from this as what is measured
             loss_of = reference.value_loss_of if row.critic else reference.loss_of
             expected[task] = reference.train(model, samples_of(row), STEPS, ranks.LR, loss_of)
         start = torch.load(folder / str(number) / "start.pt", weights_only=True)

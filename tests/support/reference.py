@@ -1,13 +1,16 @@
 """A Hugging Face model trained by plain torch: what every Megatron layout must reproduce."""
 
+import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 
 from mcore_mas.samples import Sample
 from tests.support import lora
@@ -253,3 +256,33 @@ def compare(out: Path, expected: list[dict]) -> None:
         for name, parameter in want["parameters"].items():
             gap = (weights[name] - parameter).abs().max() / parameter.abs().max()
             assert gap < 2e-6, f"step {step}, {name}: {gap:.1e}"
+
+
+class _Wide(TorchFunctionMode):
+    """What asks for float32 gets float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        def widened(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if func is torch.Tensor.float:
+            return args[0].double()
+        return func(*map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()})
+
+
+def to_double(model: transformers.PreTrainedModel) -> None:
+    """Have a model compute in float64, its norms and routers too, which cast to float32 whatever the model's type is.
+
+    Rotary angles stay float32: they are part of what a model is.
+    """
+    model.double()
+    for module in model.modules():
+        if type(module).__name__.endswith(("RMSNorm", "Router")):
+            module.forward = functools.partial(_widely, module.forward)
+
+
+def _widely(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _Wide():
+        return forward(*args, **kwargs)

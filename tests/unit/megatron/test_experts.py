@@ -35,8 +35,11 @@ def test_configs_of_transformers_4_and_5_say_the_same() -> None:
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({"dp": 3, "ep": 3}, r"ep: 3 must divide the model's 8 experts, and dp: 3, .*; valid here: \[1\], nearest: 1"),
-        ({"dp": 4, "ep": 8}, r"ep: 8 must divide the model's 8 experts, and dp: 4, .* \[1, 2, 4\], nearest: 4"),
+        (
+            {"dp": 3, "ep": 3},
+            r"ep: 3 must divide the model's 8 experts, and dp · cp: 3, .*; valid here: \[1\], nearest",
+        ),
+        ({"dp": 4, "ep": 8}, r"ep: 8 must divide the model's 8 experts, and dp · cp: 4, .* \[1, 2, 4\], nearest: 4"),
         ({"tp": 2}, "tp: 2 on a mixture of experts cuts by sequence too; use sp: true, or tp: 1"),
     ],
 )
@@ -50,6 +53,17 @@ def test_layouts_that_can_are_not() -> None:
     experts = Experts.of(CONFIG)
     assert experts.refusal(tp=2, dp=4, ep=4, sp=True) is None
     assert experts.refusal(tp=1, dp=3, ep=1, sp=False) is None
+    # 2 · 2 ranks hold tokens of their own
+    assert experts.refusal(tp=1, dp=2, cp=2, ep=4, sp=False) is None
+
+
+def test_adapters_are_of_attention_alone() -> None:
+    experts = Experts.of(CONFIG)
+    assert experts.adapter_refusal(("q", "v")) is None
+    assert experts.adapter_refusal(("q", "up", "down")) == (
+        "lora.targets: up, down of a mixture of experts are its experts', which take no adapters; "
+        "use targets: [q, k, v, o], or some of them"
+    )
 
 
 def test_a_router_that_cannot_learn_is_refused() -> None:

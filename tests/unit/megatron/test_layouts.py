@@ -19,6 +19,7 @@ READ = {
 }
 SHARED_OUT = {"dp": 2, "ep": 2, "distributed_optimizer": True}  # experts
 READ_EXPERTS = {"one rank": {}, "TP2 + SP": {"tp": 2, "sp": True}, "the same": SHARED_OUT}
+HALF_EXPERTS = SHARED_OUT | {"bf16": True}
 HALF = {"tp": 2, "dp": 2, "distributed_optimizer": True, "bf16": True}
 
 
@@ -44,6 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job(ranks.train, HALF, "half", max_tokens=64)
     job(ranks.resume, HALF, "half resumed", checkpoint=folder / "half/checkpoint", steps=STEPS - 1)
     job(ranks.train, SHARED_OUT, "experts", model="mixture", max_tokens=64)
+    job(ranks.train, HALF_EXPERTS, "half experts", model="mixture", max_tokens=64)
     for name, layout in READ_EXPERTS.items():
         checkpoint = folder / "experts/checkpoint"
         job(ranks.resume, layout, f"experts {name}", model="mixture", checkpoint=checkpoint, steps=STEPS - 1)
@@ -93,6 +95,16 @@ def test_bfloat16_resumes_to_the_bit_from_its_float32_master_weights(runs: Path)
     for parameter, tensor in unbroken.items():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(resumed[parameter], tensor), parameter
+        assert torch.allclose(tensor.float(), exact[parameter], rtol=2**-7, atol=5e-3), parameter
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+def test_a_mixture_in_bfloat16_stays_near_the_one_in_float32(runs: Path) -> None:
+    exact, half = (load(runs / f"{out}/weights_{STEPS - 1}.pt") for out in ("experts", "half experts"))
+    assert set(half) == set(exact)
+    for parameter, tensor in half.items():
+        assert tensor.dtype == torch.bfloat16
         assert torch.allclose(tensor.float(), exact[parameter], rtol=2**-7, atol=5e-3), parameter
 
 
