@@ -130,6 +130,11 @@ class Checkpoints:
         """Whether the state after `step` steps is saved."""
         return (self._folder / _name(step)).is_dir()
 
+    def rate(self, step: int, metric: float) -> None:
+        """Write down the metric of a checkpoint that was saved without one."""
+        path = self._folder / _name(step) / _MANIFEST
+        write_json(path, json.loads(path.read_text()) | {"metric": metric})
+
     def is_best(self, metric: float) -> bool:
         """Whether a checkpoint with this metric would be kept for it."""
         kept = self._by_metric()[: self._best]

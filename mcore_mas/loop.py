@@ -53,7 +53,10 @@ async def train_steps(run: Run, first: int, unreported: Mapping[str, float] | No
         asyncio.get_running_loop().add_signal_handler(number, told.set)
     try:
         if unreported is not None:
-            await _finish(run, told, first - 1, dict(unreported))
+            metrics = dict(unreported)
+            await _finish(run, told, first - 1, metrics)
+            if _BEST_BY in metrics:
+                run.checkpoints.rate(first, metrics[_BEST_BY])
         elif first == 0 and run.validation:
             start = await _unless(told, _validate(run))
             if start is None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.envs.games import GAMES
+from rollout.envs.games.game import BadPuzzle
 from rollout.envs.games.picture import picture
-from rollout.orchestras.game_team import parse_decided
+from rollout.orchestras.game_team import parse_decided, parse_listed
 from rollout.records import RecordError, Task, Trajectory, read_tasks, read_trajectories
 
 
@@ -33,7 +34,7 @@ def draw(file: Path, out: Path, *, index: int = 0, trajectory_id: str | None = N
             raise RecordError(f"{file}: no trajectory {trajectory_id or index}; it holds {len(trajectories)}")
         targets = {out: chosen[0]}
     else:
-        targets = {out / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', t.id)}.svg": t for t in trajectories}
+        targets = {out / file_name(t): t for t in trajectories}
     for path, trajectory in targets.items():
         drawing = picture(_task(file, trajectory, tasks), actions_of(trajectory))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,10 +42,35 @@ def draw(file: Path, out: Path, *, index: int = 0, trajectory_id: str | None = N
     return list(targets)
 
 
+def drawing(task: Task, trajectory: Trajectory) -> str | None:
+    """The picture of a trajectory of `task`; None of what is no game."""
+    if task.env not in GAMES:
+        return None
+    try:
+        return picture(task, actions_of(trajectory))
+    except BadPuzzle:  # nobody could play it either
+        return None
+
+
+def file_name(trajectory: Trajectory) -> str:
+    """Of its picture."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '_', trajectory.id)}.svg"
+
+
 def actions_of(trajectory: Trajectory) -> list[str]:
-    """What was done in each step of a game: what the last turn before it decided, "" where that was malformed."""
+    """What was done in each step of a game, "" where nothing was.
+
+    That is what the last turn before the step decided, or what the program that it wrote printed.
+    """
     last = {turn.round: turn for turn in trajectory.path}
-    return [(parse_decided(turn.text) or "") if turn.valid else "" for _, turn in sorted(last.items())]
+    printed = {
+        (event.node, event.after_turn): "" if event.failed else parse_listed(event.result) for event in trajectory.tools
+    }
+    done = []
+    for _, turn in sorted(last.items()):
+        decided = printed.get((turn.node, turn.index), parse_decided(turn.text))
+        done.append((decided or "") if turn.valid else "")
+    return done
 
 
 def _task(file: Path, trajectory: Trajectory, tasks: dict[str, Task]) -> Task:

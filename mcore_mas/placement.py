@@ -16,6 +16,8 @@ from mcore_mas.config import RunConfig
 
 Pool = Literal["shared", "split"]
 Kind = Literal["GPU", "CPU"]
+Part = Literal["trainer", "critic", "engine"]
+Place = tuple[str, Part]  # policy, part
 Options = dict[str, Any]  # of a Ray actor
 
 _WAIT_S = 60.0
@@ -31,8 +33,40 @@ class Tenant:
     """Processes that meet in one group and need a device each."""
 
     policy: str
-    part: Literal["trainer", "critic", "engine"]
+    part: Part
     devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The devices of this machine that a run takes."""
+
+    kind: Kind
+    pool: Pool
+    tenants: Sequence[Tenant]
+    devices: int
+
+    @property
+    def cpus(self) -> int:
+        """How many CPUs Ray is told of; its GPUs it counts itself."""
+        return self.devices if self.kind == "CPU" else 1
+
+    def place(self) -> dict[Place, list[Options]]:
+        """`place` for these tenants."""
+        return place(self.tenants, self.pool, self.kind)
+
+
+def room_for(config: RunConfig) -> Room:
+    """Room for everything of a run, on what this machine computes on.
+
+    Raises:
+        PlacementError: it has too few devices.
+    """
+    kind, pool = kind_here(), config.cluster.pool
+    tenants = tenants_of(config, kind)
+    devices = devices_here(kind, config.cluster.cpus or needed(tenants, pool))
+    check_fits(tenants, pool, kind, devices)
+    return Room(kind=kind, pool=pool, tenants=tenants, devices=devices)
 
 
 def kind_here() -> Kind:
@@ -105,7 +139,7 @@ def strategies(groups: Sequence[int], nodes: Sequence[int]) -> list[str]:
     return found
 
 
-def place(tenants: Sequence[Tenant], pool: Pool, kind: Kind) -> dict[tuple[str, str], list[Options]]:
+def place(tenants: Sequence[Tenant], pool: Pool, kind: Kind) -> dict[Place, list[Options]]:
     """Set devices aside in the running Ray; gives actor options for every process, by policy and part.
 
     Raises:
@@ -120,7 +154,7 @@ def place(tenants: Sequence[Tenant], pool: Pool, kind: Kind) -> dict[tuple[str, 
         part = _FINEST // len(tenants) / _FINEST
         return {(t.policy, t.part): [_options(group, i, kind, part) for i in range(t.devices)] for t in tenants}
     largest_first = sorted(tenants, key=lambda tenant: -tenant.devices)
-    found = {}
+    found: dict[Place, list[Options]] = {}
     for t, strategy in zip(largest_first, strategies([t.devices for t in largest_first], nodes), strict=True):
         group = _group(t.devices, strategy, kind)
         found[t.policy, t.part] = [_options(group, i, kind, 1) for i in range(t.devices)]

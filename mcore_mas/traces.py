@@ -1,4 +1,7 @@
-"""Trajectories as MLflow traces: a span for every turn and every tool call, at the times when they happened."""
+"""Trajectories as MLflow traces: a span for every turn and every tool call, at the times when they happened.
+
+Where a trajectory has a picture, the run has it as an artifact.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, zip_longest
 from typing import Any
 
+from mcore_mas.pictures import file_name
 from rollout.records import Group, Status, ToolEvent, Trajectory, Turn
 
 Place = tuple[str, str, int]  # trajectory, node, turn
+Draw = Callable[[Trajectory], str | None]  # its picture as SVG, None without one
 _EXPORTER = "mlflow.tracing.export.mlflow_v3"  # whose log is the only place where it says that a trace was refused
 
 
@@ -23,16 +28,18 @@ class Traces:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="traces")
         self._refused = False
 
-    def send(self, trajectories: Sequence[Trajectory], advantages: Mapping[Place, float]) -> None:
+    def send(
+        self, trajectories: Sequence[Trajectory], advantages: Mapping[Place, float], draw: Draw = lambda _: None
+    ) -> None:
         """Have `trajectories` written, and return at once."""
         for trajectory in trajectories:
-            self._thread.submit(self._write, trajectory, advantages)
+            self._thread.submit(self._write, trajectory, advantages, draw)
 
     def close(self) -> None:
         """Wait for what is being written."""
         self._thread.shutdown()
 
-    def _write(self, trajectory: Trajectory, advantages: Mapping[Place, float]) -> None:
+    def _write(self, trajectory: Trajectory, advantages: Mapping[Place, float], draw: Draw) -> None:
         if self._refused:
             return
         import mlflow
@@ -43,6 +50,9 @@ class Traces:
         try:
             mlflow.set_tracking_uri(self._uri)
             write(trajectory, advantages, self._experiment_id, self._run_id)
+            if picture := draw(trajectory):
+                place = f"pictures/step_{trajectory.step:06d}/{file_name(trajectory)}"
+                mlflow.MlflowClient(self._uri).log_text(self._run_id, picture, place)
         except Exception as error:  # whatever a store may raise: a trace is worth no training
             said.lines.append(f"{type(error).__name__}: {error}")
         finally:

@@ -23,6 +23,7 @@ class Journal:
     def __init__(self, path: Path, first_step: int) -> None:
         """Continue `path` at `first_step`; rows of steps that will be taken again are dropped."""
         self._path = path
+        self._last = -2  # step of the last row
         kept = []
         if path.is_file():
             for line in path.read_text().splitlines():
@@ -32,10 +33,14 @@ class Journal:
                     continue  # the line that was being written when the process was killed
                 if row["step"] < first_step:
                     kept.append(line)
+                    self._last = row["step"]
         write_text(path, "".join(f"{line}\n" for line in kept))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one step."""
+        """Append one step, once: a run that was stopped right after it had made up a validation makes it up again."""
+        if step <= self._last:
+            return
+        self._last = step
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
             file.flush()
@@ -68,7 +73,11 @@ class Tracker:
         with _one_at_a_time(uri):  # the first client of a new sqlite store writes its tables
             self._client = MlflowClient(tracking_uri=uri)
             found = self._client.get_experiment_by_name(experiment)
-            experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
+            experiment_id = (
+                found.experiment_id
+                if found
+                else self._client.create_experiment(experiment, artifact_location=_beside(uri, experiment))
+            )
         self.experiment_id: str = experiment_id
         if run_id is not None:
             try:
@@ -112,12 +121,24 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return rows
 
 
+def _beside(uri: str, experiment: str) -> str | None:
+    """Where an experiment's artifacts go: next to a local sqlite store, not where the process happens to be started."""
+    path = _sqlite(uri)
+    return None if path is None else str(path.absolute().parent / "mlflow-artifacts" / experiment)
+
+
+def _sqlite(uri: str) -> Path | None:
+    """The file of a local sqlite store, None of any other."""
+    scheme, _, path = uri.partition(":///")
+    return Path(path) if scheme == "sqlite" else None
+
+
 class _one_at_a_time:  # noqa: N801  (used as a `with` verb)
     """Exclusive access to a local sqlite store, across processes; other stores look after themselves."""
 
     def __init__(self, uri: str) -> None:
-        scheme, _, path = uri.partition(":///")
-        self._path = Path(f"{path}.lock") if scheme == "sqlite" else None
+        store = _sqlite(uri)
+        self._path = store and store.with_name(f"{store.name}.lock")
 
     def __enter__(self) -> None:
         if self._path is not None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,31 +15,25 @@ import ray
 from mcore_mas.checkpoint import Checkpoints, Saved
 from mcore_mas.config import ConfigError, RunConfig
 from mcore_mas.core.kl import AdaptiveKL
-from mcore_mas.credit import by_place
 from mcore_mas.files import owned, writable, write_json
 from mcore_mas.handover import hand_over
 from mcore_mas.identity import identity_of
 from mcore_mas.layouts import check_layouts
+from mcore_mas.logbook import open_logbook
 from mcore_mas.loop import train_steps
 from mcore_mas.megatron.gang import Gang
-from mcore_mas.placement import Options, check_fits, devices_here, kind_here, needed, place, tenants_of
-from mcore_mas.progress import Reporter
+from mcore_mas.placement import Options, Part, Place, room_for
 from mcore_mas.reaper import reaped
-from mcore_mas.run import Run, Stopped
-from mcore_mas.samples import Sample
+from mcore_mas.run import Run
 from mcore_mas.schedule import Schedule
 from mcore_mas.specs import critic_spec, policy_spec
-from mcore_mas.traces import Traces, chosen
-from mcore_mas.tracking import Journal, Tracker
 from mcore_mas.voices import close_engines, make_engines, make_players, open_remotes
 from mcore_mas.world import world
 from rollout.build import build_orchestra, build_team
 from rollout.coach import Coach
 from rollout.engines.protocol import TrainedEngine
-from rollout.records import Group, read_tasks
+from rollout.records import Task, read_tasks
 from rollout.watchdog import Watchdog
-
-_SHOWN = {"reward": "reward/mean", "accuracy": "validation/accuracy", "tokens/s": "time/tokens_per_s"}
 
 
 def train(config_path: Path) -> None:
@@ -56,66 +49,34 @@ def train(config_path: Path) -> None:
     config = RunConfig.load(config_path)
     folder = writable(config.folder / "train")
     check_layouts(config)  # before any process starts
-    kind, pool = kind_here(), config.cluster.pool
-    tenants = tenants_of(config, kind)
-    devices = devices_here(kind, config.cluster.cpus or needed(tenants, pool))
-    check_fits(tenants, pool, kind, devices)
-    tasks = {split: read_tasks(config.folder / "tasks" / f"{split}.parquet") for split in ("train", "validation")}
-    if config.trainer.keep_best and not tasks["validation"]:
-        raise ConfigError("trainer.keep_best goes by validation accuracy, but there are no validation tasks; add some")
-    schedule = Schedule(tasks["train"], config.trainer.tasks_per_step, config.seed)
+    room = room_for(config)
+    tasks = _tasks(config)
     with ExitStack() as stack:
         stack.enter_context(owned(folder))
-        checkpoints = Checkpoints(
-            folder / "checkpoints",
-            identity_of(config),
-            keep=config.trainer.keep_checkpoints,
-            best=config.trainer.keep_best,
-        )
+        checkpoints = _checkpoints(config, folder)
         warnings: list[str] = []
         found = checkpoints.newest(warnings.append)  # before any process starts: this may refuse to go on
-        make_env = stack.enter_context(world(config, "train/retriever"))
-        # before any child process: its key leaves the environment
+        first, saved = (found.step, found.state) if found else (0, {})
+        # before any child process: their keys leave the environment
         coach = Coach.open(config.coach, folder / "coach") if config.coach else None
         remotes = open_remotes(config, folder / "remotes")
-        stack.enter_context(_ray(config, devices if kind == "CPU" else 1))
-        places = place(tenants, pool, kind)
-        trainers = {name: _gang(name, config, places[name, "trainer"]) for name in config.trained}
-        critics = {
-            name: _critic(name, config, places[name, "critic"])
-            for name in config.trained
-            if config.policies[name].critic
-        }
-        engine_places = {name: places[name, "engine"] for name in config.models if (name, "engine") in places}
+        make_env = stack.enter_context(world(config, "train/retriever"))
+        stack.enter_context(_ray(config, room.cpus))
+        places = room.place()
+        trainers = _gangs("trainer", config, places)
+        critics = _gangs("critic", config, places)
+        engine_places = {policy: options for (policy, part), options in places.items() if part == "engine"}
         engines = make_engines(config, config.models, folder / "engines", trained=True, places=engine_places)
         stack.callback(close_engines, engines)
-        first = found.step if found else 0
-        reporter = stack.enter_context(Reporter(f"{config.run} train", config.trainer.steps, first))
-        for warning in warnings:
-            reporter.note(warning)
-        if found:
-            reporter.note(f"continuing from {found.folder}")
-        tracker = stack.enter_context(_tracker(config, config_path, found.state["mlflow_run"] if found else None))
-        journal = Journal(folder / "metrics.jsonl", first)
-
-        traces = stack.enter_context(
-            closing(Traces(config.tracking.uri, tracker.experiment_id, tracker.run_id, reporter.note))
-        )
-
-        def trace(groups: Sequence[Group], samples: Sequence[Sample]) -> None:
-            traces.send(chosen(groups, config.tracking.traces), by_place(samples))
-
-        def report(step: int, metrics: Mapping[str, float]) -> None:
-            journal.log(step, metrics)
-            tracker.log(step + 1, metrics)
-            reporter.step(step + 1, {label: metrics[name] for label, name in _SHOWN.items() if name in metrics})
-
+        log = stack.enter_context(open_logbook(config, config_path, first, saved.get("mlflow_run")))
+        for line in (*warnings, *([f"continuing from {found.folder}"] if found else ())):
+            log.note(line)
         run = Run(
             config=config,
             team=build_team(config.agents, {**make_players(config, engines, config.models), **remotes}),
             orchestra=build_orchestra(config.orchestra),
             make_env=make_env,
-            schedule=schedule,
+            schedule=Schedule(tasks["train"], config.trainer.tasks_per_step, config.seed),
             validation=tuple(tasks["validation"]),
             trainers=trainers,
             critics=critics,
@@ -125,24 +86,50 @@ def train(config_path: Path) -> None:
             checkpoints=checkpoints,
             trajectories=folder / "trajectories",
             models=folder / "models",
-            report=report,
-            trace=trace,
-            kl=_controllers(config, found.state["kl"] if found else {}),
-            tracking_run=tracker.run_id,
+            report=log.report,
+            trace=log.trace,
+            kl=_controllers(config, saved.get("kl", {})),
+            tracking_run=log.tracking_run,
             handed={name: [first] for name in trainers},
-            watchdog=Watchdog(config.collection.stall_s, reporter.note) if config.collection.stall_s else None,
+            watchdog=Watchdog(config.collection.stall_s, log.note) if config.collection.stall_s else None,
         )
-        written = asyncio.run(_coached(run, found, reporter.note))
-        policies = {
-            name: str(run.models / name) if name in trainers else model for name, model in config.models.items()
-        }
-        done = {
-            "policies": policies,
-            "steps": config.trainer.steps,
-            "policies_of_step": written.step if written else config.trainer.steps,
-            "mlflow_run": tracker.run_id,
-        }
-        write_json(folder / "done.json", done)
+        written = asyncio.run(_coached(run, found, log.note))
+        write_json(folder / "done.json", _done(run, written))
+
+
+def _tasks(config: RunConfig) -> dict[str, list[Task]]:
+    tasks = {split: read_tasks(config.folder / "tasks" / f"{split}.parquet") for split in ("train", "validation")}
+    if config.trainer.keep_best and not tasks["validation"]:
+        raise ConfigError("trainer.keep_best goes by validation accuracy, but there are no validation tasks; add some")
+    return tasks
+
+
+def _checkpoints(config: RunConfig, folder: Path) -> Checkpoints:
+    keep, best = config.trainer.keep_checkpoints, config.trainer.keep_best
+    return Checkpoints(folder / "checkpoints", identity_of(config), keep=keep, best=best)
+
+
+def _gangs(part: Part, config: RunConfig, places: Mapping[Place, Sequence[Options]]) -> dict[str, Gang]:
+    """By policy, the ranks of those that have this part."""
+    spec_of, suffix = {"trainer": (policy_spec, ""), "critic": (critic_spec, "-critic")}[part]
+    threads = config.cluster.threads_per_process
+    return {
+        name: Gang(f"{name}{suffix}", spec_of(name, config), threads=threads, places=places[name, part])
+        for name in config.trained
+        if (name, part) in places
+    }
+
+
+def _done(run: Run, written: Saved | None) -> dict[str, Any]:
+    """What evaluation and export need to know of a finished run: its model folders, and which step's they are."""
+    config = run.config
+    trained = {name: str(run.models / name) for name in run.trainers}
+    return {
+        "policies": {**config.models, **trained},
+        "steps": config.trainer.steps,
+        "policies_of_step": written.step if written else config.trainer.steps,
+        "mlflow_run": run.tracking_run,
+    }
 
 
 async def _coached(run: Run, found: Saved | None, told: Callable[[str], None]) -> Saved | None:
@@ -186,14 +173,6 @@ async def _resend(trainer: Gang, engine: TrainedEngine) -> None:
     await hand_over(trainer, engine, engine.version)
 
 
-def _gang(name: str, config: RunConfig, places: Sequence[Options]) -> Gang:
-    return Gang(name, policy_spec(name, config), threads=config.cluster.threads_per_process, places=places)
-
-
-def _critic(name: str, config: RunConfig, places: Sequence[Options]) -> Gang:
-    return Gang(f"{name}-critic", critic_spec(name, config), threads=config.cluster.threads_per_process, places=places)
-
-
 def _controllers(config: RunConfig, saved: Mapping[str, Mapping[str, float]]) -> dict[str, AdaptiveKL]:
     """The adaptive KL coefficient of each trained policy, as a checkpoint has it or from the start."""
     kl = config.loss.kl
@@ -233,24 +212,3 @@ def _started(config: RunConfig, cpus: int) -> Any:
             if last or "timed out during startup" not in str(error):
                 raise
     raise AssertionError
-
-
-@contextmanager
-def _tracker(config: RunConfig, config_path: Path, run_id: str | None) -> Iterator[Tracker]:
-    tracker = Tracker(
-        config.tracking.uri,
-        config.tracking.experiment,
-        run=config.run,
-        params=config.model_dump(mode="json"),
-        tags={"config_sha256": hashlib.sha256(config_path.read_bytes()).hexdigest()},
-        run_id=run_id,
-    )
-    try:
-        yield tracker
-    except (KeyboardInterrupt, Stopped):
-        tracker.finish("KILLED")
-        raise
-    except BaseException:
-        tracker.finish("FAILED")
-        raise
-    tracker.finish("FINISHED")

@@ -2,17 +2,23 @@
 
 import json
 import math
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 
+from mcore_mas.config import RunConfig
+from mcore_mas.evaluate import policy_models
 from mcore_mas.export import export
+from mcore_mas.files import sha256
 from mcore_mas.train import train
-from rollout.records import read_trajectories
+from rollout.engines.embedded import EmbeddedEngine
+from rollout.records import Turn, read_trajectories
 from tests.support.chat_server import Response, chat_server, says
+from tests.support.replay import sample_again
 from tests.support.run_folder import make_run
 
 SETTINGS = [
@@ -64,13 +70,19 @@ CREDIT = {
         "+trainer.alternate={order: [solver, verifier]}",
         "+loss.kl={coef: 0.1}",
     ],
-    # collection a step ahead, by the weights before, corrected for it; the slowest of each group are given up
+    # collection a step ahead, by the weights before, corrected for it; the slowest of each group are given up, and what
+    # is written in the end are the best step's weights
     "ahead": [
         "+trainer.staleness=1",
         "+trainer.oversample=1.5",
         "+loss.correction={name: icepop}",
         "+policies.solver.max_in_flight=3",
         "+tracking.traces=2",
+        "+engine.deterministic=true",
+        "trainer.validate_every=1",
+        "+trainer.keep_checkpoints=1",
+        "+trainer.keep_best=1",
+        "+trainer.final=best",
     ],
     # trees of branches, a policy that is frozen
     "trees": ["recipe=at_grpo", "+agents.verifier.loss_weight=0"],
@@ -78,14 +90,17 @@ CREDIT = {
 
 
 @pytest.fixture(params=sorted(CREDIT))
-def trained(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+def trained(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+    if request.param == "ahead":  # a random model gets nothing right: say that it was best after its first step
+        measured = iter([(0.0, 1.0), (1.0, 1.0), (0.5, 1.0)])
+        monkeypatch.setattr("mcore_mas.loop.success", lambda groups: next(measured))
+
     def judge(body: dict, number: int) -> Response:
         return says("I cannot say." if number % 3 == 2 else f"PROCESS_SCORE: {number % 10}")
 
     with chat_server(judge) as server:
         url = [f"coach.url={server.url}"] if request.param == "coach" else []
         run = make_run(tmp_path, *SETTINGS, *CREDIT[request.param], *url)
-        ray.shutdown()  # a Ray that another test left up is not this run's
         train(run / "config.yaml")
     return request.param, run / "train"
 
@@ -107,6 +122,7 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
         assert last["policy/solver/kl_coef"] < 0.1
         assert checkpoint["state"]["kl"]["solver"]["coefficient"] < last["policy/solver/kl_coef"]
         assert first["agent/solver/critic/value_error_squared"] > 0
+        assert first["agent/solver/critic/explained_variance"] < 1
         assert "solver.critic/rank_00000.safetensors" in checkpoint["files"]
         assert first["policy/solver/critic/grad_norm"] > 0
     if kind == "gspo":
@@ -140,6 +156,8 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
         assert behind and "agent/solver/correction_weight" in last
         assert first["rollout/aborted"] == 2.0
         assert first["policy/solver/grad_norm"] > 0
+        check_best(folder, [row["validation/accuracy"] for row in rows])
+        check_repeated(folder, [turn for step in turns for turn in step])
     if kind == "trees":
         trajectories = read_trajectories(folder / "trajectories" / "step_000000.parquet")
         assert len(trajectories) == 4  # two trees of each task
@@ -178,6 +196,39 @@ def check_lora(folder: Path, steps: list[dict]) -> None:
             assert b.any(), name
             assert torch.allclose(merged[f"{name}.weight"], base[f"{name}.weight"] + scale * b @ a, atol=1e-7), name
         assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+
+
+def check_best(folder: Path, accuracy: list[float]) -> None:
+    """The finished policies, which evaluation uses, are to the bit those of the step that validated best."""
+    assert accuracy == [0.0, 1.0, 0.5]  # at the start, and after each step
+    done = json.loads((folder / "done.json").read_text())
+    assert (done["steps"], done["policies_of_step"]) == (2, 1)
+    evaluated = policy_models(RunConfig.load(folder.parent / "config.yaml"), "trained")
+    assert evaluated == {policy: folder / "models" / policy for policy in ("solver", "verifier")}
+    (folder / "done.json").unlink()  # from here on exports are of the newest checkpoint
+    to, notes = folder.parent.parent, []
+    export(folder.parent, "solver", to / "last", notes.append)
+    shutil.rmtree(folder / "checkpoints" / "step_000002")
+    for policy in evaluated:
+        export(folder.parent, policy, to / policy, notes.append)
+    sources = ["solver from step_000002", "solver from step_000001", "verifier from step_000001"]
+    assert [note.replace(f"{folder / 'checkpoints'}/", "") for note in notes] == sources
+    for policy, model in evaluated.items():
+        assert sha256(model / "model.safetensors") == sha256(to / policy / "model.safetensors")
+    assert sha256(to / "last" / "model.safetensors") != sha256(to / "solver" / "model.safetensors")
+
+
+def check_repeated(folder: Path, turns: list[Turn]) -> None:
+    """Each turn is sampled again to the bit: by the first model, by what training exported, or begun by the one."""
+    base = folder.parent / "base"
+    models = {0: lambda _: base, 1: lambda policy: folder.parent.parent / policy}
+    engine = EmbeddedEngine.from_folder(base, max_length=512, rows=1, deterministic=True)
+    for turn in turns:
+
+        def weights(version: int, policy: str = turn.policy) -> Iterable[tuple[str, torch.Tensor]]:
+            return load_file(models[version](policy) / "model.safetensors").items()
+
+        assert sample_again(engine, turn, weights) == (turn.completion_ids, turn.logprobs)
 
 
 def check_export(folder: Path) -> None:

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mcore_mas.cli import main
-from mcore_mas.pictures import actions_of, draw
+from mcore_mas.pictures import actions_of, draw, drawing
 from rollout.collect import collect
 from rollout.engines.scripted import ScriptedEngine
 from rollout.envs import ENVS
+from rollout.envs.games import GAMES
+from rollout.envs.games.game import GameEnv
+from rollout.envs.games.picture import picture
+from rollout.envs.games.plan_path import PlanPath
+from rollout.envs.protocol import ToolCall
 from rollout.orchestras import ORCHESTRAS
 from rollout.records import RecordError, Task, Trajectory, write_tasks, write_trajectories
 from rollout.tasks.games import SOURCES
 from rollout.tasks.games.source import draw_tasks
 from tests.support.casts import make_team
 
-SMALL = {"plan_path": {"size": 4}, "sokoban": {}, "sudoku": {"size": 4}}
-CELLS = {"plan_path": 16, "sokoban": 36, "sudoku": 16}
+SMALL = {
+    "plan_path": {"size": 4},
+    "sokoban": {},
+    "sudoku": {"size": 4},
+    "queens": {"size": 5, "given": 2},
+    "blocksworld": {"blocks": 4},
+}
+CELLS = {"plan_path": 16, "sokoban": 36, "sudoku": 16, "queens": 25}
 
 
 def played(task: Task, *replies: str, orchestra: str = "single") -> Trajectory:
@@ -34,11 +47,11 @@ def played(task: Task, *replies: str, orchestra: str = "single") -> Trajectory:
 
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[Path, list[Task]]:
-    """A run of three games, each solved after a reply without actions."""
+    """A run of every game, each solved after a reply without actions."""
     tasks = [draw_tasks(SOURCES[game](**options), 3, {"test": 1})[0] for game, options in SMALL.items()]
     write_tasks(tmp_path / "tasks" / "test.parquet", tasks)
     trajectories = [played(task, "no idea", f"I see.\n#### {task.answers[0]}") for task in tasks]
-    assert [trajectory.metrics["solved"] for trajectory in trajectories] == [1.0, 1.0, 1.0]
+    assert [trajectory.metrics["solved"] for trajectory in trajectories] == [1.0] * len(GAMES)
     file = tmp_path / "evaluation" / "base.parquet"
     write_trajectories(file, trajectories)
     return file, tasks
@@ -48,12 +61,71 @@ def boards(path: Path) -> list[ET.Element]:
     return [shape for shape in ET.fromstring(path.read_text()) if shape.tag.endswith("rect")]
 
 
+def signs(svg: str) -> list[Counter[str]]:
+    """What is written in the squares of each board, from left to right."""
+    texts = [(int(shape.get("x", "")), shape.text) for shape in ET.fromstring(svg) if shape.tag.endswith("text")]
+    lefts = sorted({int(shape.get("x", "")) for shape in ET.fromstring(svg) if shape.tag.endswith("rect")})
+    firsts = [left for left in lefts if left - 24 not in lefts]  # boards are apart, their squares of 24 pixels are not
+    return [
+        Counter(sign for x, sign in texts if first < x < until)
+        for first, until in zip(firsts, [*firsts[1:], 10**6], strict=True)
+    ]
+
+
 def test_every_solved_game_of_a_file_is_drawn_into_a_folder(run: tuple[Path, list[Task]]) -> None:
     file, tasks = run
     paths = draw(file, file.parent / "pictures")
     assert [path.name for path in paths] == [f"0_{task.id.replace('/', '_')}_0.svg" for task in tasks]
     for path, task in zip(paths, tasks, strict=True):
-        assert len(boards(path)) == 3 * CELLS[task.env]  # at the start, after nothing, solved
+        before, still, solved = signs(path.read_text())  # at the start, after nothing, solved
+        assert before == still
+        if task.env in CELLS:
+            assert len(boards(path)) == 3 * CELLS[task.env]
+        match task.env:
+            case "plan_path":  # the walker stands on the goal in the end
+                assert (before["S"], before["G"]) == (solved["S"], 1) == (1, 1)
+                assert solved["G"] == 0
+            case "sokoban":
+                assert before["@"] + before["+"] == solved["@"] + solved["+"] == 1
+                assert before["$"] + before["*"] == solved["*"] == before["."] + before["+"] + before["*"] == 1
+            case "sudoku":
+                assert 0 < sum(before[digit] for digit in "1234") < 16
+                assert solved == dict.fromkeys("1234", 4)
+            case "queens":
+                assert (before["Q"], solved["Q"]) == (2, 5)
+            case "blocksworld":
+                assert {block: before[block] for block in "ABCD"} == {block: solved[block] for block in "ABCD"}
+                assert sum(before[block] for block in "ABCD") == 4
+
+
+@pytest.mark.parametrize(
+    ("env", "prompt", "actions", "counted"),
+    [
+        ("plan_path", "S 1 1 G 1 3\nS . G", ["R", "R"], [{"S": 1, ".": 1, "G": 1}] * 2 + [{"S": 1, ".": 2}]),
+        (
+            "sokoban",
+            "# # # # # #\n# @ _ $ . #\n# # # # # #",
+            ["R R"],
+            [{"@": 1, "$": 1, ".": 1}, {"@": 1, "*": 1}],
+        ),
+        (
+            "sudoku",
+            "1 . 3 4\n3 4 1 .\n. 1 4 3\n4 3 . 1",
+            ["1 2 2"],
+            [{"1": 4, "3": 4, "4": 4, ".": 4}, {"1": 4, "2": 1, "3": 4, "4": 4, ".": 3}],
+        ),
+        ("queens", ". . . .\n. . . Q\n. . . .\n. . . .", ["2, 4, 1, 3"], [{"Q": 1, ".": 15}, {"Q": 4, ".": 12}]),
+        (
+            "blocksworld",
+            "now: A B | C\ngoal: C B A",
+            ["B C"],
+            [{"A": 1, "B": 1, "C": 1, ".": 1}] * 2,
+        ),
+    ],
+)
+def test_a_picture_by_hand(env: str, prompt: str, actions: list[str], counted: list[dict[str, int]]) -> None:
+    task = Task(id="t", prompt=prompt, answers=(), env=env, source="s", split="train")
+    assert signs(picture(task, actions)) == counted
 
 
 def test_the_command_draws_one(
@@ -68,6 +140,32 @@ def test_the_command_draws_one(
     assert len(boards(out)) == 3 * CELLS["sudoku"]
 
 
+def test_a_program_acts_by_what_it_prints() -> None:
+    async def run(program: str) -> ToolCall:
+        lost = "lost" in program
+        return ToolCall(tool="python", query=program, result="**Actions List**: R", failed=lost)
+
+    task = Task(id="t", prompt="S 1 1 G 1 3\nS . G", answers=("R R",), env="plan_path", source="s", split="train")
+    replies = [f"```python\n{program}\n```" for program in ("walk()", "lost()", "walk()")]
+    team = make_team(ScriptedEngine(lambda prompt, call: (*replies[call].encode(), 0)), {"player": "game_coder"})
+    alone = partial(ORCHESTRAS["single"], tool="program")
+
+    def make(_: Task) -> GameEnv:
+        return GameEnv(PlanPath(), max_turns=5, run=run)
+
+    [group] = asyncio.run(collect([task], team, make, alone, group_size=1, seed=1, step=0))
+    trajectory = group.trajectories[0]
+    assert actions_of(trajectory) == ["R", "", "R"]
+    assert [board["G"] for board in signs(drawing(task, trajectory) or "")] == [1, 1, 1, 0]
+
+
+def test_only_games_have_pictures() -> None:
+    trajectory = Trajectory(id="0/t/0", task_id="t", source="s", sample=0, step=0, turns=(), outcome=None)
+    task = Task(id="t", prompt="?", answers=("1",), env="math", source="s", split="train")
+    assert drawing(task, trajectory) is None
+    assert drawing(replace(task, env="sudoku"), trajectory) is None  # a puzzle that nobody could read
+
+
 def test_the_planner_is_who_acts() -> None:
     task = Task(id="t", prompt="S 1 1 G 1 3\nS . G", answers=("R R",), env="plan_path", source="s", split="train")
     replies = ("**Actions List**: L", "#### R", "**Actions List**: L", "no idea", "**Actions List**: L", "#### R")
@@ -78,7 +176,7 @@ def test_what_cannot_be_drawn_is_one_line(run: tuple[Path, list[Task]], tmp_path
     file, tasks = run
     with pytest.raises(RecordError, match=r"pictures are SVG"):
         draw(file, tmp_path / "x.png")
-    with pytest.raises(RecordError, match="no trajectory 9; it holds 3"):
+    with pytest.raises(RecordError, match="no trajectory 9; it holds 5"):
         draw(file, tmp_path / "x.svg", index=9)
     write_tasks(tmp_path / "tasks" / "test.parquet", tasks[1:])
     with pytest.raises(RecordError, match="is not among the run's tasks; pictures are of plan_path"):

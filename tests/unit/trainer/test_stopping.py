@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mcore_mas.checkpoint import Checkpoints, Identity
 from mcore_mas.loop import train_steps
 from mcore_mas.run import Run, Stopped
 from rollout.build import build_team
@@ -86,10 +87,13 @@ def test_a_step_whose_validation_was_abandoned_is_reported_after_it_was_made_up(
     with pytest.raises(Stopped, match="after step 2"):
         asyncio.run(train_steps(run, 0))
     assert [step for step, _ in rows] == [-1, 0]
+    assert manifest(run, 2)["metric"] is None
     unreported = manifest(run, 2)["state"]["unreported"]
     assert unreported["reward/mean"] == 1.0
     again = stuck(tmp_path, 10**9, rows, *settings, validation=1)
+    again = replace(again, checkpoints=Checkpoints(tmp_path / "checkpoints", Identity(run="r", models={}), keep=2))
     asyncio.run(train_steps(again, 2, unreported))
     assert [step for step, _ in rows] == [-1, 0, 1, 2, 3]
     assert rows[2][1] == {**unreported, "validation/accuracy": 1.0, "validation/valid_ratio": 1.0}
-    assert manifest(again, 4)["metric"] == 1.0
+    # the made-up validation counts when the best is looked for
+    assert [manifest(again, step)["metric"] for step in (2, 4)] == [1.0, 1.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import mlflow
 import pytest
@@ -87,6 +88,22 @@ def test_a_trajectory_is_a_trace_of_its_run_with_a_span_per_turn_and_tool(store)
     late = by_id["0/t/1"]
     assert late.info.state == "ERROR"
     assert next(s for s in late.data.spans if s.parent_id is None).outputs["error"] == "LateCall: gone"
+
+
+def test_a_trajectory_with_a_picture_has_it_among_the_runs_artifacts(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    uri, tracker = store
+    warnings: list[str] = []
+    traces = Traces(uri, tracker.experiment_id, tracker.run_id, warnings.append)
+    drawn = replace(PLAYED, id="7/path:1/0", step=7)
+    traces.send([drawn, PLAYED], {}, lambda played: "<svg/>" if played.step == 7 else None)
+    traces.close()
+    assert warnings == []
+    assert list(tmp_path.iterdir()) == []  # nothing where the process happens to be
+    client = MlflowClient(tracking_uri=uri)
+    (found,) = client.list_artifacts(tracker.run_id, "pictures/step_000007")
+    assert found.path == "pictures/step_000007/7_path_1_0.svg"
+    assert Path(client.download_artifacts(tracker.run_id, found.path)).read_text() == "<svg/>"
 
 
 def test_a_store_that_refuses_costs_one_warning(store):

@@ -1,0 +1,50 @@
+"""What a run writes down of its steps, over restarts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+from mcore_mas.logbook import Logbook
+from mcore_mas.tracking import Journal
+from rollout.records import Group, Task
+from tests.support.played import TASK, trajectory, turn
+
+
+def steps(path: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["x"]) for row in map(json.loads, path.read_text().splitlines())]
+
+
+def test_every_step_has_one_row_over_restarts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    journal = Journal(path, 0)
+    for step in (-1, 0, 1, 2):
+        journal.log(step, {"x": step})
+    with path.open("a") as file:
+        file.write('{"step": 3, "x"')  # killed
+    journal = Journal(path, 2)  # from the checkpoint after two steps
+    journal.log(1, {"x": 9.0})  # whose validation is made up a second time
+    journal.log(2, {"x": 5.0})
+    assert steps(path) == [(-1, -1), (0, 0), (1, 1), (2, 5.0)]
+
+
+def test_games_are_drawn_beside_their_traces() -> None:
+    sent: dict[str, str | None] = {}
+
+    class Traces:
+        def send(self, trajectories: Any, advantages: Any, draw: Any) -> None:
+            sent.update({trajectory.id: draw(trajectory) for trajectory in trajectories})
+
+    there: Any = SimpleNamespace(note=print, run_id="r")
+    book = Logbook(there, there, there, Traces(), traced=2)  # type: ignore[arg-type]
+    path = Task(id="p", prompt="S 1 1 G 1 3\nS . G", answers=("R R",), env="plan_path", source="s", split="train")
+    walked = trajectory(turn(0, text="#### R"), turn(1, text="#### R", round=1), id="0/p/0", task_id="p")
+    book.trace([Group(task=path, trajectories=(walked,)), Group(task=TASK, trajectories=(trajectory(),))], [])
+    assert sent["0/t/0"] is None  # mathematics
+    drawn = ElementTree.fromstring(sent["0/p/0"] or "")
+    walker = [shape.get("x") for shape in drawn if shape.text == "S"]
+    # three boards of three squares of 24 pixels, 16 apart: in the first square of the first, one further in each
+    assert walker == [str(16 + 12), str(16 + 72 + 16 + 24 + 12), str(16 + 2 * (72 + 16) + 48 + 12)]

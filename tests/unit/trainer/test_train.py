@@ -1,0 +1,73 @@
+"""What a run does before its processes start."""
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.config import ConfigError, RunConfig, resolve
+from mcore_mas.train import train
+from mcore_mas.world import world
+from rollout.remote import key as keys
+from tests.support.run_folder import make_run
+
+VARIABLE = "RUN_TEST_KEY"
+COACHED = ["coach=local", f"+coach.key_variable={VARIABLE}", "reward.name=coach"]
+
+
+class _NothingStarts(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "_taken", {})
+    monkeypatch.setenv(VARIABLE, "sk-0123456789abcdef")
+
+
+def test_keys_leave_the_environment_before_the_first_child_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {}
+
+    @contextmanager
+    def world(config, log):  # starts the retriever, the first process of a run
+        seen.update(os.environ)
+        raise _NothingStarts
+        yield
+
+    monkeypatch.setattr("mcore_mas.train.world", world)
+    run = make_run(tmp_path, *COACHED)
+    with pytest.raises(_NothingStarts):
+        train(run / "config.yaml")
+    assert seen
+    assert VARIABLE not in seen
+
+
+def test_a_retriever_elsewhere_is_asked_with_its_token(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    url = ["+retriever.url=http://127.0.0.1:9", f"+retriever.key_file={token}"]
+    with world(RunConfig.check(resolve(["experiment=demo_search", *url]), "a test"), "unused") as make_env:
+        client = make_env.keywords["retriever"]
+        assert client.url == "http://127.0.0.1:9"
+        assert client._headers == {"Authorization": "Bearer 0123456789abcdef"}
+    with pytest.raises(ConfigError, match="retriever: key_file is the token of a server that runs elsewhere; set url"):
+        resolve(["experiment=demo_search", url[1]])
+
+
+def test_a_retriever_inherits_no_key_even_where_no_coach_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def start(sidecar: object) -> str:
+        seen.update(os.environ)
+        raise _NothingStarts
+
+    monkeypatch.setattr("retrieval.client.RetrieverSidecar.__enter__", start)
+    config = RunConfig.check(resolve(["experiment=demo_search", *COACHED]), "a test")
+    with pytest.raises(_NothingStarts), world(config, "evaluation/base-retriever"):
+        pass
+    assert seen
+    assert VARIABLE not in seen
+    assert keys.read_key(VARIABLE, None).reveal() == "sk-0123456789abcdef"  # kept for a later use
