@@ -71,6 +71,11 @@ MARS2 = {
     "engine.max_length": 40_000,
     "seed": 42,
 }
+TTRL = {
+    "reward": {"name": "majority", "options": {}, "penalties": {}},
+    "advantage.name": "reinforce_pp",
+    "trainer.group_size": 8,
+}
 UNITY = {"advantage.name": "gae", "trainer.group_size": 1, "evaluation.temperature": 0.0, "loss.entropy": 0.0}
 PAPERS = {
     "drmas_t1_4b_single_grpo": DRMAS_MATH
@@ -201,7 +206,12 @@ PAPERS = {
         "orchestra.options.agents": ["generator"],
         "reward.options": {"gamma": 0.0},
     },
-    "marti_debate_ttrl": {"reward": {"name": "majority", "options": {}, "penalties": {}}},
+    "marti_mars2_8b_shared": MARS2
+    | {"trainer.tasks_per_step": 16, "agents.generator_1.policy": "shared", "agents.generator_2.policy": "shared"},
+    "marti_mars2_32b": MARS2
+    | {"trainer.tasks_per_step": 16, "policies.generator_1.lr": 1e-6, "policies.generator_1.model": "models/Qwen3-32B"},
+    "marti_debate_ttrl": TTRL | {"orchestra.options.rounds": 2, "agents.debater_1.policy": "debater_1"},
+    "marti_single_ttrl": TTRL | {"orchestra": {"name": "single", "options": {"max_turns": 1}}},
     "mappa_mathchat": {
         "seed": 42,
         "trainer.steps": 8 * 512 // 32,
