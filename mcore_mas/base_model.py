@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from mcore_mas.config import ColdStartConfig, RunConfig
+from mcore_mas.cold_start_config import ColdStartConfig
+from mcore_mas.config import RunConfig
 from retrieval.corpus import Corpus
 from rollout.build import build_role
 from rollout.records import Demonstration, read_tasks

@@ -10,7 +10,8 @@ from itertools import islice
 from pathlib import Path
 
 from mcore_mas.base_model import demonstrations
-from mcore_mas.config import ColdStartConfig, RunConfig
+from mcore_mas.cold_start_config import ColdStartConfig
+from mcore_mas.config import RunConfig
 from mcore_mas.core.losses import Objective
 from mcore_mas.files import write_json
 from mcore_mas.megatron import parallel
@@ -30,6 +31,7 @@ from rollout.renderer import Renderer
 from rollout.team import Player
 
 _POLICY = "cold start"
+_BETAS = (0.9, 0.98)  # of Adam: a cold start is short
 
 
 def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
@@ -46,7 +48,7 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         model=str(base_dir),
         lr=cold_start.lr,
         warmup_steps=cold_start.warmup_steps,
-        betas=cold_start.betas,
+        betas=_BETAS,
         objective=Objective(loss="cross_entropy"),
     )
     trainer = MegatronTrainer(spec)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,7 +17,31 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    epilog="What goes wrong is one line and a non-zero exit; --debug, anywhere, adds the traceback.",
 )
+
+REGISTRIES = {  # where the names that a config may use stand, by what they are
+    "orchestras": "rollout.orchestras:ORCHESTRAS",
+    "envs": "rollout.envs:ENVS",
+    "roles": "rollout.agent:ROLES",
+    "tools": "rollout.tools:TOOLS",
+    "tasks": "rollout.tasks:GENERATORS",
+    "formats": "rollout.tasks.files.read:READABLE",
+    "allocators": "rollout.rewards:ALLOCATORS",
+    "penalties": "rollout.rewards.penalties:PENALTIES",
+    "estimators": "mcore_mas.core.advantages:ESTIMATORS",
+    "filters": "mcore_mas.core.filters:FILTERS",
+    "losses": "mcore_mas.core.losses:LOSSES",
+    "corrections": "mcore_mas.core.corrections:CORRECTIONS",
+    "aggregations": "mcore_mas.core.aggregation:AGGREGATIONS",
+    "engines": "rollout.engines:ENGINES",
+}
+
+
+class UsageError(ValueError):
+    """A command was called as it cannot be: says what was expected."""
+
+
 _Config = Annotated[Path, typer.Option("--config", help="A resolved config: results/{run}/config.yaml.")]
 
 
@@ -52,8 +77,8 @@ def train(config: _Config) -> None:
 @app.command()
 def evaluate(
     config: _Config,
-    state: Annotated[str, typer.Option(help="base or trained")] = "trained",
-    out: Annotated[Path | None, typer.Option(help="JSON file [default: evaluation/{state}.json of the run]")] = None,
+    state: Annotated[Literal["base", "trained"], typer.Option(help="Which weights.")] = "trained",
+    out: Annotated[Path | None, typer.Option(help="JSON file; by default evaluation/{state}.json of the run")] = None,
 ) -> None:
     """Measure a policy state on the test tasks: avg@k and pass@k per data source."""
     from mcore_mas.config import RunConfig
@@ -122,7 +147,7 @@ def explain(
     pairs = [item.partition("=") for item in option or []]
     for item, (key, sign, _) in zip(option or [], pairs, strict=True):
         if not (key and sign):
-            raise ValueError(f"--option {item}: expected key=value, for example --option lone=raw")
+            raise UsageError(f"--option {item}: expected key=value, for example --option lone=raw")
     options = {key: yaml.safe_load(value) for key, _, value in pairs}
     run(file, advantage, options, task, limit, Console(highlight=False))
 
@@ -146,7 +171,7 @@ def leaks(
     from mcore_mas.leaks import report, splits_in, splits_of
 
     if (config is None) == (not files):
-        raise ValueError("name data files to compare, or --config with a resolved config")
+        raise UsageError("name data files to compare, or --config with a resolved config")
     splits = splits_of(config) if config is not None else splits_in(files or [], format)
     console = Console(highlight=False)
     if report(splits, console, words=words, threshold=threshold, examples=examples) and not report_only:
@@ -155,10 +180,13 @@ def leaks(
 
 @app.command("list")
 def list_names(
-    registry: Annotated[str, typer.Argument(help="orchestras, envs, estimators, filters, losses, allocators, ...")],
+    registry: Annotated[str, typer.Argument(help=", ".join(REGISTRIES))],
 ) -> None:
     """Print the names a config may use, one a line."""
-    print("\n".join(sorted(_registries(registry))))
+    if registry not in REGISTRIES:
+        raise UsageError(f"no registry '{registry}'; there are: {', '.join(REGISTRIES)}")
+    module, _, attribute = REGISTRIES[registry].partition(":")
+    print("\n".join(sorted(getattr(import_module(module), attribute))))
 
 
 @app.command()
@@ -167,39 +195,3 @@ def doctor() -> None:
     from mcore_mas.doctor import examine
 
     sys.exit(examine())
-
-
-def _registries(name: str) -> dict[str, Any]:
-    from mcore_mas.core.advantages import ESTIMATORS
-    from mcore_mas.core.aggregation import AGGREGATIONS
-    from mcore_mas.core.corrections import CORRECTIONS
-    from mcore_mas.core.filters import FILTERS
-    from mcore_mas.core.losses import LOSSES
-    from rollout.agent import ROLES
-    from rollout.engines import ENGINES
-    from rollout.envs import ENVS
-    from rollout.orchestras import ORCHESTRAS
-    from rollout.registry import lookup
-    from rollout.rewards import ALLOCATORS
-    from rollout.rewards.penalties import PENALTIES
-    from rollout.tasks import GENERATORS
-    from rollout.tasks.files.formats import FORMATS
-    from rollout.tools import TOOLS
-
-    known: dict[str, dict[str, Any]] = {
-        "orchestras": dict(ORCHESTRAS),
-        "envs": dict(ENVS),
-        "estimators": dict(ESTIMATORS),
-        "losses": dict(LOSSES),
-        "filters": dict(FILTERS),
-        "corrections": dict(CORRECTIONS),
-        "aggregations": dict(AGGREGATIONS),
-        "allocators": dict(ALLOCATORS),
-        "penalties": dict(PENALTIES),
-        "engines": dict(ENGINES),
-        "tasks": dict(GENERATORS),
-        "formats": {"tasks": None, **FORMATS},
-        "tools": dict(TOOLS),
-        "roles": dict(ROLES),
-    }
-    return lookup("registry", name, known)

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from mcore_mas.cold_start_config import ColdStartConfig
+from mcore_mas.complaints import invalid, uncomposed
 from mcore_mas.core.advantages import NEEDS, UNGROUPED
 from mcore_mas.credit_config import AdvantageConfig, CreditedAgentConfig, FilterConfig, LossConfig
 from mcore_mas.policy_config import AlternateConfig, PolicyConfig
@@ -77,51 +79,18 @@ class EvaluationConfig(Section):
     top_p: float | None = Field(None, gt=0, le=1)
 
 
-class BaseModelConfig(Section):
-    """A small randomly initialised Qwen2 and the size of its tokenizer."""
-
-    layers: int = Field(ge=1)
-    hidden: int = Field(ge=8)
-    heads: int = Field(ge=1)
-    kv_heads: int = Field(ge=1)
-    ffn: int = Field(ge=8)
-    vocab: int = Field(ge=300)  # 256 bytes and the special tokens are always in it
-    positions: int = Field(1024, ge=16)
-    tokens: Literal["words", "phrases"] = "words"  # the largest text that may become one token; digits never join
-
-    @model_validator(mode="after")
-    def _divides(self) -> BaseModelConfig:
-        if self.hidden % self.heads or self.heads % self.kv_heads:
-            raise ValueError(
-                f"hidden {self.hidden}, heads {self.heads}, kv_heads {self.kv_heads}: "
-                "heads must divide hidden, and kv_heads must divide heads"
-            )
-        return self
-
-
-class ColdStartConfig(Section):
-    """Supervised fine-tuning on generated demonstrations, until the team is legal but far from its ceiling."""
-
-    base: BaseModelConfig
-    options: dict[str, Any] = Field(default_factory=dict)  # of the generator's demonstrations
-    lr: float = Field(gt=0)
-    warmup_steps: int = Field(50, ge=0)
-    betas: tuple[float, float] = (0.9, 0.98)
-    batch: int = Field(64, ge=1)  # demonstrations per step
-    max_steps: int = Field(ge=1)
-    check_every: int = Field(50, ge=1)  # steps between two measurements of the team
-    first_check: int = Field(0, ge=0)  # no measurement before this step
-    check_tasks: int = Field(64, ge=1)  # validation tasks of one measurement
-    stop_legal: float = Field(0.9, ge=0, le=1)  # stop when this share of turns is well-formed ...
-    stop_accuracy: float = Field(0.3, ge=0, le=1)  # ... and this share of trajectories succeeds
-
-
 class RetrieverConfig(Section):
     """The search engine that the team's environment asks."""
 
     url: str | None = None  # of a server that runs elsewhere; None starts one beside the run
-    encoder: Literal["minilm"] = "minilm"
+    key_file: Path | None = None  # bearer token of a server on another machine
     threads: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _elsewhere(self) -> RetrieverConfig:
+        if self.key_file is not None and self.url is None:
+            raise ValueError("key_file is the token of a server that runs elsewhere; set url too, or leave it out")
+        return self
 
 
 class TrackingConfig(Section):
@@ -293,11 +262,17 @@ class RunConfig(Section):
             ConfigError: the file is missing, no YAML, or does not validate.
         """
         if not path.is_file():
-            raise ConfigError(f"{path}: no such file; expected a resolved config (run `snakemake {path}`)")
+            raise ConfigError(
+                f"{path}: no such file; expected a resolved config, results/<run>/config.yaml, which `snakemake` with "
+                "that path makes"
+            )
         try:
             values = yaml.safe_load(path.read_text())
         except yaml.YAMLError as error:
             raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())}); make it again") from error
+        if not isinstance(values, dict):
+            kind = type(values).__name__
+            raise ConfigError(f"{path}: a resolved config is a mapping of keys; this is {kind}; name another file")
         return cls.check(values, str(path))
 
     @classmethod
@@ -310,7 +285,7 @@ class RunConfig(Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(f"{where}: {_first(error, values)}") from error
+            raise ConfigError(f"{where}: {invalid(error, cls)}") from error
         except UnknownName as error:
             raise ConfigError(f"{where}: {error}") from error
 
@@ -332,33 +307,5 @@ def resolve(overrides: Sequence[str]) -> dict[str, Any]:
             composed = compose("config", overrides=list(overrides))
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{where}: {uncomposed(error, RunConfig)}") from error
     return RunConfig.check(values, where).model_dump(mode="json")
-
-
-def _first(error: ValidationError, values: Any) -> str:
-    """The first of pydantic's complaints, as one line with the nearest known keys."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"]) or "the config"
-    if first["type"] == "extra_forbidden":
-        return f"unknown key '{place}'; {_siblings(first['loc'])}"
-    if first["type"] == "missing":
-        return f"'{place}' is missing"
-    message = first["msg"].removeprefix("Value error, ")
-    got = "" if isinstance(first["input"], dict) or first["type"] == "value_error" else f" (got {first['input']!r})"
-    return f"{place}: {message}{got}"
-
-
-def _siblings(loc: tuple[int | str, ...]) -> str:
-    import typing
-
-    model: Any = RunConfig
-    for part in loc[:-1]:
-        if isinstance(model, type) and issubclass(model, Section):
-            model = model.model_fields[str(part)].annotation
-        else:  # the value type of a dict of sections
-            model = typing.get_args(model)[-1]
-        options = [t for t in typing.get_args(model) if isinstance(t, type) and issubclass(t, Section)]
-        if options and typing.get_origin(model) is not dict:
-            model = options[0]
-    return f"known here: {', '.join(model.model_fields)}"

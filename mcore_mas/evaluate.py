@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,25 +38,30 @@ def evaluate(config_path: Path, state: str, out_path: Path) -> None:
     """
     config = RunConfig.load(config_path)
     torch.set_num_threads(config.cluster.threads_per_process)
+    groups = _played(config, state, out_path.parent)
+    write_trajectories(out_path.with_suffix(".parquet"), (t for group in groups for t in group.trajectories))
+    k = config.evaluation.samples
+    write_json(out_path, {"run": config.run, "state": state, "k": k, **score(groups, k)})
+
+
+def _played(config: RunConfig, state: str, folder: Path) -> list[Group]:
+    """The test tasks, played by the models of a state; servers log in `folder`."""
     models = policy_models(config, state)
     tasks = read_tasks(config.folder / "tasks" / "test.parquet")
-    agents = {name: _measured(agent, config) for name, agent in config.agents.items()}
-    folder = out_path.parent / f"{state}-remotes"
-    remotes = open_remotes(config, folder)
-    engines = make_engines(config, models, out_path.parent / f"{state}-engines", trained=False)
-    players = {**make_players(config, engines, models), **remotes}
-    k = config.evaluation.samples
-    done = 0
-
-    with (
-        world(config, f"evaluation/{state}-retriever") as make_env,
-        Reporter(f"{config.run} evaluate {state}", len(tasks) * k) as reporter,
-    ):
+    total = len(tasks) * config.evaluation.samples
+    remotes = open_remotes(config, folder / f"{state}-remotes")
+    with ExitStack() as stack:
+        make_env = stack.enter_context(world(config, f"evaluation/{state}-retriever"))
+        engines = make_engines(config, models, folder / f"{state}-engines", trained=False)
+        stack.callback(close_engines, engines)
+        reporter = stack.enter_context(Reporter(f"{config.run} evaluate {state}", total))
+        agents = {name: _measured(agent, config) for name, agent in config.agents.items()}
+        team = build_team(agents, {**make_players(config, engines, models), **remotes})
+        numbers = itertools.count(1)
 
         def count(_: Trajectory) -> None:
-            nonlocal done
-            done += 1
-            if done % max(1, len(tasks) * k // 10) == 0:
+            done = next(numbers)
+            if done % max(1, total // 10) == 0:
                 reporter.step(done, {})
 
         async def play() -> list[Group]:
@@ -64,10 +70,10 @@ def evaluate(config_path: Path, state: str, out_path: Path) -> None:
                     closing.push_async_callback(remote.aclose)
                 return await collect(
                     tasks,
-                    build_team(agents, players),
+                    team,
                     make_env,
                     build_orchestra(config.orchestra),
-                    group_size=k,
+                    group_size=config.evaluation.samples,
                     seed=config.seed,
                     step=_EVALUATION,
                     limits=config.collection.limits,
@@ -75,12 +81,7 @@ def evaluate(config_path: Path, state: str, out_path: Path) -> None:
                     done=count,
                 )
 
-        try:
-            groups = asyncio.run(play())
-        finally:
-            close_engines(engines)
-    write_trajectories(out_path.with_suffix(".parquet"), (t for group in groups for t in group.trajectories))
-    write_json(out_path, {"run": config.run, "state": state, "k": k, **score(groups, k)})
+        return asyncio.run(play())
 
 
 def policy_models(config: RunConfig, state: str) -> dict[str, Path]:

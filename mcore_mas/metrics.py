@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 
+from mcore_mas.core.losses import explained_variance
 from mcore_mas.samples import Sample
 from rollout.records import Group, Status, Trajectory, Turn
 
@@ -75,6 +77,19 @@ def credit_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     for sample in samples:
         by_agent[sample.agent].append(fmean(advantage**2 for advantage in sample.advantages or (0.0,)))
     return {f"agent/{agent}/advantage_second_moment": fmean(squares) for agent, squares in by_agent.items()}
+
+
+def critic_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A critic's metrics beside those of its policy, by agent and in all, with the variance of returns it explains."""
+    groups: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, value in metrics.items():
+        whose, _, what = name.rpartition("/")
+        groups[whose][what] = value
+    for own in groups.values():
+        explained = explained_variance(own) if "return_squared" in own else math.nan
+        if not math.isnan(explained):  # it is where all returns are equal
+            own["explained_variance"] = explained
+    return {f"{whose}/critic/{what}".lstrip("/"): value for whose, own in groups.items() for what, value in own.items()}
 
 
 def merge_updates(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mcore_mas.config import RetrieverConfig, RunConfig
 from mcore_mas.files import write_json
 from retrieval.client import RetrieverSidecar, probe
 from retrieval.corpus import Corpus
-
-if TYPE_CHECKING:
-    from retrieval.encoder import Encoder
 
 PROBES = 50  # passages that are asked for by their titles
 
@@ -25,11 +20,12 @@ def index_passages(config_path: Path, passages: Path, out_dir: Path) -> None:
     """
     import torch
 
+    from retrieval.encoder import Encoder
     from retrieval.index import build_index
 
     retriever = _retriever(config_path)
     torch.set_num_threads(retriever.threads)
-    manifest = build_index(passages, out_dir, _encoders()[retriever.encoder]())
+    manifest = build_index(passages, out_dir, Encoder.minilm())
     print(f"{manifest.ntotal} passages, {manifest.dim} dimensions, encoder {manifest.encoder.name}")
 
 
@@ -52,9 +48,3 @@ def _retriever(config_path: Path) -> RetrieverConfig:
     config = RunConfig.load(config_path)
     assert config.retriever is not None, "only runs with a retriever have an index"
     return config.retriever
-
-
-def _encoders() -> dict[str, Callable[[], Encoder]]:
-    from retrieval.encoder import Encoder
-
-    return {"minilm": Encoder.minilm}

@@ -135,9 +135,12 @@ def _check_schema(suite: Mapping[str, Any]) -> None:
     error = jsonschema.exceptions.best_match(validator.iter_errors(suite))
     if error is not None:
         place = "/".join(map(str, error.absolute_path)) or "top level"
-        raise SuiteError(
-            f"suite file, {place}: {error.message} (workflow/schemas/suite.schema.json says what is allowed)"
+        known = error.schema.get("properties", {})
+        unknown = (
+            [key for key in error.instance if key not in known] if error.validator == "additionalProperties" else []
         )
+        trouble = f"unknown key '{unknown[0]}'; known here: {', '.join(known)}" if unknown else error.message
+        raise SuiteError(f"suite file, {place}: {trouble} (workflow/schemas/suite.schema.json says what is allowed)")
 
 
 def _check_writable(results: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mcore_mas.credit import reference_kl
 from mcore_mas.handover import hand_over
-from mcore_mas.metrics import merge_updates
+from mcore_mas.metrics import critic_metrics, merge_updates
 from mcore_mas.packing import tokens_saved, unpack
 from mcore_mas.run import Run, TrainingError
 from mcore_mas.samples import Sample, align, split, weigh
@@ -68,12 +68,7 @@ async def _update_once(run: Run, policy: str, samples: list[Sample]) -> dict[str
 
 async def _update_critic(run: Run, policy: str, samples: list[Sample]) -> dict[str, float]:
     valued = run.packed(run.critics[policy], samples)
-    metrics = await run.critics[policy].update(valued) if valued else {}
-    renamed = {}
-    for name, value in metrics.items():
-        head, _, tail = name.rpartition("/")
-        renamed[f"{head}/critic/{tail}".lstrip("/")] = value
-    return renamed
+    return critic_metrics(await run.critics[policy].update(valued) if valued else {})
 
 
 def _check_agreement(run: Run, policy: str, metrics: Mapping[str, float]) -> None:

@@ -10,15 +10,20 @@ from retrieval.client import RetrievalClient, RetrieverSidecar
 from rollout.build import build_env
 from rollout.envs.protocol import Env
 from rollout.records import Task
+from rollout.remote.key import hide
 
 
 @contextmanager
 def world(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
     """A maker of the run's environments; a retriever of its own logs to `log`.log in the run folder.
 
+    The run's keys leave the environment first, also where only training would use them.
+
     Raises:
         RetrievalError: the retriever does not start.
     """
+    for model in (*config.remotes.values(), *([config.coach] if config.coach else ())):
+        hide(model.key_variable)
     if config.retriever is None:
         yield build_env(config.env)
         return
@@ -30,4 +35,5 @@ def world(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
         )
     )
     with server as url:
-        yield build_env(config.env, retriever=RetrievalClient(url))
+        client = RetrievalClient(url, token_file=config.retriever.key_file)
+        yield build_env(config.env, retriever=client)

@@ -127,7 +127,11 @@ class Encoder:
 
 
 def minilm_folder() -> Path:
-    """Where the installed package keeps its model, found without importing it."""
+    """Where the installed package keeps its model, found without importing it.
+
+    Raises:
+        RetrievalError: it is not installed, or in another version.
+    """
     try:
         package = metadata.distribution(MINILM_PACKAGE)
     except metadata.PackageNotFoundError:

@@ -49,8 +49,7 @@ class Coach:
         self._view = View(
             outcome=config.outcome,
             answers_for=frozenset(config.answers_for),
-            input_chars=config.input_chars,
-            output_chars=config.output_chars,
+            text_chars=config.text_chars,
             observation_chars=config.observation_chars,
             earlier_chars=config.earlier_chars,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import ipaddress
 from collections.abc import Callable, Collection, Mapping
@@ -43,6 +44,9 @@ class Choice(Section):
 
         Args:
             given: keyword arguments that are supplied at run time and so are not options.
+
+        Raises:
+            ValueError: also an UnknownName.
         """
         chosen = lookup(kind, self.name, known)
         if not callable(chosen):
@@ -66,10 +70,18 @@ class Choice(Section):
 
 def _hints(chosen: Callable[..., Any]) -> dict[str, Any]:
     """The types of a callable's options; none where they cannot be read at run time."""
+    function = chosen if inspect.isroutine(chosen) else type(chosen).__call__
     try:
-        return get_type_hints(chosen if inspect.isroutine(chosen) else type(chosen).__call__)
-    except (NameError, TypeError):
+        return get_type_hints(function, localns=_Names(function.__globals__))
+    except (AttributeError, NameError, TypeError):
         return {}
+
+
+class _Names(dict[str, Any]):
+    """A module's names; those that it imports for type checkers only stand for anything."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, Any)
 
 
 class OrchestraConfig(Choice):
@@ -98,6 +110,8 @@ class EnvConfig(Choice):
     @model_validator(mode="after")
     def _known(self) -> EnvConfig:
         self.check("env", ENVS, "retriever", "sandbox")
+        if self.name in ENVS:
+            _check_url("server", self.options.get("server"), secret=False)
         return self
 
 
@@ -282,8 +296,7 @@ class CoachConfig(RemoteConfig):
     outcome: bool = False  # ask for an outcome score too
     temperature: float = Field(0.0, ge=0)
     max_tokens: int = Field(1024, ge=1)  # of one verdict
-    input_chars: int = Field(24000, ge=1)  # shown of the problem, of what the agent saw, of the ground truth
-    output_chars: int = Field(24000, ge=1)  # shown of the agent's output
+    text_chars: int = Field(24000, ge=1)  # shown of the problem, of what the agent saw and wrote, of the ground truth
     observation_chars: int = Field(2000, ge=1)  # shown of each tool result of the turn
     earlier_chars: int = Field(500, ge=1)  # shown of each tool result before it
     batch_deadline_s: float = Field(1800.0, gt=0)  # of all turns of a step

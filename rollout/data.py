@@ -14,8 +14,7 @@ from rollout.config import Section
 from rollout.records import RecordError, Task
 from rollout.registry import lookup
 from rollout.tasks import GENERATORS
-from rollout.tasks.files.formats import FORMATS
-from rollout.tasks.files.read import OWN, Placed, distinct, read
+from rollout.tasks.files.read import OWN, READABLE, Placed, distinct, read
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -72,7 +71,7 @@ class DataConfig(Section):
         for file in (file for split in SPLITS for file in self.files(split)):
             name = file.format or self.format
             if name != OWN:
-                lookup("data format", name, {OWN: None, **FORMATS})
+                lookup("data format", name, READABLE)
             elif file.source:
                 raise ValueError(f"{file.path}: files of the format '{OWN}' name their own sources; leave source out")
         return self

@@ -28,6 +28,7 @@ class Template:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The gaps, in their order."""
         return tuple(name for _, name in self.pieces if name is not None)
 
     def fill(self, values: Mapping[str, object]) -> str:

@@ -294,7 +294,7 @@ def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise RecordError(f"{path}: not a readable parquet file ({reason}); delete it and make it again") from error
+        raise RecordError(f"{path}: not a readable parquet file ({reason}); name another, or make it again") from error
     missing = [name for name in schema.names if name not in table.column_names]
     if missing:
         raise RecordError(f"{path}: no column {', '.join(missing)}; expected {', '.join(schema.names)}")

@@ -64,22 +64,22 @@ def _count(turns: Turns, own: Tensor, group: Tensor, ddof: int) -> Ballot:
 
 
 def standardise(b: Ballot, eps: float) -> Tensor:
-    """A = (r - μ) / (σ + ε)   GRPO: DeepSeekMath, arXiv 2402.03300."""
+    """[n] A = (r - μ) / (σ + ε)   GRPO: DeepSeekMath, arXiv 2402.03300."""
     return (b.own - b.mean) / (b.std + eps)
 
 
 def centre(b: Ballot, _eps: float) -> Tensor:
-    """A = r - μ   Dr. GRPO, arXiv 2503.20783."""
+    """[n] A = r - μ   Dr. GRPO, arXiv 2503.20783."""
     return b.own - b.mean
 
 
 def leave_one_out(b: Ballot, _eps: float) -> Tensor:
-    """A = r - mean of the other votes = (r - μ) n / (n - 1)   RLOO, arXiv 2402.14740."""
+    """[n] A = r - mean of the other votes = (r - μ) n / (n - 1)   RLOO, arXiv 2402.14740."""
     return (b.own - b.mean) * b.size / (b.size - 1).clamp(min=1)
 
 
 def best_of_k(b: Ballot, eps: float) -> Tensor:
-    """Only the best vote: A = (r_max - r_second) / (σ + ε), all others 0   arXiv 2503.19595, as verl has it."""
+    """[n] The best vote alone: A = (r_max - r_second) / (σ + ε), all others 0   arXiv 2503.19595, as verl has it."""
     order = torch.argsort(b.votes, descending=True, stable=True)
     order = order[torch.argsort(b.box[order], stable=True)]  # by group, best first
     first = torch.ones(len(order), dtype=torch.bool)
@@ -174,7 +174,11 @@ def _anchored(turns: Turns, gamma: float, similarity: float) -> Turns:
 
 
 def discounted_returns(turns: Turns, gamma: float) -> Tensor:
-    """[n] R_t = Σ_{k≥t} γ^{k-t} r_k over the rounds k of a turn's trajectory from its own on, a round counted once."""
+    """[n] R_t = Σ_{k≥t} γ^{k-t} r_k over the rounds k of a turn's trajectory from its own on, a round counted once.
+
+    Raises:
+        ValueError: the turns have no rewards of environment steps.
+    """
     if turns.steps is None:
         raise ValueError("discounted returns need the rewards of environment steps, which are not there")
     trajectory, rounds = turns.key("trajectory"), turns.keys["round"]
@@ -187,7 +191,11 @@ def discounted_returns(turns: Turns, gamma: float) -> Tensor:
 
 
 def remax(turns: Turns) -> Tensor:
-    """Advantages [n]: A = r - r(greedy trajectory of the same task)   ReMax, arXiv 2310.10505."""
+    """Advantages [n]: A = r - r(greedy trajectory of the same task)   ReMax, arXiv 2310.10505.
+
+    Raises:
+        ValueError: the turns have no greedy outcomes.
+    """
     if turns.greedy is None:
         raise ValueError("remax needs the outcome of a greedy trajectory of every task, which is not there")
     return turns.scores - turns.greedy

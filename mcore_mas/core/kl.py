@@ -29,17 +29,17 @@ Estimate = Callable[[Tensor, Tensor], Tensor]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """d = log π − log ρ."""
+    """[N] d = log π − log ρ, of log-probabilities in nats."""
     return logprobs - reference
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """d² / 2."""
+    """[N] d² / 2."""
     return 0.5 * (logprobs - reference).square()
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """exp(−d) − 1 + d, with d held within ±20 nats: beyond, it neither overflows nor pulls."""
+    """[N] exp(−d) − 1 + d, with d held within ±20 nats: beyond, it neither overflows nor pulls."""
     d = (logprobs - reference).clamp(-BOUND, BOUND)
     return torch.expm1(-d) + d
 

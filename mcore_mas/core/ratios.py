@@ -10,7 +10,7 @@ BOUND = 20.0  # nats; only guards exp against overflow, far outside every range 
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of log-ratios, which are held within ±20 nats and carry no gradient beyond."""
+    """[N] exp of log-ratios [N], which are held within ±20 nats and carry no gradient beyond."""
     return log_ratio.clamp(-BOUND, BOUND).exp()
 
 

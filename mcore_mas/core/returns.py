@@ -59,7 +59,11 @@ def gae(
 def advantages_and_returns(
     turns: Turns, *, gamma: float = 1.0, lam: float = 1.0, across: Across = "turn"
 ) -> tuple[Tensor, Tensor]:
-    """(A_t [T] before whitening, the critic's targets A_t + V_t [T])."""
+    """(A_t [T] before whitening, the critic's targets A_t + V_t [T]).
+
+    Raises:
+        ValueError: the turns have no values.
+    """
     if turns.values is None:
         raise ValueError("gae needs a critic's values, which are not there")
     rewards, values = turns.token_rewards(), turns.values

@@ -45,8 +45,7 @@ class View:
 
     outcome: bool = False  # ask for an outcome score
     answers_for: frozenset[str] = frozenset()  # agents whose turns are judged with the ground truth in sight
-    input_chars: int = 24000
-    output_chars: int = 24000
+    text_chars: int = 24000  # of the problem, of what the agent saw and wrote, of the ground truth
     observation_chars: int = 2000  # of each tool result of this turn
     earlier_chars: int = 500  # of each tool result before it
 
@@ -76,20 +75,20 @@ def _sections(task: Task, trajectory: Trajectory, turn: Turn, view: View) -> lis
     earlier = [e for e in events if e.after_turn < turn.index and e.tool != FILES]
     now = [e for e in events if e.after_turn == turn.index and e.tool != FILES]
     before, after = _files(events, turn.index - 1), _files(events, turn.index)
-    sections = [("problem", clip(task.prompt, view.input_chars)), ("agent", turn.agent)]
+    sections = [("problem", clip(task.prompt, view.text_chars)), ("agent", turn.agent)]
     heard = "\n\n".join(f"{message.role}: {message.content}" for message in turn.messages)
-    sections.append(("agent input", clip(heard, view.input_chars)))
+    sections.append(("agent input", clip(heard, view.text_chars)))
     if before:
         sections.append(("files left by earlier turns", clip(before, view.observation_chars)))
     sections += [("earlier tool result", _result(e, view.earlier_chars)) for e in earlier]
-    sections.append(("agent output", clip(turn.text, view.output_chars) or "(nothing)"))
+    sections.append(("agent output", clip(turn.text, view.text_chars) or "(nothing)"))
     if turn.finish_reason == "length":
         sections.append(("note", "the output was cut off at the agent's limit of tokens"))
     sections += [("tool result", _result(e, view.observation_chars)) for e in now]
     if after and after != before:
         sections.append(("files after the action", clip(after, view.observation_chars)))
     if turn.agent in view.answers_for:
-        sections.append(("ground truth", clip("\n".join(task.answers), view.input_chars)))
+        sections.append(("ground truth", clip("\n".join(task.answers), view.text_chars)))
     return sections
 
 

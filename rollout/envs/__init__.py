@@ -40,14 +40,20 @@ if TYPE_CHECKING:
     from rollout.tools.sandbox import Runner, Sandbox
 
 EnvFactory = Callable[..., Env]  # (task, **options) -> a fresh environment for one trajectory
+Tier = Literal["auto", "namespaces", "landlock", "unisolated"]  # of this machine's sandbox
 
 
 def make_math(
-    task: Task, *, sandbox: Runner | None = None, tier: str = "auto", cpu_s: int = 20, memory_mb: int = 512
+    task: Task,
+    *,
+    sandbox: Runner | None = None,
+    server: str | None = None,
+    tier: Tier = "auto",
+    cpu_s: int = 20,
+    memory_mb: int = 512,
 ) -> MathEnv:
-    """The environment of a math task; programs run in `sandbox` or in this process's own of that tier."""
-
-    return MathEnv(_program_runner(sandbox, tier, cpu_s, memory_mb))
+    """The environment of a math task; programs run in `sandbox`, on a server, or in this process's own of that tier."""
+    return MathEnv(_program_runner(sandbox, server, tier, cpu_s, memory_mb))
 
 
 def make_search(
@@ -55,7 +61,7 @@ def make_search(
     *,
     retriever: Retriever,
     top_k: int = 3,
-    style: str = "search_r1",
+    style: Literal["search_r1", "verl", "text"] = "search_r1",
     reward: Literal["exact_match", "token_f1"] = "exact_match",
 ) -> SearchEnv:
     """The environment of a question over `retriever`'s passages."""
@@ -66,7 +72,7 @@ def make_data_science(
     task: Task,
     *,
     sandbox: Sandbox | None = None,
-    tier: str = "auto",
+    tier: Tier = "auto",
     reward: Literal["normalised", "gap"] = "normalised",
     malformed: float = 0.0,
     max_turns: int | None = None,
@@ -87,7 +93,7 @@ def make_repository(
     task: Task,
     *,
     sandbox: Sandbox | None = None,
-    tier: str = "auto",
+    tier: Tier = "auto",
     max_turns: int = 1,
     reward: Literal["all", "rate"] = "all",
     checkouts: str | None = None,
@@ -142,12 +148,11 @@ def make_alfworld(
     config: str,
     max_turns: int = 50,
     malformed: float = 0.0,
-    max_choices: int = 50,
     deadline_s: float = 120.0,
 ) -> WorldEnv:
     """The environment of an ALFWorld game, as ALFWorld's own `config` file sets it up."""
     world = partial(AlfworldWorld, config)
-    return WorldEnv(world, max_turns=max_turns, malformed=malformed, max_choices=max_choices, deadline_s=deadline_s)
+    return WorldEnv(world, max_turns=max_turns, malformed=malformed, deadline_s=deadline_s)
 
 
 def make_webshop(
@@ -156,7 +161,6 @@ def make_webshop(
     num_products: int | None = 1000,
     max_turns: int = 15,
     malformed: float = 0.0,
-    max_choices: int = 100,
     deadline_s: float = 600.0,
 ) -> WorldEnv:
     """The environment of a WebShop errand; the first one of a process loads the shop, which can take minutes."""
@@ -164,7 +168,6 @@ def make_webshop(
         partial(WebshopWorld, num_products),
         max_turns=max_turns,
         malformed=malformed,
-        max_choices=max_choices,
         deadline_s=deadline_s,
         executor=shop_thread(),
     )
@@ -180,14 +183,17 @@ def game_maker(game: Callable[..., Game[Any]]) -> EnvFactory:
         max_turns: int = 5,
         rewards: Mapping[str, float] = MappingProxyType({}),
         sandbox: Runner | None = None,
-        tier: str = "auto",
+        server: str | None = None,
+        tier: Tier = "auto",
         cpu_s: int = 20,
         memory_mb: int = 512,
     ) -> GameEnv[Any]:
         for name in rewards:
             if name not in known:
                 raise ValueError(f"env {task.env} has no reward '{name}'; its rewards: {', '.join(known)}")
-        return GameEnv(game(**rewards), max_turns=max_turns, run=_program_runner(sandbox, tier, cpu_s, memory_mb))
+        return GameEnv(
+            game(**rewards), max_turns=max_turns, run=_program_runner(sandbox, server, tier, cpu_s, memory_mb)
+        )
 
     return make_game
 
@@ -196,37 +202,46 @@ def make_code(
     task: Task,
     *,
     sandbox: Runner | None = None,
-    tier: str = "auto",
-    compare: str = "tokens",
+    server: str | None = None,
+    tier: Tier = "auto",
+    compare: Literal["tokens", "lines", "floats"] = "tokens",
     reward: Literal["all", "rate"] = "all",
     max_tests: int = 0,
     cpu_s: int = 6,
     memory_mb: int = 512,
 ) -> CodeEnv:
-    """The environment of a programming problem, in `sandbox` or in this process's own of that tier."""
+    """The environment of a programming problem, in `sandbox`, on a server, or in this process's own of that tier."""
     from rollout.envs.code import CodeEnv  # not above: what it runs programs in raises this package's errors
     from rollout.tools.sandbox import Limits
 
     limits = Limits(cpu_s=cpu_s, wall_s=2.0 * cpu_s, memory_mb=memory_mb)
-    runner = sandbox or _own_sandbox(tier)
+    runner = sandbox or _own_runner(server, tier)
     return CodeEnv(runner, compare=compare, reward=reward, max_tests=max_tests, limits=limits)
 
 
 def _program_runner(
-    sandbox: Runner | None, tier: str, cpu_s: int, memory_mb: int
+    sandbox: Runner | None, server: str | None, tier: Tier, cpu_s: int, memory_mb: int
 ) -> Callable[[str], Awaitable[ToolCall]]:
     async def run(program: str) -> ToolCall:
         from rollout.envs.program import run_program  # see make_code
         from rollout.tools.sandbox import Limits
 
         limits = Limits(cpu_s=cpu_s, wall_s=2.0 * cpu_s, memory_mb=memory_mb)
-        return await run_program(sandbox or _own_sandbox(tier), program, limits)
+        return await run_program(sandbox or _own_runner(server, tier), program, limits)
 
     return run
 
 
 @cache
-def _own_sandbox(tier: str) -> Sandbox:
+def _own_runner(server: str | None, tier: Tier) -> Runner:
+    """What runs whole programs for all trajectories: a SandboxFusion server, or this machine."""
+    from rollout.tools.sandbox import SandboxFusion
+
+    return SandboxFusion(server) if server else _own_sandbox(tier)
+
+
+@cache
+def _own_sandbox(tier: Tier) -> Sandbox:
     """One for all trajectories; it starts with the first program."""
     from rollout.tools.sandbox import Sandbox
 

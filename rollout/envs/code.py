@@ -29,9 +29,9 @@ _WORDS = {
 
 
 def last_program(text: str) -> str | None:
-    """The last closed fenced block after any thought, None when there is none."""
+    """The last closed fenced block after any thought, None when there is none or it is blank."""
     blocks = _FENCE.findall(text.rpartition(_THOUGHT)[2])
-    return blocks[-1] if blocks else None
+    return blocks[-1] if blocks and blocks[-1].strip() else None
 
 
 def pack_test(test: Test, *, visible: bool) -> str:

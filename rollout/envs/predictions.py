@@ -36,7 +36,11 @@ def _f1(rows: Sequence[tuple[object, object]], label: object) -> float:
 
 
 def auc(truth: Sequence[str], given: Sequence[str]) -> float:
-    """The chance that a row of label 1 has a higher prediction than a row of label 0; ties count half."""
+    """The chance that a row of label 1 has a higher prediction than a row of label 0; ties count half.
+
+    Raises:
+        ValueError: all rows have one label.
+    """
     pairs = sorted((float(b), float(a)) for a, b in zip(truth, given, strict=True))
     ones = sum(label for _, label in pairs)
     zeros = len(pairs) - ones
@@ -69,7 +73,11 @@ def mae(truth: Sequence[str], given: Sequence[str]) -> float:
 
 
 def rmsle(truth: Sequence[str], given: Sequence[str]) -> float:
-    """The root of the mean squared error of log(1 + x)."""
+    """The root of the mean squared error of log(1 + x).
+
+    Raises:
+        BadSubmission: a prediction is -1 or less.
+    """
     try:
         logs = [[str(math.log1p(float(x))) for x in column] for column in (truth, given)]
     except ValueError as error:

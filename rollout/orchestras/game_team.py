@@ -88,7 +88,7 @@ input. The last line that it prints must be
 Put the program into one block fenced by ```python and ```.""",
 )
 def parse_program(text: str) -> str | None:
-    """The last program in its fence after any thought, None when there is none."""
+    """The last program in its fence after any thought, None when there is none or it is blank."""
     return last_program(text)
 
 

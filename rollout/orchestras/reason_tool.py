@@ -39,9 +39,8 @@ complete Python program in a block fenced by ```python and ```. It is run once, 
 prints must be the answer alone.""",
 )
 def parse_program(text: str) -> str | None:
-    """The last closed fenced block after any thought, None when there is none or it is blank."""
-    program = last_program(text)
-    return program if program and program.strip() else None
+    """The last program in its fence after any thought, None when there is none or it is blank."""
+    return last_program(text)
 
 
 async def reason_tool(task: Task, team: Seat, env: ProgramEnv, *, max_turns: int = 4) -> None:

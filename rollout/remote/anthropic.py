@@ -6,8 +6,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollout.records import Message
-from rollout.remote.key import Key
-from rollout.remote.protocol import Answer, CallFailed, RemoteError, Settings, counted, status_error
+from rollout.remote.key import Key, required
+from rollout.remote.protocol import (
+    Answer,
+    CallFailed,
+    RemoteError,
+    Settings,
+    counted,
+    filled,
+    split_system,
+    status_error,
+)
 
 if TYPE_CHECKING:
     from rollout.config import RemoteConfig
@@ -27,13 +36,11 @@ class AnthropicMessages:
             import anthropic
         except ImportError:
             raise RemoteError("provider 'anthropic' needs its library; run `pip install mcore-mas[coach]`") from None
-        if key is None:
-            raise RemoteError("provider 'anthropic' needs a key; name key_variable or key_file")
         self._library = anthropic
         self._model = config.model
         self._extra = dict(config.request)
         self._client = anthropic.AsyncAnthropic(
-            api_key=key.reveal(),
+            api_key=required(key, "anthropic").reveal(),
             base_url=config.url or URL,
             timeout=config.timeout_s,
             max_retries=0,  # retries are counted and paid for in `caller`
@@ -42,17 +49,16 @@ class AnthropicMessages:
 
     async def complete(self, messages: Sequence[Message], settings: Settings) -> Answer:
         """Ask once (see `Provider`). Messages that are not the system's alternate between user and assistant."""
-        system = "\n\n".join(message.content for message in messages if message.role == "system")
+        system, others = split_system(messages)
         fields = {
             "model": self._model,
-            "system": system or None,
-            "messages": [{"role": m.role, "content": m.content} for m in messages if m.role != "system"],
+            "system": system,
+            "messages": [{"role": m.role, "content": m.content} for m in others],
             "max_tokens": settings.max_tokens,
             "temperature": settings.temperature,
         }
-        body = {name: value for name, value in {**fields, **self._extra}.items() if value is not None}
         try:
-            reply = await self._client.messages.create(**body)
+            reply = await self._client.messages.create(**filled(fields, self._extra))
         except self._library.APIStatusError as error:
             raise status_error(error.status_code, error.message, error.response.headers) from None
         except self._library.APIConnectionError as error:  # a timeout too

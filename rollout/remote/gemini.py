@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING
 import httpx
 
 from rollout.records import Message
-from rollout.remote.key import Key
-from rollout.remote.protocol import Answer, CallFailed, RemoteError, Settings, counted, status_error
+from rollout.remote.key import Key, required
+from rollout.remote.protocol import (
+    Answer,
+    CallFailed,
+    RemoteError,
+    Settings,
+    counted,
+    filled,
+    split_system,
+    status_error,
+)
 
 if TYPE_CHECKING:
     from rollout.config import RemoteConfig
@@ -30,24 +39,22 @@ class GeminiContent:
             from google.genai import errors
         except ImportError:
             raise RemoteError("provider 'gemini' needs google-genai; run `pip install mcore-mas[coach]`") from None
-        if key is None:
-            raise RemoteError("provider 'gemini' needs a key; name key_variable or key_file")
         self._error = errors.APIError
         self._model = config.model
         self._extra = dict(config.request)
         # a client of ours, because without one the library would choose aiohttp where that is installed
         self._http = httpx.AsyncClient(proxy=config.proxy, trust_env=False, timeout=config.timeout_s)
         self._client = genai.Client(
-            api_key=key.reveal(),
+            api_key=required(key, "gemini").reveal(),
             vertexai=False,
             http_options={"base_url": config.url or URL, "httpx_async_client": self._http},
         )
 
     async def complete(self, messages: Sequence[Message], settings: Settings) -> Answer:
         """Ask once (see `Provider`)."""
-        system = "\n\n".join(message.content for message in messages if message.role == "system")
+        system, others = split_system(messages)
         fields = {
-            "system_instruction": system or None,
+            "system_instruction": system,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "max_output_tokens": settings.max_tokens,
@@ -57,10 +64,8 @@ class GeminiContent:
         try:
             reply = await self._client.aio.models.generate_content(
                 model=self._model,
-                contents=[
-                    {"role": roles[m.role], "parts": [{"text": m.content}]} for m in messages if m.role != "system"
-                ],
-                config={name: value for name, value in {**fields, **self._extra}.items() if value is not None},
+                contents=[{"role": roles[m.role], "parts": [{"text": m.content}]} for m in others],
+                config=filled(fields, self._extra),
             )
         except self._error as error:
             headers = getattr(error.response, "headers", None) or {}

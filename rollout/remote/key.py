@@ -34,7 +34,25 @@ class Key:
         raise TypeError("a key does not leave its process")
 
 
-_taken: dict[str, Key] = {}  # by variable, for a second use in this process
+def required(key: Key | None, provider: str) -> Key:
+    """The key of a provider that answers nobody without one.
+
+    Raises:
+        RemoteError: there is none.
+    """
+    if key is None:
+        raise RemoteError(f"provider '{provider}' needs a key; name key_variable or key_file")
+    return key
+
+
+_taken: dict[str, Key] = {}  # by variable, as found there, for another use in this process
+
+
+def hide(variable: str | None) -> None:
+    """Take a key out of the environment, if it is there, and keep it: child processes started from now on lack it."""
+    value = os.environ.pop(variable, None) if variable else None
+    if variable and value is not None:
+        _taken[variable] = Key(value)
 
 
 def read_key(variable: str | None, file: Path | None) -> Key | None:
@@ -47,12 +65,10 @@ def read_key(variable: str | None, file: Path | None) -> Key | None:
         return _checked(_read(file), str(file))
     if variable is None:
         return None
+    hide(variable)
     if variable not in _taken:
-        value = os.environ.pop(variable, None)
-        if value is None:
-            raise RemoteError(f"the environment has no {variable}; set it, or name a file in key_file")
-        _taken[variable] = _checked(value, variable)
-    return _taken[variable]
+        raise RemoteError(f"the environment has no {variable}; set it, or name a file in key_file")
+    return _checked(_taken[variable].reveal(), variable)
 
 
 def _read(file: Path) -> str:

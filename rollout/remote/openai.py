@@ -10,7 +10,7 @@ import httpx
 
 from rollout.records import Message
 from rollout.remote.key import Key
-from rollout.remote.protocol import Answer, CallFailed, Settings, counted, status_error
+from rollout.remote.protocol import Answer, CallFailed, Settings, counted, filled, status_error
 
 if TYPE_CHECKING:
     from rollout.config import RemoteConfig
@@ -45,9 +45,8 @@ class OpenAIChat:
             "max_tokens": settings.max_tokens,
             "seed": None if settings.seed is None else settings.seed % 2**63,
         }
-        body = {name: value for name, value in {**fields, **self._extra}.items() if value is not None}
         try:
-            async with self._http.stream("POST", "/chat/completions", json=body) as reply:
+            async with self._http.stream("POST", "/chat/completions", json=filled(fields, self._extra)) as reply:
                 content = await _read(reply)
         except httpx.RequestError as error:
             trouble = str(error) or type(error).__name__

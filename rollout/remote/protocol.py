@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollout.records import Message
 
@@ -94,6 +94,18 @@ def retry_after_s(headers: Mapping[str, str], now: float | None = None) -> float
             except ValueError:
                 continue
     return 0.0
+
+
+def split_system(messages: Sequence[Message]) -> tuple[str | None, list[Message]]:
+    """The system's words, None without any, and all other messages: some APIs want them apart."""
+    system = "\n\n".join(message.content for message in messages if message.role == "system")
+    return system or None, [message for message in messages if message.role != "system"]
+
+
+def filled(*fields: Mapping[str, Any]) -> dict[str, Any]:
+    """One request's fields, later mappings over earlier ones, without those that are None."""
+    merged = {name: value for own in fields for name, value in own.items()}
+    return {name: value for name, value in merged.items() if value is not None}
 
 
 def counted(value: object) -> int | None:

@@ -22,7 +22,7 @@ from mcore_mas.credit import estimate
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.trainer import MegatronTrainer
 from mcore_mas.packing import pack, unpack
-from mcore_mas.samples import to_samples, weigh
+from mcore_mas.samples import Sample, to_samples, weigh
 from rollout.build import build_allocator, build_env, build_orchestra, build_team
 from rollout.collect import collect
 from rollout.engines.local import LocalEngine
@@ -229,26 +229,9 @@ async def _teach(config: RunConfig, model: str) -> list[dict[str, Any]]:
         updates = {}
         for policy, trainer in trainers.items():
             own = [sample for sample in samples if sample.policy == policy]
-            if not own:  # its agents were not asked in this step
-                continue
-            own = weigh(own, dict.fromkeys(config.agents, 1.0), config.loss.aggregation, config.loss.norm)
-            batches = pack(own, 4096)
-            seen = unpack(batches, trainer.score(batches), own)
-            gap = max(
-                abs(a - b)
-                for sample, row in zip(own, seen, strict=True)
-                for a, b in zip(sample.behaviour, row, strict=True)
-            )
-            before = {name: tensor.clone() for name, tensor in trainer.weights()}
-            metrics = trainer.update(batches)
-            change = max(float((tensor - before[name]).abs().max()) for name, tensor in trainer.weights())
-            await engines[policy].load_weights(trainer.weights(), step + 1)
-            updates[policy] = {
-                "gap": gap,
-                "change": change,
-                "grad_norm": metrics["grad_norm"],
-                "signal": max(abs(a) for sample in own for a in sample.advantages or (0.0,)),
-            }
+            if own:  # its agents were asked in this step
+                updates[policy] = _update(config, trainer, own)
+                await engines[policy].load_weights(trainer.weights(), step + 1)
         lessons.append(
             {
                 "failed": failed,
@@ -258,3 +241,23 @@ async def _teach(config: RunConfig, model: str) -> list[dict[str, Any]]:
             }
         )
     return lessons
+
+
+def _update(config: RunConfig, trainer: MegatronTrainer, samples: Sequence[Sample]) -> dict[str, float]:
+    """Train on the samples; how far engine and trainer were apart, and how much the weights changed."""
+    weights = dict.fromkeys(config.agents, 1.0)
+    samples = weigh(samples, weights, config.loss.aggregation, config.loss.norm)
+    batches = pack(samples, 4096)
+    seen = unpack(batches, trainer.score(batches), samples)
+    before = {name: tensor.clone() for name, tensor in trainer.weights()}
+    metrics = trainer.update(batches)
+    return {
+        "gap": max(
+            abs(a - b)
+            for sample, row in zip(samples, seen, strict=True)
+            for a, b in zip(sample.behaviour, row, strict=True)
+        ),
+        "change": max(float((tensor - before[name]).abs().max()) for name, tensor in trainer.weights()),
+        "grad_norm": metrics["grad_norm"],
+        "signal": max(abs(a) for sample in samples for a in sample.advantages or (0.0,)),
+    }

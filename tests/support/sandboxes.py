@@ -6,8 +6,17 @@ import asyncio
 
 import pytest
 
-from rollout.tools.sandbox import Limits, Result, Sandbox, SandboxUnavailable
+from rollout.tools.sandbox import Limits, Result, Sandbox, SandboxUnavailable, Verdict
 
+REFUSED = """
+import os, socket, ctypes
+def refused(what):
+    try:
+        value = what()
+    except (OSError, EOFError):
+        return True
+    return value
+"""
 LIMITS = Limits(wall_s=20.0, cpu_s=4, memory_mb=256, processes=24)
 
 
@@ -24,3 +33,9 @@ def started(tier: str, **options: object) -> Sandbox:
 def run(box: Sandbox, source: str, limits: Limits | None = None, **options: object) -> Result:
     """How one program ends."""
     return asyncio.run(box.run(source, limits=limits, **options))  # type: ignore[arg-type]
+
+
+def refused(box: Sandbox, expression: str, setup: str = "") -> None:
+    """`expression`, a call, raises OSError in the sandbox."""
+    result = run(box, f"{REFUSED}{setup}\nprint(refused(lambda: {expression}))")
+    assert (result.stdout, result.verdict) == ("True\n", Verdict.OK), result

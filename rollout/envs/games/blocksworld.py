@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 
 from rollout.envs.games.actions import items
-from rollout.envs.games.game import BadPuzzle, Played
+from rollout.envs.games.game import BadPuzzle, Played, one_by_one
 from rollout.envs.games.grid import breadth_first
 
 Stacks = frozenset[tuple[str, ...]]  # each from the table upwards
@@ -74,14 +74,8 @@ class Blocksworld:
         moves = [action.split() for action in items(actions)]
         if not moves or any(len(move) != 2 for move in moves):
             return None
-        lost = 0
-        for block, to in moves:
-            if self.solved(state):
-                break
-            after = dict(_moves(state.now)).get(f"{block} {to}")
-            lost += after is None
-            state = replace(state, now=after or state.now, moves=state.moves + 1)
-        return Played(state=state, reward=self.solved_reward if self.solved(state) else 0.0, impossible=lost)
+        played = one_by_one(self, state, moves, _move)
+        return replace(played, reward=self.solved_reward if self.solved(played.state) else 0.0)
 
     def solved(self, state: Table) -> bool:
         """Whether the stacks are the goal's."""
@@ -119,6 +113,12 @@ def _plan(now: Stacks, goal: Stacks) -> tuple[str, ...]:
     moves = breadth_first(now, _moves, lambda stacks: stacks == goal)
     assert moves is not None, "every stacking can be reached from every other"
     return tuple(moves)
+
+
+def _move(state: Table, move: Sequence[str]) -> Played[Table]:
+    after = dict(_moves(state.now)).get(" ".join(move))
+    moved = replace(state, now=after or state.now, moves=state.moves + 1)
+    return Played(state=moved, reward=0.0, impossible=after is None)
 
 
 def _moves(stacks: Stacks) -> list[tuple[str, Stacks]]:

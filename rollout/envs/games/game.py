@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -10,6 +10,7 @@ from rollout.envs.protocol import EnvError, Step, ToolCall
 from rollout.records import Task
 
 State = TypeVar("State")
+Action = TypeVar("Action")
 
 
 class BadPuzzle(ValueError):
@@ -67,6 +68,21 @@ class Game(Protocol[State]):
 
     def solve(self, state: State) -> str | None:
         """A list of actions that solves `state`, as short as possible where that can be found; None without one."""
+
+
+def one_by_one(
+    game: Game[State], state: State, actions: Sequence[Action], take: Callable[[State, Action], Played[State]]
+) -> Played[State]:
+    """Take `actions` in their order; those that come after the end of the game are not taken."""
+    reward, impossible = 0.0, 0
+    for action in actions:
+        if game.solved(state) or game.spent(state):
+            break
+        played = take(state, action)
+        state = played.state
+        reward += played.reward
+        impossible += played.impossible
+    return Played(state=state, reward=reward, impossible=impossible)
 
 
 class GameEnv(Generic[State]):

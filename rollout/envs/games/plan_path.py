@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rollout.envs.games.actions import letters
-from rollout.envs.games.game import BadPuzzle, Played
+from rollout.envs.games.game import BadPuzzle, Played, one_by_one
 from rollout.envs.games.grid import MOVES, Cell, breadth_first, distance, neighbour, parse_rows
 
 
@@ -81,23 +81,18 @@ class PlanPath:
     def play(self, state: Path, actions: str) -> Played[Path] | None:
         """Walk; moves after the goal is reached are not made."""
         moves = letters(actions, "UDLR")
-        if not moves:
-            return None
-        reward, lost = 0.0, 0
-        for move in moves:
-            if self.solved(state) or self.spent(state):
-                break
-            to = neighbour(state.at, move)
-            possible = to in state.free
-            after = replace(state, at=to if possible else state.at, moves=state.moves + 1)
-            lost += not possible
-            reward += self.step if possible else self.impossible
-            # F = λ (γ Φ(s') − Φ(s)), Φ = −distance to the goal   potential-based shaping, Ng et al. 1999
-            reward += self.shaping * (distance(state.at, state.goal) - self.gamma * distance(after.at, state.goal))
-            state = after
-            if self.solved(state):
-                reward += self.goal + (self.shortest if state.moves == state.shortest else 0.0)
-        return Played(state=state, reward=reward, impossible=lost)
+        return one_by_one(self, state, moves, self._move) if moves else None
+
+    def _move(self, state: Path, move: str) -> Played[Path]:
+        to = neighbour(state.at, move)
+        possible = to in state.free
+        after = replace(state, at=to if possible else state.at, moves=state.moves + 1)
+        reward = self.step if possible else self.impossible
+        # F = λ (γ Φ(s') − Φ(s)), Φ = −distance to the goal   potential-based shaping, Ng et al. 1999
+        reward += self.shaping * (distance(state.at, state.goal) - self.gamma * distance(after.at, state.goal))
+        if self.solved(after):
+            reward += self.goal + (self.shortest if after.moves == after.shortest else 0.0)
+        return Played(state=after, reward=reward, impossible=not possible)
 
     def solved(self, state: Path) -> bool:
         """Whether the goal is reached."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rollout.envs.games.actions import letters
-from rollout.envs.games.game import BadPuzzle, Played
+from rollout.envs.games.game import BadPuzzle, Played, one_by_one
 from rollout.envs.games.grid import MOVES, Cell, breadth_first, distance, neighbour, parse_rows
 
 SIGNS = "#_.$*@+"  # wall, floor, goal, box, box on a goal, player, player on a goal
@@ -91,24 +91,19 @@ class Sokoban:
     def play(self, state: Room, actions: str) -> Played[Room] | None:
         """Move and push; moves after the last box is home are not made."""
         moves = letters(actions, "UDLR")
-        if not moves:
-            return None
-        reward, lost = 0.0, 0
-        for move in moves:
-            if self.solved(state) or self.spent(state):
-                break
-            pushed = _push(state.walls, state.boxes, state.player, move)
-            player, boxes = pushed or (state.player, state.boxes)
-            after = replace(state, player=player, boxes=boxes, moves=state.moves + 1)
-            lost += pushed is None
-            reward += self.step if pushed else self.impossible
-            home = len(after.boxes & state.goals) - len(state.boxes & state.goals)
-            reward += {1: self.box_on, -1: self.box_off, 0: 0.0}[home]
-            # F = λ (γ Φ(s') − Φ(s)), Φ = −sum over boxes of the distance to the nearest goal
-            reward += self.shaping * (_far(state) - self.gamma * _far(after))
-            state = after
-            reward += self.win if self.solved(state) else 0.0
-        return Played(state=state, reward=reward, impossible=lost)
+        return one_by_one(self, state, moves, self._move) if moves else None
+
+    def _move(self, state: Room, move: str) -> Played[Room]:
+        pushed = _push(state.walls, state.boxes, state.player, move)
+        player, boxes = pushed or (state.player, state.boxes)
+        after = replace(state, player=player, boxes=boxes, moves=state.moves + 1)
+        reward = self.step if pushed else self.impossible
+        home = len(after.boxes & state.goals) - len(state.boxes & state.goals)
+        reward += {1: self.box_on, -1: self.box_off, 0: 0.0}[home]
+        # F = λ (γ Φ(s') − Φ(s)), Φ = −sum over boxes of the distance to the nearest goal
+        reward += self.shaping * (_far(state) - self.gamma * _far(after))
+        reward += self.win if self.solved(after) else 0.0
+        return Played(state=after, reward=reward, impossible=pushed is None)
 
     def solved(self, state: Room) -> bool:
         """Whether every box is on a goal."""

@@ -13,6 +13,8 @@ from rollout.records import Task
 
 T = TypeVar("T")
 
+_MOST_CHOICES = 100  # possible actions that are shown; where there are more, none are
+
 
 class BadAction(ValueError):
     """A text is no action here: says what one looks like, in words for the agent."""
@@ -67,7 +69,6 @@ class WorldEnv:
         *,
         max_turns: int = 30,
         malformed: float = 0.0,
-        max_choices: int = 50,
         deadline_s: float = 60.0,
         executor: Executor | None = None,
     ) -> None:
@@ -76,14 +77,12 @@ class WorldEnv:
         Args:
             max_turns: steps at most.
             malformed: reward of a text that is no action.
-            max_choices: possible actions that are shown; where there are more, none are.
             deadline_s: of one call of the world.
             executor: one thread for the world's calls; None: of its own.
         """
         self._make = make
         self._max_turns = max_turns
         self._malformed = malformed
-        self._max_choices = max_choices
         self._deadline_s = deadline_s
         self._shared = executor
         self._own: ThreadPoolExecutor | None = None
@@ -152,7 +151,7 @@ class WorldEnv:
         return self._scene
 
     def _shown(self, scene: Scene) -> str:
-        if not scene.choices or len(scene.choices) > self._max_choices or scene.done:
+        if not scene.choices or len(scene.choices) > _MOST_CHOICES or scene.done:
             return scene.text
         return f"{scene.text}\nPossible actions: {', '.join(scene.choices)}"
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from rollout.records import RecordError, Task, read_tasks
 from rollout.registry import lookup
 from rollout.tasks.files.formats import FORMATS
-from rollout.tasks.files.problem import BadRow, Problem
+from rollout.tasks.files.problem import BadRow, Format, Problem
 from rollout.tasks.files.rows import rows
 
 OWN = "tasks"  # the format of `rollout.records.write_tasks`
+READABLE: dict[str, Format | None] = {OWN: None, **FORMATS}
 
 Placed = tuple[str, Task]  # where a task is from, "file: row 7"
 
@@ -24,7 +25,7 @@ def read(path: Path, *, format: str, split: str, source: str = "") -> Iterator[P
     `tasks` bring ids, sources and splits of their own.
 
     Args:
-        format: a name in FORMATS, `tasks`, or the import path of a Format.
+        format: a name in READABLE, or the import path of a Format.
         split: train, validation or test.
         source: the data source to report under; "" is the row's own, or the format's name.
 
@@ -32,11 +33,11 @@ def read(path: Path, *, format: str, split: str, source: str = "") -> Iterator[P
         RecordError: the file or a row of it is not of that format: says which, and what was expected.
         UnknownName: no such format.
     """
-    if format == OWN:
+    known = lookup("data format", format, READABLE)
+    if known is None:
         for number, task in enumerate(read_tasks(path)):
             yield f"{path}: row {number}", task
         return
-    known = lookup("data format", format, FORMATS)
     for number, row in enumerate(rows(path)):
         try:
             problem = known.problem(row)

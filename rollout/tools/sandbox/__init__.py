@@ -9,8 +9,6 @@ pool, zygote, jail, execute, cgroup, memory, verdicts: the host's side of the wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rollout.tools.sandbox.box import Sandbox
 from rollout.tools.sandbox.fusion import SandboxFusion
 from rollout.tools.sandbox.judge import Runner
@@ -18,7 +16,6 @@ from rollout.tools.sandbox.records import Limits, Result, SandboxError, SandboxU
 from rollout.tools.sandbox.session import Session
 
 __all__ = [
-    "SANDBOXES",
     "Limits",
     "Result",
     "Runner",
@@ -29,5 +26,3 @@ __all__ = [
     "Session",
     "Verdict",
 ]
-
-SANDBOXES: dict[str, Callable[..., Runner]] = {"local": Sandbox, "sandbox_fusion": SandboxFusion}

@@ -176,8 +176,8 @@ class Sandbox:
                 self.close()
                 reasons.append(f"{tier}: {error}")
         raise SandboxUnavailable(
-            f"this machine cannot run programs isolated ({'; '.join(reasons)}); use a sandbox server (sandbox_fusion), "
-            "or for programs that you trust tier=unisolated"
+            f"this machine cannot run programs isolated ({'; '.join(reasons)}); use a sandbox server "
+            "(env.options.server), or for programs that you trust tier=unisolated"
         )
 
     async def _start_tier(self, tier: str) -> None:

@@ -43,7 +43,7 @@ def candidates(tier: str) -> tuple[str, ...]:
     if tier != UNISOLATED and (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise SandboxUnavailable(
             f"the sandbox isolates on Linux x86_64, and this is {sys.platform} {platform.machine()}; use a sandbox "
-            "server (sandbox_fusion)"
+            "server (env.options.server)"
         )
     return ISOLATED if tier == "auto" else (tier,)
 

@@ -1,60 +1,21 @@
-"""Trees: who branches, who goes on, what replays, and what a broken or fickle branch does."""
+"""Trees: who branches, who goes on, and what replays."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.collect import collect
-from rollout.engines.protocol import EngineError
 from rollout.engines.scripted import ScriptedEngine
-from rollout.envs.protocol import EnvError, Step
-from rollout.limits import Limits
-from rollout.records import Group, Status, Trajectory
+from rollout.records import Group, Status
 from rollout.rewards.local_team import local_team
 from rollout.seeds import derive_seed
 from rollout.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, make_team, seeded
-
-
-def grow(orchestra, engine, tree, *, make_env=Adder, **options) -> Trajectory:
-    """One trajectory, whose collection must leave no task behind."""
-
-    async def run():
-        [group] = await collect(
-            [TASK], make_team(engine), make_env, orchestra, group_size=1, seed=SEED, step=STEP, tree=tree, **options
-        )
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return group.trajectories[0]
-
-    return asyncio.run(run())
-
-
-def rows(trajectory):
-    """(node, turn, agent, text, score of the branch) of every turn."""
-    return [(t.node, t.index, t.agent, t.text, t.scores.get("branch")) for t in trajectory.turns]
-
-
-async def duet(task, team, env):
-    """a, step, b, step."""
-    reply = await team.act("a", said=env.reset(task))
-    step = await env.step(reply.text)
-    reply = await team.act("b", said=step.observation)
-    await env.step(reply.text)
-
-
-DUET = {
-    ("a", 0, ""): "1",
-    ("a", 0, "1"): "5",
-    ("a", 0, "2"): "3",
-    ("b", 1, "1.0"): "2",
-    ("b", 1, "1.1"): "4",
-    ("b", 1, "1.2"): "4",
-}
+from tests.support.trees import DUET, duet, grow, rows
 
 
 def test_the_best_branch_goes_on_and_every_turn_is_there_once():
@@ -267,157 +228,6 @@ def test_tool_calls_belong_to_their_branch():
         ("0.0", 1, "look 3"),
         ("0.1", 1, "look 4"),
     ]
-
-
-class Refusing:
-    """An engine that fails at some places."""
-
-    def __init__(self, replies, *refused):
-        self._inner, _ = seeded({**replies, **dict.fromkeys(refused, "refuse")})
-
-    async def generate(self, prompt_ids, sampling):
-        completion = await self._inner.generate(prompt_ids, sampling)
-        if bytes(completion.token_ids).startswith(b"refuse"):
-            raise EngineError("no room")
-        return completion
-
-
-def test_a_failed_branch_is_dropped_and_counted_and_the_others_go_on():
-    replies = {("a", 0, ""): "1", ("a", 0, "2"): "boom", ("b", 1, ""): "4", ("b", 1, "0.1"): "2", ("b", 1, "0.2"): "3"}
-    trajectory = grow(duet, Refusing(replies, ("a", 0, "1")), Branching(width=3))
-    assert trajectory.status is Status.COMPLETED
-    assert [turn.node for turn in trajectory.turns] == ["0", "0.0", "0.1", "0.2"]
-    assert trajectory.leaf == "0.0"
-    assert trajectory.metrics == {
-        "total": 5.0,
-        "dropped_branches/EngineError": 1.0,
-        "dropped_branches/EnvError": 1.0,
-    }
-
-
-def test_the_first_branch_may_fail_too():
-    replies = {("a", 0, "1"): "1", ("b", 1, "1.0"): "4", ("b", 1, "1.1"): "2"}
-    trajectory = grow(duet, Refusing(replies, ("a", 0, "")), Branching(width=2))
-    assert [turn.node for turn in trajectory.turns] == ["1", "1.0", "1.1"]
-    assert trajectory.outcome == 5.0
-
-
-def test_when_all_branches_fail_the_trajectory_does():
-    replies = {("a", 0, ""): "1", ("a", 0, "1"): "0"}
-    trajectory = grow(duet, Refusing(replies, ("b", 1, ""), ("b", 1, "0.1")), Branching(width=2))
-    assert (trajectory.status, trajectory.error) == (Status.FAILED, "EngineError: no room")
-    assert trajectory.outcome is None
-    assert trajectory.metrics["dropped_branches/EngineError"] == 2.0
-    assert [turn.node for turn in trajectory.turns] == ["0", "1"]
-
-
-def test_a_failure_that_the_orchestra_outlives_is_repeated_to_its_branches():
-    async def orchestra(task, team, env):
-        try:
-            said = (await team.act("a", said="x")).text
-        except EngineError:
-            said = "nobody"
-        reply = await team.act("b", said=said)
-        await env.step(reply.text)
-
-    replies = {("b", 1, ""): "1", ("b", 1, "0.1"): "2"}
-    trajectory = grow(orchestra, Refusing(replies, ("a", 0, ""), ("a", 0, "1")), Branching(width=2))
-    assert rows(trajectory) == [("0.0", 1, "b", "1", 1.0), ("0.1", 1, "b", "2", 2.0)]
-    assert trajectory.status is Status.COMPLETED
-
-
-def test_a_fickle_environment_is_named():
-    born = []
-
-    class Fickle(Adder):
-        def __init__(self, task):
-            super().__init__(task)
-            born.append(self)
-            self.number = len(born)
-
-        async def step(self, action):
-            step = await super().step(action)
-            return Step(observation=f"{self.number}", reward=step.reward)
-
-    trajectory = grow(duet, seeded(DUET)[0], Branching(width=3), make_env=Fickle)
-    assert trajectory.status is Status.FAILED
-    assert re.fullmatch(
-        r"BranchError: environment or orchestra of task t is not deterministic: cannot branch "
-        r"\(told the same again, it waits for b \(turn 1, state (\w{16})\) "
-        r"instead of b \(turn 1, state (?!\1)\w{16}\)\)",
-        trajectory.error,
-    )
-    assert [turn.node for turn in trajectory.path] == ["1"]
-
-
-def test_a_fickle_orchestra_is_named():
-    plays = iter(range(100))
-
-    async def orchestra(task, team, env):
-        reply = await team.act("a" if next(plays) else "b", said="x")
-        await env.step(reply.text)
-
-    trajectory = grow(orchestra, seeded({})[0], Branching(width=2))
-    assert re.search(r"it waits for a \(turn 0, state (\w+)\) instead of b \(turn 0, state \1\)", trajectory.error)
-
-
-def test_an_environment_that_breaks_in_a_replay_costs_that_branch():
-    born = []
-
-    class Frail(Adder):
-        def __init__(self, task):
-            super().__init__(task)
-            born.append(self)
-            self.frail = len(born) == 3  # the first that replays
-
-        async def step(self, action):
-            if self.frail:
-                raise EnvError("worn out")
-            return await super().step(action)
-
-    replies = {("a", 0, ""): "1", ("a", 0, "1"): "0", ("b", 1, ""): "4"}
-    trajectory = grow(duet, seeded(replies)[0], Branching(width=2), make_env=Frail)
-    assert [turn.node for turn in trajectory.turns] == ["0", "1", "0.0"]
-    assert trajectory.metrics == {"total": 5.0, "dropped_branches/EnvError": 1.0}
-
-
-def test_a_bug_surfaces_from_a_branch():
-    async def orchestra(task, team, env):
-        reply = await team.act("a", said="x")
-        await env.step(reply.text)
-        raise ZeroDivisionError(f"a bug after {reply.text}")
-
-    async def run():
-        engine = seeded({("a", 0, ""): "1", ("a", 0, "1"): "2"})[0]
-        with pytest.raises(ZeroDivisionError, match="a bug after"):
-            await collect(
-                [TASK],
-                make_team(engine),
-                Adder,
-                orchestra,
-                group_size=1,
-                seed=SEED,
-                step=STEP,
-                tree=Branching(width=2),
-            )
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(run())
-
-
-def test_a_late_branch_ends_the_tree():
-    inner, _ = seeded(DUET)
-
-    class Late:
-        async def generate(self, prompt_ids, sampling):
-            if sampling.seed == derive_seed(SEED, STEP, "t", 0, "b", 1, "1.2"):
-                await asyncio.sleep(60)
-            return await inner.generate(prompt_ids, sampling)
-
-    trajectory = grow(duet, Late(), Branching(width=3), limits=Limits(trajectory_s=0.5))
-    assert trajectory.status is Status.LATE
-    assert trajectory.error == "the trajectory's deadline of 0.5 s passed while it waited for b (turn 1)"
-    assert trajectory.leaf == "1.0"
 
 
 @pytest.mark.parametrize("options", [{"width": 0}, {"width": 2, "select": "worst"}], ids=["width", "select"])

@@ -1,11 +1,15 @@
 """Every shipped config composes, and every mistake is one line that names it."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from mcore_mas.config import CONFIGS, ConfigError, RunConfig, resolve
+from rollout.config import Section
 
 GROUPS = sorted(
     (path.parent.name, path.stem) for path in CONFIGS.glob("*/*.yaml") if path.parent.name not in ("experiment", "team")
@@ -83,13 +87,19 @@ def test_every_team_comes_with_shared_separate_and_partly_shared_policies(name: 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("sede=2", "Could not override 'sede'"),
+        ("sede=2", "unknown key 'sede'; known here: run, results, seed"),
+        ("trainer.stesp=3", "unknown key 'trainer.stesp'; known here: steps, tasks_per_step"),
+        ("trainr.steps=3", "unknown key 'trainr'; known here: run, results, seed"),
+        ("policies.solver.lora.rnk=3", "unknown key 'policies.solver.lora.rnk'; known here: "),
+        ("trainer.staleness=1", "'trainer.staleness' has no value that could be overridden; add it with +trainer.stal"),
         ("+trainer.stesp=3", "unknown key 'trainer.stesp'; known here: steps, tasks_per_step"),
         ("policies.solver.lr=fast", "policies.solver.lr: Input should be a valid number"),
         ("agents.solver.policy=solvr", "agent 'solver' plays policy 'solvr', which is not defined; policies: solver"),
         ("orchestra.name=chian", "unknown orchestra 'chian'; known: ab_mcts, chain, "),
         ("+orchestra.options.loops=3", "orchestra 'solver_verifier' has no option 'loops'; its options: max_loops"),
         ("advantage.name=drmass", "unknown advantage 'drmass'; known: at_grpo, dr_grpo, drmas, gae"),
+        ("advantage=drmass", "no file 'drmass' in configs/advantage; nearest: drmas, "),
+        ("advantage=zzzz", "no file 'zzzz' in configs/advantage; there are: at_grpo, dr_grpo, drmas"),
         ("advantage=gae", "agent 'solver': advantage 'gae' needs policies.solver.critic"),
         ("trainer.group_size=1", "agent 'solver': advantage 'drmas' compares a task's trajectories, but trainer.group"),
         ("+agents.solver.advantage.name=rlo", "unknown advantage 'rlo'; known: at_grpo"),
@@ -128,7 +138,7 @@ def test_every_team_comes_with_shared_separate_and_partly_shared_policies(name: 
             "trainer.alternate.order is solver, solver; expected every trained policy once: solver, verifier",
         ),
         ("+trainer.final=best", "trainer: final 'best' needs a kept best: set trainer.keep_best to 1 or more"),
-        ("experiment=demo_maths", "Could not find 'experiment/demo_maths'"),
+        ("experiment=demo_maths", "no file 'demo_maths' in configs/experiment; nearest: demo_math, "),
     ],
 )
 def test_a_mistake_is_one_line(override: str, message: str) -> None:
@@ -160,3 +170,21 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: [")
     with pytest.raises(ConfigError, match="not YAML"):
         RunConfig.load(tmp_path / "config.yaml")
+
+
+def keys(model: type[Section]) -> Iterator[str]:
+    """The names of a section's keys and of the sections below it."""
+    for name, field in model.model_fields.items():
+        yield name
+        below = [field.annotation]
+        while below:
+            found = below.pop()
+            if isinstance(found, type) and issubclass(found, Section):
+                yield from keys(found)
+            below += get_args(found)
+
+
+def test_every_key_is_in_the_docs() -> None:
+    text = (CONFIGS.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    written = {name for code in re.findall(r"`([^`\n]+)`", text) for name in re.findall(r"\w+", code)}
+    assert sorted(set(keys(RunConfig)) - written) == []

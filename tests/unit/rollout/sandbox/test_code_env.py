@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import get_args
 
 import pytest
 
 from rollout.config import EnvConfig
-from rollout.envs import ENVS, make_code
+from rollout.envs import ENVS, Tier, make_code
 from rollout.envs.code import _WORDS, CodeEnv, last_program, pack_test, unpack_test
 from rollout.envs.protocol import EnvError, Step
 from rollout.records import Task
 from rollout.tools.sandbox import Limits, Result, Sandbox, SandboxError, Verdict
 from rollout.tools.sandbox.judge import CallTest, StdinTest, Test
+from rollout.tools.sandbox.tiers import TIERS
 
 VISIBLE = StdinTest(stdin="1 2\n", expected="3\n")
 HIDDEN = [StdinTest(stdin=f"{n} {n}\n", expected=f"{2 * n}\n") for n in (0, 50, 1700)]
@@ -143,6 +145,29 @@ def test_it_is_chosen_by_name() -> None:
     EnvConfig(name="code", options={"compare": "floats", "tier": "landlock"})
     with pytest.raises(ValueError, match="no option 'walls'"):
         EnvConfig(name="code", options={"walls": "thick"})
+
+
+@pytest.mark.parametrize(
+    ("env", "option", "value", "words"),
+    [
+        ("code", "reward", "rtae", "env 'code': option reward is 'rtae'; expected one of all, rate"),
+        ("code", "compare", "word", "option compare is 'word'; expected one of tokens, lines, floats"),
+        ("math", "tier", "landlok", "option tier is 'landlok'; expected one of auto, namespaces, landlock, unisolated"),
+        ("plan_path", "tier", "none", "env 'plan_path': option tier is 'none'; expected one of auto"),
+        ("data_science", "reward", "mean", "option reward is 'mean'; expected one of normalised, gap"),
+        ("repository", "reward", "some", "option reward is 'some'; expected one of all, rate"),
+        ("search", "style", "r1", "option style is 'r1'; expected one of search_r1, verl, text"),
+        ("code", "server", "box:8080", r"server: expected http\(s\)://host/path"),
+        ("data_science", "server", "http://box:8080", "has no option 'server'"),  # its cells share a session
+    ],
+)
+def test_a_misspelt_value_is_refused_before_anything_runs(env: str, option: str, value: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        EnvConfig(name=env, options={option: value})
+
+
+def test_the_tiers_of_a_config_are_those_of_the_sandbox() -> None:
+    assert get_args(Tier) == ("auto", *TIERS)
 
 
 @pytest.mark.parametrize(

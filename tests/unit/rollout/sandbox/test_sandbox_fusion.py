@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from rollout.build import build_env
+from rollout.config import EnvConfig
+from rollout.envs.code import pack_test
+from rollout.records import Task
 from rollout.tools.sandbox import Limits, SandboxError, SandboxFusion, Verdict
 from rollout.tools.sandbox import fusion as fusion_module
 from rollout.tools.sandbox.judge import StdinTest, judge_all
@@ -211,3 +215,15 @@ def test_it_judges_like_the_local_one_and_keeps_to_its_slots(server: Server) -> 
     assert asyncio.run(main()) == ["OK", "OK", "OK", "WA", "OK", "OK"]
     assert server.busiest == 2
     assert "expected" not in json.dumps([body for body, _ in server.seen])
+
+
+def test_an_environment_has_its_programs_run_there(server: Server) -> None:
+    server.script = [(200, {}, lambda body: finished(f"{int(body['stdin']) * 2}\n"))]
+    config = EnvConfig(name="code", options={"server": server.url, "reward": "rate"})
+    answers = [pack_test(StdinTest(stdin=str(n), expected=str(2 * n if n else 9)), visible=False) for n in range(4)]
+    task = Task(id="t", prompt="Double.", answers=tuple(answers), env="code", source="s", split="test")
+    env = build_env(config)(task)
+    env.reset(task)
+    step = asyncio.run(env.step("```python\nprint(2 * int(input()))\n```"))
+    assert step.reward == 0.75
+    assert len(server.seen) == 4

@@ -1,0 +1,45 @@
+"""Trees grown from scripted replies."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollout.collect import collect
+from rollout.records import Trajectory
+from tests.support.play import SEED, STEP, TASK, Adder, make_team
+
+
+def grow(orchestra, engine, tree, *, make_env=Adder, **options) -> Trajectory:
+    """One trajectory, whose collection must leave no task behind."""
+
+    async def run():
+        [group] = await collect(
+            [TASK], make_team(engine), make_env, orchestra, group_size=1, seed=SEED, step=STEP, tree=tree, **options
+        )
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return group.trajectories[0]
+
+    return asyncio.run(run())
+
+
+def rows(trajectory):
+    """(node, turn, agent, text, score of the branch) of every turn."""
+    return [(t.node, t.index, t.agent, t.text, t.scores.get("branch")) for t in trajectory.turns]
+
+
+async def duet(task, team, env):
+    """a, step, b, step."""
+    reply = await team.act("a", said=env.reset(task))
+    step = await env.step(reply.text)
+    reply = await team.act("b", said=step.observation)
+    await env.step(reply.text)
+
+
+DUET = {
+    ("a", 0, ""): "1",
+    ("a", 0, "1"): "5",
+    ("a", 0, "2"): "3",
+    ("b", 1, "1.0"): "2",
+    ("b", 1, "1.1"): "4",
+    ("b", 1, "1.2"): "4",
+}

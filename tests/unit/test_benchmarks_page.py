@@ -1,0 +1,15 @@
+"""The page of benchmarks keeps what was not measured again."""
+
+from benchmarks.run_all import Result, page, parse
+
+
+def test_a_row_is_replaced_and_the_others_stay():
+    first = page(
+        [Result(name=name, ratio=2.0, goal=1.0, reference="plain", n=3) for name in ("load_a", "sort")], "a machine"
+    )
+    again = parse("model of 3 M\nname=load_a ratio=2.50 goal=1.00 reference=one two n=5\n")
+    assert again is not None
+    assert page([again], "a machine", first) == first.replace(
+        "| load_a | 2.00 | 1.00 | plain | 3 |", "| load_a | 2.50 | 1.00 | one two | 5 |"
+    )
+    assert parse("name=load_a ratio=2.50 goal=1.00\n") is None

@@ -1,0 +1,68 @@
+"""The README's model, team and reward are written out as it says, and work."""
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_mas import config
+from rollout.agent import ROLES
+from rollout.build import build_allocator
+from rollout.config import RewardConfig
+from tests.support.played import group, trajectory, turn
+
+README = Path(__file__).parents[2] / "README.md"
+EXPERIMENT = """\
+# @package _global_
+defaults:
+  - override /team: relay
+
+run: my_relay
+cold_start: null
+data: {generator: arithmetic, train: 8, validation: 2, test: 2}
+agents: {drafter: {policy: shared}, editor: {policy: shared}}
+policies: {shared: {model: /models/Qwen2.5-0.5B-Instruct, lr: 1.0e-6}}
+trainer: {steps: 1, tasks_per_step: 1, group_size: 2}
+evaluation: {samples: 1}
+"""
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the configs with the README's files beside and among them."""
+    shutil.copytree(config.CONFIGS, tmp_path / "configs")
+    for body in re.findall(r"```(?:python|yaml)\n(.*?)```", README.read_text(), flags=re.DOTALL):
+        place = re.search(r"^# (\S+\.(?:py|yaml))$", body, flags=re.MULTILINE)
+        if place:
+            path = tmp_path / place[1]
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(body)
+    monkeypatch.setattr(config, "CONFIGS", tmp_path / "configs")
+    monkeypatch.syspath_prepend(tmp_path)
+    roles = dict(ROLES)
+    yield tmp_path
+    ROLES.clear()
+    ROLES.update(roles)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_pkg"]:
+        del sys.modules[name]
+
+
+def test_the_model_of_the_readme_composes_with_its_suite(written: Path) -> None:
+    values = config.resolve(["experiment=my_math", "advantage=grpo"])
+    assert values["cold_start"] is None
+    assert values["policies"]["solver"]["model"] == "/models/Qwen2.5-0.5B-Instruct"
+    assert "my_math_grpo: [experiment=my_math, advantage=grpo]" in (written / "my_suite.yaml").read_text()
+
+
+def test_the_team_and_the_reward_of_the_readme_are_taken_up(written: Path) -> None:
+    (written / "configs" / "experiment" / "my_relay.yaml").write_text(EXPERIMENT)
+    values = config.resolve(["experiment=my_relay"])
+    assert values["orchestra"] == {"name": "my_pkg.teams:relay", "options": {"rounds": 2}}
+    allocate = build_allocator(RewardConfig.model_validate(values["reward"]), {})
+    played = group(trajectory(turn(0, "drafter"), turn(1, "editor"), outcome=1.0))
+    tokens = [len(t.completion_ids) for t in played.trajectories[0].turns]
+    rewards = [t.reward for t in allocate(played).trajectories[0].turns]
+    assert rewards == [pytest.approx(1.0 - 0.002 * n) for n in tokens]

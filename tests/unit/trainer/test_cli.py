@@ -1,0 +1,80 @@
+"""Every wrong call of a command is said in one line, with an exit status that is not 0."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.cli import REGISTRIES, main
+
+HELPED = "Usage: "  # what a command's own parser refuses comes with where to find help
+
+
+def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["mcore-mas", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            "train --config {missing}.yaml",
+            "missing.yaml: no such file; expected a resolved config, results/<run>/config",
+        ),
+        ("train --config {text}", "text: a resolved config is a mapping of keys; this is str; name another file"),
+        ("evaluate --config {missing}.yaml", "missing.yaml: no such file; expected a resolved config"),
+        ("export {missing} solver --to x", "missing/config.yaml: no such file; expected a resolved config"),
+        ("show {missing}", "missing: no such file; expected a parquet file with columns id, "),
+        ("show {folder}", "no such file; expected a parquet file"),
+        ("show {text}", "text: not a readable parquet file"),
+        ("explain {missing}", "missing: no such file; expected a parquet file"),
+        ("explain {text} --option lone", "--option lone: expected key=value, for example --option lone=raw"),
+        ("leaks", "name data files to compare, or --config with a resolved config"),
+        ("leaks {missing}", "missing: no such file"),
+        ("list envz", "no registry 'envz'; there are: orchestras, envs, roles"),
+        ("list os:environ", "no registry 'os:environ'; there are: orchestras"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "text").write_text("hello")
+    places = {"missing": tmp_path / "missing", "text": tmp_path / "text", "folder": tmp_path}
+    assert called(monkeypatch, *arguments.format(**places).split()) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert words in said
+    assert "Error: " not in said.removeprefix("error: ")  # no name of a Python type
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("trian", "Did you mean 'train'?"),
+        ("train", "Missing option '--config'"),
+        ("list", "Missing argument 'registry'"),
+        ("evaluate --config c.yaml --state trainde", "'trainde' is not one of 'base', 'trained'"),
+    ],
+)
+def test_a_call_that_does_not_parse_says_how_to_get_help(
+    arguments: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert called(monkeypatch, *arguments.split()) == 2
+    said = re.sub(r"[\s│]+", " ", capsys.readouterr().err)
+    assert HELPED in said
+    assert words in said
+
+
+def test_every_registry_is_listed_and_the_readme_names_them_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    (row,) = (line for line in readme.splitlines() if line.startswith("| `mcore-mas list"))
+    assert re.findall(r"`(\w+)`", row) == list(REGISTRIES)
+    for registry in REGISTRIES:
+        assert called(monkeypatch, "list", registry) == 0
+        names = capsys.readouterr().out.splitlines()
+        assert names == sorted(names) and len(names) > 1, registry
