@@ -9,42 +9,22 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
-from transformers import Qwen2Config, Qwen2ForCausalLM, logging
-
+from benchmarks.support.training import make_model, make_sample, start_trainer
 from mcore_mas.core.losses import Objective
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.trainer import MegatronTrainer
 from mcore_mas.packing import pack
-from mcore_mas.samples import Sample
 
 GOAL = 3.0
-MODEL = Qwen2Config(  # 50 million parameters: 600 MB of weights and moments
-    vocab_size=16384,
-    hidden_size=512,
-    num_hidden_layers=10,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    intermediate_size=2048,
-    max_position_embeddings=512,
-    tie_word_embeddings=True,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-)
 
 
 def trained(folder: Path) -> MegatronTrainer:
-    """A trainer after one step, so that it has moments to save."""
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(MODEL).save_pretrained(folder)
-    parallel.start(rank=0, threads=1)
-    trainer = MegatronTrainer(TrainerSpec(model=str(folder), objective=Objective(loss="cross_entropy")))
-    ids = {"prompt_ids": (1, 2, 3), "completion_ids": (4, 5, 6)}
-    names = {"policy": "p", "agent": "a", "task": "t", "trajectory": "0", "turn": 0}
-    trainer.update(pack([Sample(**names, **ids, weight=1 / 3)], 64))
+    """A trainer of 54 million parameters, 650 MB of weights and moments, after one step, which makes the moments."""
+    make_model(folder, vocab=16384, hidden=512, layers=10)
+    trainer = start_trainer(folder, Objective(loss="cross_entropy"))
+    trainer.update(pack([make_sample((1, 2, 3), (4, 5, 6))], 64))
     return trainer
 
 
@@ -65,8 +45,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     stalls: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:
         trainer = trained(Path(folder) / "model")

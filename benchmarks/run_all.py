@@ -1,4 +1,4 @@
-"""Runs every benchmark and writes docs/benchmarks.md from the last line that each prints."""
+"""Runs every benchmark, or some, and writes their rows of docs/benchmarks.md from the last line that each prints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +44,10 @@ def parse(output: str) -> Result | None:
     )
 
 
-def page(results: list[Result], machine: str) -> str:
-    """The Markdown page."""
+def page(results: Sequence[Result], machine: str, before: str = "") -> str:
+    """The Markdown page; rows of benchmarks that were not run are those of the page `before`."""
+    rows = {row[1]: row[0] for row in re.finditer(r"^\| (\w+) \| \d.*$", before, re.MULTILINE)}
+    rows |= {r.name: f"| {r.name} | {r.ratio:.2f} | {r.goal:.2f} | {r.reference} | {r.n} |" for r in results}
     lines = [
         "# Benchmarks",
         "",
@@ -56,8 +59,7 @@ def page(results: list[Result], machine: str) -> str:
         "| benchmark | ratio | goal | reference | repeats |",
         "|---|---:|---:|---|---:|",
     ]
-    lines += [f"| {r.name} | {r.ratio:.2f} | {r.goal:.2f} | {r.reference} | {r.n} |" for r in results]
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *(row for _, row in sorted(rows.items())), ""])
 
 
 def main() -> int:
@@ -86,10 +88,10 @@ def main() -> int:
     if failed:
         print(f"error: {', '.join(failed)} failed; {options.out} is unchanged")
         return 1
-    if not options.names:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(page(results, _machine()), encoding="utf-8")
-        print(f"wrote {options.out}")
+    before = options.out.read_text(encoding="utf-8") if options.names and options.out.is_file() else ""
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(page(results, _machine(), before), encoding="utf-8")
+    print(f"wrote {options.out}")
     return 0
 
 
