@@ -70,7 +70,7 @@ class _Rank:
         key = (route.transport, route.place)
         if key not in self._senders:
             self._senders = {key: make_sender(route, rank=self._rank, exchange=parallel.exchange)}
-        return self._senders[key].send(self._trainer.weights(), version, route.state)
+        return self._senders[key].send(self._trainer.weight_blocks(), version, route.state)
 
     def sleep(self) -> int:
         return self._trainer.sleep()

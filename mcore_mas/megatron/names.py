@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from mcore_mas.megatron.decoder import EXPERT, LAYER
 from mcore_mas.megatron.models import Architecture
 from mcore_mas.megatron.sources import Source
 from mcore_mas.megatron.spec import Projection
+from rollout.transports.blocks import shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +23,8 @@ class Cut:
     # (a rank's shard, to be filled; full tensors; architecture; tp; the rank). In place: the allocator keeps part of
     # what copies on the way took, and over many weights that is a good part of a model
     fill: Callable[[Tensor, Sequence[Source], Architecture, int, int], None]
-    join: Callable[[Sequence[Tensor], Architecture], list[Tensor]]  # shards -> full tensors
-
-
-def _cat(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """The shards in one; a lone shard is not copied."""
-    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
+    # shards -> the blocks of rows of each full tensor; no copies where rows are whole
+    join: Callable[[Sequence[Tensor], Architecture], list[list[Tensor]]]
 
 
 def _share(size: int, tp: int, rank: int) -> slice:
@@ -56,10 +54,9 @@ def _group_rows(a: Architecture) -> list[int]:
     return [a.heads // a.kv_heads * a.head_dim, a.head_dim, a.head_dim]
 
 
-def _join_qkv(shards: Sequence[Tensor], a: Architecture) -> list[Tensor]:
-    packed = _cat([shard.view(a.kv_heads // len(shards), -1, *shard.shape[1:]) for shard in shards])
-    parts = packed.split(_group_rows(a), dim=1)
-    return [part.reshape(-1, *part.shape[2:]) for part in parts]
+def _join_qkv(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
+    groups = [group for shard in shards for group in shard.chunk(a.kv_heads // len(shards))]
+    return [list(parts) for parts in zip(*(group.split(_group_rows(a)) for group in groups), strict=True)]
 
 
 def _fill_gate_up(shard: Tensor, full: Sequence[Source], a: Architecture, tp: int, rank: int) -> None:
@@ -67,9 +64,8 @@ def _fill_gate_up(shard: Tensor, full: Sequence[Source], a: Architecture, tp: in
         part.copy_(source.read(_share(source.shape[0], tp, rank)))
 
 
-def _join_gate_up(shards: Sequence[Tensor], a: Architecture) -> list[Tensor]:
-    gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
-    return [_cat(gates), _cat(ups)]
+def _join_gate_up(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
+    return [list(parts) for parts in zip(*(shard.chunk(2) for shard in shards), strict=True)]
 
 
 def _fill_vocab(shard: Tensor, full: Sequence[Source], a: Architecture, tp: int, rank: int) -> None:
@@ -80,10 +76,20 @@ def _fill_vocab(shard: Tensor, full: Sequence[Source], a: Architecture, tp: int,
     shard[held:].zero_()
 
 
-WHOLE = Cut(fill=_fill_whole, join=lambda shards, a: [shards[0]])
-COLUMNS = Cut(fill=_fill_columns, join=lambda shards, a: [_cat(shards, dim=1)])
-ROWS = Cut(fill=_fill_rows, join=lambda shards, a: [_cat(shards)])
-VOCAB = Cut(fill=_fill_vocab, join=lambda shards, a: [_cat(shards)[: a.vocab]])
+def _join_columns(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
+    return [[shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1)]]
+
+
+def _join_vocab(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
+    ends = accumulate((len(shard) for shard in shards), initial=0)
+    blocks = [shard[: max(a.vocab - first, 0)] for shard, first in zip(shards, ends, strict=False)]
+    return [[block for block in blocks if len(block)]]
+
+
+WHOLE = Cut(fill=_fill_whole, join=lambda shards, a: [[shards[0]]])
+COLUMNS = Cut(fill=_fill_columns, join=_join_columns)
+ROWS = Cut(fill=_fill_rows, join=lambda shards, a: [list(shards)])
+VOCAB = Cut(fill=_fill_vocab, join=_join_vocab)
 QKV = Cut(fill=_fill_qkv, join=_join_qkv)
 GATE_UP = Cut(fill=_fill_gate_up, join=_join_gate_up)
 
@@ -163,7 +169,8 @@ class Entry:
 
     def shapes(self, shard: Sequence[int], a: Architecture, tp: int) -> list[tuple[int, ...]]:
         """The shapes of its full tensors, of which each of `tp` ranks holds a shard of this shape."""
-        return [tuple(full.shape) for full in self.cut.join([torch.empty(tuple(shard), device="meta")] * tp, a)]
+        joined = self.cut.join([torch.empty(tuple(shard), device="meta")] * tp, a)
+        return [tuple(shape_of(blocks)) for blocks in joined]
 
 
 def entries(parameters: Iterable[str], *, tied: bool = False) -> list[Entry]:

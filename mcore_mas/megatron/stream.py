@@ -72,10 +72,10 @@ def _cut(alike: Sequence[Entry], sizes: Sequence[int], bucket_bytes: int) -> Ite
         yield part
 
 
-def gather(local: Mapping[str, Tensor], architecture: Architecture, plan: Plan) -> Iterator[tuple[str, Tensor]]:
-    """Stream (Hugging Face name, full tensor) from all ranks' shards; every rank must drain it.
+def gather(local: Mapping[str, Tensor], architecture: Architecture, plan: Plan) -> Iterator[tuple[str, list[Tensor]]]:
+    """Stream (Hugging Face name, full tensor in blocks of rows) from all ranks' shards; every rank must drain it.
 
-    Where nothing is cut, the tensors are those of `local` themselves.
+    Where nothing is cut, the blocks are parts of `local` itself.
 
     Args:
         local: this rank's tensors by Megatron parameter name.

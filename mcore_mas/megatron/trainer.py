@@ -35,6 +35,7 @@ from mcore_mas.megatron.state import OptimizerState
 from mcore_mas.megatron.statistics import summarise
 from mcore_mas.megatron.stream import Plan, gather, make_plan
 from mcore_mas.megatron.weights import scatter, shapes, write_folder
+from rollout.transports.blocks import whole
 
 _POLICY = ""  # the spike monitor of the whole gradient, beside those of the agents
 
@@ -209,19 +210,23 @@ class MegatronTrainer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream (Hugging Face name, full tensor), adapters merged into their base; every rank must drain it."""
+        return _joined(self.weight_blocks())
+
+    def weight_blocks(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """`weights`, but each tensor in blocks of its rows, which are copied nowhere if no rank has part of them."""
         self._settle()
         return self._stream("weights", Merged(self._base, self._adapters))
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Stream (PEFT name, full tensor) of the adapters, none where all weights are trained; as `weights`."""
         self._settle()
-        return self._stream("adapter", self._low_rank())
+        return _joined(self._stream("adapter", self._low_rank()))
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Stream (Hugging Face or PEFT name, full gradient) of the last update, clipped; every rank must drain it."""
-        return self._stream("gradients", self._state.gradients())
+        return _joined(self._stream("gradients", self._state.gradients()))
 
-    def _stream(self, what: str, local: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _stream(self, what: str, local: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
         if what not in self._plans:
             self._plans[what] = make_plan(local, self.architecture)
         return gather(local, self.architecture, self._plans[what])
@@ -308,6 +313,10 @@ class MegatronTrainer:
         for of, state in saved["spikes"].items():
             self._spikes[of] = SpikeMonitor(self.spec.spike_factor)
             self._spikes[of].load(state)
+
+
+def _joined(stream: Iterator[tuple[str, list[Tensor]]]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, whole(blocks)) for name, blocks in stream)
 
 
 def _keep(stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

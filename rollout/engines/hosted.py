@@ -249,7 +249,7 @@ class HostedEngine:
             if self._shared is None:
                 await self._call("pid")  # says what is wrong with the folder
             else:
-                self._shared.written[self._free] = False
+                self._shared.written[self._free] = 0
                 self._host.follow.remote(self._free)  # not waited for: what it does not see, `adopt` reads
             state = {"half": self._free}
             return Route(transport="shared", place=str(self._file), model=self._folder, state=state)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollout.engines.architecture import Architecture
 from rollout.engines.protocol import EngineError
+from rollout.transports.blocks import Rows, blocks_of, cut, shape_of, whole
 from rollout.transports.checksum import checksum
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
@@ -44,15 +45,15 @@ class Weights:
         self.layers = [_allocate(shape, empty) for _ in range(shape.layers)]
         self._tied = shape.tied
         # name -> (shape in the stream, view of a buffer with the same elements in the same order)
-        self._places: dict[str, tuple[torch.Size, Tensor]] = {
+        self.places: dict[str, tuple[torch.Size, Tensor]] = {
             "model.embed_tokens.weight": (self.embed.shape, self.embed),
             "model.norm.weight": (self.norm.shape, self.norm),
         }
         if not shape.tied:
-            self._places["lm_head.weight"] = (self.head.shape, self.head)
+            self.places["lm_head.weight"] = (self.head.shape, self.head)
         for index, layer in enumerate(self.layers):
             for name, place in _places(layer, shape).items():
-                self._places[f"model.layers.{index}.{name}"] = place
+                self.places[f"model.layers.{index}.{name}"] = place
 
     @staticmethod
     def elements(shape: Architecture) -> int:
@@ -69,53 +70,54 @@ class Weights:
     @staticmethod
     def names(shape: Architecture) -> tuple[str, ...]:
         """Hugging Face names of what `tensors` gives, in its order."""
-        return tuple(Weights(shape, torch.empty(0, device="meta"))._places)
+        return tuple(Weights(shape, torch.empty(0, device="meta")).places)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of all that is in the buffers; a tied head is its embedding alone."""
-        for name, (shape, view) in self._places.items():
+        for name, (shape, view) in self.places.items():
             yield name, view.reshape(shape)
 
     def checksum(self, name: str) -> str:
         """Checksum of one tensor by its Hugging Face name, as `rollout.transports.checksum` has it."""
-        shape, view = self._places[name]
+        shape, view = self.places[name]
         return checksum(view.reshape(shape))
 
     def checksums(self) -> dict[str, str]:
         """Checksum of every tensor."""
-        return {name: self.checksum(name) for name in self._places}
+        return {name: self.checksum(name) for name in self.places}
 
-    def fill(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+    def fill(self, stream: Iterable[tuple[str, Rows]]) -> None:
         """Copy a full set of named tensors into the buffers, converting to float32.
 
         Raises:
             EngineError: as `placed`. The buffers are then a mixture of old and new.
         """
-        for _, tensor, place in self.placed(stream):
-            place.copy_(tensor.reshape(place.shape))
+        for _, rows, place in self.placed(stream):
+            blocks = blocks_of(rows)
+            for block, part in zip(blocks, cut(place, blocks), strict=True):
+                part.copy_(block.detach().reshape(part.shape))
 
-    def placed(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def placed(self, stream: Iterable[tuple[str, Rows]]) -> Iterator[tuple[str, Rows, Tensor]]:
         """(name, tensor, place) of a full set of named tensors; the place has the same elements in the same order.
 
         Raises:
             EngineError: names the tensor that is missing, unknown, repeated or of another shape.
         """
-        left = dict(self._places)
+        left = dict(self.places)
         tied: dict[str, Tensor] = {}
-        for name, given in stream:
-            tensor = given.detach()
+        for name, rows in stream:
             if self._tied and name in _TIED:
-                tied[name] = tensor
-                if name not in self._places:
+                tied[name] = whole(rows).detach()
+                if name not in self.places:
                     continue
             if name not in left:
                 raise EngineError(
-                    f"tensor '{name}' {'comes twice' if name in self._places else 'is unknown to this model'}"
+                    f"tensor '{name}' {'comes twice' if name in self.places else 'is unknown to this model'}"
                 )
             shape, view = left.pop(name)
-            if tensor.shape != shape:
-                raise EngineError(f"tensor '{name}' has shape {list(tensor.shape)}; expected {list(shape)}")
-            yield name, tensor, view
+            if shape_of(rows) != shape:
+                raise EngineError(f"tensor '{name}' has shape {list(shape_of(rows))}; expected {list(shape)}")
+            yield name, rows, view
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise EngineError(f"tensor '{next(iter(left))}'{more} is missing from the update")

@@ -1,6 +1,7 @@
 """How a trainer's weights reach an engine: senders by name, and what both sides agree on.
 
 - `handover`   what an engine asks for (`Route`) and what it is told (`Handover`)
+- `blocks`     of rows, in which full tensors travel
 - `checksum`   of one tensor, by its bytes;  `digest`: of a stream, as its engine holds it
 - `manifest`   the tensors that a model has
 - `memory`     places in shared memory, swept of what was left behind

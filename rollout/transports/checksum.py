@@ -1,59 +1,66 @@
-"""A checksum of a tensor's bytes that costs one pass at the speed of memory."""
+"""A checksum of a tensor's bytes, also while they are copied or written: XXH3 with 128 bits."""
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
-_RUN = 512  # neighbouring bytes that are added up, as integers of 64 bits
-_BLOCK = 1 << 20  # bytes, whole runs: the second reader finds them in the processor's cache
-_SMALL = 1 << 16  # bytes: what is not larger is not added up
+from rollout.transports.blocks import Rows, blocks_of, cut
+
+_PART = 1 << 19  # bytes: what is summed is still in the processor's cache after it was copied
+
+
+class Checksum:
+    """Of a tensor's shape, and of its bytes in the order of its indices, as they come."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._digest = xxhash.xxh3_128(str(list(shape)).encode())
+
+    def add(self, data: np.ndarray) -> None:
+        """Take the next bytes."""
+        self._digest.update(data)
+
+    def text(self) -> str:
+        """32 hexadecimal digits."""
+        return str(self._digest.hexdigest())
 
 
 def checksum(tensor: Tensor) -> str:
-    """16 hexadecimal digits; a changed, moved or missing value changes them, and so does another shape.
+    """The checksum of a tensor that is all there."""
+    digest = Checksum(tensor.shape)
+    digest.add(flat_bytes(tensor.detach().cpu().contiguous()))
+    return digest.text()
 
-    The bytes, in the order of the tensor's indices, are cut into runs of 512, each run is added up as integers modulo
-    2^64, and sha256 takes the sums in their order and the shape; of a small tensor, and after the last run, it takes
-    the bytes themselves. Any single changed bit is noticed, and whatever moves, unless it stays within its run.
+
+def copy(rows: Rows, target: Tensor, digest: Checksum) -> Iterator[int]:
+    """Copy into the float32 `target`, part by part, what the digest takes too; yields how many bytes lie there by then.
+
+    Args:
+        rows: of the same elements in the same order.
     """
-    return _pass(tensor.detach().cpu().contiguous(), None)
+    blocks, written = blocks_of(rows), 0
+    for block, place in zip(blocks, cut(target, blocks), strict=True):
+        data = block.detach().to("cpu", torch.float32).contiguous()
+        source = flat_bytes(data)
+        if place.is_contiguous():
+            goal = flat_bytes(place)
+            for first in range(0, len(source), _PART):
+                part = source[first : first + _PART]
+                goal[first : first + _PART] = part
+                digest.add(part)
+                yield written + first + len(part)
+        else:
+            place.copy_(data.view(place.shape))
+            digest.add(source)
+        written += len(source)
+        yield written
 
 
-def copy(tensor: Tensor, target: Tensor) -> str:
-    """Copy into the float32 `target`, which has as many elements, and return the checksum of what was read.
-
-    Where the target lies in one piece this is one pass: a block is added up while the processor's cache still holds it.
-    """
-    data = tensor.detach().to("cpu", torch.float32).contiguous()
-    if target.is_contiguous():
-        return _pass(data, _bytes(target))
-    target.copy_(data.reshape(target.shape))
-    return _pass(data, None)
-
-
-def _pass(data: Tensor, target: np.ndarray | None) -> str:
-    if data.storage_offset() * data.element_size() % 8:
-        data = data.clone()  # torch reads integers at multiples of their size only
-    flat = _bytes(data)
-    hasher = hashlib.sha256(str(list(data.shape)).encode())
-    whole = len(flat) // _RUN * _RUN if len(flat) > _SMALL else 0
-    for first in range(0, whole, _BLOCK):
-        block = flat[first : min(first + _BLOCK, whole)]
-        if target is not None:
-            target[first : first + len(block)] = block
-        # torch adds up without holding Python's lock, numpy does not
-        sums = torch.from_numpy(block.view(np.int64)).view(-1, _RUN // 8).sum(1)
-        hasher.update(sums.numpy().data)
-    if target is not None:
-        target[whole:] = flat[whole:]
-    hasher.update(flat[whole:].data)
-    return hasher.hexdigest()[:16]
-
-
-def _bytes(tensor: Tensor) -> np.ndarray:
-    flat: np.ndarray = tensor.reshape(-1).view(torch.uint8).numpy()
+def flat_bytes(tensor: Tensor) -> np.ndarray:
+    """The memory of a tensor on the CPU that lies in one piece."""
+    flat: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
     return flat

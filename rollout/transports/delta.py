@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollout.engines.protocol import EngineError
+from rollout.transports.blocks import Rows
 from rollout.transports.digest import digest_of
 from rollout.transports.handover import Handover, Route
 from rollout.transports.manifest import complete, read_manifest
@@ -36,7 +37,7 @@ class DeltaSender:
         self._last: dict[str, Tensor] = {}
         self._version: int | None = None
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, state: Mapping[str, Any]) -> Handover:
+    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> Handover:
         """Write `v<version>.safetensors` (see `Sender`)."""
         began = time.perf_counter()
         base = self._version if self._version is not None and state.get("base") == self._version else None

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rollout.transports.blocks import Rows
 from rollout.transports.digest import digest_of
 from rollout.transports.handover import Handover, Route
 from rollout.transports.manifest import complete, read_manifest
@@ -27,7 +28,7 @@ class FolderSender:
         self._writes = rank == 0
         self._manifest = read_manifest(route.model)
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, state: Mapping[str, Any]) -> Handover:
+    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> Handover:
         """Write `v<version>/` (see `Sender`)."""
         began = time.perf_counter()
         final = Path(self._route.place) / f"v{version:06d}"

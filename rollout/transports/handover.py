@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from rollout.transports.blocks import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class Handover:
 class Sender(Protocol):
     """A trainer's side of a transport; every rank has one and makes the same calls."""
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, state: Mapping[str, Any]) -> Handover:
-        """Drain a stream of (Hugging Face name, full tensor) into the route's place.
+    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> Handover:
+        """Drain a stream of (Hugging Face name, full tensor or its blocks) into the route's place.
 
         Raises:
             EngineError: a tensor is missing, unknown or of another shape, or the engine does not take it.

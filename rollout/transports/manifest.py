@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rollout.engines.protocol import EngineError
+from rollout.transports.blocks import Rows, whole
 
 
 def read_manifest(folder: Path | str) -> dict[str, tuple[int, ...]]:
@@ -34,20 +35,20 @@ def read_manifest(folder: Path | str) -> dict[str, tuple[int, ...]]:
 
 
 def complete(
-    weights: Iterable[tuple[str, Tensor]], manifest: Mapping[str, tuple[int, ...]]
+    weights: Iterable[tuple[str, Rows]], manifest: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass a stream on as long as it is what `manifest` says; a second name of a tied head is left out.
+    """Pass on full tensors as long as they are what `manifest` says; a second name of a tied head is left out.
 
     Raises:
         EngineError: names the tensor that is missing, unknown, repeated or of another shape.
     """
     left = dict(manifest)
-    for name, tensor in weights:
+    for name, rows in weights:
         if name not in left:
             if name == "lm_head.weight" and name not in manifest:
                 continue
             raise EngineError(f"tensor '{name}' {'comes twice' if name in manifest else 'is unknown to this model'}")
-        shape = left.pop(name)
+        shape, tensor = left.pop(name), whole(rows)
         if tuple(tensor.shape) != shape:
             raise EngineError(f"tensor '{name}' has shape {list(tensor.shape)}; expected {list(shape)}")
         yield name, tensor

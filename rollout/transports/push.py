@@ -20,6 +20,7 @@ import torch.multiprocessing  # teaches ForkingPickler how tensors travel
 from torch import Tensor
 
 from rollout.engines.protocol import EngineError
+from rollout.transports.blocks import Rows
 from rollout.transports.bucket import BUCKET_BYTES, buckets, flatten
 from rollout.transports.digest import Digest, digest_of
 from rollout.transports.handover import Handover, Route
@@ -41,7 +42,7 @@ class _Push:
         self._http = httpx.Client(headers=headers, trust_env=False, timeout=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(max_workers=len(self._urls))
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, state: Mapping[str, Any]) -> Handover:
+    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> Handover:
         """Push bucket by bucket (see `Sender`); a failure leaves servers with a mixture, and says so."""
         began = time.perf_counter()
         digest = digest_of(self._route)

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rollout.engines.architecture import Architecture
 from rollout.engines.protocol import EngineError
 from rollout.engines.weights import Weights
-from rollout.transports.checksum import copy
+from rollout.transports.blocks import Rows, blocks_of, shape_of
+from rollout.transports.checksum import Checksum, copy, flat_bytes
 from rollout.transports.handover import Handover, Route
 
 _PAGE = 4096  # bytes: the halves start on a page of their own
@@ -36,7 +36,7 @@ class SharedWeights:
         """
         half = Weights.elements(shape)
         names = Weights.names(shape)
-        header = _PAGE * math.ceil((16 + 2 * len(names)) / _PAGE)
+        header = _PAGE * math.ceil((16 + 16 * len(names)) / _PAGE)
         size = header + 2 * half * 4
         try:
             if create:
@@ -55,8 +55,8 @@ class SharedWeights:
         self.file = file
         # the version in each half, -1 where there is none or one is being written
         self.versions = np.frombuffer(memory, dtype=np.int64, count=2)
-        # which tensors of each half have been written since the engine asked for new ones
-        self.written = np.frombuffer(memory, dtype=np.bool_, count=2 * len(names), offset=16).reshape(2, -1)
+        # of each tensor of each half the bytes that have been written since the engine asked for new ones
+        self.written = np.frombuffer(memory, dtype=np.int64, count=2 * len(names), offset=16).reshape(2, -1)
         self.numbers = {name: number for number, name in enumerate(names)}
         flat = torch.frombuffer(memory, dtype=torch.float32, offset=header)
         self.halves = (Weights(shape, flat[:half]), Weights(shape, flat[half:]))
@@ -65,14 +65,16 @@ class SharedWeights:
 
 
 class SharedCheck:
-    """Checksums of one half as the engine maps it: of every tensor while the trainer writes the next ones.
+    """Checksums of one half as the engine maps it: of every byte soon after the trainer has written it.
 
     Whoever asks for new weights unmarks those of the half, before either side starts.
     """
 
     def __init__(self, shared: SharedWeights, half: int) -> None:
-        self._weights, self._written, self._numbers = shared.halves[half], shared.written[half], shared.numbers
-        self.sums: dict[str, str] = {}  # so far
+        self._written = shared.written[half]
+        self._parts = [_Follower(shape, view) for shape, view in shared.halves[half].places.values()]
+        self._names = tuple(shared.numbers)
+        self.read = np.zeros(len(self._parts), dtype=np.int64)  # bytes of each tensor so far
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -85,19 +87,41 @@ class SharedCheck:
         """The checksum of every tensor by Hugging Face name; all must have been written."""
         self.stop()
         self._thread.join()
-        self._take(name for name in self._numbers if name not in self.sums)
-        return self.sums
+        return {name: part.finish() for name, part in zip(self._names, self._parts, strict=True)}
 
     def _follow(self) -> None:
         wait, longest = _LOOK_S
-        while len(self.sums) < len(self._numbers) and not self._stopped.wait(wait):
-            seen = len(self.sums)
-            self._take([n for n, at in self._numbers.items() if self._written[at] and n not in self.sums])
-            wait = _LOOK_S[0] if len(self.sums) > seen else min(2 * wait, longest)
+        while not self._stopped.wait(wait):
+            more = np.flatnonzero(self._written > self.read)
+            for at in more:
+                self.read[at] = self._parts[at].follow(int(self._written[at]))
+            wait = _LOOK_S[0] if len(more) else min(2 * wait, longest)
 
-    def _take(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.sums[name] = self._weights.checksum(name)
+
+class _Follower:
+    """The checksum of one tensor that is being written."""
+
+    def __init__(self, shape: torch.Size, view: torch.Tensor) -> None:
+        self._digest = Checksum(shape)
+        # what does not lie in the order of the indices is read when all of it is there
+        self._flat = flat_bytes(view) if view.is_contiguous() else None
+        self._view = view
+        self._read = 0
+
+    def follow(self, written: int) -> int:
+        """Read on, up to this many bytes; returns them."""
+        if self._flat is not None:
+            self._digest.add(self._flat[self._read : written])
+            self._read = written
+        elif self._read < written == self._view.nbytes:
+            self._digest.add(flat_bytes(self._view.contiguous()))
+            self._read = written
+        return written
+
+    def finish(self) -> str:
+        """Read the rest."""
+        self.follow(self._view.nbytes)
+        return self._digest.text()
 
 
 class SharedSender:
@@ -110,16 +134,16 @@ class SharedSender:
         shape = Architecture.read(Path(route.model))
         self._shared = SharedWeights(Path(route.place), shape) if rank == 0 else None
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, state: Mapping[str, Any]) -> Handover:
+    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> Handover:
         """Fill the half `state["half"]` (see `Sender`)."""
         began = time.perf_counter()
         size = 0
 
-        def counted() -> Iterator[tuple[str, Tensor]]:
+        def counted() -> Iterator[tuple[str, Rows]]:
             nonlocal size
-            for name, tensor in weights:
-                size += tensor.nbytes
-                yield name, tensor
+            for name, rows in weights:
+                size += sum(block.nbytes for block in blocks_of(rows))
+                yield name, rows
 
         if self._shared is None:
             for _ in weights:
@@ -140,9 +164,11 @@ class SharedSender:
         )
 
 
-def _fill(shared: SharedWeights, half: int, weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+def _fill(shared: SharedWeights, half: int, weights: Iterable[tuple[str, Rows]]) -> dict[str, str]:
     sums = {}
-    for name, tensor, place in shared.halves[half].placed(weights):
-        sums[name] = copy(tensor, place)
-        shared.written[half, shared.numbers[name]] = True
+    for name, rows, place in shared.halves[half].placed(weights):
+        digest, number = Checksum(shape_of(rows)), shared.numbers[name]
+        for written in copy(rows, place, digest):
+            shared.written[half, number] = written
+        sums[name] = digest.text()
     return sums

@@ -21,6 +21,7 @@ from mcore_mas.megatron.trainer import MegatronTrainer
 from mcore_mas.packing import pack, unpack
 from mcore_mas.samples import Sample
 from rollout.transports import make_sender
+from rollout.transports.blocks import whole as whole_of
 from rollout.transports.handover import Route
 
 LR = 1e-3
@@ -100,13 +101,13 @@ def export(rank: int, spec: TrainerSpec, routes: dict[int, Route]) -> None:
     trainer = MegatronTrainer(spec)
     for version, route in routes.items():
         sender = make_sender(route, rank=rank, exchange=parallel.exchange)
-        handover = sender.send(trainer.weights(), version, route.state)
+        handover = sender.send(trainer.weight_blocks(), version, route.state)
         if rank == 0:
             Path(f"{route.options['report']}").write_text(json.dumps(asdict(handover)))
     whole, local = copy_weights(trainer), trainer._parameters
     for bucket_bytes in (1, 20_000):
         plan = make_plan(local, trainer.architecture, bucket_bytes)
-        again = dict(gather(local, trainer.architecture, plan))
+        again = {name: whole_of(rows) for name, rows in gather(local, trainer.architecture, plan)}
         assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
         assert len({entry.parameter for bucket in plan for entry in bucket.entries}) > len(plan) or bucket_bytes == 1
 

@@ -51,7 +51,22 @@ def test_a_rank_reads_its_rows_of_queries_keys_and_values_and_interleaves_them()
     shards = [shard(QKV, [source(x, seen) for x in (q, k, v)], (4, 1), rank) for rank in (0, 1)]
     assert [held[:, 0].tolist() for held in shards] == [[0, 1, 10, 20], [2, 3, 11, 21]]
     assert seen[3:] == [((2, 4), (None, None)), ((1, 2), (None, None)), ((1, 2), (None, None))]
-    assert all(torch.equal(*pair) for pair in zip(QKV.join(shards, CUTS), (q, k, v), strict=True))
+    joined = QKV.join(shards, CUTS)
+    assert [[block[:, 0].tolist() for block in blocks] for blocks in joined] == [
+        [[0, 1], [2, 3]],
+        [[10], [11]],
+        [[20], [21]],
+    ]
+    (alone,) = QKV.join([torch.cat(shards)], CUTS)[:1]  # one rank's two groups, where they are
+    assert alone[1].untyped_storage().data_ptr() == alone[0].untyped_storage().data_ptr()
+    assert torch.equal(torch.cat(alone), q)
+
+
+def test_padding_of_the_vocabulary_is_left_out_wherever_it_begins() -> None:
+    rows = torch.arange(4.0)[:, None]
+    for tp, kept in [(1, [[0, 1, 2]]), (2, [[0, 1], [2]]), (4, [[0], [1], [2]])]:
+        (blocks,) = VOCAB.join(rows.chunk(tp), CUTS)  # a vocabulary of three, padded to four
+        assert [block[:, 0].tolist() for block in blocks] == kept
 
 
 def test_a_rank_reads_its_part_of_gates_columns_and_vocabulary() -> None:

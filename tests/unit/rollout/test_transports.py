@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,8 +18,9 @@ from rollout.engines.architecture import Architecture
 from rollout.engines.decoder import Decoder, read_folder
 from rollout.engines.protocol import EngineError
 from rollout.transports import alone, make_sender
+from rollout.transports.blocks import Rows, shape_of, whole
 from rollout.transports.bucket import buckets, flatten
-from rollout.transports.checksum import checksum, copy
+from rollout.transports.checksum import Checksum, checksum, copy
 from rollout.transports.delta import changes, patched
 from rollout.transports.digest import SGLang
 from rollout.transports.handover import Route
@@ -105,14 +107,41 @@ def test_a_checksum_sees_what_happens_in_any_block() -> None:
     assert len(said) == 1 + 8 + 2 * 5 + 2
 
 
+def copied(rows: Rows, target: Tensor) -> tuple[str, list[int]]:
+    """The checksum taken on the way, and how far it was after each part."""
+    digest = Checksum(shape_of(rows))
+    parts = list(copy(rows, target, digest))
+    return digest.text(), parts
+
+
 def test_a_copy_is_summed_on_the_way() -> None:
     weight = torch.randn(300, 1000)
     for tensor in (weight, weight.bfloat16(), weight[:7], weight[0], weight.t()):
         target = torch.zeros(tensor.shape)
-        assert copy(tensor, target) == checksum(tensor.float()) == checksum(target)
+        assert copied(tensor, target)[0] == checksum(tensor.float()) == checksum(target)
         assert torch.equal(target, tensor.float())
     paired = torch.zeros(10, 15, 2, 1000).transpose(1, 2)  # an engine's order of rows
-    assert copy(weight, paired) == checksum(weight) == checksum(paired.reshape(300, 1000))
+    assert copied(weight, paired)[0] == checksum(weight) == checksum(paired.reshape(300, 1000))
+
+
+def test_blocks_of_rows_are_copied_as_the_tensor_they_make_up() -> None:
+    weight = torch.randn(300, 1000, generator=torch.Generator().manual_seed(0))
+    memory = torch.cat([torch.full((1, 1000), 9.0), weight[:210], torch.full((5, 1000), 9.0), weight[210:]])
+    blocks = [memory[1:211], memory[216:]]  # as two groups of queries lie between keys and values
+    assert shape_of(blocks) == weight.shape
+    assert torch.equal(whole(blocks), weight)
+    assert whole([weight]) is weight
+    flat, paired = torch.zeros(300, 1000), torch.zeros(10, 15, 2, 1000).transpose(1, 2)
+    # 840,000 and 360,000 bytes, in parts of 524,288
+    assert copied(blocks, flat) == (checksum(weight), [524_288, 840_000, 840_000, 1_200_000, 1_200_000])
+    assert copied(blocks, paired) == (checksum(weight), [840_000, 1_200_000])
+    assert torch.equal(flat, weight)
+    assert torch.equal(paired.reshape(300, 1000), weight)
+
+
+def test_a_checksum_is_xxh3_of_shape_and_bytes() -> None:
+    ones = torch.ones(2, 3)
+    assert checksum(ones) == xxhash.xxh3_128_hexdigest(b"[2, 3]" + 6 * b"\x00\x00\x80\x3f")
 
 
 def test_shared_weights_are_checked_while_the_next_ones_are_written(tmp_path: Path) -> None:
@@ -123,15 +152,15 @@ def test_shared_weights_are_checked_while_the_next_ones_are_written(tmp_path: Pa
     try:
         shared = SharedWeights(place, shape, create=True)
         check = SharedCheck(SharedWeights(place, shape), 1)  # as the engine maps it
-        last = list(weights)[-1]
+        last, size = list(weights)[-1], sum(tensor.nbytes for tensor in weights.values())
 
         def stream() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights.items():
                 deadline = time.monotonic() + 20
-                while name == last and len(check.sums) < len(weights) - 1 and time.monotonic() < deadline:
+                while name == last and check.read.sum() < size - tensor.nbytes and time.monotonic() < deadline:
                     time.sleep(0.001)
                 yield name, tensor
-            assert set(check.sums) >= set(weights) - {last}  # all but the last were checked before it was sent
+            assert check.read.sum() >= size - tensor.nbytes  # all but the last were read before it was sent
 
         sender = make_sender(Route(transport="shared", place=str(place), model=str(tmp_path)))
         handover = sender.send(stream(), 7, {"half": 1})
