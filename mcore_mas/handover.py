@@ -10,6 +10,7 @@ from rollout.engines.protocol import EngineError
 if TYPE_CHECKING:
     from mcore_mas.megatron.gang import Gang
     from rollout.engines.protocol import TrainedEngine
+    from rollout.transports.handover import Handover
 
 
 async def hand_over(trainer: Gang, engine: TrainedEngine, version: int) -> dict[str, float]:
@@ -19,18 +20,26 @@ async def hand_over(trainer: Gang, engine: TrainedEngine, version: int) -> dict[
         EngineError: they did not arrive, or not bit for bit.
     """
     began = time.perf_counter()
-    route = await engine.route()
-    starts = engine.starts
-    try:
-        handover = await trainer.export(route, version)
-    except EngineError:
-        route = await engine.route()  # starts again what has died
-        if engine.starts == starts:
-            raise
-        handover = await trainer.export(route, version)
-    await engine.load_weights_from(handover)
+    async with trainer.handing_over:  # to an engine that lost its weights they may come again at any time
+        handover = await _handed_over(trainer, engine, version)
     return {
         "hand_over_s": time.perf_counter() - began,
         "hand_over_mb": handover.bytes / 1e6,
         "engine_pause_s": engine.pause_s,
     }
+
+
+async def _handed_over(trainer: Gang, engine: TrainedEngine, version: int) -> Handover:
+    """Once, or again whenever a death of the engine's that it survives was in the way."""
+    route = await engine.route()
+    while True:
+        starts = engine.starts
+        try:
+            handover = await trainer.export(route, version)
+            await engine.load_weights_from(handover)
+        except EngineError:
+            route = await engine.route()  # starts again what has died
+            if engine.starts == starts:
+                raise
+        else:
+            return handover

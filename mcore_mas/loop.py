@@ -25,7 +25,7 @@ from mcore_mas.run import Run, Stopped, TrainingError
 from mcore_mas.samples import Sample
 from mcore_mas.update import update
 from rollout.collect import collect
-from rollout.engines.protocol import Tag
+from rollout.engines.protocol import EngineError, Tag
 from rollout.together import stop
 
 T = TypeVar("T")
@@ -124,10 +124,10 @@ async def _leave(
 async def _act(run: Run, step: int, ahead: Ahead) -> tuple[Experience, list[Sample], float]:
     """Act, reward and filter; let reference and critics judge; also the seconds of the former."""
     began = time.perf_counter()
-    async with _resting(run):
+    trained = run.config.in_turn(step)
+    async with _acting(run, trained):
         experience = await ahead.take(step)
     collected = time.perf_counter() - began
-    trained = run.config.in_turn(step)
     samples = _aged(run, _compared(run, experience.samples, trained))
     return experience, await judge(run, samples, trained), collected
 
@@ -141,12 +141,9 @@ async def _learn(
     samples = estimate(samples, {name: config.advantage_of(name) for name in config.agents})
     if _looked_at(run, step):
         run.trace(experience.groups, samples)
-    await _doze(run, trained)
     updates = await asyncio.gather(
         *(update(run, policy, [s for s in samples if s.policy == policy], step) for policy in trained)
     )
-    if config.engine.sleep:
-        await asyncio.gather(*(engine.wake(("kv_cache",)) for engine in run.engines.values()))
     metrics = rollout_metrics(experience.groups) | credit_metrics(samples)
     metrics |= {f"policy/{policy}/updates": 0.0 for policy in run.trainers}
     if config.trainer.staleness:
@@ -202,18 +199,31 @@ async def _doze(run: Run, trained: Sequence[str]) -> None:
 
 
 @asynccontextmanager
-async def _resting(run: Run) -> AsyncIterator[None]:
-    """Inside the block the trainers of policies with `offload` hold no more memory than they must."""
+async def _acting(run: Run, trained: Sequence[str] = ()) -> AsyncIterator[None]:
+    """Inside the block engines have all their memory, and after it, with `engine.sleep`, no more than they must.
+
+    The trainers of policies with `offload` have theirs the other way round. Who takes memory waits until the others
+    have given it away: on the same GPUs there is room for one of them. Policies `trained` after the block are handed
+    over new weights.
+    """
     gangs = [gang for name, gang in (*run.trainers.items(), *run.critics.items()) if run.config.policies[name].offload]
     try:
         await asyncio.gather(*(gang.sleep() for gang in gangs))
+        if run.config.engine.sleep:
+            await asyncio.gather(*(engine.wake(("kv_cache",)) for engine in run.engines.values()))
         yield
+    except BaseException:
+        with suppress(EngineError):  # what was abandoned may still be running
+            await _doze(run, ())
+        raise
+    else:
+        await _doze(run, trained)
     finally:
         await asyncio.gather(*(gang.wake() for gang in gangs))
 
 
 async def _validate(run: Run) -> dict[str, float]:
-    async with _resting(run):
+    async with _acting(run):
         groups = await collect(
             run.validation,
             run.team,

@@ -170,7 +170,8 @@ async def _restore(run: Run, saved: Saved) -> None:
 
 
 async def _resend(trainer: Gang, engine: TrainedEngine) -> None:
-    await hand_over(trainer, engine, engine.version)
+    async with trainer.awake():
+        await hand_over(trainer, engine, engine.version)
 
 
 def _controllers(config: RunConfig, saved: Mapping[str, Mapping[str, float]]) -> dict[str, AdaptiveKL]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ class _Rank:
         self._rank = rank
         self._threads = threads
         self._store: Any = None
-        self._senders: dict[tuple[str, str], Sender] = {}
+        self._sender: tuple[Route, Sender] | None = None
 
     def node(self) -> str:
         """The address of the node that this rank is on."""
@@ -67,10 +70,10 @@ class _Rank:
 
     def export(self, route: Route, version: int) -> Handover:
         """Gather all weights with the other ranks and send them where the engine wants them."""
-        key = (route.transport, route.place)
-        if key not in self._senders:
-            self._senders = {key: make_sender(route, rank=self._rank, exchange=parallel.exchange)}
-        return self._senders[key].send(self._trainer.weight_blocks(), version, route.state)
+        lasting = replace(route, state={})
+        if self._sender is None or self._sender[0] != lasting:
+            self._sender = lasting, make_sender(route, rank=self._rank, exchange=parallel.exchange)
+        return self._sender[1].send(self._trainer.weight_blocks(), version, route.state)
 
     def sleep(self) -> int:
         return self._trainer.sleep()
@@ -110,6 +113,8 @@ class Gang:
                 are any, and none set aside.
         """
         self.policy = policy
+        self.handing_over = asyncio.Lock()  # held while its weights are on their way
+        self._asleep = False
         self.shares = Shares.of(spec)  # what micro-batches are to be packed for
         if places is None:
             places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
@@ -149,11 +154,25 @@ class Gang:
 
     async def sleep(self) -> int:
         """Give memory away while nothing is trained; returns the bytes on all ranks; see `MegatronTrainer.sleep`."""
-        return sum(await self._all("sleep"))
+        given = sum(await self._all("sleep")) if not self._asleep else 0
+        self._asleep = True
+        return given
 
     async def wake(self) -> None:
         """Take it back."""
         await self._all("wake")
+        self._asleep = False
+
+    @asynccontextmanager
+    async def awake(self) -> AsyncIterator[None]:
+        """Inside the block it can be asked anything; afterwards it sleeps again if it slept."""
+        slept = self._asleep
+        await self.wake()
+        try:
+            yield
+        finally:
+            if slept:
+                await self.sleep()
 
     async def save(self, folder: Path) -> None:
         """Copy weights and optimizer state, which the ranks then write into `folder` beside their other work."""

@@ -66,7 +66,7 @@ def test_a_difference_in_the_servers_memory_is_named(engine: SGLangEngine) -> No
 
 def test_a_refusal_is_in_the_servers_words(engine: SGLangEngine) -> None:
     async def play() -> None:
-        await engine._all("/update_weights_from_disk", {"model_path": "/nowhere"})
+        await engine._fleet.all("/update_weights_from_disk", {"model_path": "/nowhere"})
 
     with pytest.raises(EngineError, match="SGLang /update_weights_from_disk: status 400: "):
         asyncio.run(play())
@@ -77,7 +77,7 @@ def test_a_server_that_dies_comes_back_with_its_weights(engine: SGLangEngine) ->
     if not replica.ours:
         pytest.skip("the server is not ours to end")
     told: list[str] = []
-    engine._tell = told.append
+    engine._fleet.tell = told.append
     prompt = prompts(1, seed=8)[0]
 
     async def play() -> Any:

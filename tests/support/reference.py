@@ -59,11 +59,11 @@ FAMILIES = {
 
 
 def make_model(
-    family: str, folder: Path, *, critic: bool = False, layers: int = 2, **sizes: int
+    family: str, folder: Path, *, critic: bool = False, layers: int = 2, **sizes: Any
 ) -> transformers.PreTrainedModel:
     """A tiny random model with non-trivial norms and biases, saved to `folder`; a critic has one label.
 
-    `sizes` take the place of those in BASE.
+    `sizes` take the place of those in BASE and MIXTURE.
     """
     torch.manual_seed(0)
     config = FAMILIES[family](num_hidden_layers=layers, **sizes)

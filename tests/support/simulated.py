@@ -106,6 +106,7 @@ class SimulatedGang:
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self.updates: list[list] = []  # micro-batches of each
         self._seconds = seconds
+        self.handing_over = asyncio.Lock()
 
     async def update(self, microbatches):
         await asyncio.sleep(self._seconds(len(self.updates)))

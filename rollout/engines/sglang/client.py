@@ -67,7 +67,7 @@ class Client:
         return reply.status_code == 200
 
     async def has(self, path: str) -> bool:
-        """Whether the server's API has a path, by what it says of itself or else by trying."""
+        """Whether the server's API has a path, by what it says of itself."""
         try:
             reply = await self._connection().get("/openapi.json", timeout=self._timeout_s)
         except httpx.HTTPError as error:

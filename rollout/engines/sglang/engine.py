@@ -1,25 +1,25 @@
-"""A policy's SGLang servers as one engine: routing, completions, updates of weights, restarts."""
+"""A policy's SGLang servers as one engine: routing, completions, updates of weights."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import shutil
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollout.engines import TRANSPORTS
 from rollout.engines.protocol import Completion, EngineError, Sampling, Tag
 from rollout.engines.request import problem_of
 from rollout.engines.say import say
 from rollout.engines.sglang.body import body_of, completion_of
 from rollout.engines.sglang.client import Lost
-from rollout.engines.sglang.replica import Replica, attached, owned
+from rollout.engines.sglang.fleet import Fleet
+from rollout.engines.sglang.replica import Replica
+from rollout.engines.sglang.settings import PUSHED, Settings
 from rollout.transports import make_sender
 from rollout.transports.handover import Handover, Route
 from rollout.transports.manifest import compare
@@ -28,11 +28,11 @@ from rollout.transports.memory import fresh_place
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PUSHED = ("tensor", "distributed")  # written into the servers while they pause
+_IDLE_S = 60.0  # that requests which were aborted may take to end, before servers sleep
 
 
 class SGLangEngine:
-    """Serves one policy from `replicas` SGLang servers, or from those that run at `urls`.
+    """Serves one policy from its `replicas` servers, or from those that run at `urls`.
 
     A server that dies is started again, up to `restarts` times in all, and gets the present weights before it answers.
     Requests of one session go to one replica. SGLang draws with a request's seed only if its deterministic inference
@@ -40,81 +40,28 @@ class SGLangEngine:
     """
 
     def __init__(
-        self,
-        folder: Path | str,
-        *,
-        max_length: int,
-        rows: int = 192,
-        version: int = 0,
-        threads: int = 1,
-        python: str | None = None,
-        urls: Sequence[str] = (),
-        key: str | None = None,
-        replicas: int = 1,
-        tp: int = 1,
-        transport: str = "disk",
-        weights_folder: Path | str | None = None,
-        places: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
-        environment: Mapping[str, str] | None = None,
-        verify: bool = True,
-        restarts: int = 2,
-        start_s: float = 900.0,
-        timeout_s: float = 600.0,
-        log: Path | str = "sglang.log",
-        tell: Callable[[str], None] = say,
+        self, folder: Path | str, *, version: int = 0, tell: Callable[[str], None] = say, **settings: Any
     ) -> None:
-        """Start the servers on the Hugging Face model in `folder`, without waiting for them.
+        """Set up the servers of the Hugging Face model in `folder`; each starts with the first call that needs it.
 
         Args:
-            weights_folder: that trainer and servers see, for `disk` and `changed`; None: one in shared memory.
-            places: actor options for each GPU, server by server; None: what Ray finds.
-            options: further arguments of sglang.launch_server.
-            verify: compare checksums after every update (servers without a GPU and tensor parallelism).
-            start_s: that a server may take to answer for the first time.
-            timeout_s: of one request.
-            log: of the servers; a number is put before its suffix.
+            version: of the weights in `folder`.
             tell: called with one line when a server is started again.
+            settings: the fields of `Settings`.
 
         Raises:
-            EngineError: no interpreter, no model, or an unknown transport.
+            EngineError: no interpreter, or as `Settings`.
         """
-        if transport not in TRANSPORTS["sglang"]:
-            raise EngineError(f"SGLang has no transport '{transport}'; known: {', '.join(TRANSPORTS['sglang'])}")
+        self._settings = Settings(folder=Path(folder), **settings)
         self.version = version
         self.pause_s = 0.0  # that the last update kept the servers from decoding
-        self._folder, self._max_length, self._rows, self._tp = str(folder), max_length, rows, tp
-        self._vocab = _vocab_size(Path(folder))
-        self._options = {name.replace("_", "-"): value for name, value in (options or {}).items()}
-        self._transport, self._place = transport, Path(weights_folder or fresh_place())
-        self._verify = verify and tp == 1 and self._options.get("device") == "cpu"
-        self._restarts, self._start_s, self._tell = restarts, start_s, tell
-        self._key = key
-        self._seeded = bool(self._options.get("enable-deterministic-inference"))
-        self._last: Handover | None = None
         self.resend: Callable[[], Awaitable[None]] | None = None  # has the trainer send its weights again
-        shared: dict[str, Any] = {"timeout_s": timeout_s, "connections": rows + 8}
-        if urls:
-            self._replicas = [attached(url, key=key, **shared) for url in urls]
-        else:
-            self._replicas = [
-                owned(
-                    self._folder,
-                    python=python or "",
-                    tp=tp,
-                    max_length=max_length,
-                    slots=rows,
-                    threads=threads,
-                    options=self._options,
-                    environment=environment or {},
-                    places=places[number * tp : (number + 1) * tp] if places else None,
-                    log=str(Path(log).with_suffix(f".{number}.log")),
-                    **shared,
-                )
-                for number in range(replicas)
-            ]
-        self._gates: dict[int, asyncio.Lock] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._transport = self._settings.transport
+        self._place = Path(self._settings.weights_folder or fresh_place())
+        self._fleet = Fleet(self._settings, tell=tell, weigh=self._weigh, restore=self._restore)
+        self._replicas = self._fleet.replicas
+        self._last: Handover | None = None  # that the servers took; None: their weights are the folder's
+        self._update: _Update | None = None  # under way, between `route` and `load_weights_from`
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -128,15 +75,16 @@ class SGLangEngine:
         Raises:
             EngineError: the request cannot be served, the deadline passed, or the server is gone for good.
         """
-        problem = problem_of(prompt_ids, sampling, self._vocab, self._max_length)
+        problem = problem_of(prompt_ids, sampling, self._settings.vocab, self._settings.max_length)
         if problem:
             raise EngineError(problem)
         replica = self._replicas[_slot(prompt_ids, sampling.session, len(self._replicas))]
-        body = body_of(prompt_ids, sampling, seeded=self._seeded)
+        body = body_of(prompt_ids, sampling, seeded=self._settings.seeded)
         try:
-            reply = await self._call(replica, "/generate", body)
+            reply = await self._fleet.call(replica, "/generate", body, weighed=True)
         except asyncio.CancelledError:
-            self._later(replica.client.call("/abort_request", {"rid": body["rid"]}))
+            if replica.ready:
+                self._later(replica.client.call("/abort_request", {"rid": body["rid"]}))
             raise
         return completion_of(reply, self.version)
 
@@ -152,30 +100,33 @@ class SGLangEngine:
 
     async def route(self) -> Route:
         """The folder to write to; or the servers themselves, which then pause until `load_weights_from`."""
-        options: dict[str, Any] = {"digest": "nothing"}
-        if self._verify:
-            options = {"digest": "sglang", "dtype": self._options.get("dtype", "float32")}
-        for replica in self._replicas:
-            await self._alive(replica)
-        if self._transport in _PUSHED:
-            sessions = await self._replicas[0].client.has("/begin_weight_update")
-            options |= {"tp": self._tp, "sessions": sessions, "key": self._key}
-            place = " ".join(replica.client.url for replica in self._replicas)
-            await self._all("/pause_generation", {"mode": "retract"})
-            return Route(transport=self._transport, place=place, model=self._folder, options=options)
-        state = {"base": self.version if self._last is not None else None}
-        return Route(
-            transport=self._transport, place=str(self._place), model=self._folder, options=options, state=state
-        )
+        await self._fleet.alive()
+        began = self._update.began if self._update else time.perf_counter()  # one that failed has left them paused
+        self._update = _Update(began, self.starts)
+        common: dict[str, Any] = {"transport": self._transport, "model": str(self._settings.folder)}
+        if self._transport not in PUSHED:
+            known = self._last is not None and not any(replica.stale for replica in self._replicas)
+            state = {"base": self.version if known else None}
+            return Route(place=str(self._place), options=self._settings.digest, state=state, **common)
+        options = self._settings.digest | {"tp": self._settings.tp, "key": self._settings.key, "starts": self.starts}
+        options["sessions"] = await self._replicas[0].client.has("/begin_weight_update")
+        await self._fleet.all("/pause_generation", {"mode": "retract"})
+        return Route(place=" ".join(replica.client.url for replica in self._replicas), options=options, **common)
 
     async def load_weights_from(self, handover: Handover) -> None:
         """Serve the weights of `handover` (see `TrainedEngine`); running requests go on with the new ones.
 
         Raises:
-            EngineError: a server refuses them, with its text; or their checksums are not the trainer's.
+            EngineError: a server refuses them, with its text; one died meanwhile, and what was sent is not whole; or
+                their checksums are not the trainer's.
         """
-        began = time.perf_counter()
-        self._last, before = handover, self._last
+        began, update = time.perf_counter(), self._update
+        whole = handover.transport == "disk"
+        if update is not None and not whole:
+            if update.starts != self.starts:
+                raise EngineError("SGLang: a server was started again while new weights came; they must come again")
+            began = update.began if handover.transport in PUSHED else began
+        self._last, before, self._update = handover, self._last, None
         try:
             for replica in self._replicas:
                 await self._take(replica, handover)
@@ -192,27 +143,44 @@ class SGLangEngine:
         try:
             await self._apply(replica, handover)
         except Lost as error:
-            await self._revive(replica, starts, error, handover)
+            await self._fleet.revive(replica, starts, error)
+            if replica.stale:
+                raise EngineError(f"SGLang: {error} during an update; the weights must come again") from None
+
+    async def _weigh(self, replica: Replica) -> bool:
+        """Give a server that was started again the weights that were handed over last, where they still lie."""
+        if self._last is None:
+            return True
+        if self._last.transport != "disk" or self._update is not None:  # or the next are being written in their place
+            return False
+        await self._apply(replica, self._last)
+        return True
+
+    async def _restore(self) -> None:
+        """Have the trainer send its weights again, once for all who wait; nothing if new ones are on their way."""
+        async with self._fleet.gate(self):
+            if self._update is not None or not any(replica.stale for replica in self._replicas):
+                return
+            if self.resend is None:
+                raise EngineError(f"SGLang: restarted, but transport '{self._transport}' keeps no weights to resend")
+            await self.resend()
 
     async def _apply(self, replica: Replica, handover: Handover) -> None:
-        body = {"model_path": handover.place, "weight_version": str(handover.version), "flush_cache": True}
-        if handover.transport in _PUSHED:
+        if handover.transport in PUSHED:
             await replica.client.call("/continue_generation", {})
         else:
+            body = {"model_path": handover.place, "weight_version": str(handover.version), "flush_cache": True}
             async with _paused(replica):
                 await replica.client.call("/update_weights_from_disk", body)
-        await self._compare(replica, handover)
-
-    async def _compare(self, replica: Replica, handover: Handover) -> None:
-        if not handover.checksums:
-            return
-        said = await replica.client.call("/weights_checker", {"action": "checksum"})
-        compare(said["ranks"][0]["checksums"], handover.checksums, handover.version)
+        replica.stale = False
+        if handover.checksums:
+            said = await replica.client.call("/weights_checker", {"action": "checksum"})
+            compare(said["ranks"][0]["checksums"], handover.checksums, handover.version)
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Release the servers' memory; they must be idle and have been started with enable_memory_saver."""
-        await self._all("/flush_cache", None)
-        await self._all("/release_memory_occupation", {"tags": list(tags)})
+        await self._fleet.all(f"/flush_cache?timeout={_IDLE_S:g}")
+        await self._fleet.all("/release_memory_occupation", {"tags": list(tags)})
         for replica in self._replicas:
             replica.asleep.update(tags)
 
@@ -227,91 +195,26 @@ class SGLangEngine:
             try:
                 await replica.client.call("/resume_memory_occupation", {"tags": sleeping})
             except Lost as error:
-                await self._revive(replica, starts, error, self._last)
+                await self._fleet.revive(replica, starts, error)
             else:
                 replica.asleep.difference_update(sleeping)
 
     async def pause(self, mode: str = "retract") -> None:
         """Hold generation: `retract` keeps what was sampled, `in_place` the cache too, `abort` neither."""
-        await self._all("/pause_generation", {"mode": mode})
+        await self._fleet.all("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         """Go on after `pause`."""
-        await self._all("/continue_generation", {})
+        await self._fleet.all("/continue_generation", {})
 
     async def flush(self) -> None:
         """Forget every cached prefix; refused while requests run."""
-        await self._all("/flush_cache", None)
+        await self._fleet.all("/flush_cache")
 
     def close(self) -> None:
         """End the servers that are ours, and remove what was written for them."""
-        for replica in self._replicas:
-            replica.close()
+        self._fleet.close()
         shutil.rmtree(self._place, ignore_errors=True)
-
-    async def _all(self, path: str, body: Mapping[str, Any] | None) -> None:
-        await asyncio.gather(*(self._call(replica, path, body) for replica in self._replicas))
-
-    async def _call(self, replica: Replica, path: str, body: Mapping[str, Any] | None) -> Any:
-        while True:
-            await self._ready(replica)
-            starts = replica.starts
-            try:
-                return await replica.client.call(path, body)
-            except Lost as error:
-                await self._revive(replica, starts, error, self._last)
-
-    async def _alive(self, replica: Replica) -> None:
-        """Start a server that has died again, without weights: they are about to come."""
-        await self._ready(replica)
-        starts = replica.starts
-        try:
-            await replica.client.call("/model_info", method="GET")  # /health takes a second, and fails during a pause
-        except Lost as error:
-            await self._revive(replica, starts, error, None)
-
-    async def _ready(self, replica: Replica) -> None:
-        """Wait for the first answer of a server."""
-        if replica.ready:
-            return
-        async with self._gate(replica):
-            if not replica.ready:
-                await replica.wait(self._start_s)
-
-    async def _revive(self, replica: Replica, starts: int, error: Lost, handover: Handover | None) -> None:
-        """Start again a server that was started `starts` times and is lost, and give it the weights of `handover`.
-
-        Raises:
-            EngineError: it is not ours, has died once too often, or its weights cannot be had again.
-        """
-        async with self._gate(replica):
-            while replica.starts == starts:  # else another request was faster
-                ended = await replica.ended()
-                if not ended:
-                    raise EngineError(f"SGLang at {replica.client.url}: {error}; its process runs but does not answer")
-                if not replica.ours or not self._restarts:
-                    raise EngineError(f"SGLang: {ended}{'; no restart is left' if replica.ours else ''}")
-                self._restarts -= 1
-                self._tell(f"SGLang: {ended}; started again, {self._restarts} restarts left")
-                await replica.start()
-                await replica.wait(self._start_s)
-                if handover is None or handover.transport != "disk":
-                    break
-                try:
-                    await self._apply(replica, handover)
-                except Lost as again:
-                    starts, error = replica.starts, again
-        if handover is not None and handover.transport != "disk":
-            if self.resend is None:
-                raise EngineError(f"SGLang: restarted, but transport '{handover.transport}' keeps no weights to resend")
-            self._last = None  # the next hand-over is whole
-            await self.resend()
-
-    def _gate(self, replica: Replica) -> asyncio.Lock:
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop, self._gates = loop, {}
-        return self._gates.setdefault(id(replica), asyncio.Lock())
 
     def _later(self, work: Coroutine[Any, Any, Any]) -> None:
         async def quietly() -> None:
@@ -323,6 +226,13 @@ class SGLangEngine:
         task.add_done_callback(self._tasks.discard)
 
 
+class _Update(NamedTuple):
+    """One that was asked for and has not come yet."""
+
+    began: float  # when servers that are pushed to were paused
+    starts: int  # of servers so far
+
+
 @asynccontextmanager
 async def _paused(replica: Replica) -> AsyncIterator[None]:
     """Hold one server's requests: without it an update waits for the last of them, with it they go on afterwards."""
@@ -330,17 +240,10 @@ async def _paused(replica: Replica) -> AsyncIterator[None]:
     try:
         yield
     except EngineError:
-        await replica.client.call("/continue_generation", {})
+        if not replica.stale:
+            await replica.client.call("/continue_generation", {})
         raise
     await replica.client.call("/continue_generation", {})
-
-
-def _vocab_size(folder: Path) -> int:
-    path = folder / "config.json"
-    try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["vocab_size"])
-    except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"{path}: no vocab_size to be read ({error!r}); expected a Hugging Face folder") from error
 
 
 def _slot(prompt_ids: Sequence[int], session: str, replicas: int) -> int:

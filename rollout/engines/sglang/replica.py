@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from rollout.engines.protocol import EngineError
 from rollout.engines.sglang.client import Client
 from rollout.engines.sglang.server import Server, arguments
+from rollout.engines.sglang.settings import Settings
 
 _LOOK_S = 0.25  # between two looks at a server that starts
 
@@ -20,20 +19,21 @@ _LOOK_S = 0.25  # between two looks at a server that starts
 class Replica:
     """A server that answers, starts, or has died; `starts` counts how often it was started.
 
-    `asleep` has the tags of the memory that it has given away.
+    `asleep` has the tags of the memory that it has given away; one that is `stale` pauses, without the present weights.
     """
 
     def __init__(
-        self, host: Any, *, remote: bool, timeout_s: float, connections: int, fellows: Sequence[Any] = ()
+        self, settings: Settings, host: Any = None, *, remote: bool = False, fellows: Sequence[Any] = ()
     ) -> None:
         """`host` is a `Server`, or with `remote` a Ray actor of one; None for a server that somebody else runs.
 
         `fellows` are actors that hold the server's further GPUs.
         """
         self._host, self._remote, self._fellows = host, remote, list(fellows)
-        self._settings: dict[str, Any] = {"timeout_s": timeout_s, "connections": connections}
+        self._settings: dict[str, Any] = {"timeout_s": settings.timeout_s, "connections": settings.rows + 8}
         self.starts = 0
         self.ready = False
+        self.stale = False
         self.asleep: set[str] = set()
         self._client: Client | None = None
 
@@ -113,46 +113,33 @@ class Replica:
         return getattr(self._host, method)()
 
 
-def attached(url: str, *, key: str | None, timeout_s: float, connections: int) -> Replica:
-    """A server that runs at `url`.
-
-    Raises:
-        EngineError: it is on another machine, and there is no key.
-    """
-    if not _is_loopback(urlsplit(url).hostname or "") and not key:
-        raise EngineError(f"engine.urls: {url} is not on this machine; give the servers' key in engine.key_file")
-    replica = Replica(None, remote=False, timeout_s=timeout_s, connections=connections)
-    replica.attach(url.rstrip("/"), key)
+def attached(url: str, settings: Settings) -> Replica:
+    """A server that runs at `url`."""
+    replica = Replica(settings)
+    replica.attach(url.rstrip("/"), settings.key)
     return replica
 
 
-def owned(
-    folder: str,
-    *,
-    python: str,
-    tp: int,
-    max_length: int,
-    slots: int,
-    threads: int,
-    options: Mapping[str, Any],
-    places: Sequence[Mapping[str, Any]] | None,
-    environment: Mapping[str, str],
-    log: str,
-    timeout_s: float,
-    connections: int,
-) -> Replica:
+def owned(settings: Settings, number: int) -> Replica:
     """A server of our own: where Ray runs in an actor of its own, with one for each further GPU; else in this process.
 
     Raises:
-        EngineError: no interpreter at `python`.
+        EngineError: no interpreter at `settings.python`.
     """
-    words = arguments(folder, tp=tp, max_length=max_length, slots=slots, options=options)
-    settings = (python, words, log, {"OMP_NUM_THREADS": str(threads), **environment})
-    Server(*settings)  # complains here rather than in an actor
+    words = arguments(
+        str(settings.folder),
+        tp=settings.tp,
+        max_length=settings.max_length,
+        slots=settings.rows,
+        options=settings.arguments,
+    )
+    variables = {"OMP_NUM_THREADS": str(settings.threads), **settings.environment}
+    told = (settings.python or "", words, settings.log_of(number), variables)
+    server = Server(*told)  # complains here rather than in an actor
     if not _ray_runs():
-        return Replica(Server(*settings), remote=False, timeout_s=timeout_s, connections=connections)
-    host, *fellows = [actor.remote(*settings) for actor in _actors(tp, places)]
-    return Replica(host, remote=True, timeout_s=timeout_s, connections=connections, fellows=fellows)
+        return Replica(settings, server)
+    host, *fellows = [actor.remote(*told) for actor in _actors(settings.tp, settings.places_of(number))]
+    return Replica(settings, host, remote=True, fellows=fellows)
 
 
 def _ray_runs() -> bool:
@@ -169,10 +156,3 @@ def _actors(tp: int, places: Sequence[Mapping[str, Any]] | None) -> list[Any]:
     if places is None:
         places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * tp
     return [ray.remote(num_cpus=0)(Server).options(**place) for place in places]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

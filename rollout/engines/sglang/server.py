@@ -99,7 +99,7 @@ def _die_with_parent() -> None:
 
 
 def arguments(folder: str, *, tp: int, max_length: int, slots: int, options: Mapping[str, object]) -> list[str]:
-    """Of `sglang.launch_server`; `options` are further ones without their dashes, true for a switch, null for none."""
+    """Of `sglang.launch_server`; `options` are further ones by name, true for a switch, null for none."""
     fixed: dict[str, object] = {
         "model-path": folder,
         "tp-size": tp,
@@ -110,7 +110,7 @@ def arguments(folder: str, *, tp: int, max_length: int, slots: int, options: Map
         "log-level": "warning",
     }
     words: list[str] = []
-    for name, value in (fixed | {name.replace("_", "-"): value for name, value in options.items()}).items():
+    for name, value in (fixed | dict(options)).items():
         if value is None or value is False:
             continue
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]

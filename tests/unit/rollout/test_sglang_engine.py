@@ -57,7 +57,7 @@ def test_sessions_stay_with_their_replica(make: Make) -> None:
     engine = make(replicas=2)
 
     async def play() -> tuple[list[int], list[int], list[int]]:
-        sessions = await asyncio.gather(*(ask(engine, [i], f"task/{i}") for i in range(16)))
+        sessions = await asyncio.gather(*(ask(engine, [i, 5], f"task/{i}") for i in range(16)))
         again = await asyncio.gather(*(ask(engine, [i, 5, 6], f"task/{i}") for i in range(16)))
         alone = await asyncio.gather(*(ask(engine, [7, 8]) for _ in range(4)))
         return tuple([completion.token_ids[0] for completion in part] for part in (sessions, again, alone))
@@ -234,7 +234,7 @@ def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
 
 
 def test_arguments_are_the_servers_own(tmp_path: Path) -> None:
-    options = {"mem_fraction_static": 0.8, "log-level": "error", "disable-cuda-graph": True, "skip-server-warmup": None}
+    options = {"mem-fraction-static": 0.8, "log-level": "error", "disable-cuda-graph": True, "skip-server-warmup": None}
     words = arguments("model", tp=2, max_length=64, slots=4, options=options)
     assert " ".join(words) == (
         "--model-path model --tp-size 2 --context-length 64 --max-running-requests 4 --skip-tokenizer-init "

@@ -298,7 +298,9 @@ def test_a_session_is_ended_however_a_push_ends(model: Path, refused: str) -> No
     else:
         sender.send(tensors().items(), 1, {})
     whole = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/flush_cache"]
-    assert asked == {"": whole, whole[0]: [whole[0], whole[2]], whole[1]: whole[:3]}[refused]
+    begun, _, ended, _ = whole
+    # a refused beginning may be a session that a dead trainer has left open
+    assert asked == {"": whole, begun: [begun, ended] * 2, whole[1]: whole[:3]}[refused]
 
 
 def test_sglangs_own_checksums_are_of_stacked_tensors() -> None:

@@ -1,0 +1,136 @@
+"""The servers of one policy: started when they are first asked, started again when they die, never asked half ready."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from rollout.engines.protocol import EngineError
+from rollout.engines.sglang.client import Lost
+from rollout.engines.sglang.replica import Replica, attached, owned
+from rollout.engines.sglang.settings import Settings
+
+
+class Fleet:
+    """Calls servers, and starts those again that died, `restarts` times in all.
+
+    A server that was started again and could not be given the present weights is left paused: it holds what it is
+    asked until the next update.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        tell: Callable[[str], None],
+        weigh: Callable[[Replica], Awaitable[bool]],
+        restore: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Name the servers; each is started when it is first asked.
+
+        Args:
+            tell: called with one line when a server is started again.
+            weigh: gives a new server the present weights, or says that it cannot.
+            restore: has an update come, for a server that was left paused.
+
+        Raises:
+            EngineError: no interpreter.
+        """
+        self.tell = tell
+        self._weigh, self._restore = weigh, restore
+        self._restarts, self._start_s = settings.restarts, settings.start_s
+        if settings.urls:
+            self.replicas = [attached(url, settings) for url in settings.urls]
+        else:
+            self.replicas = [owned(settings, number) for number in range(settings.replicas)]
+        self._gates: dict[int, asyncio.Lock] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def call(
+        self,
+        replica: Replica,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        method: str = "POST",
+        weighed: bool = False,
+    ) -> Any:
+        """A server's answer; one that dies of the question is started again and asked again.
+
+        Args:
+            weighed: ask for an update first if the server waits for one.
+
+        Raises:
+            EngineError: it refuses, or is gone for good.
+        """
+        while True:
+            await self._ready(replica)
+            if weighed and replica.stale:
+                await self._restore()
+            starts = replica.starts
+            try:
+                return await replica.client.call(path, body, method=method)
+            except Lost as error:
+                await self.revive(replica, starts, error)
+
+    async def all(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """`call` every server."""
+        await asyncio.gather(*(self.call(replica, path, body) for replica in self.replicas))
+
+    async def alive(self) -> None:
+        """Every server runs, those that have died again."""
+        for replica in self.replicas:
+            await self.call(replica, "/model_info", method="GET")  # /health takes a second, and fails during a pause
+
+    async def revive(self, replica: Replica, starts: int, error: Lost) -> None:
+        """Start again a server that was started `starts` times and is lost, with the present weights or paused.
+
+        Raises:
+            EngineError: it is not ours, has died once too often, or does not take the weights.
+        """
+        # whoever asked may be cancelled meanwhile, and a server without its weights would answer the others
+        await asyncio.shield(asyncio.ensure_future(self._revived(replica, starts, error)))
+
+    async def _revived(self, replica: Replica, starts: int, error: Lost) -> None:
+        async with self.gate(replica):
+            while replica.starts == starts:  # else another call was faster
+                await self._start_again(replica, error)
+                replica.stale = True
+                try:
+                    replica.stale = not await self._weigh(replica)
+                    if replica.stale:
+                        await replica.client.call("/pause_generation", {"mode": "retract"})
+                except Lost as again:
+                    starts, error = replica.starts, again
+
+    def close(self) -> None:
+        """End the servers that are ours."""
+        for replica in self.replicas:
+            replica.close()
+
+    async def _start_again(self, replica: Replica, error: Lost) -> None:
+        ended = await replica.ended()
+        if not ended:
+            raise EngineError(f"SGLang at {replica.client.url}: {error}; its process runs but does not answer")
+        if not replica.ours or not self._restarts:
+            raise EngineError(f"SGLang: {ended}{'; no restart is left' if replica.ours else ''}")
+        self._restarts -= 1
+        self.tell(f"SGLang: {ended}; started again, {self._restarts} restarts left")
+        await replica.start()
+        await replica.wait(self._start_s)
+
+    async def _ready(self, replica: Replica) -> None:
+        """Wait for the first answer of a server, and for the weights of one that was started again."""
+        if replica.ready and not self.gate(replica).locked():
+            return
+        async with self.gate(replica):
+            if not replica.ready:
+                await replica.wait(self._start_s)
+
+    def gate(self, owner: object) -> asyncio.Lock:
+        """A lock of `owner`'s in the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._gates = loop, {}
+        return self._gates.setdefault(id(owner), asyncio.Lock())

@@ -1,0 +1,149 @@
+"""What an SGLang engine is told once: its model, its servers, and how new weights come."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rollout.engines import TRANSPORTS
+from rollout.engines.protocol import EngineError
+
+PUSHED = ("tensor", "distributed")  # written into the servers while they pause
+_OWN = {  # an argument of the server -> the setting that it would contradict
+    "tp-size": "engine.tp",
+    "tensor-parallel-size": "engine.tp",
+    "dp-size": "engine.replicas",
+    "data-parallel-size": "engine.replicas",
+    "pp-size": "engine.tp",
+    "pipeline-parallel-size": "engine.tp",
+    "host": "",
+    "port": "",
+    "model-path": "",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of an engine, checked.
+
+    Raises:
+        EngineError: no such transport, a model that SGLang does not compute, an argument that has a setting here, or
+            servers on another machine without a key or a way for weights.
+    """
+
+    folder: Path  # Hugging Face model
+    max_length: int  # tokens of prompt and reply
+    rows: int = 192  # requests decoded at once by a server
+    threads: int = 1  # of a server without a GPU
+    python: str | None = None  # interpreter of SGLang's environment, or ...
+    urls: Sequence[str] = ()  # ... servers that run already
+    key: str | None = None  # of those
+    replicas: int = 1  # servers of our own
+    tp: int = 1  # GPUs of each server
+    transport: str = "disk"
+    weights_folder: Path | str | None = None  # that trainer and servers see; None: one in shared memory
+    places: Sequence[Mapping[str, Any]] | None = (
+        None  # actor options for each GPU, server by server; None: Ray's choice
+    )
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of sglang.launch_server
+    environment: Mapping[str, str] = field(default_factory=dict)
+    verify: bool = True  # compare checksums after every update, where they can be
+    restarts: int = 2  # in all
+    start_s: float = 900.0  # that a server may take to answer for the first time
+    timeout_s: float = 600.0  # of one request
+    log: Path | str = "sglang.log"  # of the servers; a number is put before its suffix
+
+    def __post_init__(self) -> None:
+        """Check what can be known before a server runs."""
+        if self.transport not in TRANSPORTS["sglang"]:
+            known = ", ".join(TRANSPORTS["sglang"])
+            raise EngineError(f"SGLang has no transport '{self.transport}'; known: {known}")
+        for name in self.arguments:
+            if name in _OWN:
+                instead = f"set {_OWN[name]} instead" if _OWN[name] else "it is chosen here"
+                raise EngineError(f"engine.options: {name} is not to be given to the servers; {instead}")
+        _check_model(self.folder, self._model)
+        for url in self.urls:
+            self._check_url(url)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """`options`, named as on the server's command line."""
+        return {name.replace("_", "-"): value for name, value in self.options.items()}
+
+    @property
+    def vocab(self) -> int:
+        """Token ids below this are the model's."""
+        return int(self._model["vocab_size"])
+
+    @property
+    def seeded(self) -> bool:
+        """Whether SGLang draws with a request's seed."""
+        return bool(self.arguments.get("enable-deterministic-inference"))
+
+    @property
+    def digest(self) -> dict[str, Any]:
+        """Options of a route: what the servers can be compared by; a GPU's checksums are a hash of its own."""
+        if not self.verify or self.tp > 1 or self.arguments.get("device") != "cpu":
+            return {"digest": "nothing"}
+        return {"digest": "sglang", "dtype": self.arguments.get("dtype", "float32")}
+
+    def log_of(self, number: int) -> str:
+        """The file that server `number` writes."""
+        return str(Path(self.log).with_suffix(f".{number}.log"))
+
+    def places_of(self, number: int) -> Sequence[Mapping[str, Any]] | None:
+        """Actor options for each GPU of server `number`."""
+        return self.places[number * self.tp : (number + 1) * self.tp] if self.places else None
+
+    @cached_property
+    def _model(self) -> Mapping[str, Any]:
+        path = Path(self.folder) / "config.json"
+        try:
+            read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            int(read["vocab_size"])
+        except (OSError, ValueError, KeyError) as error:
+            raise EngineError(
+                f"{path}: no vocab_size to be read ({error!r}); expected a Hugging Face folder"
+            ) from error
+        return read
+
+    def _check_url(self, url: str) -> None:
+        if is_loopback(urlsplit(url).hostname or ""):
+            return
+        if not self.key:
+            raise EngineError(f"engine.urls: {url} is not on this machine; give the servers' key in engine.key_file")
+        if self.transport in PUSHED or not self.weights_folder:
+            raise EngineError(
+                f"engine.urls: {url} is not on this machine; its weights go through a folder that both machines see: "
+                "set engine.weights_folder, and engine.transport to disk or changed"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine, by its address or as localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_model(folder: Path, config: Mapping[str, Any]) -> None:
+    """SGLang 0.5.23 makes every layer of a Qwen-MoE a mixture (`stage_facts` of models/qwen3_moe.py).
+
+    What the checkpoint has for a dense layer it leaves out, without a word, and computes with unset memory instead.
+    """
+    if not str(config.get("model_type", "")).endswith("_moe"):
+        return
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    if dense or step != 1:
+        raise EngineError(
+            f"{folder}: mlp_only_layers {dense} and decoder_sparse_step {step} make some layers dense, and SGLang "
+            f"takes every layer of a {config['model_type']} for a mixture; expected [] and 1"
+        )

@@ -1,0 +1,77 @@
+"""A mixture of experts on a real SGLang server: what it computes, and new experts over every transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollout.engines.protocol import EngineError, Sampling
+from rollout.engines.sglang.engine import SGLangEngine
+from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, worst
+from tests.support import reference
+from tests.support.sglang_server import make_engine
+
+pytestmark = [pytest.mark.slow, pytest.mark.sglang]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A server and the Qwen3-MoE whose weights it was given."""
+
+    engine: SGLangEngine
+    model: torch.nn.Module
+
+
+@pytest.fixture(scope="module")
+def mixture(sglang: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
+    if "://" in sglang:
+        pytest.skip("the server is to be started here")
+    folder = tmp_path_factory.mktemp("mixture")
+    model = reference.make_model("qwen3_moe", folder / "model", mlp_only_layers=[])
+    engine = make_engine(sglang, folder / "model", folder, restarts=0)
+    yield Mixture(engine, model)
+    engine.close()
+
+
+def reordered(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """The model's weights as they are on disk, every expert's moved on to the next; the model is changed alike."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.copy_(parameter.roll(1, 0))
+    return list(reference.tensors(model).items())
+
+
+def test_its_logprobs_are_those_of_hugging_face(mixture: Mixture) -> None:
+    requests = [(prompt, Sampling(max_tokens=12)) for prompt in prompts(8, seed=30)]
+    for (prompt, _), said in zip(requests, ask(mixture.engine, requests), strict=True):
+        assert worst(mixture.model, prompt, said) < LOGPROB_TOLERANCE
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
+def test_new_experts_are_used(mixture: Mixture, transport: str, shared_by_name: None) -> None:
+    if transport == "distributed" and not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    (prompt,) = prompts(1, seed=31, low=30)
+    asked = [(prompt, Sampling(max_tokens=8))]
+    version = 60 + ["disk", "tensor", "distributed"].index(transport)
+    (before,) = ask(mixture.engine, asked)
+    mixture.engine._transport = transport
+    asyncio.run(mixture.engine.load_weights(reordered(mixture.model), version))
+    (said,) = ask(mixture.engine, asked)
+    assert said.versions[0].version == version
+    assert worst(mixture.model, prompt, said) < LOGPROB_TOLERANCE
+    assert worst(mixture.model, prompt, before) > 100 * LOGPROB_TOLERANCE  # the experts do differ
+
+
+def test_dense_layers_among_them_are_refused(tmp_path: Path) -> None:
+    reference.make_model("qwen3_moe", tmp_path)
+    with pytest.raises(EngineError, match=r"mlp_only_layers \[1\] .* SGLang takes every layer of a qwen3_moe"):
+        SGLangEngine(tmp_path, max_length=64, python="/nowhere")
