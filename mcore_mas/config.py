@@ -173,6 +173,7 @@ class RunConfig(Section):
         if self.cold_start is not None and self.data.generator is None:
             raise ValueError("cold_start needs data.generator, which writes its demonstrations")
         self._check_turns()
+        self._check_transport()
         resting = [name for name, policy in self.policies.items() if policy.offload]
         if self.trainer.staleness and resting:
             raise ValueError(
@@ -180,6 +181,21 @@ class RunConfig(Section):
                 f"trainer.staleness {self.trainer.staleness} the team acts while it trains; choose one of them"
             )
         return self
+
+    def _check_transport(self) -> None:
+        """Memory is handed over on one GPU, and NCCL takes none twice."""
+        if self.engine.name != "sglang" or self.engine.urls:
+            return
+        if self.engine.transport == "tensor" and self.cluster.pool == "split":
+            raise ValueError(
+                "engine.transport: tensor hands over memory of the engine's own GPUs, and with cluster.pool: split "
+                "its trainer is on others; use cluster.pool: shared, or transport distributed"
+            )
+        if self.engine.transport == "distributed" and self.cluster.pool == "shared":
+            raise ValueError(
+                "engine.transport: distributed joins trainer and engine in an NCCL group, which takes no GPU twice, "
+                "and with cluster.pool: shared they are on the same; use cluster.pool: split, or transport tensor"
+            )
 
     def _check_turns(self) -> None:
         alternate = self.trainer.alternate

@@ -18,6 +18,7 @@ from rollout.engines.protocol import Completion, EngineError, Sampling
 from rollout.engines.sglang.body import body_of, completion_of
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.server import Server, arguments
+from rollout.transports import make_sender
 from tests.support.tiny import make_model
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_sglang.py"
@@ -158,6 +159,52 @@ def test_a_server_that_dies_before_it_reads_gets_the_new_weights(make: Make) -> 
     assert asyncio.run(play()).versions[0].version == 2
 
 
+def test_a_server_that_lost_its_weights_waits_until_they_are_sent_again_once(make: Make) -> None:
+    engine = make(transport="changed", tell=lambda _: None)
+    sent: list[int] = []
+
+    async def resend() -> None:
+        sent.append(engine.version)
+        said = await engine._replicas[0].client.call("/what", {})
+        assert said["calls"] == ["/pause_generation", "/what"]  # nobody is answered by the folder's weights
+        await engine.load_weights(tensors(), engine.version)
+
+    async def play() -> list[Completion]:
+        await engine.load_weights(tensors(), 7)
+        engine.resend = resend
+        pid = await engine._replicas[0].pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        first = asyncio.create_task(ask(engine, [1]))
+        await asyncio.sleep(0.1)
+        first.cancel()  # who came first may not stay, and the others still get the right weights
+        await asyncio.gather(first, return_exceptions=True)
+        return await asyncio.gather(*(ask(engine, [i, 5]) for i in range(8)))
+
+    assert {said.versions[0].version for said in asyncio.run(play())} == {7}
+    assert sent == [7]
+    assert engine.starts == 2
+
+
+def test_a_death_amid_an_update_is_told_to_who_sends_it(make: Make) -> None:
+    engine = make(transport="changed", tell=lambda _: None)
+
+    async def play() -> Completion:
+        await engine.load_weights(tensors(), 1)
+        route = await engine.route()
+        handover = make_sender(route).send(tensors(), 2, route.state)
+        pid = await engine._replicas[0].pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"SGLang: .* during an update; the weights must come again"):
+            await engine.load_weights_from(handover)
+        assert (await engine.route()).state == {"base": None}  # all of them
+        await engine.load_weights(tensors(), 2)
+        return await ask(engine, [1])
+
+    assert asyncio.run(play()).versions[0].version == 2
+
+
 def test_a_deadline_is_kept_and_servers_end(make: Make) -> None:
     engine = make(timeout_s=0.5)
 
@@ -228,6 +275,12 @@ def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
         SGLangEngine(folder, max_length=64, urls=["https://example.org"])
     with pytest.raises(EngineError, match="SGLang has no transport 'shared'; known: disk, changed, tensor"):
         make(transport="shared")
+    with pytest.raises(EngineError, match=r"weights go through a folder that both machines see: set engine.weights_f"):
+        SGLangEngine(folder, max_length=64, urls=["https://example.org"], key="k")
+    with pytest.raises(EngineError, match=r"engine.options: tp-size is not to be given .*; set engine.tp instead"):
+        make(options={"tp_size": 2})
+    with pytest.raises(EngineError, match=r"engine.options: port is not to be given to the servers; it is chosen here"):
+        make(options={"port": 30000})
     server = SGLangEngine(folder, max_length=64, urls=["http://127.0.0.1:9"], start_s=0.1, restarts=0)
     with pytest.raises(EngineError, match=r"SGLang at http://127.0.0.1:9: not ready within 0.1 s"):
         asyncio.run(ask(server, [1]))

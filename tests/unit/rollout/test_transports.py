@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +20,7 @@ from torch import Tensor
 from rollout.engines.architecture import Architecture
 from rollout.engines.decoder import Decoder, read_folder
 from rollout.engines.protocol import EngineError
-from rollout.transports import alone, make_sender
+from rollout.transports import alone, make_sender, push
 from rollout.transports.blocks import Rows, shape_of, whole
 from rollout.transports.bucket import buckets, flatten
 from rollout.transports.checksum import Checksum, checksum, copy
@@ -26,7 +29,7 @@ from rollout.transports.digest import SGLang
 from rollout.transports.handover import Route
 from rollout.transports.manifest import compare, complete, read_manifest
 from rollout.transports.memory import MEMORY, fresh_place
-from rollout.transports.push import TensorSender
+from rollout.transports.push import GroupSender, TensorSender
 from rollout.transports.shared import SharedCheck, SharedWeights
 from tests.support.tiny import make_model
 
@@ -301,6 +304,81 @@ def test_a_session_is_ended_however_a_push_ends(model: Path, refused: str) -> No
     begun, _, ended, _ = whole
     # a refused beginning may be a session that a dead trainer has left open
     assert asked == {"": whole, begun: [begun, ended] * 2, whole[1]: whole[:3]}[refused]
+
+
+def meeting(ranks: int) -> list[Callable[[Any], list[Any]]]:
+    """The exchange of each of that many ranks, which are threads; one that waits for nobody fails."""
+    place: list[Any] = [None] * ranks
+    barrier = threading.Barrier(ranks, timeout=10)
+
+    def exchange_of(rank: int) -> Callable[[Any], list[Any]]:
+        def exchange(value: Any) -> list[Any]:
+            place[rank] = value
+            barrier.wait()
+            found = list(place)
+            barrier.wait()
+            return found
+
+        return exchange
+
+    return [exchange_of(rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("kind", [TensorSender, GroupSender])
+def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
+    model: Path, kind: type[TensorSender | GroupSender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        update = request.url.path.startswith("/update_weights")
+        updates.extend([request.url.path] if update else [])
+        refuses = update and len(updates) == 2
+        return httpx.Response(400 if refuses else 200, json={"success": not refuses, "message": "no memory"})
+
+    class Sent:
+        def wait(self) -> None:
+            pass
+
+    monkeypatch.setattr(GroupSender, "_join", lambda self: None)
+    monkeypatch.setattr(push.dist, "broadcast", lambda *_, **__: Sent())
+    monkeypatch.setattr(push.torch.cuda, "is_available", lambda: False)
+    options = {"digest": "nothing", "bucket_bytes": 1}  # a bucket for every tensor
+    to = Route(transport="t", place="http://127.0.0.1:9", model=str(model), options=options)
+    drawn: dict[int, list[str]] = {0: [], 1: []}
+
+    def stream(rank: int) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors().items():
+            drawn[rank].append(name)
+            yield name, tensor
+
+    def play(rank: int, sender: TensorSender | GroupSender) -> str:
+        with pytest.raises(EngineError) as caught:
+            sender.send(stream(rank), 1, {})
+        sender.send(stream(rank), 2, {})  # in step with each other still
+        return str(caught.value)
+
+    senders = [kind(to, rank=rank, exchange=exchange) for rank, exchange in enumerate(meeting(2))]
+    for sender in senders:
+        sender._http = httpx.Client(transport=httpx.MockTransport(answer))
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(play, range(2), senders))
+    assert said[0] == said[1]
+    assert said[0].endswith("status 400: no memory")
+    assert drawn[0] == drawn[1] == [*NAMES, *NAMES]  # the third has closed the second's bucket
+    assert len(updates) == 2 + 3
+
+
+def test_a_gpu_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnAGpu:
+        is_cuda, device = True, torch.device("cuda", 0)
+
+    whole = tuple(range(15))
+    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda tensor: (tuple, whole))
+    monkeypatch.setattr(push, "_name_of", lambda device: f"GPU-{device.index}")
+    rebuild, arguments = push._Shared(OnAGpu()).__reduce__()  # type: ignore[arg-type]
+    assert rebuild is tuple
+    assert arguments == (*whole[:6], "GPU-0", *whole[7:])  # where rebuild_cuda_tensor has the device
 
 
 def test_sglangs_own_checksums_are_of_stacked_tensors() -> None:

@@ -149,6 +149,15 @@ def test_a_mistake_is_one_line(override: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("transport", "pool"), [("tensor", "split"), ("distributed", "shared")])
+def test_a_push_needs_the_gpus_that_it_is_for(transport: str, pool: str) -> None:
+    settings = ["experiment=demo_math", "engine=sglang", f"+engine.transport={transport}"]
+    with pytest.raises(ConfigError, match=rf"engine.transport: {transport} .* cluster.pool: {pool}"):
+        resolve([*settings, f"+cluster.pool={pool}"])
+    other = {"split": "shared", "shared": "split"}[pool]
+    assert resolve([*settings, f"+cluster.pool={other}"])["engine"]["transport"] == transport
+
+
 def test_policies_in_turn_share_the_updates_of_a_run() -> None:
     settings = ["+trainer.alternate={order: [verifier, solver], steps: 2}", "trainer.steps=7"]
     config = RunConfig.check(resolve(["experiment=demo_math", *settings, "+trainer.updates_per_step=3"]), "test")

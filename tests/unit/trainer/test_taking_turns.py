@@ -1,0 +1,75 @@
+"""On the same GPUs there is room for engines or for trainers: who takes memory waits until the others have given it."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mcore_mas.loop import _acting
+from rollout.engines.protocol import EngineError
+
+
+class Taker:
+    """An engine or a trainer that notes what it does, and takes a moment for it."""
+
+    def __init__(self, name: str, said: list[str], *, busy: bool = False) -> None:
+        self._name, self._said, self._busy = name, said, busy
+
+    async def sleep(self, tags: tuple[str, ...] = ("all",)) -> None:
+        await self._note("gives", tags)
+        if self._busy:
+            raise EngineError("requests are running")
+
+    async def wake(self, tags: tuple[str, ...] = ("all",)) -> None:
+        await self._note("takes", tags)
+
+    async def _note(self, verb: str, tags: tuple[str, ...]) -> None:
+        await asyncio.sleep(0)
+        self._said.append(f"{self._name} {verb} {'+'.join(tags)}")
+
+
+def run_of(said: list[str], *, sleep: bool = True, busy: bool = False) -> Any:
+    policies = {"learner": SimpleNamespace(offload=True), "frozen": SimpleNamespace(offload=False)}
+    return SimpleNamespace(
+        config=SimpleNamespace(policies=policies, engine=SimpleNamespace(sleep=sleep)),
+        trainers={"learner": Taker("trainer", said)},
+        critics={"learner": Taker("critic", said)},
+        engines={name: Taker(name, said, busy=busy) for name in policies},
+    )
+
+
+def play(run: Any, said: list[str], error: Exception | None = None) -> None:
+    async def act() -> None:
+        async with _acting(run, ["learner"]):
+            said.append("-")
+            if error:
+                raise error
+
+    asyncio.run(act())
+
+
+BEFORE = ["trainer gives all", "critic gives all", "learner takes kv_cache", "frozen takes kv_cache", "-"]
+AFTER = ["trainer takes all", "critic takes all"]
+
+
+def test_engines_take_what_trainers_gave_and_the_reverse() -> None:
+    said: list[str] = []
+    play(run_of(said), said)
+    # who is trained gets its weights anew, who is not keeps them
+    assert said == [*BEFORE, "learner gives weights+kv_cache", "frozen gives kv_cache", *AFTER]
+
+
+def test_what_is_abandoned_says_why_and_leaves_the_trainers_awake() -> None:
+    said: list[str] = []
+    with pytest.raises(ZeroDivisionError):
+        play(run_of(said, busy=True), said, ZeroDivisionError())
+    assert said == [*BEFORE, "learner gives kv_cache", "frozen gives kv_cache", *AFTER]
+
+
+def test_engines_of_their_own_stay_awake() -> None:
+    said: list[str] = []
+    play(run_of(said, sleep=False), said)
+    assert said == ["trainer gives all", "critic gives all", "-", *AFTER]
