@@ -46,13 +46,8 @@ def test_sglang_finds_the_gpu_and_the_tensors(sglang: str, monkeypatch: pytest.M
         pytest.skip("the reader runs in SGLang's environment")
     monkeypatch.setattr(reductions, "reduce_tensor", reduced)
     monkeypatch.setattr(push, "_name_of", lambda device: GPU)
-    flat, metadata = flatten(
-        [
-            ("half", torch.tensor([1.0, -2.0]).bfloat16()),
-            ("one", torch.tensor([[0.5], [3.0]])),
-            ("byte", torch.ones(1).byte()),
-        ]
-    )
+    half, one, byte = torch.tensor([1.0, -2.0]).bfloat16(), torch.tensor([[0.5], [3.0]]), torch.ones(1).byte()
+    flat, metadata = flatten([("half", half), ("one", one), ("byte", byte)])
     payload = serialize({"flattened_tensor": push._Shared(OnAGpu(flat)), "metadata": metadata})  # type: ignore[arg-type]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     said = subprocess.run(

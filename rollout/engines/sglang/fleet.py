@@ -80,8 +80,8 @@ class Fleet:
 
     async def alive(self) -> None:
         """Every server runs, those that have died again."""
-        for replica in self.replicas:
-            await self.call(replica, "/model_info", method="GET")  # /health takes a second, and fails during a pause
+        # /health takes a second, and fails during a pause
+        await asyncio.gather(*(self.call(replica, "/model_info", method="GET") for replica in self.replicas))
 
     async def revive(self, replica: Replica, starts: int, error: Lost) -> None:
         """Start again a server that was started `starts` times and is lost, with the present weights or paused.

@@ -388,7 +388,17 @@ def test_sglangs_own_checksums_are_of_stacked_tensors() -> None:
         digest.add(f"model.layers.0.self_attn.{part}_proj.weight", tensor)
     digest.add("model.layers.0.mlp.gate_proj.weight", q)  # without up: not compared
     digest.add("model.embed_tokens.weight", torch.ones(70, 1))
+    for number in (1, 0):
+        for part, value in (("up", 3.0), ("gate", 2.0)):
+            digest.add(f"e.experts.{number}.{part}_proj.weight", torch.full((31, 1), value + number))
+        digest.add(f"e.experts.{number}.down_proj.weight", torch.full((1, 31), 7.0 + number))
+
+    def padded(*values: float) -> torch.Tensor:
+        return torch.cat([torch.cat([torch.full((31,), value), torch.zeros(1)]) for value in values])
+
     want = {
+        "e.experts.w13_weight": padded(2, 3, 3, 4),  # gate and up of the first, then of the second
+        "e.experts.w2_weight": padded(7, 8),
         "model.layers.0.self_attn.qkv_proj.weight": torch.cat([q, k, v]),
         "model.embed_tokens.weight": torch.cat([torch.ones(70), torch.zeros(58)]),  # 128 rows
     }
