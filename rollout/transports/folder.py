@@ -42,8 +42,8 @@ class FolderSender:
         for name, full in complete(weights, self._manifest):
             if not self._writes:
                 continue
+            digest.add(name, full.detach())  # where it is: a GPU is faster at it
             tensor = full.detach().cpu().contiguous()
-            digest.add(name, tensor)
             if not self._wanted(name, tensor, known):
                 continue
             held[name] = tensor

@@ -15,11 +15,13 @@ from torch.multiprocessing import reductions
 
 from rollout.transports import push
 from rollout.transports.bucket import flatten
+from rollout.transports.gpu_hash import gpu_hash
 from rollout.transports.push import serialize
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
 READER = Path(__file__).with_name("read_payload.py")
+HASHER = Path(__file__).with_name("hash_tensors.py")
 GPU = "22222222-0000-0000-0000-000000000000"  # the reader's second
 
 
@@ -67,3 +69,21 @@ def test_sglang_finds_the_gpu_and_the_tensors(sglang: str, monkeypatch: pytest.M
             "byte": ["torch.uint8", [1]],
         },
     }
+
+
+def test_sglangs_kernels_hash_as_the_trainer_does(sglang: str) -> None:
+    if "://" in sglang:
+        pytest.skip("the kernels are run in SGLang's environment")
+    many = torch.randn(20_000, generator=torch.Generator().manual_seed(0))  # three tiles
+    tensors = [torch.ones(1), many, many.bfloat16(), torch.arange(5, dtype=torch.uint8), torch.zeros(8192)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    said = subprocess.run(
+        [sglang, str(HASHER)],
+        input="\n".join(bytes(tensor.view(torch.uint8).numpy()).hex() for tensor in tensors),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert said.returncode == 0, said.stderr[-2000:]
+    assert json.loads(said.stdout.splitlines()[-1]) == [gpu_hash(tensor) for tensor in tensors]

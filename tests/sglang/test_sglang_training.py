@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from mcore_mas.train import train
-from rollout.engines.sglang import engine as engine_module
+from rollout.engines.sglang import checks
 from rollout.records import read_trajectories
 from rollout.transports.digest import SGLang
 from rollout.transports.manifest import compare
@@ -52,7 +51,7 @@ def test_trainer_and_engine_agree_and_every_step_is_handed_over(
         compared[version] = dict(server)
         compare(server, trainer, version)
 
-    monkeypatch.setattr(engine_module, "compare", noted)
+    monkeypatch.setattr(checks, "compare", noted)
     settings = server_settings()
     on_a_cpu = settings["options"].get("device") == "cpu"
     run = make_run(
@@ -80,7 +79,7 @@ def test_trainer_and_engine_agree_and_every_step_is_handed_over(
         assert compared.keys() == {1, 2}
         assert compared[1] != compared[2]
         # what the server held in the end is what the trainer wrote in the end
-        digest = SGLang(torch.float32)
+        digest = SGLang(dtype="float32", tp=1, kv_heads=1, gpu=False)
         for name, tensor in sorted(load_file(run / "train" / "models" / "solver" / "model.safetensors").items()):
             digest.add(name, tensor)
         written = digest.finish()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from rollout.engines.protocol import EngineError, Sampling
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.transports import make_sender
+from rollout.transports.digest import kind_of
 from tests.contract.test_engines import (
     LOGPROB_TOLERANCE,
     ask,
@@ -50,13 +51,24 @@ def test_a_transport_brings_new_weights_to_a_cached_prompt(
     engine._transport = "disk"
 
 
+def test_everything_in_the_servers_memory_is_compared(engine: SGLangEngine) -> None:
+    (replica,) = engine._replicas
+
+    async def play() -> set[str]:
+        await engine.route()
+        return {kind_of(name) for name in await engine._checks._said(replica)}
+
+    kinds = asyncio.run(play())
+    assert len(kinds) == 11  # seven of weights, the bias of queries, keys and values, and three outside the layers
+    assert engine._checks._kinds is not None
+    assert kinds <= engine._checks._kinds
+
+
 def test_a_difference_in_the_servers_memory_is_named(engine: SGLangEngine) -> None:
     async def play() -> None:
         route = await engine.route()
         handover = make_sender(route).send(weights(3), 21, route.state)
         sums: Any = dict(handover.checksums)
-        if not sums:
-            pytest.skip("the server's checksums are its GPU's own")
         sums["model.layers.1.mlp.gate_up_proj.weight"] = "0" * 16
         await engine.load_weights_from(replace(handover, checksums=sums))
 

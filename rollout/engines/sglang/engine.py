@@ -16,13 +16,13 @@ from rollout.engines.protocol import Completion, EngineError, Sampling, Tag
 from rollout.engines.request import problem_of
 from rollout.engines.say import say
 from rollout.engines.sglang.body import body_of, completion_of
+from rollout.engines.sglang.checks import Checks
 from rollout.engines.sglang.client import Lost
 from rollout.engines.sglang.fleet import Fleet
 from rollout.engines.sglang.replica import Replica
 from rollout.engines.sglang.settings import PUSHED, Settings
 from rollout.transports import make_sender
 from rollout.transports.handover import Handover, Route
-from rollout.transports.manifest import compare
 from rollout.transports.memory import fresh_place
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class SGLangEngine:
         self._place = Path(self._settings.weights_folder or fresh_place())
         self._fleet = Fleet(self._settings, tell=tell, weigh=self._weigh, restore=self._restore)
         self._replicas = self._fleet.replicas
+        self._checks = Checks(self._settings, tell)
         self._last: Handover | None = None  # that the servers took; None: their weights are the folder's
         self._update: _Update | None = None  # under way, between `route` and `load_weights_from`
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -101,6 +102,7 @@ class SGLangEngine:
     async def route(self) -> Route:
         """The folder to write to; or the servers themselves, which then pause until `load_weights_from`."""
         await self._fleet.alive()
+        await self._learn()
         began = self._update.began if self._update else time.perf_counter()  # one that failed has left them paused
         self._update = _Update(began, self.starts)
         common: dict[str, Any] = {"transport": self._transport, "model": str(self._settings.folder)}
@@ -136,6 +138,11 @@ class SGLangEngine:
         finally:
             self.pause_s = time.perf_counter() - began
         self.version = handover.version
+
+    async def _learn(self) -> None:
+        """See what can be compared later, as long as a server has the folder's weights."""
+        if self._last is None and "weights" not in self._replicas[0].asleep:
+            await self._checks.learn(self._replicas[0])
 
     async def _take(self, replica: Replica, handover: Handover) -> None:
         """Have one server serve the weights of `handover`; one that dies of it gets them when it is back."""
@@ -173,13 +180,12 @@ class SGLangEngine:
             async with _paused(replica):
                 await replica.client.call("/update_weights_from_disk", body)
         replica.stale = False
-        if handover.checksums:
-            said = await replica.client.call("/weights_checker", {"action": "checksum"})
-            compare(said["ranks"][0]["checksums"], handover.checksums, handover.version)
+        await self._checks.check(replica, handover)
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Release the servers' memory; they must be idle and have been started with enable_memory_saver."""
         await self._fleet.all(f"/flush_cache?timeout={_IDLE_S:g}")
+        await self._learn()
         await self._fleet.all("/release_memory_occupation", {"tags": list(tags)})
         for replica in self._replicas:
             replica.asleep.update(tags)

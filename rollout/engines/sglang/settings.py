@@ -15,6 +15,7 @@ from rollout.engines import TRANSPORTS
 from rollout.engines.protocol import EngineError
 
 PUSHED = ("tensor", "distributed")  # written into the servers while they pause
+_SHORT = {"half": "float16", "float": "float32"}  # names that SGLang has for types of numbers
 _OWN = {  # an argument of the server -> the setting that it would contradict
     "tp-size": "engine.tp",
     "tensor-parallel-size": "engine.tp",
@@ -88,11 +89,27 @@ class Settings:
         return bool(self.arguments.get("enable-deterministic-inference"))
 
     @property
+    def held(self) -> dict[str, Any]:
+        """How the servers hold weights, as `rollout.transports.digest.SGLang` is told; {} where nothing is compared."""
+        if not self.verify or "quantization" in self.arguments:
+            return {}
+        heads = self._model.get("num_key_value_heads") or self._model.get("num_attention_heads", 1)
+        gpu = self.arguments.get("device") != "cpu"
+        return {"dtype": self._dtype, "tp": self.tp, "kv_heads": heads, "gpu": gpu}
+
+    @property
     def digest(self) -> dict[str, Any]:
-        """Options of a route: what the servers can be compared by; a GPU's checksums are a hash of its own."""
-        if not self.verify or self.tp > 1 or self.arguments.get("device") != "cpu":
-            return {"digest": "nothing"}
-        return {"digest": "sglang", "dtype": self.arguments.get("dtype", "float32")}
+        """Options of a route: what the servers are compared by."""
+        return {"digest": "sglang", "held": self.held} if self.held else {"digest": "nothing"}
+
+    @property
+    def _dtype(self) -> str:
+        """Of the servers' weights: auto is the checkpoint's, but not float32 (`_get_and_verify_dtype` of 0.5.23)."""
+        asked = str(self.arguments.get("dtype", "auto"))
+        if asked != "auto":
+            return _SHORT.get(asked, asked)
+        saved = str(self._model.get("dtype") or self._model.get("torch_dtype") or "float32")
+        return "float16" if saved == "float32" else saved
 
     def log_of(self, number: int) -> str:
         """The file that server `number` writes."""

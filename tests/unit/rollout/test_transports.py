@@ -26,6 +26,7 @@ from rollout.transports.bucket import buckets, flatten
 from rollout.transports.checksum import Checksum, checksum, copy
 from rollout.transports.delta import changes, patched
 from rollout.transports.digest import SGLang
+from rollout.transports.gpu_hash import gpu_hash
 from rollout.transports.handover import Route
 from rollout.transports.manifest import compare, complete, read_manifest
 from rollout.transports.memory import MEMORY, fresh_place
@@ -382,7 +383,7 @@ def test_a_gpu_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sglangs_own_checksums_are_of_stacked_tensors() -> None:
-    digest = SGLang(torch.float32)
+    digest = SGLang(dtype="float32", tp=1, kv_heads=1, gpu=False)
     q, k, v = torch.ones(2, 3), torch.zeros(1, 3), torch.full((1, 3), 2.0)
     for part, tensor in (("q", q), ("k", k), ("v", v)):
         digest.add(f"model.layers.0.self_attn.{part}_proj.weight", tensor)
@@ -405,6 +406,49 @@ def test_sglangs_own_checksums_are_of_stacked_tensors() -> None:
     assert digest.finish() == {
         name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16] for name, tensor in want.items()
     }
+
+
+def test_sglangs_ranks_hold_parts_of_stacks() -> None:
+    digest = SGLang(dtype="bfloat16", tp=2, kv_heads=1, gpu=True)
+    q, k, v = torch.arange(12.0).view(4, 3), torch.full((2, 3), 20.0), torch.full((2, 3), 30.0)
+    for part, tensor in (("q", q), ("k", k), ("v", v)):
+        digest.add(f"model.layers.0.self_attn.{part}_proj.weight", tensor)
+    digest.add("model.layers.0.self_attn.o_proj.weight", q.t())
+    digest.add("model.layers.0.mlp.gate_proj.weight", q)
+    digest.add("model.layers.0.mlp.up_proj.weight", q + 100)
+    digest.add("model.norm.weight", torch.ones(3))
+    digest.add("lm_head.weight", torch.ones(65, 1))
+    for layer in (0, 1):  # one is done when the next begins
+        for part, tensor in (("gate", q), ("up", q + 50), ("down", q.t())):
+            digest.add(f"layers.{layer}.experts.0.{part}_proj.weight", tensor + layer)
+    head = torch.cat([torch.ones(65, 1), torch.zeros(63, 1)])  # 128 rows, which two share
+    want: dict[str, Tensor] = {}
+    for rank, half in enumerate((slice(0, 2), slice(2, 4))):
+        parts = {
+            "model.layers.0.self_attn.qkv_proj.weight": torch.cat([q[half], k, v]),  # both have the only head of keys
+            "model.layers.0.self_attn.o_proj.weight": q.t()[:, half],
+            "model.layers.0.mlp.gate_up_proj.weight": torch.cat([q[half], q[half] + 100]),
+            "model.norm.weight": torch.ones(3),
+            "lm_head.weight": head[64 * rank : 64 * rank + 64],
+            "layers.0.experts.w13_weight": torch.cat([q[half], q[half] + 50])[None],
+            "layers.0.experts.w2_weight": q.t()[None, :, half],
+            "layers.1.experts.w13_weight": torch.cat([q[half] + 1, q[half] + 51])[None],
+            "layers.1.experts.w2_weight": q.t()[None, :, half] + 1,
+        }
+        want |= {f"{name} of rank {rank}": part for name, part in parts.items()}
+    assert digest.finish() == {name: f"{gpu_hash(part.bfloat16()):016x}" for name, part in want.items()}
+
+
+def test_the_hash_of_a_gpu_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # as the kernel of SGLang 0.5.23 computes them in Triton's interpreter; tests/sglang does that again
+    assert gpu_hash(torch.ones(1)) == 0x7BB542503BA9B944
+    many = (torch.arange(40_000) % 251).float()
+    assert gpu_hash(many) == 0xA5A582EB081D1E92
+    assert gpu_hash(many.view(200, 200).t().contiguous().t()) == 0xA5A582EB081D1E92
+    assert gpu_hash(torch.arange(5, dtype=torch.uint8)) == 0x5378E41554869438  # two words, filled up
+    assert gpu_hash(torch.empty(0)) == 0
+    monkeypatch.setattr("rollout.transports.gpu_hash._TILES", 2)  # blocks of 16,384 words
+    assert gpu_hash(many) == 0xA5A582EB081D1E92
 
 
 @pytest.fixture(scope="module")
