@@ -41,6 +41,6 @@ def sglang_engine(sglang: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
     folder = tmp_path_factory.mktemp("sglang")
     make_model(0).save_pretrained(folder / "model")
-    engine = make_engine(sglang, folder / "model", folder, restarts=1)
+    engine = make_engine(sglang, folder / "model", folder, restarts=2)
     yield engine
     engine.close()

@@ -143,7 +143,7 @@ class TensorSender(_Push):
         self._tp = int(route.options.get("tp", 1))
         self._kept: Tensor | None = None
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, state: Mapping[str, Any]) -> Handover:
+    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> Handover:
         """As `_Push.send`; afterwards this rank holds no bucket."""
         try:
             return super().send(weights, version, state)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from rollout.engines.protocol import EngineError, Sampling
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.transports import make_sender
+from rollout.transports import make_sender, push
 from rollout.transports.digest import kind_of
 from tests.contract.test_engines import (
     LOGPROB_TOLERANCE,
@@ -82,6 +84,40 @@ def test_a_refusal_is_in_the_servers_words(engine: SGLangEngine) -> None:
 
     with pytest.raises(EngineError, match="SGLang /update_weights_from_disk: status 400: "):
         asyncio.run(play())
+
+
+def test_a_server_that_dies_amid_a_broadcast_gets_all_of_it_again(
+    engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (replica,) = engine._replicas
+    if not replica.ours:
+        pytest.skip("the server is not ours to end")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(push, "BUCKET_BYTES", 1)  # a broadcast for every tensor
+    monkeypatch.setattr(engine, "_transport", "distributed")
+    engine._fleet.tell = lambda _: None
+
+    async def play() -> Any:
+        pid = await replica.pid()
+        assert pid is not None
+
+        def fatal() -> Iterator[tuple[str, Tensor]]:
+            for number, entry in enumerate(weights(13)):
+                if number == 6:
+                    os.killpg(pid, signal.SIGKILL)
+                yield entry
+
+        with pytest.raises(EngineError, match="SGLang"):
+            await engine.load_weights(fatal(), 33)
+        await engine.load_weights(weights(13), 33)
+        return await engine.generate([1, 2, 3], Sampling(max_tokens=6))
+
+    starts = engine.starts
+    completion = asyncio.run(play())
+    assert engine.starts == starts + 1
+    assert [span.version for span in completion.versions] == [33]
+    assert worst(make_model(13), [1, 2, 3], completion) < LOGPROB_TOLERANCE
 
 
 def test_a_server_that_dies_comes_back_with_its_weights(engine: SGLangEngine) -> None:
