@@ -1,8 +1,8 @@
 """The experience of every step, collected ahead of its training by no more than the allowed staleness.
 
-Step n is trained by weights that have been updated n times, so what is collected for it may begin once the weights have
-been updated n − `trainer.staleness` times: no turn can be further behind when it trains. Replies that are under way
-when new weights arrive go on with them, and say which tokens are whose (`Turn.versions`).
+A step's collection may begin as soon as no policy's weights can be handed over more often than its staleness before
+that step is trained: no turn can be further behind when it trains. Replies that are under way when new weights arrive
+go on with them, and say which tokens are whose (`Turn.versions`).
 
 Nothing of this is saved. A run that stops has trained some number of steps, and goes on with the next: what was being
 collected for it, or waited to be trained, is collected again, by the weights that the run goes on with.
@@ -11,6 +11,7 @@ collected for it, or waited to be trained, is collected again, by the weights th
 from __future__ import annotations
 
 import asyncio
+from itertools import takewhile
 from types import TracebackType
 
 from mcore_mas.experience import Experience, gather
@@ -31,10 +32,8 @@ class Ahead:
         Raises:
             TrainingError, CreditError: as `gather`, when the step it happened in is taken.
         """
-        trainer = self._run.config.trainer
-        if not trainer.staleness:
-            return await gather(self._run, step)
-        for later in range(step, min(step + trainer.staleness + 1, trainer.steps)):
+        config = self._run.config
+        for later in takewhile(lambda later: config.may_collect(later, step), range(step, config.trainer.steps)):
             if later not in self._under_way:
                 self._under_way[later] = asyncio.create_task(gather(self._run, later))
         experience = await self._under_way[step]

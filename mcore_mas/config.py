@@ -13,7 +13,8 @@ from mcore_mas.cold_start_config import ColdStartConfig
 from mcore_mas.complaints import invalid, uncomposed
 from mcore_mas.core.advantages import NEEDS, UNGROUPED
 from mcore_mas.credit_config import AdvantageConfig, CreditedAgentConfig, FilterConfig, LossConfig
-from mcore_mas.policy_config import AlternateConfig, PolicyConfig
+from mcore_mas.policy_config import PolicyConfig
+from mcore_mas.trainer_config import TrainerConfig
 from rollout.agent import ROLES
 from rollout.config import (
     CoachConfig,
@@ -34,41 +35,6 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 class ConfigError(ValueError):
     """A config cannot be used: one line that says what, where, expected, what to do."""
-
-
-class BranchingConfig(Section):
-    """Tree sampling: branches from every state, scored, of which one goes on (AT-GRPO)."""
-
-    width: int = Field(ge=1)  # K branches
-    alpha: float = 1.0  # weight of the team's reward in a branch's score
-    select: Literal["greedy", "sampled"] = "greedy"
-
-
-class TrainerConfig(Section):
-    """The shape of a training run."""
-
-    steps: int = Field(ge=1)
-    tasks_per_step: int = Field(ge=1)
-    group_size: int = Field(ge=1)  # trajectories per task, trees with branching
-    branching: BranchingConfig | None = None
-    oversample: float = Field(1.0, ge=1)  # times group_size that are started; the slowest are given up
-    staleness: int = Field(0, ge=0)  # steps that collection may be ahead of training; 0 trains what it samples
-    updates_per_step: int = Field(1, ge=1)  # optimizer steps, each on its share of a step's samples
-    alternate: AlternateConfig | None = None  # None: every policy is trained in every step
-    microbatch_tokens: int = Field(4096, ge=1)
-    checkpoint_every: int = Field(10, ge=1)  # steps
-    keep_checkpoints: int = Field(2, ge=1)  # the newest
-    keep_best: int = Field(0, ge=0)  # also those with the highest validation accuracy; each is saved when it is found
-    final: Literal["last", "best"] = "last"  # which weights are written as the finished policies
-    validate_every: int = Field(10, ge=1)  # steps
-    validation_samples: int = Field(1, ge=1)  # trajectories per validation task
-    logprob_tolerance: float = Field(1e-4, gt=0)  # nats between engine and trainer on fresh samples; 1e-4 suits float32
-
-    @model_validator(mode="after")
-    def _best_is_kept(self) -> TrainerConfig:
-        if self.final == "best" and not self.keep_best:
-            raise ValueError("final 'best' needs a kept best: set trainer.keep_best to 1 or more")
-        return self
 
 
 class EvaluationConfig(Section):
@@ -165,22 +131,28 @@ class RunConfig(Section):
                 f"engine.max_length {self.engine.max_length}; use microbatch_tokens: {self.engine.max_length}, "
                 f"or max_length: {self.trainer.microbatch_tokens}"
             )
-        if self.engine.sleep and self.trainer.staleness:
-            raise ValueError(
-                f"engine.sleep: engines have no rest while trainer.staleness is {self.trainer.staleness}; "
-                "set one of them to 0 or false"
-            )
         if self.cold_start is not None and self.data.generator is None:
             raise ValueError("cold_start needs data.generator, which writes its demonstrations")
         self._check_turns()
         self._check_transport()
-        resting = [name for name, policy in self.policies.items() if policy.offload]
-        if self.trainer.staleness and resting:
-            raise ValueError(
-                f"policy '{resting[0]}': offload gives the trainer's memory away while the team acts, and with "
-                f"trainer.staleness {self.trainer.staleness} the team acts while it trains; choose one of them"
-            )
+        self._check_ahead()
         return self
+
+    def _check_ahead(self) -> None:
+        for name, policy in self.policies.items():
+            if policy.staleness is not None and name not in self.trained:
+                raise ValueError(f"policies.{name}.staleness: nothing trains this policy; leave it out")
+        if not self.ahead:
+            return
+        most = max(self.staleness_of(name) for name in self.trained)
+        if self.engine.sleep:
+            raise ValueError(f"engine.sleep: engines have no rest while staleness is {most}; set one to 0 or false")
+        for name, policy in self.policies.items():
+            if policy.offload:
+                raise ValueError(
+                    f"policy '{name}': offload gives the trainer's memory away while the team acts, and with a "
+                    f"staleness of {most} the team acts while it trains; choose one of them"
+                )
 
     def _check_transport(self) -> None:
         """Memory is handed over on one GPU, and NCCL takes none twice."""
@@ -250,6 +222,25 @@ class RunConfig(Section):
         """The policies that are trained in `step`."""
         alternate = self.trainer.alternate
         return self.trained if alternate is None else (alternate.in_turn(step),)
+
+    def staleness_of(self, policy: str) -> int:
+        """How many hand-overs of its own weights the turns of a policy may be behind when they train."""
+        own = self.policies[policy].staleness
+        return self.trainer.staleness if own is None else own
+
+    @property
+    def ahead(self) -> bool:
+        """Whether anything is collected while a step is trained."""
+        order = self.trainer.alternate.order if self.trainer.alternate else ()
+        turns = [(name,) for name in order] or [self.trained]
+        return bool(self.trained) and any(all(map(self.staleness_of, turn)) for turn in turns)
+
+    def may_collect(self, step: int, trained: int) -> bool:
+        """Whether the experience of `step` may be collected by the weights that `trained` steps have left."""
+        if step > trained and not self.ahead:
+            return False
+        until = [self.in_turn(s) for s in range(trained, step)]
+        return all(sum(name in own for own in until) <= self.staleness_of(name) for name in self.trained)
 
     def updates_of(self, policy: str) -> int:
         """The most updates that a trained policy can have in the whole run."""

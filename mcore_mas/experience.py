@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mcore_mas.core.advantages import NEEDS
@@ -16,6 +17,7 @@ from mcore_mas.samples import Sample, to_samples
 from rollout.build import build_allocator
 from rollout.collect import collect
 from rollout.records import Group, Status, Task, write_trajectories
+from rollout.together import together
 from rollout.tree import Branching
 from rollout.watchdog import Wait, Waiting
 
@@ -44,12 +46,13 @@ async def gather(run: Run, step: int) -> Experience:
     samples: list[Sample] = []
     tasks: list[str] = []
     batches = 0
-    for batch in _batches(run, step):
+    began = asyncio.get_running_loop().time()
+    for batch in _batches(run, step, began):
         batches += 1
-        played = await _play(run, step, batch)
+        played = await _play(run, step, batch, began)
         groups += played
         write_trajectories(run.trajectories / f"step_{step:06d}.parquet", (t for g in groups for t in g.trajectories))
-        _check_progress(step, played)
+        _check_progress(step, groups)
         fresh = to_samples(played)
         samples += keep(fresh, wanted) if wanted else fresh
         tasks = list(dict.fromkeys(sample.task for sample in samples))
@@ -61,58 +64,56 @@ async def gather(run: Run, step: int) -> Experience:
     )
 
 
-def _batches(run: Run, step: int) -> Iterator[list[Task]]:
+def _batches(run: Run, step: int, began: float) -> Iterator[list[Task]]:
+    """The step's tasks, and with a filter further ones for as long as its deadline leaves time."""
     yield run.schedule.batch(step)
+    batch_s = run.config.collection.batch_s or math.inf
     for number in range(run.config.filter.resample if run.config.filter else 0):
-        if more := run.schedule.more(step, number):
+        more = run.schedule.more(step, number)
+        if more and asyncio.get_running_loop().time() < began + batch_s:
             yield more
 
 
-async def _play(run: Run, step: int, tasks: Sequence[Task]) -> list[Group]:
+async def _play(run: Run, step: int, tasks: Sequence[Task], began: float) -> list[Group]:
     config = run.config
     branching = config.trainer.branching
-    groups = await collect(
+    play = partial(
+        collect,
         tasks,
         run.team,
         run.make_env,
         run.orchestra,
-        group_size=config.trainer.group_size,
         seed=config.seed,
         step=step,
-        tree=Branching(**branching.model_dump()) if branching else None,
         limits=config.collection.limits,
-        # of 10 at 1.1 one more, whatever binary fractions say
-        surplus=math.ceil(config.trainer.group_size * (config.trainer.oversample - 1.0) - 1e-9),
+        began=began,
         watchdog=run.watchdog,
     )
+    collections = [
+        play(
+            group_size=config.trainer.group_size,
+            tree=Branching(**branching.model_dump()) if branching else None,
+            # of 10 at 1.1 one more, whatever binary fractions say
+            surplus=math.ceil(config.trainer.group_size * (config.trainer.oversample - 1.0) - 1e-9),
+        )
+    ]
+    if any(NEEDS.get(config.advantage_of(agent).name) == "greedy" for agent in config.agents):
+        collections.append(play(group_size=1, temperature=0.0))
+    groups, *greedy = await together(collections)
     if run.coach is not None:
         waiting = Waiting(Wait(what="the coach's scores", since=asyncio.get_running_loop().time()))
         with run.watchdog.over(f"step {step}", waiting) if run.watchdog else nullcontext():
             groups = await run.coach.score(groups)
     allocate = build_allocator(config.reward, config.agents)
     groups = [allocate(group) for group in groups]  # reward per turn
-    if any(NEEDS.get(config.advantage_of(agent).name) == "greedy" for agent in config.agents):
-        groups = await _beside_greedy(run, step, tasks, groups)
-    return groups
+    return _beside(greedy[0], groups) if greedy else groups
 
 
-async def _beside_greedy(run: Run, step: int, tasks: Sequence[Task], groups: Sequence[Group]) -> list[Group]:
-    """The groups with the outcome of a greedy trajectory of their task among every turn's scores.
+def _beside(greedy: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
+    """The groups with the outcome of the greedy trajectory of their task among every turn's scores.
 
     Where the greedy one failed the task's trajectories count as failed: without a baseline they cannot train.
     """
-    greedy = await collect(
-        tasks,
-        run.team,
-        run.make_env,
-        run.orchestra,
-        group_size=1,
-        seed=run.config.seed,
-        step=step,
-        temperature=0.0,
-        limits=run.config.collection.limits,
-        watchdog=run.watchdog,
-    )
     done = []
     for group, (baseline,) in zip(groups, (g.trajectories for g in greedy), strict=True):
         if baseline.status is not Status.COMPLETED:

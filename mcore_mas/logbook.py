@@ -17,7 +17,12 @@ from mcore_mas.traces import Traces, chosen
 from mcore_mas.tracking import Journal, Tracker
 from rollout.records import Group
 
-_SHOWN = {"reward": "reward/mean", "accuracy": "validation/accuracy", "tokens/s": "time/tokens_per_s"}
+_SHOWN = {
+    "reward": "reward/mean",
+    "accuracy": "validation/accuracy",
+    "behind": "staleness/mean",
+    "tokens/s": "time/tokens_per_s",
+}
 
 
 class Logbook:

@@ -20,13 +20,13 @@ from mcore_mas.credit import estimate
 from mcore_mas.experience import Experience
 from mcore_mas.files import Digest
 from mcore_mas.judge import judge
-from mcore_mas.metrics import credit_metrics, rollout_metrics, staleness_metrics, success
+from mcore_mas.metrics import credit_metrics, losses, rollout_metrics, staleness_metrics, validation_metrics
 from mcore_mas.run import Run, Stopped, TrainingError
 from mcore_mas.samples import Sample
 from mcore_mas.update import update
 from rollout.collect import collect
 from rollout.engines.protocol import EngineError, Tag
-from rollout.together import stop
+from rollout.together import stop, together
 
 T = TypeVar("T")
 
@@ -138,15 +138,17 @@ async def _learn(
     """Estimate advantages and update every policy, side by side; the step's metrics."""
     config = run.config
     trained = config.in_turn(step)
+    if lost := losses(experience.groups):
+        run.note(f"step {step}: {lost}")
     samples = estimate(samples, {name: config.advantage_of(name) for name in config.agents})
     if _looked_at(run, step):
         run.trace(experience.groups, samples)
-    updates = await asyncio.gather(
-        *(update(run, policy, [s for s in samples if s.policy == policy], step) for policy in trained)
+    updates = await together(
+        update(run, policy, [s for s in samples if s.policy == policy], step) for policy in trained
     )
     metrics = rollout_metrics(experience.groups) | credit_metrics(samples)
     metrics |= {f"policy/{policy}/updates": 0.0 for policy in run.trainers}
-    if config.trainer.staleness:
+    if config.ahead:
         metrics |= staleness_metrics([sample for sample in samples if sample.policy in trained])
     for own in updates:
         metrics |= own
@@ -179,15 +181,14 @@ def _aged(run: Run, samples: Sequence[Sample]) -> list[Sample]:
     aged = []
     for sample in samples:
         handed = run.handed.get(sample.policy, [])
-        aged.append(replace(sample, age=len(handed) - bisect_right(handed, sample.version)))
-    allowed = run.config.trainer.staleness
-    for sample in aged:
-        if sample.age > allowed:
+        age = len(handed) - bisect_right(handed, sample.version)
+        if age > (allowed := run.config.staleness_of(sample.policy)):
             raise TrainingError(
                 f"trajectory {sample.trajectory}, turn {sample.turn} ({sample.agent}): sampled by version "
-                f"{sample.version} of policy {sample.policy}, which is {sample.age} hand-overs behind; "
-                f"trainer.staleness allows {allowed}, and no collection may begin earlier than that"
+                f"{sample.version} of policy {sample.policy}, which is {age} hand-overs behind; "
+                f"its staleness allows {allowed}, and no collection may begin earlier than that"
             )
+        aged.append(replace(sample, age=age))
     return aged
 
 
@@ -235,8 +236,9 @@ async def _validate(run: Run) -> dict[str, float]:
             limits=run.config.collection.limits,
             watchdog=run.watchdog,
         )
-    accuracy, legal = success(groups)
-    return {"validation/accuracy": accuracy, "validation/valid_ratio": legal}
+    if lost := losses(groups):
+        run.note(f"validation: {lost}")
+    return validation_metrics(groups)
 
 
 async def _save(run: Run, steps: int, metric: float | None, unreported: Mapping[str, float] | None = None) -> None:

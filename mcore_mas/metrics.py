@@ -63,12 +63,19 @@ def _lost(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def staleness_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """By how many versions turns were behind the weights that they trained: mean, maximum, and how many by how many."""
-    ages = Counter(sample.age for sample in samples)
-    if not ages:
-        return {}
-    metrics = {"staleness/mean": fmean(sample.age for sample in samples), "staleness/max": float(max(ages))}
-    return metrics | {f"staleness/turns_{age}": float(turns) for age, turns in sorted(ages.items())}
+    """By how many versions turns were behind the weights that they trained, in all and by policy.
+
+    Mean, maximum, and how many turns by how many versions.
+    """
+    ages: dict[str, list[int]] = defaultdict(list)
+    for sample in samples:
+        for whose in ("", f"policy/{sample.policy}/"):
+            ages[whose].append(sample.age)
+    metrics: dict[str, float] = {}
+    for whose, own in ages.items():
+        metrics |= {f"{whose}staleness/mean": fmean(own), f"{whose}staleness/max": float(max(own))}
+        metrics |= {f"{whose}staleness/turns_{age}": float(turns) for age, turns in sorted(Counter(own).items())}
+    return metrics
 
 
 def credit_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -109,9 +116,37 @@ _REDUCE: dict[str, Callable[[Sequence[float]], float]] = {"grad_spikes": sum, "s
 
 
 def success(groups: Sequence[Group]) -> tuple[float, float]:
-    """(mean success, share of well-formed turns) over completed trajectories; (0, 0) if there are none."""
+    """(Mean success, share of well-formed turns) over completed trajectories; (NaN, NaN), unknown, without any."""
     completed = [t for group in groups for t in group.trajectories if t.status is Status.COMPLETED]
     turns = [turn.valid for t in completed for turn in t.turns]
     if not turns:
-        return 0.0, 0.0
+        return math.nan, math.nan
     return fmean(t.success for t in completed), fmean(turns)
+
+
+def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What a validation found, without what failed, whose number it says; no accuracy when nothing was completed."""
+    accuracy, valid_ratio = success(groups)
+    failed = sum(t.status is not Status.COMPLETED for group in groups for t in group.trajectories)
+    metrics = {"validation/failed": float(failed)}
+    if math.isnan(accuracy):
+        return metrics
+    return metrics | {"validation/accuracy": accuracy, "validation/valid_ratio": valid_ratio}
+
+
+def losses(groups: Sequence[Group]) -> str:
+    """One line on the trajectories that say nothing, or "": how many, how they ended, and the first one's error.
+
+    Those that were given up because their group was full are no loss.
+    """
+    played = [t for group in groups for t in group.trajectories]
+    lost = [
+        t
+        for t in played
+        if t.status is not Status.COMPLETED and (t.status is not Status.ABORTED or "late/batch" in t.metrics)
+    ]
+    if not lost:
+        return ""
+    counts = Counter(t.status.value for t in lost)
+    how = ", ".join(f"{n} {status}" for status, n in counts.items())
+    return f"{len(lost)} of {len(played)} trajectories are lost ({how}); the first, {lost[0].id}: {lost[0].error}"

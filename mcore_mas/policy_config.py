@@ -49,17 +49,6 @@ class LoraConfig(Section):
     adapter: str | None = None  # folder in PEFT's format to start from; None: A random, B zero
 
 
-class AlternateConfig(Section):
-    """Policies trained in turn, each while the others play with the weights they have."""
-
-    order: tuple[str, ...] = Field(min_length=2)  # policies
-    steps: int = Field(1, ge=1)  # of each before the next
-
-    def in_turn(self, step: int) -> str:
-        """The policy that is trained in `step`."""
-        return self.order[step // self.steps % len(self.order)]
-
-
 class CriticConfig(RateConfig):
     """A value head on a copy of the policy's first model."""
 
@@ -87,6 +76,7 @@ class PolicyConfig(RateConfig):
     bf16: bool = False  # train in bfloat16 with float32 master weights
     lora: LoraConfig | None = None  # train adapters on the frozen model; None: train all weights
     max_in_flight: int | None = Field(None, ge=1)  # replies asked of its engine at once; None: as many as there are
+    staleness: int | None = Field(None, ge=0)  # hand-overs its turns may be behind; None: trainer.staleness
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)  # not of norms and biases
@@ -104,6 +94,8 @@ class PolicyConfig(RateConfig):
     def _one_voice(self) -> PolicyConfig:
         if bool(self.model) == (self.remote is not None):
             raise ValueError("a policy has either a model (a folder) or a remote (an API); set one of them")
+        if self.remote is not None and self.max_in_flight is not None:
+            raise ValueError("max_in_flight bounds an engine of ours; of a remote model set remote.concurrency")
         return self
 
     @model_validator(mode="after")

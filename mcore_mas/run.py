@@ -57,6 +57,7 @@ class Run:
     report: Callable[[int, Mapping[str, float]], None]  # told of every finished step
     tracking_run: str  # the tracker's run, saved with every checkpoint
     handed: dict[str, list[int]] = field(default_factory=dict)  # versions its engine was given, in order, by policy
+    note: Callable[[str], None] = lambda text: None  # told of what is worth a line
     watchdog: Watchdog | None = None  # sees everything that is played
     trace: Callable[[Sequence[Group], Sequence[Sample]], None] = lambda groups, samples: None  # shown a step's
 

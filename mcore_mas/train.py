@@ -91,6 +91,7 @@ def train(config_path: Path) -> None:
             kl=_controllers(config, saved.get("kl", {})),
             tracking_run=log.tracking_run,
             handed={name: [first] for name in trainers},
+            note=log.note,
             watchdog=Watchdog(config.collection.stall_s, log.note) if config.collection.stall_s else None,
         )
         written = asyncio.run(_coached(run, found, log.note))

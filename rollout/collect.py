@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout.envs.protocol import Env, Undecided
-from rollout.limits import Late, Limits
+from rollout.limits import LEFT, Late, Limits
 from rollout.line import Line, Orchestra
 from rollout.records import Group, Status, Task, Trajectory
 from rollout.team import Team
@@ -31,6 +31,7 @@ async def collect(
     tree: Branching | None = None,
     temperature: float | None = None,
     limits: Limits = _ANY_TIME,
+    began: float | None = None,
     surplus: int = 0,
     watchdog: Watchdog | None = None,
     done: Callable[[Trajectory], None] = lambda _: None,
@@ -45,13 +46,15 @@ async def collect(
         tree: every trajectory is grown as a tree; None: as one line.
         temperature: of every agent, in place of its own; 0 is greedy.
         limits: how long tools, a trajectory and all of them may take. What is not done in time is cancelled.
+        began: when the batch began that `tasks` are a part of, on the event loop's clock; None: now.
         surplus: trajectories of each task that are started beyond `group_size`; the slowest are given up.
         watchdog: sees what is being played.
         done: called with each trajectory as it ends.
     """
     if temperature is not None:
         team = team.at_temperature(temperature)
-    ends = None if limits.batch_s is None else asyncio.get_running_loop().time() + limits.batch_s
+    began = asyncio.get_running_loop().time() if began is None else began
+    ends = None if limits.batch_s is None else began + limits.batch_s
 
     async def play(task: Task, sample: int, quota: _Quota | None) -> Trajectory:
         place = (seed, step, task.id, sample)
@@ -123,21 +126,23 @@ async def _play(played: Line | Tree, limits: Limits, ends: float | None, quota: 
         first = {task, quota.met} if quota else {task}
         await asyncio.wait(first, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         if quota and quota.met.done():
-            return _Ending(Status.ABORTED, f"its group was full while it waited for {played.waiting}")
-        if task.done():
+            ending = _Ending(Status.ABORTED, f"its group was full while it waited for {played.waiting}")
+        elif task.done():
             task.result()
             if quota and not played.error:
                 quota.count()
             return _ending(played)
-        late, status, seconds = (
-            ("batch", Status.ABORTED, limits.batch_s)
-            if patience == left
-            else ("trajectory", Status.LATE, limits.trajectory_s)
-        )
-        why = f"the {late}'s deadline of {seconds:g} s passed while it waited for {played.waiting}"
-        return _Ending(status, why, (f"late/{late}",))
+        else:
+            late, status, seconds = (
+                ("batch", Status.ABORTED, limits.batch_s)
+                if patience == left
+                else ("trajectory", Status.LATE, limits.trajectory_s)
+            )
+            why = f"the {late}'s deadline of {seconds:g} s passed while it waited for {played.waiting}"
+            ending = _Ending(status, why, (f"late/{late}",))
     finally:
-        await stop([task])
+        ended = await stop([task])
+    return ending if ended else replace(ending, error=ending.error + LEFT)
 
 
 def _ending(played: Line | Tree) -> _Ending:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import ipaddress
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -217,6 +218,14 @@ class CollectionConfig(Section):
     trajectory_s: float | None = Field(None, gt=0)
     batch_s: float | None = Field(None, gt=0)  # all trajectories that a step, a validation or an evaluation plays
     stall_s: float | None = Field(120.0, gt=0)  # without anything finished, until it is said who waits for what
+
+    @model_validator(mode="after")
+    def _nested(self) -> CollectionConfig:
+        for inner, outer in itertools.combinations(("call_s", "tool_s", "trajectory_s", "batch_s"), 2):
+            most, own = getattr(self, outer), getattr(self, inner)
+            if outer != "tool_s" and own is not None and most is not None and own > most:
+                raise ValueError(f"{inner} {own:g} never comes: {outer} {most:g} is over before; lower it or drop it")
+        return self
 
     @property
     def limits(self) -> Limits:

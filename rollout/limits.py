@@ -9,8 +9,11 @@ from typing import TypeVar
 
 from rollout.engines.protocol import EngineError
 from rollout.envs.protocol import EnvError
+from rollout.together import stop
 
 T = TypeVar("T")
+
+LEFT = "; it goes on though cancelled, and was left behind"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +42,18 @@ class LateTool(Late, EnvError):
 
 
 async def within(seconds: float | None, work: Awaitable[T], late: type[Late] = Late) -> T:
-    """What `work` gives; it is cancelled when it takes longer than `seconds`.
+    """What `work` gives; it is cancelled when it takes longer than `seconds`, and left behind if it goes on still.
 
     Raises:
         Late: it did; of the kind `late`.
     """
     if seconds is None:
         return await work
-    scope = asyncio.timeout(seconds)
+    task = asyncio.ensure_future(work)
     try:
-        async with scope:
-            return await work
-    except TimeoutError:
-        if not scope.expired():
-            raise  # the work's own
-        raise late(f"nothing came within {seconds:g} s") from None
+        await asyncio.wait({task}, timeout=seconds)
+        if task.done():
+            return task.result()
+    finally:
+        ended = await stop([task])
+    raise late(f"nothing came within {seconds:g} s" + ("" if ended else LEFT))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from rollout.engines.protocol import EngineError
@@ -30,6 +31,17 @@ Ability = TypeVar("Ability")
 T = TypeVar("T")
 
 
+@contextmanager
+def _blamed(tool: str) -> Iterator[None]:
+    """What an environment's or a tool's own code raises becomes an EnvError: it fails one trajectory, not the run."""
+    try:
+        yield
+    except (EngineError, EnvError, Late):
+        raise
+    except Exception as error:
+        raise EnvError(f"{tool}: {type(error).__name__}: {error}") from error
+
+
 class Line:
     """A task played once, from its start to its end.
 
@@ -51,7 +63,7 @@ class Line:
         self._tool_s = tool_s
 
     async def play(self) -> None:
-        """Run the orchestra. A failure of an engine or the environment becomes `error`; anything else is a bug."""
+        """Run the orchestra. A failure of an engine or the environment becomes `error`; the rest are its own bugs."""
         try:
             if isinstance(self._env, Living):
                 await self._use("open", self._env.open, self._task)
@@ -59,14 +71,27 @@ class Line:
             if self.outcome is None:
                 self.error = "the orchestra ended without a step in the environment"
         except (EngineError, EnvError) as failure:
-            self.failure, self.error = failure, f"{type(failure).__name__}: {failure}"
+            self._fail(failure)
         finally:
-            await self.seat.close()
-            if isinstance(self._env, Living):
-                await self._env.close()
+            try:
+                await self.seat.close()
+            finally:
+                if isinstance(self._env, Living):
+                    await self._let_go(self._env)
+
+    def _fail(self, failure: EngineError | EnvError) -> None:
+        self.failure, self.error = failure, f"{type(failure).__name__}: {failure}"
+
+    async def _let_go(self, env: Living) -> None:
+        try:
+            await self._timed(f"{self._task.env}.close", env.close)
+        except EnvError as failure:
+            if not self.error:
+                self._fail(failure)
 
     def reset(self, task: Task) -> str:
-        return self._env.reset(task)
+        with _blamed(f"{self._task.env}.reset"):
+            return self._env.reset(task)
 
     async def step(self, action: str) -> Step:
         began = time.time()
@@ -126,10 +151,14 @@ class Line:
     async def _use(self, method: str, call: Callable[..., Awaitable[T]], *arguments: object) -> T:
         tool = f"{self._task.env}.{method}"
         with self.seat.waits(tool):
-            try:
+            return await self._timed(tool, call, *arguments)
+
+    async def _timed(self, tool: str, call: Callable[..., Awaitable[T]], *arguments: object) -> T:
+        try:
+            with _blamed(tool):
                 return await within(self._tool_s, call(*arguments))
-            except Late as late:
-                raise LateTool(f"{tool}: {late}", f"tool/{tool}") from None
+        except Late as late:
+            raise LateTool(f"{tool}: {late}", f"tool/{tool}") from None
 
     def _note(self, call: ToolCall, turn: Turn | None, began: float) -> None:
         index, node = (turn.index, turn.node) if turn else (-1, "")

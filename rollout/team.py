@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rollout.agent import Role
-from rollout.engines.protocol import Completion, Engine, Sampling
+from rollout.engines.protocol import Completion, Engine, EngineError, Sampling
 from rollout.limits import LateCall, within
 from rollout.records import Message, Turn
 from rollout.renderer import Renderer
@@ -69,6 +69,8 @@ class Player:
         sampling = replace(sampling, stop=self.renderer.stop)
         async with self.slots:
             completion = await within(self.deadline_s, self.engine.generate(prompt_ids, sampling), LateCall)
+        if completion.finish_reason == "abort":
+            raise EngineError(f"the engine gave the reply up after {len(completion.token_ids)} tokens")
         text = self.renderer.decode(completion.token_ids)
         return Said(text=text, prompt_ids=tuple(prompt_ids), completion=completion)
 

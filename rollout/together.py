@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+PATIENCE_S = 10.0  # that a cancelled task has to clean up, before it is cancelled again and left behind
+
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Their results in order. The first exception, or a cancellation, ends the others before it goes on.
@@ -22,11 +24,33 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         raise
 
 
-async def stop(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs and wait for its end; what it raises on the way out is dropped."""
+async def stop(tasks: Iterable[asyncio.Future[Any]]) -> bool:
+    """Cancel what still runs and wait for its end, at most `PATIENCE_S`; what it raises on the way out is dropped.
+
+    Whoever ignores that is left behind, to be cancelled again until it ends: nobody's deadline waits for it.
+
+    Returns:
+        Whether all have ended.
+    """
     tasks = list(tasks)
     if not tasks:
-        return
+        return True
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    ended = asyncio.gather(*tasks, return_exceptions=True)
+    try:
+        await asyncio.wait({ended}, timeout=PATIENCE_S)
+    except asyncio.CancelledError:  # who is told again tells them again
+        ended.cancel()
+        await asyncio.wait({ended}, timeout=PATIENCE_S)
+        raise
+    finally:
+        _insist(ended)
+    return ended.done()
+
+
+def _insist(ended: asyncio.Future[list[Any]]) -> None:
+    """Cancel it now, and again after every `PATIENCE_S`, until it is done."""
+    if not ended.done():
+        ended.cancel()
+        asyncio.get_running_loop().call_later(PATIENCE_S, _insist, ended)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from rollout.pulse import Pulse
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
@@ -40,13 +42,15 @@ class Watchdog:
 
     A call, a tool or a trajectory that ends is progress. After `quiet_s` without any, one line for each of the `shown`
     that have waited longest goes to `say`, again after twice the time, four times, and so on until something ends.
+    An event loop that is blocked for as long is told of from another thread.
     """
 
     def __init__(self, quiet_s: float, say: Callable[[str], None], *, shown: int = 5) -> None:
         self._quiet_s = quiet_s
         self._say = say
         self._shown = shown
-        self._watched: dict[str, Waiter] = {}
+        self._watched: dict[object, tuple[str, Waiter]] = {}
+        self._pulse: Pulse | None = None
         self._progress = 0.0  # when something began or ended last, as far as was seen
         self._patience = quiet_s
         self._timer: asyncio.TimerHandle | None = None
@@ -55,25 +59,30 @@ class Watchdog:
     def over(self, name: str, waiter: Waiter) -> Iterator[None]:
         """Watch `waiter` for the block."""
         loop = asyncio.get_running_loop()
-        self._watched[name] = waiter
+        key = object()  # two may have one name
+        self._watched[key] = name, waiter
         self._stir(loop.time())
         if self._timer is None:
-            self._timer = loop.call_later(self._quiet_s, self._look)
+            self._timer = loop.call_later(self._quiet_s / 4, self._look)
+            self._pulse = Pulse(self._quiet_s, self._say)
         try:
             yield
         finally:
-            del self._watched[name]
+            del self._watched[key]
             self._stir(loop.time())
-            if not self._watched and self._timer is not None:
+            if not self._watched and self._timer is not None and self._pulse is not None:
                 self._timer.cancel()
-                self._timer = None
+                self._pulse.end()
+                self._timer = self._pulse = None
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        found = {name: waiter.waits() for name, waiter in self._watched.items()}
+        if self._pulse is not None:
+            self._pulse.beat()
+        found = [(name, waiter.waits()) for name, waiter in self._watched.values()]
         # whoever waits for something new has got what it waited for before
-        begun = max((wait.since for waits in found.values() for wait in waits), default=0.0)
+        begun = max((wait.since for _, waits in found for wait in waits), default=0.0)
         self._stir(begun)
         quiet = now - self._progress
         if quiet >= self._patience:
@@ -85,13 +94,13 @@ class Watchdog:
         if at > self._progress:
             self._progress, self._patience = at, self._quiet_s
 
-    def _tell(self, found: dict[str, list[Wait]], quiet: float, now: float) -> None:
-        def since(name: str) -> float:
-            return min((wait.since for wait in found[name]), default=now)
+    def _tell(self, found: list[tuple[str, list[Wait]]], quiet: float, now: float) -> None:
+        def since(one: tuple[str, list[Wait]]) -> float:
+            return min((wait.since for wait in one[1]), default=now)
 
         self._say(f"nothing has finished for {quiet:.0f} s; {len(found)} wait, those that have waited longest:")
-        for name in sorted(found, key=since)[: self._shown]:
-            what = ", ".join(f"{wait.what} for {now - wait.since:.0f} s" for wait in found[name])
+        for name, waits in sorted(found, key=since)[: self._shown]:
+            what = ", ".join(f"{wait.what} for {now - wait.since:.0f} s" for wait in waits)
             self._say(f"  {name}: {what or 'the orchestra itself'}")
         if len(found) > self._shown:
             self._say(f"  and {len(found) - self._shown} more")

@@ -268,11 +268,19 @@ def test_staleness_in_numbers():
             policy="p", agent="a", task="t", trajectory="x", turn=0, prompt_ids=(1,), completion_ids=(2,), age=age
         )
 
-    assert staleness_metrics([sample(0), sample(2), sample(2), sample(1)]) == {
+    found = staleness_metrics([sample(0), sample(2), sample(2), replace(sample(1), policy="q")])
+    assert found == {
         "staleness/mean": 1.25,
         "staleness/max": 2.0,
         "staleness/turns_0": 1.0,
         "staleness/turns_1": 1.0,
         "staleness/turns_2": 2.0,
+        "policy/p/staleness/mean": 4 / 3,
+        "policy/p/staleness/max": 2.0,
+        "policy/p/staleness/turns_0": 1.0,
+        "policy/p/staleness/turns_2": 2.0,
+        "policy/q/staleness/mean": 1.0,
+        "policy/q/staleness/max": 1.0,
+        "policy/q/staleness/turns_1": 1.0,
     }
     assert staleness_metrics([]) == {}

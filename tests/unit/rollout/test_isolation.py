@@ -1,0 +1,304 @@
+"""What one trajectory may do to the others: nothing, whatever its tools, its engine or its orchestra do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from mcore_mas.metrics import losses, rollout_metrics
+from rollout.collect import collect
+from rollout.engines.protocol import EngineError
+from rollout.engines.scripted import ScriptedEngine
+from rollout.envs.protocol import EnvError
+from rollout.limits import LEFT, Limits
+from rollout.records import Status
+from rollout.together import PATIENCE_S, stop
+from rollout.tree import Branching
+from rollout.watchdog import Watchdog
+from tests.support.play import SEED, STEP, TASK, Adder, make_team
+from tests.support.slow import Slow, ask, play, statuses, tasks, team_of
+from tests.support.virtual_time import run_virtually
+
+
+class Deaf(Adder):
+    """Its step waits for 1000 s more after every cancellation but the last, which it heeds."""
+
+    deaf_to = 2  # cancellations
+    cancelled: list[float]
+
+    async def step(self, action):
+        if action == "1" and type(self).deaf_to:
+            for _ in range(type(self).deaf_to):
+                try:
+                    await asyncio.sleep(1000)
+                except asyncio.CancelledError:
+                    type(self).cancelled.append(asyncio.get_running_loop().time())
+            await asyncio.sleep(1000)
+        return await super().step(action)
+
+
+@pytest.mark.parametrize("key", ["tool_s", "trajectory_s", "batch_s"])
+def test_a_deadline_holds_against_a_tool_that_ignores_its_cancellation(key):
+    Deaf.cancelled = []
+
+    async def run():
+        team = make_team(ScriptedEngine(lambda *_: (*b"1", 0)))
+        groups = await collect([TASK], team, Deaf, ask, group_size=1, seed=SEED, step=STEP, limits=Limits(**{key: 5}))
+        at = asyncio.get_running_loop().time()
+        left = len(asyncio.all_tasks()) - 1
+        await asyncio.sleep(2 * PATIENCE_S)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return groups, at, left
+
+    groups, at, left = run_virtually(run())
+    [trajectory] = groups[0].trajectories
+    assert at == 5 + PATIENCE_S
+    assert left
+    assert trajectory.error.endswith(LEFT)
+    assert trajectory.outcome is None
+    assert trajectory.status is (Status.ABORTED if key == "batch_s" else Status.LATE)
+    assert Deaf.cancelled == [5, 5 + PATIENCE_S]  # told again until it heard
+
+
+def test_what_ends_in_time_when_cancelled_is_waited_for_and_not_left():
+    async def run():
+        async def tidy():
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                await asyncio.sleep(PATIENCE_S / 2)  # cleans up
+                raise
+
+        task = asyncio.create_task(tidy())
+        await asyncio.sleep(0)
+        assert await stop([task])
+        assert task.cancelled()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(run()) == PATIENCE_S / 2
+
+
+def test_who_is_cancelled_twice_tells_its_own_twice():
+    heard = []
+
+    async def run():
+        async def deaf():
+            for _ in range(2):
+                try:
+                    await asyncio.sleep(1000)
+                except asyncio.CancelledError:
+                    heard.append(asyncio.get_running_loop().time())
+
+        inner = asyncio.create_task(deaf())
+        outer = asyncio.create_task(stop([inner]))
+        await asyncio.sleep(1)
+        outer.cancel()
+        await asyncio.wait({outer})
+        assert outer.cancelled() and inner.done()
+
+    run_virtually(run())
+    assert heard == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("step", "EnvError: adder.step: KeyError: 'a bug of the environment'"),
+        ("reset", "EnvError: adder.reset: KeyError: 'a bug of the environment'"),
+        ("open", "EnvError: adder.open: KeyError: 'a bug of the environment'"),
+        ("close", "EnvError: adder.close: KeyError: 'a bug of the environment'"),
+        ("slow close", "LateTool: adder.close: nothing came within 5 s"),
+    ],
+)
+def test_a_bug_of_an_environment_fails_its_trajectory_alone(where, error):
+    class Buggy(Adder):
+        def __init__(self, task):
+            super().__init__(task)
+            self.id = task.id
+
+        def breaks(self, at):
+            if (at, self.id) == (where, "1"):
+                raise KeyError("a bug of the environment")
+
+        def reset(self, task):
+            self.breaks("reset")
+            return super().reset(task)
+
+        async def open(self, task):
+            self.breaks("open")
+
+        async def step(self, action):
+            self.breaks("step")
+            return await super().step(action)
+
+        async def close(self):
+            self.breaks("close")
+            if (where, self.id) == ("slow close", "1"):
+                await asyncio.sleep(60)
+
+    groups, _ = play(ask, Slow(), tasks=tasks(1, 1, 1), make_env=Buggy, limits=Limits(tool_s=5))
+    assert [t.error for group in groups for t in group.trajectories] == ["", error, ""]
+    assert groups[1].trajectories[0].outcome is None
+    assert rollout_metrics(groups)["reward/mean"] == 1.0  # of the other two
+
+
+def test_an_environment_is_closed_however_its_trajectory_ends():
+    closed = []
+
+    class Held(Adder):
+        async def open(self, task):
+            self.id = task.id
+
+        async def close(self):
+            await asyncio.sleep(0.5)
+            closed.append(self.id)
+
+        async def step(self, action):
+            if self.id == "1":
+                raise EnvError("broken")
+            return await super().step(action)
+
+    groups, _ = play(ask, Slow(), tasks=tasks(1, 2, 60), make_env=Held, limits=Limits(trajectory_s=10))
+    assert statuses(groups) == [Status.COMPLETED, Status.FAILED, Status.LATE]
+    assert closed == ["0", "1", "2"]
+
+
+def test_a_reply_that_the_engine_gave_up_is_a_failure_and_no_malformed_turn():
+    class Aborting(ScriptedEngine):
+        async def generate(self, prompt_ids, sampling):
+            whole = await super().generate(prompt_ids, sampling)
+            if len(self.calls) != 2:
+                return whole
+            spans = tuple(replace(span, end=1) for span in whole.versions)
+            return replace(whole, token_ids=(49,), logprobs=(-0.5,), finish_reason="abort", versions=spans)
+
+    engine = Aborting(lambda *_: (*b"1", 0))
+    engine.busy = 0
+    groups, _ = play(ask, engine, tasks=tasks(0, 0, 0))
+    assert statuses(groups) == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
+    lost = groups[1].trajectories[0]
+    assert (lost.turns, lost.error) == ((), "EngineError: the engine gave the reply up after 1 tokens")
+    assert rollout_metrics(groups)["agent/a/valid_ratio"] == 1.0
+    assert losses(groups) == (
+        "1 of 3 trajectories are lost (1 failed); the first, 3/1/0: "
+        "EngineError: the engine gave the reply up after 1 tokens"
+    )
+
+
+def test_slots_come_back_whatever_happens_to_those_who_had_or_wanted_them():
+    class Moody(Slow):
+        async def generate(self, prompt_ids, sampling):
+            if bytes(prompt_ids) == b"7":
+                raise EngineError("gone")
+            return await super().generate(prompt_ids, sampling)
+
+    engine = Moody()
+
+    async def run():
+        team = team_of(engine, max_in_flight=2, deadline_s=10)
+        options = {"seed": SEED, "step": STEP, "limits": Limits(trajectory_s=12)}
+        # late calls, failing ones, and some that are cancelled while they wait for a slot
+        first = await collect(tasks(60, 60, 7, 60, 7, 60, 60), team, Adder, ask, group_size=1, **options)
+        began = asyncio.get_running_loop().time()
+        # a full group ends those that have slots and those that wait for one
+        await collect(tasks(1, 1), team, Adder, ask, group_size=1, surplus=3, **options)
+        middle = asyncio.get_running_loop().time()
+        last = await collect(tasks(1, 1, 1, 1), team, Adder, ask, group_size=1, **options)
+        return first, began, middle, last, asyncio.get_running_loop().time()
+
+    first, began, middle, last, ended = run_virtually(run())
+    assert Counter(statuses(first)) == {Status.LATE: 5, Status.FAILED: 2}
+    assert began == 12
+    assert statuses(last) == [Status.COMPLETED] * 4
+    assert ended - middle == 2.0  # four seconds of calls, two at a time: neither more slots nor fewer
+    assert engine.busiest == 2 and engine.busy == 0
+
+
+def test_whatever_ends_when_everything_is_accounted_for_once():
+    """Deadlines, replies and full groups that fall on the same instants, in every order."""
+    seen: Counter[Status] = Counter()
+    for case in range(120):
+        rng = random.Random(case)
+
+        async def orchestra(task, team, env, rng=rng):
+            for _ in range(rng.randint(1, 3)):
+                await team.act("a", said=str(rng.randint(0, 4)))
+            await env.step("1")
+
+        engine = Slow()
+        limits = Limits(
+            tool_s=rng.choice([None, 2]), trajectory_s=rng.choice([None, 4, 6]), batch_s=rng.choice([None, 4, 7])
+        )
+        ended = []
+        surplus, size = rng.choice([0, 0, 2]), 3
+        groups, at = play(
+            orchestra,
+            engine,
+            tasks=tasks(0, 0),
+            group_size=size,
+            surplus=surplus,
+            limits=limits,
+            settings={"deadline_s": rng.choice([None, 2, 3]), "max_in_flight": rng.choice([None, 1, 4])},
+            tree=Branching(width=2) if case % 4 == 0 else None,
+            done=ended.append,
+        )
+        played = [t for group in groups for t in group.trajectories]
+        assert sorted(t.id for t in ended) == sorted(t.id for t in played)
+        assert len({t.id for t in played}) == 2 * (size + surplus)
+        for t in played:
+            assert (t.status is Status.COMPLETED) == (not t.error) == (t.outcome is not None)
+        if surplus:
+            assert max(statuses([group]).count(Status.COMPLETED) for group in groups) <= size
+        else:
+            assert all(t.status is not Status.ABORTED or "late/batch" in t.metrics for t in played)
+        if limits.batch_s:
+            assert at <= limits.batch_s
+        seen.update(t.status for t in played)
+    assert min(seen[s] for s in (Status.COMPLETED, Status.LATE, Status.ABORTED)) > 20
+
+
+class TestABlockedLoop:
+    def said(self, blocks_s):
+        class Blocking(Adder):
+            async def step(self, action):
+                time.sleep(blocks_s)  # what a tool must not do
+                return await super().step(action)
+
+        lines = []
+
+        async def run():
+            team = make_team(ScriptedEngine(lambda *_: (*b"1", 0)))
+            await collect(
+                [TASK], team, Blocking, ask, group_size=1, seed=SEED, step=STEP, watchdog=Watchdog(0.5, lines.append)
+            )
+
+        asyncio.run(run())
+        return lines
+
+    def test_it_is_said_from_outside_and_where(self):
+        first, *more = self.said(1.0)
+        assert re.match(r"the event loop has been blocked for \d s, so that no deadline holds", first)
+        assert "test_isolation.py:" in first and first.endswith(" step")
+        assert len(more) <= 1  # after twice the time
+
+    def test_a_loop_that_goes_on_is_not_said_to_be_blocked(self):
+        assert self.said(0.05) == []
+
+
+def test_two_that_are_watched_under_one_name_are_two():
+    lines = []
+    dog = Watchdog(8, lines.append)
+
+    async def run():
+        team = team_of(Slow())
+        options = {"group_size": 1, "seed": SEED, "step": STEP, "watchdog": dog}
+        await asyncio.gather(*(collect(tasks(s), team, Adder, ask, **options) for s in (10, 9)))
+
+    run_virtually(run())
+    assert lines[0] == "nothing has finished for 8 s; 2 wait, those that have waited longest:"
