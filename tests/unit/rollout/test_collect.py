@@ -234,3 +234,26 @@ def test_seeds_are_by_place():
     [trajectory] = play(relay, engine)
     assert asked() == list(replies)
     assert len({turn.seed for turn in trajectory.turns}) == 3
+
+
+def test_no_two_turns_of_a_run_have_one_seed():
+    """Whatever tells them apart: step, task, sample, agent or turn."""
+
+    async def both(task, team, env):
+        for _ in range(2):
+            await asyncio.gather(team.act("a", said="x"), team.act("b", said="x"))
+        await env.step("1")
+
+    two = [replace(TASK, id=name) for name in ("t", "u")]
+    engine = ScriptedEngine(lambda *_: (*b"1", 0))
+
+    async def run(step):
+        return await collect(two, make_team(engine), Adder, both, group_size=3, seed=SEED, step=step)
+
+    for step in (0, 1):
+        asyncio.run(run(step))
+    seeds = [sampling.seed for _, sampling in engine.calls]
+    assert len(set(seeds)) == len(seeds) == 2 * 2 * 3 * 4
+    again = ScriptedEngine(lambda *_: (*b"1", 0))
+    asyncio.run(collect(two, make_team(again), Adder, both, group_size=3, seed=SEED, step=1))
+    assert sorted(sampling.seed for _, sampling in again.calls) == sorted(seeds[24:])
