@@ -32,25 +32,33 @@ async def stop(tasks: Iterable[asyncio.Future[Any]]) -> bool:
     Returns:
         Whether all have ended.
     """
-    tasks = list(tasks)
+    tasks = set(tasks)
     if not tasks:
         return True
     for task in tasks:
         task.cancel()
-    ended = asyncio.gather(*tasks, return_exceptions=True)
+        task.add_done_callback(_drop)
     try:
-        await asyncio.wait({ended}, timeout=PATIENCE_S)
+        await asyncio.wait(tasks, timeout=PATIENCE_S)
     except asyncio.CancelledError:  # who is told again tells them again
-        ended.cancel()
-        await asyncio.wait({ended}, timeout=PATIENCE_S)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=PATIENCE_S)
         raise
     finally:
-        _insist(ended)
-    return ended.done()
+        for task in tasks:
+            _insist(task)
+    return all(task.done() for task in tasks)
 
 
-def _insist(ended: asyncio.Future[list[Any]]) -> None:
+def _insist(task: asyncio.Future[Any]) -> None:
     """Cancel it now, and again after every `PATIENCE_S`, until it is done."""
-    if not ended.done():
-        ended.cancel()
-        asyncio.get_running_loop().call_later(PATIENCE_S, _insist, ended)
+    if not task.done():
+        task.cancel()
+        asyncio.get_running_loop().call_later(PATIENCE_S, _insist, task)
+
+
+def _drop(task: asyncio.Future[Any]) -> None:
+    """Have seen its exception, of which asyncio would complain otherwise."""
+    if not task.cancelled():
+        task.exception()

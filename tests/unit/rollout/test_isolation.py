@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import re
 import time
@@ -46,20 +47,24 @@ class Deaf(Adder):
 @pytest.mark.parametrize("key", ["tool_s", "trajectory_s", "batch_s"])
 def test_a_deadline_holds_against_a_tool_that_ignores_its_cancellation(key):
     Deaf.cancelled = []
+    complaints = []
 
     async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
         team = make_team(ScriptedEngine(lambda *_: (*b"1", 0)))
         groups = await collect([TASK], team, Deaf, ask, group_size=1, seed=SEED, step=STEP, limits=Limits(**{key: 5}))
         at = asyncio.get_running_loop().time()
         left = len(asyncio.all_tasks()) - 1
         await asyncio.sleep(2 * PATIENCE_S)
         assert asyncio.all_tasks() == {asyncio.current_task()}
+        gc.collect()
         return groups, at, left
 
     groups, at, left = run_virtually(run())
     [trajectory] = groups[0].trajectories
     assert at == 5 + PATIENCE_S
     assert left
+    assert complaints == []
     assert trajectory.error.endswith(LEFT)
     assert trajectory.outcome is None
     assert trajectory.status is (Status.ABORTED if key == "batch_s" else Status.LATE)
