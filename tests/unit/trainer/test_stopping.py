@@ -94,6 +94,11 @@ def test_a_step_whose_validation_was_abandoned_is_reported_after_it_was_made_up(
     again = replace(again, checkpoints=Checkpoints(tmp_path / "checkpoints", Identity(run="r", models={}), keep=2))
     asyncio.run(train_steps(again, 2, unreported))
     assert [step for step, _ in rows] == [-1, 0, 1, 2, 3]
-    assert rows[2][1] == {**unreported, "validation/accuracy": 1.0, "validation/valid_ratio": 1.0}
+    assert rows[2][1] == {
+        **unreported,
+        "validation/failed": 0.0,
+        "validation/accuracy": 1.0,
+        "validation/valid_ratio": 1.0,
+    }
     # the made-up validation counts when the best is looked for
     assert [manifest(again, step)["metric"] for step in (2, 4)] == [1.0, 1.0]
