@@ -19,6 +19,10 @@ FAMILIES = {  # model_type -> what its attention has
     "qwen3": {"qkv_bias": False, "qk_norm": True},
     "llama": {"qkv_bias": False, "qk_norm": False},
 }
+ROPES = {  # rope_type -> its own numbers
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 _REFUSED = ("attention_bias", "mlp_bias", "use_sliding_window")  # settings that must be absent or false
 
 
@@ -64,13 +68,9 @@ class Architecture:
             raise EngineError(
                 f"{where}: {refused[0] if refused else 'hidden_act'} is set; this engine does not support it"
             )
-        rope = config.get("rope_parameters") or {
-            "rope_theta": config.get("rope_theta", 1e4),
-            **(config.get("rope_scaling") or {}),
-        }
-        kind = rope.get("rope_type", "default")
-        if kind not in ("default", "llama3"):
-            raise EngineError(f"{where}: rope_type '{kind}' is not supported; known: default, llama3")
+        if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+            raise EngineError(f"{where}: layer_types has more than full_attention; this engine does not support it")
+        rope = _rope(config, where)
         try:
             heads = config["num_attention_heads"]
             return cls(
@@ -96,8 +96,21 @@ class Architecture:
         if self.rope.get("rope_type", "default") == "default":
             return frequencies
         # Llama 3: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
-        factor, original = self.rope["factor"], self.rope["original_max_position_embeddings"]
-        low, high = self.rope["low_freq_factor"], self.rope["high_freq_factor"]
+        factor, low, high, original = (self.rope[key] for key in ROPES["llama3"])
         turns = original * frequencies / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         return kept * frequencies + (1 - kept) * frequencies / factor
+
+
+def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """rope_type, rope_theta and the type's own numbers, which have had three places in a config.json."""
+    given = {"rope_theta": config.get("rope_theta", 1e4)}
+    given |= config.get("rope_scaling") or {}
+    given |= config.get("rope_parameters") or {}
+    kind = given.get("rope_type") or given.get("type") or "default"  # `type` before transformers 4.43
+    if kind not in ROPES:
+        raise EngineError(f"{where}: rope_type '{kind}' is not supported; known: {', '.join(ROPES)}")
+    missing = [key for key in ROPES[kind] if key not in given]
+    if missing:
+        raise EngineError(f"{where}: rope_type '{kind}' needs {missing[0]}")
+    return {"rope_type": kind, "rope_theta": given["rope_theta"]} | {key: given[key] for key in ROPES[kind]}

@@ -42,6 +42,11 @@ class Cache:
             keys.select(-4, targets)[..., :tokens] = keys.select(-4, source)[..., :tokens]
             values.select(-4, targets)[..., :tokens, :] = values.select(-4, source)[..., :tokens, :]
 
+    def clear(self, row: int) -> None:
+        """Forget a row's numbers, where some are not finite: a masked NaN is still NaN."""
+        self.keys[:, row] = 0.0
+        self.values[:, row] = 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:

@@ -16,7 +16,7 @@ from torch import Tensor
 from rollout.engines import sampler
 from rollout.engines.decoder import Cache, Decoder, Span
 from rollout.engines.protocol import Completion, EngineError, Sampling, VersionSpan
-from rollout.engines.request import problem_of
+from rollout.engines.request import BUSY, problem_of
 from rollout.engines.rows import Request, Rows
 
 _PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
@@ -114,12 +114,14 @@ class EmbeddedEngine:
     def abort(self, request_ids: Collection[int]) -> None:
         """End requests now; the next `step` returns what they have so far, with finish reason `abort`."""
         gone = set(request_ids)
-        for request in [request for request in self._waiting if request.id in gone]:
-            self._waiting.remove(request)
-            span = VersionSpan(version=self.version, start=0, end=0)
-            self._done.append(
-                (request.id, Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=(span,)))
-            )
+        nothing = Completion(
+            token_ids=(),
+            logprobs=(),
+            finish_reason="abort",
+            versions=(VersionSpan(version=self.version, start=0, end=0),),
+        )
+        self._done += [(request.id, nothing) for request in self._waiting if request.id in gone]
+        self._waiting = deque(request for request in self._waiting if request.id not in gone)
         for row in np.flatnonzero(self._rows.live).tolist():
             if self._rows.requests[row].id in gone:
                 self._finish(row, "abort")
@@ -152,7 +154,7 @@ class EmbeddedEngine:
             EngineError: requests are running.
         """
         if self.has_work:
-            raise EngineError("the engine cannot sleep while requests are running; end or abort them first")
+            raise EngineError(BUSY)
         self._rows.cached[:] = 0
         self._cache = None
 
@@ -255,6 +257,7 @@ class EmbeddedEngine:
             request_id = rows.requests[row].id
             rows.vacate(row, "abort")
             rows.cached[row] = 0
+            self._cache.clear(row)
             self._done.append(
                 (request_id, EngineError(f"weights version {self.version} give logits that are not finite"))
             )

@@ -17,6 +17,7 @@ import ray
 from rollout.engines.architecture import Architecture
 from rollout.engines.local import settle
 from rollout.engines.protocol import Completion, EngineError, Sampling, Tag, VersionSpan
+from rollout.engines.request import BUSY
 from rollout.engines.say import say
 from rollout.transports import make_sender
 from rollout.transports.handover import Handover, Route
@@ -281,7 +282,11 @@ class HostedEngine:
         Raises:
             EngineError: requests are running.
         """
-        problem = await self._call("sleep") if "kv_cache" in tags else ""
+        if "kv_cache" not in tags:
+            return
+        if self._pump is not None and not self._pump.done() and not self._waiting:
+            await asyncio.wait([self._pump])  # until the actor has heard of the last aborts
+        problem = BUSY if self._waiting else await self._call("sleep")
         if problem:
             raise EngineError(problem)
 
@@ -311,6 +316,7 @@ class HostedEngine:
             except ray.exceptions.RayActorError as error:
                 self._revive(host, error)
                 if method == "exchange":
+                    self._asks.clear()  # they are among those that wait
                     arguments = ([ask for ask, _ in self._waiting.values()], [], *arguments[2:])
             except ray.exceptions.RayError as error:
                 raise EngineError(f"the engine's actor failed: {_reason(error)}") from error

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from rollout.engines.protocol import Sampling
 
+BUSY = "the engine cannot sleep while requests are running; end or abort them first"
+
 
 def problem_of(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int, max_length: int) -> str:
     """Why an engine with `vocab_size` and `max_length` cannot serve the request; "" if it can."""

@@ -300,6 +300,20 @@ def test_hosted_calls_are_few_and_its_death_is_told(folder: Path, running_ray: N
         done = await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts(200, seed=10)))
         exchanges = engine.exchanges
         assert exchanges < 60
+        gone = asyncio.create_task(engine.generate([9, 9], Sampling(max_tokens=150)))
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        await engine.sleep()  # what nobody waits for keeps no engine awake
+        with pytest.raises(EngineError, match="the engine sleeps; wake it first"):
+            await engine.generate([1], Sampling(max_tokens=1))
+        await engine.wake()
+        running = asyncio.create_task(engine.generate([9, 9], Sampling(max_tokens=150)))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="cannot sleep while requests are running"):
+            await engine.sleep()
+        await engine.wake()  # awake already
+        done[0] = await running
         waiting = asyncio.gather(engine.generate([1], Sampling(max_tokens=150)), return_exceptions=True)
         await asyncio.sleep(0)
         engine.close()
@@ -307,10 +321,8 @@ def test_hosted_calls_are_few_and_its_death_is_told(folder: Path, running_ray: N
         return done, (await waiting)[0], late[0]
 
     done, waiting, late = asyncio.run(run())
-    assert (
-        max(worst(model, prompt, one) for prompt, one in zip(prompts(200, seed=10), done, strict=True))
-        < LOGPROB_TOLERANCE
-    )
+    asked = [[9, 9], *prompts(200, seed=10)[1:]]
+    assert max(worst(model, prompt, one) for prompt, one in zip(asked, done, strict=True)) < LOGPROB_TOLERANCE
     assert isinstance(waiting, EngineError)
     assert "actor failed" in str(waiting)
     assert isinstance(late, EngineError)

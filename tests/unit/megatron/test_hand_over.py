@@ -83,8 +83,19 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, 
     async def play() -> dict[str, Any]:
         await engine.load_weights(weights.items(), 4)
         before = await engine.generate([1, 2, 3], sampling)
-        await die()
-        after = await engine.generate([1, 2, 3], sampling)
+        exchanges = engine.exchanges
+        pid = await engine._call("pid")
+        asked = [asyncio.create_task(engine.generate([1, 2, 3], sampling))]
+        while not engine.exchanges > exchanges:  # until the actor has it
+            await asyncio.sleep(0)
+        asked.append(asyncio.create_task(engine.generate([1, 2, 3], sampling)))  # and this one is still here
+        await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        after, queued = await asyncio.gather(*asked)
+        await engine.generate([4], dataclasses.replace(sampling, max_tokens=1))
+        assert (await engine.stats())["decode_tokens"] == 2 * 40 + 1  # both were asked again, and once
+        await engine.sleep()  # nothing is left over
+        await engine.wake()
         waiting = asyncio.create_task(engine.generate([1, 2, 3], sampling))
         route = await engine.route()  # and now in the middle of an update
         await die()
@@ -104,7 +115,7 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, 
         await die()
         with pytest.raises(EngineError, match="the engine's actor failed"):
             await engine.generate([1, 2, 3], sampling)
-        return {"before": before, "after": after, "renewed": renewed, "late": late, "same": same}
+        return {"before": before, "after": after, "queued": queued, "renewed": renewed, "late": late, "same": same}
 
     try:
         said = asyncio.run(play())

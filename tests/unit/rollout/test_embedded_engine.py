@@ -178,6 +178,21 @@ def test_broken_weights_are_an_error_not_a_crash(folder: Path) -> None:
     assert worst(model, [1, 2], drain(engine)[1]) < LOGPROB_TOLERANCE
 
 
+def test_what_broken_weights_left_in_a_row_harms_no_one(folder: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    state = dict(model.state_dict())
+    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=2)
+    engine.load_weights(((name, tensor * float("nan")) for name, tensor in state.items()), 8)
+    engine.submit(1, list(range(30)), Sampling(max_tokens=4))
+    assert isinstance(drain(engine)[1], EngineError)
+    engine.load_weights(state.items(), 9)
+    prompts = {1: [1, 2], 2: list(range(40, 60))}  # side by side, the first is as wide as the second
+    for key, prompt in prompts.items():
+        engine.submit(key, prompt, Sampling(max_tokens=4))
+    done = drain(engine)
+    assert max(worst(model, prompt, done[key]) for key, prompt in prompts.items()) < LOGPROB_TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -185,7 +200,17 @@ def test_broken_weights_are_an_error_not_a_crash(folder: Path) -> None:
         ('{"model_type": "mamba"}', "model_type 'mamba' is not supported; known: llama, qwen2, qwen3"),
         ('{"model_type": "qwen2"}', "no key 'num_attention_heads'"),
         ('{"model_type": "qwen2", "use_sliding_window": true}', "use_sliding_window is set"),
+        (
+            '{"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}',
+            "layer_types has more than",
+        ),
+        ('{"model_type": "qwen2", "hidden_act": "gelu"}', "hidden_act is set"),
         ('{"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}}', "rope_type 'yarn' is not supported"),
+        (
+            '{"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4.0}}',
+            "rope_type 'yarn' is not supported",
+        ),
+        ('{"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}', "rope_type 'llama3' needs factor"),
     ],
 )
 def test_a_bad_folder_is_told_in_one_line(tmp_path: Path, text: str | None, message: str) -> None:
