@@ -92,7 +92,7 @@ def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
         engine = config.engine
         if engine.name == "sglang" and not engine.urls and kind == "GPU":
             tenants.append(Tenant(policy=name, part="engine", devices=engine.replicas * engine.tp))
-        if kind == "CPU":  # where the embedded engine computes, whatever else there is
+        if kind == "CPU" or engine.device == "cuda":  # else the embedded engine takes none of the GPUs
             tenants.append(Tenant(policy=name, part="engine", devices=1))
     return tenants
 

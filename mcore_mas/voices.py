@@ -55,6 +55,8 @@ def make_engines(
     if engine.name == "sglang" or (engine.name == "embedded" and trained):
         settings |= {"threads": config.cluster.threads_per_process, "restarts": engine.restarts}
         settings |= {"transport": engine.transport} if engine.transport else {}
+    if engine.name == "embedded":
+        settings["device"] = engine.device
     if engine.name == "embedded" and trained:
         settings["deterministic"] = engine.deterministic
     engines = {}

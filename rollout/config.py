@@ -176,6 +176,7 @@ class EngineConfig(Section):
     name: str = "embedded"  # in ENGINES
     slots: int = Field(128, ge=1)  # requests decoded at once
     max_length: int = Field(512, ge=2)  # tokens of prompt and reply
+    device: Literal["cpu", "cuda"] = "cpu"  # that the embedded engine computes on
     deterministic: bool = False  # compute each sequence by itself: a run is then repeated to the bit
     transport: str | None = None  # of new weights; None: the engine's own
     weights_folder: Path | None = None  # folder that trainer and engine see; None: one in shared memory
@@ -202,6 +203,10 @@ class EngineConfig(Section):
             )
         if self.name == "embedded" and (self.python or self.urls or self.options):
             raise ValueError("python, urls and options are settings of sglang; set name: sglang")
+        if self.name == "sglang" and self.device != "cpu":
+            raise ValueError("device is a setting of the embedded engine; sglang takes the GPUs there are")
+        if self.name == "scripted":
+            raise ValueError("the scripted engine has canned replies, for tests in Python; no run can be made of them")
         for url in self.urls:
             _check_url("urls", url, secret=self.key_file is not None)
         known = TRANSPORTS.get(self.name)
@@ -272,6 +277,8 @@ class RemoteConfig(Section):
             raise ValueError("key_variable and key_file are both set; name one")
         if self.budget.money is not None and not (self.prices.prompt or self.prices.reply):
             raise ValueError("budget.money is set without prices; set prices.prompt and prices.reply")
+        if self.request.get("stream"):
+            raise ValueError("request.stream is set; replies are read whole, so leave it out")
         for name, url in (("url", self.url), ("proxy", self.proxy)):
             _check_url(name, url, secret=name == "url" and bool(self.key_variable or self.key_file))
         return self

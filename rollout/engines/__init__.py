@@ -1,12 +1,12 @@
 """Rollout engines, by name.
 
 - `protocol`      what every engine promises, and its records
-- `local`         the embedded CPU engine in this process
-- `hosted`        the embedded CPU engine in a Ray actor of its own
+- `local`         the embedded engine in this process
+- `hosted`        the embedded engine in a Ray actor of its own
 - `sglang`        SGLang servers, over HTTP
 - `external`      no engine but a voice: a frozen model behind an API, in text only
 - `scripted`      canned replies, for tests
-- `embedded`      the CPU engine itself: admission, prefix reuse, decoding, version spans
+- `embedded`      the embedded engine itself: admission, prefix reuse, decoding, version spans
 - `request`       what can be wrong with a request
 - `rows`          its table of cache rows;  `sampler`: its random draws
 - `decoder`       its model;  `weights`: the buffers and their names;  `architecture`: the sizes

@@ -1,4 +1,4 @@
-"""The embedded CPU engine: continuous batching over rows of cached keys and values, in one thread of one process."""
+"""The embedded engine: continuous batching over rows of cached keys and values, in one thread of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollout.engines import sampler
 from rollout.engines.decoder import Cache, Decoder, Span
-from rollout.engines.protocol import Completion, EngineError, Sampling, VersionSpan
+from rollout.engines.protocol import Completion, EngineError, Sampling, Tag, VersionSpan
 from rollout.engines.request import BUSY, problem_of
 from rollout.engines.rows import Request, Rows
 
@@ -59,8 +59,10 @@ class EmbeddedEngine:
         self.stats = Stats()
         self.max_length = decoder.max_length
         self._decoder = decoder
-        self._cache: Any = Cache(decoder.shape, rows, decoder.max_length)  # None while the engine sleeps
         self._rows = Rows(rows, decoder.max_length)
+        self._cache: Any = None  # as while the engine sleeps
+        self._asleep: set[Tag] = {"kv_cache"}
+        self.wake(("kv_cache",))
         self._reuse = reuse_prefixes
         self._alone = deterministic
         self._waiting: deque[Request] = deque()
@@ -76,13 +78,14 @@ class EmbeddedEngine:
         version: int = 0,
         reuse_prefixes: bool = True,
         deterministic: bool = False,
+        device: str = "cpu",
     ) -> EmbeddedEngine:
         """Build from a Hugging Face model folder (config.json and safetensors).
 
         Raises:
             EngineError: the folder is not a model that this engine computes.
         """
-        decoder = Decoder.from_folder(Path(folder), max_length)
+        decoder = Decoder.from_folder(Path(folder), max_length, device)
         return cls(decoder, rows=rows, version=version, reuse_prefixes=reuse_prefixes, deterministic=deterministic)
 
     @property
@@ -93,7 +96,7 @@ class EmbeddedEngine:
     def submit(self, request_id: int, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Queue one generation. What is wrong with it comes back from `step` as its EngineError."""
         problem = problem_of(prompt_ids, sampling, self._decoder.shape.vocab_size, self.max_length)
-        if self._cache is None:
+        if self._asleep:
             problem = "the engine sleeps; wake it first"
         if problem:
             self._done.append((request_id, EngineError(problem)))
@@ -147,21 +150,31 @@ class EmbeddedEngine:
         """The model and its weights."""
         return self._decoder
 
-    def sleep(self) -> None:
-        """Give the memory of the cached keys and values back; only an idle engine can.
+    def sleep(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> None:
+        """Give memory back, of weights only a GPU's; only an idle engine can.
 
         Raises:
             EngineError: requests are running.
         """
         if self.has_work:
             raise EngineError(BUSY)
-        self._rows.cached[:] = 0
-        self._cache = None
+        self._asleep.update(tags)
+        if "weights" in tags:
+            self._decoder.release()
+        if "kv_cache" in tags:
+            self._rows.cached[:] = 0
+            self._cache = None
+        if self._decoder.device.type == "cuda":
+            torch.cuda.empty_cache()  # to whoever else is on this GPU
 
-    def wake(self) -> None:
-        """Have room for keys and values again; nothing is cached."""
-        if self._cache is None:
-            self._cache = Cache(self._decoder.shape, len(self._rows.live), self._decoder.max_length)
+    def wake(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> None:
+        """Have the weights where they are computed with, and room for keys and values, of which none are cached."""
+        self._asleep.difference_update(tags)
+        decoder = self._decoder
+        if "weights" in tags:
+            decoder.restore()
+        if "kv_cache" in tags and self._cache is None:
+            self._cache = Cache(decoder.shape, len(self._rows.live), decoder.max_length, decoder.device)
 
     def _renew(self, version: int) -> None:
         self.version = version
@@ -220,7 +233,9 @@ class EmbeddedEngine:
             placed += copies
             index += [owner] * len(copies)
         self.stats.prefill_s += time.thread_time() - began
-        self._emit(np.array(placed), logits if len(index) == len(spans) else logits[index])
+        self._emit(
+            np.array(placed), logits if len(index) == len(spans) else logits[torch.tensor(index, device=logits.device)]
+        )
 
     def _decode(self, live: np.ndarray) -> None:
         began = time.thread_time()
@@ -244,9 +259,9 @@ class EmbeddedEngine:
         drawn, logprobs = sampler.choose(
             logits, rows.temperature[placed], rows.top_p[placed], rows.top_k[placed], uniform
         )
-        tokens = drawn.numpy()
+        tokens = drawn.cpu().numpy()
         rows.tokens[placed, size] = tokens
-        rows.logprobs[placed, size] = logprobs.numpy()
+        rows.logprobs[placed, size] = logprobs.cpu().numpy()
         rows.size[placed] = size + 1
         broken = ~np.isfinite(rows.logprobs[placed, size])
         stopped = (rows.stop[placed] == tokens[:, None]).any(1)

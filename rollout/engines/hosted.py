@@ -1,4 +1,4 @@
-"""The embedded CPU engine in a Ray actor of its own, reached in few, large calls."""
+"""The embedded engine in a Ray actor of its own, reached in few, large calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,15 @@ class _Host:
     """What runs inside the actor."""
 
     def __init__(
-        self, folder: str, file: str, max_length: int, rows: int, held: Held, threads: int, deterministic: bool
+        self,
+        folder: str,
+        file: str,
+        max_length: int,
+        rows: int,
+        held: Held,
+        threads: int,
+        deterministic: bool,
+        device: str,
     ) -> None:
         import torch
 
@@ -50,7 +58,7 @@ class _Host:
         torch.set_num_threads(threads)
         shape = Architecture.read(Path(folder))
         self._shared = SharedWeights(Path(file), shape)
-        decoder = Decoder(shape, max_length, self._shared.halves)
+        decoder = Decoder(shape, max_length, self._shared.halves, device)
         version, half = held
         if half is None:
             decoder.load(read_folder(Path(folder)))
@@ -121,16 +129,16 @@ class _Host:
         self._shared.versions[half] = version
         return self.adopt(half, version, checksums)
 
-    def sleep(self) -> str:
-        """Give the cache's memory back; "" or why not."""
+    def sleep(self, tags: Sequence[Tag]) -> str:
+        """Give memory back; "" or why not."""
         try:
-            self._core.sleep()
+            self._core.sleep(tags)
         except EngineError as error:
             return str(error)
         return ""
 
-    def wake(self) -> None:
-        self._core.wake()
+    def wake(self, tags: Sequence[Tag]) -> None:
+        self._core.wake(tags)
 
     def pid(self) -> int:
         """The actor's process."""
@@ -159,6 +167,7 @@ class HostedEngine:
         threads: int = 1,
         place: Mapping[str, Any] | None = None,
         deterministic: bool = False,
+        device: str = "cpu",
         transport: str = "shared",
         weights_folder: Path | str | None = None,
         restarts: int = 2,
@@ -168,6 +177,7 @@ class HostedEngine:
 
         Args:
             deterministic: as in `EmbeddedEngine`.
+            device: what the actor computes on, `cpu` or `cuda`; the latter needs a GPU in `place`.
             transport: how new weights come: `shared`, or `disk` or `delta` through the folder
                 `weights_folder` that the trainer sees too (None: one in shared memory).
             tell: called with one line when the actor is started again.
@@ -184,7 +194,7 @@ class HostedEngine:
         self.resend: Callable[[], Awaitable[None]] | None = None  # not needed: the weights are where they were
         self.exchanges = 0  # calls made to the actor for generations
         self._folder, self._settings = str(folder), (max_length, rows)
-        self._computing = (threads, deterministic)
+        self._computing = (threads, deterministic, device)
         self._transport, self._restarts, self._tell = transport, restarts, tell
         if transport not in ("shared", "disk", "delta"):
             raise EngineError(f"the embedded engine has no transport '{transport}'; known: delta, disk, shared")
@@ -277,23 +287,20 @@ class HostedEngine:
         self.version = handover.version
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Give the memory of keys and values back; the weights are where the trainer writes, and stay.
+        """Give the memory of keys and values and of a GPU's weights back; where the trainer writes, they stay.
 
         Raises:
             EngineError: requests are running.
         """
-        if "kv_cache" not in tags:
-            return
         if self._pump is not None and not self._pump.done() and not self._waiting:
             await asyncio.wait([self._pump])  # until the actor has heard of the last aborts
-        problem = BUSY if self._waiting else await self._call("sleep")
+        problem = BUSY if self._waiting else await self._call("sleep", tags)
         if problem:
             raise EngineError(problem)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Have room for keys and values again."""
-        if "kv_cache" in tags:
-            await self._call("wake")
+        """Have room for keys and values, and the weights, again."""
+        await self._call("wake", tags)
 
     async def stats(self) -> dict[str, float]:
         """Counters of the engine since it started: tokens and CPU seconds by kind of work."""

@@ -1,4 +1,4 @@
-"""The embedded CPU engine in this process, behind the asynchronous protocol."""
+"""The embedded engine in this process, behind the asynchronous protocol."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 class LocalEngine:
     """Runs an `EmbeddedEngine` on the event loop's thread, one step at a time between other coroutines."""
 
-    def __init__(self, folder: Path | str, *, max_length: int, rows: int = 192, version: int = 0) -> None:
+    def __init__(
+        self, folder: Path | str, *, max_length: int, rows: int = 192, version: int = 0, device: str = "cpu"
+    ) -> None:
         """Load the Hugging Face model in `folder`; the arguments are those of `EmbeddedEngine.from_folder`."""
-        self.core = EmbeddedEngine.from_folder(folder, max_length=max_length, rows=rows, version=version)
+        self.core = EmbeddedEngine.from_folder(folder, max_length=max_length, rows=rows, version=version, device=device)
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
         self._ids = itertools.count()
         self._pump: asyncio.Task[None] | None = None

@@ -35,30 +35,33 @@ def choose(
     the most likely token; its log-probability is that of temperature 1. Top-k and top-p both look at the distribution
     after temperature (a token stays when it is among the k likeliest and the mass before it is below p), as in SGLang.
     """
+    device = logits.device
     greedy = temperature == 0
     if (temperature != 1).any():
         scale = np.where(greedy, 1, temperature).astype(np.float32)
-        logprobs = (logits / torch.from_numpy(scale)[:, None]).log_softmax(-1)
+        logprobs = (logits / torch.from_numpy(scale).to(device)[:, None]).log_softmax(-1)
     else:
         logprobs = logits.log_softmax(-1)
     probs = logprobs.exp()
     cut = np.flatnonzero((top_p < 1) | (top_k > 0))
     if len(cut):
-        probs[cut] = _truncate(probs[cut], torch.from_numpy(top_p[cut]), torch.from_numpy(top_k[cut]))
+        rows, p, k = (torch.from_numpy(array).to(device) for array in (cut, top_p[cut], top_k[cut]))
+        probs[rows] = _truncate(probs[rows], p, k)
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
     # Rounding may lift uniform * total to total itself, past the last token that has any mass.
-    point = torch.minimum(torch.from_numpy(uniform)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    point = torch.from_numpy(uniform).to(device)[:, None] * total
+    point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)  # NaN sorts last
     if greedy.any():
-        tokens = torch.where(torch.from_numpy(greedy), logits.argmax(-1), tokens)
+        tokens = torch.where(torch.from_numpy(greedy).to(device), logits.argmax(-1), tokens)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
 def _truncate(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
-    rank = torch.arange(probs.shape[-1])
+    rank = torch.arange(probs.shape[-1], device=probs.device)
     keep = (before < top_p[:, None]) & ((rank < top_k[:, None]) | (top_k[:, None] == 0))
     keep[:, 0] = True
     return torch.zeros_like(probs).scatter_(-1, order, ordered * keep)

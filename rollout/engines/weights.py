@@ -38,7 +38,8 @@ class Weights:
 
     def __init__(self, shape: Architecture, storage: Tensor | None = None) -> None:
         """Lay the buffers out in `storage`, float32 of `elements(shape)`; in memory of their own without it."""
-        empty: Callable[..., Tensor] = torch.empty if storage is None else _Shelf(storage)
+        self.storage = torch.empty(self.elements(shape)) if storage is None else storage
+        empty = _Shelf(self.storage)
         self.embed = empty(shape.vocab_size, shape.hidden_size)
         self.head = self.embed if shape.tied else empty(shape.vocab_size, shape.hidden_size)
         self.norm = empty(shape.hidden_size)

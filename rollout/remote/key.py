@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from rollout.remote.protocol import RemoteError
 
+SHOWN_AT_MOST = 3  # first characters of a key, at the end of a text that was cut there
 SHORTEST = 8  # characters; a shorter secret could not be taken out of a text without harm to the text
 
 
@@ -24,8 +25,12 @@ class Key:
         return self._value
 
     def redact(self, text: str) -> str:
-        """`text` without the key: servers quote it in error messages."""
-        return text.replace(self._value, "[key]")
+        """`text` without the key, also where it was cut off within: servers quote it in error messages."""
+        text = text.replace(self._value, "[key]")
+        for length in range(len(self._value) - 1, SHOWN_AT_MOST, -1):
+            if text.endswith(self._value[:length]):
+                return text[:-length] + "[key]"
+        return text
 
     def __repr__(self) -> str:
         return "Key(...)"

@@ -200,6 +200,16 @@ def test_stop_tokens_end_a_completion(subject: Subject) -> None:
     assert exact.finish_reason == "stop"  # stopped by itself on its very last token
 
 
+def test_a_completion_may_fill_the_engine_to_the_last_token(subject: Subject) -> None:
+    long = prompts(1, seed=12, low=89)[0] + prompts(1, seed=13, low=89)[0]
+    assert len(long) >= MAX_LENGTH - 1
+    asked = [(long[: MAX_LENGTH - new], Sampling(max_tokens=new, seed=new)) for new in (1, 2, MAX_LENGTH - 1)]
+    for (prompt, sampling), completion in zip(asked, ask(subject.engine, asked), strict=True):
+        assert (len(completion.token_ids), completion.finish_reason) == (sampling.max_tokens, "length")
+        assert [(span.start, span.end) for span in completion.versions] == [(0, sampling.max_tokens)]
+        assert worst(subject.model, prompt, completion) < LOGPROB_TOLERANCE
+
+
 def test_new_weights_answer_a_cached_prompt(subject: Subject) -> None:
     prompt = prompts(1, seed=7, low=60)[0]
     ask(subject.engine, [(prompt, Sampling(max_tokens=5))])
@@ -237,31 +247,46 @@ def test_a_failed_update_changes_nothing(subject: Subject, spoil: Any, message: 
 
 def test_an_update_may_come_in_the_middle(subject: Subject) -> None:
     prompt = prompts(1, seed=9, high=20)[0]
+    new = MAX_LENGTH - len(prompt)
 
-    async def run() -> Completion:
-        running = asyncio.create_task(subject.engine.generate(prompt, Sampling(max_tokens=MAX_LENGTH - len(prompt))))
-        await asyncio.sleep(0.005)
+    async def run(delay_s: float) -> Completion:
+        await subject.engine.load_weights(weights(0), 0)
+        running = asyncio.create_task(subject.engine.generate(prompt, Sampling(max_tokens=new)))
+        await asyncio.sleep(delay_s)
         await subject.engine.load_weights(weights(1), 1)
         return await running
 
-    completion = asyncio.run(run())
-    spans = completion.versions
-    assert [span.version for span in spans] in ([0, 1], [1], [0])
-    assert [span.end for span in spans] == [*[span.start for span in spans[1:]], len(completion.token_ids)]
-    right = reference(subject.model, prompt, completion.token_ids, 1.0)
-    old = spans[0].end if spans[0].version == 0 else 0
-    assert completion.logprobs[:old] == pytest.approx(right[:old].tolist(), abs=LOGPROB_TOLERANCE)
+    for delay_s in (0.02, 0.005, 0.06, 0.002, 0.1, 0.2, 0.5):  # until an update did come in the middle
+        completion = asyncio.run(run(delay_s))
+        spans = completion.versions
+        if len(spans) == 2:
+            break
+    assert [span.version for span in spans] == [0, 1]
+    assert (spans[0].start, spans[0].end, spans[1].end) == (0, spans[1].start, new)
+    old = spans[0].end
+    assert 0 < old < new
+    logprobs = torch.tensor(completion.logprobs)
+    off = (logprobs - reference(subject.model, prompt, completion.token_ids, 1.0)).abs()
+    assert off[:old].max() < LOGPROB_TOLERANCE
+    assert off[old:].median() > 0.1  # the others are not of the old weights, from the first one on
+    assert off[old] > 1e-3
 
 
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [
         ([1] * 100, Sampling(max_tokens=61), "prompt of 100 tokens and max_tokens 61 exceed .* max_length 160"),
+        ([1], Sampling(max_tokens=160), "prompt of 1 tokens and max_tokens 160 exceed"),
+        ([1] * 160, Sampling(max_tokens=1), "prompt of 160 tokens and max_tokens 1 exceed"),
+        ([1] * 500, Sampling(max_tokens=1), "prompt of 500 tokens and max_tokens 1 exceed"),
         ([], Sampling(), "the prompt is empty"),
+        ([-1], Sampling(max_tokens=5), r"token ids outside 0\.\.95"),
         ([1, VOCAB], Sampling(max_tokens=5), r"token ids outside 0\.\.95"),
         ([1], Sampling(max_tokens=0), "max_tokens is 0"),
         ([1], Sampling(max_tokens=5, temperature=-1.0), "temperature is -1.0"),
+        ([1], Sampling(max_tokens=5, temperature=float("nan")), "temperature is nan"),
         ([1], Sampling(max_tokens=5, top_p=0.0), "top_p is 0.0"),
+        ([1], Sampling(max_tokens=5, top_k=-1), "top_k -1"),
     ],
 )
 def test_a_bad_request_fails_alone(subject: Subject, prompt: list[int], sampling: Sampling, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from rollout.engines.embedded import EmbeddedEngine
 from rollout.engines.protocol import Completion, EngineError, Sampling
+from rollout.engines.sampler import uniforms
 
 LOGPROB_TOLERANCE = 5e-5  # nats; float32 sums in another order move a log-probability by up to about 1.5e-5
 
@@ -249,3 +251,184 @@ def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(folder:
             assert other[number].token_ids == completion.token_ids
             assert other[number].logprobs == completion.logprobs  # not a bit apart
             assert other[number].cached_tokens in (0, len(prompts[1]))
+
+
+def converse(engine: EmbeddedEngine, number: int, prompt: list[int], new: int = 3) -> tuple[Completion, list[int]]:
+    """One completion, and the prompt of the turn after it."""
+    engine.submit(number, prompt, Sampling(max_tokens=new, seed=number))
+    completion = drain(engine)[number]
+    return completion, [*prompt, *completion.token_ids, 63]
+
+
+def test_what_was_used_longest_ago_gives_way(folder: Path) -> None:
+    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=2)
+    first, second = [1] * 10, [2] * 10
+    for prompt, other in ((first, second), (second, first)):
+        _, again = converse(engine, 0, prompt)
+        converse(engine, 1, other)
+        kept, last = converse(engine, 2, again)  # the older one is used once more
+        assert kept.cached_tokens == 10 + 2
+        converse(engine, 3, [3] * 10)  # takes the row of the other
+        assert converse(engine, 4, last)[0].cached_tokens == len(last) - 2
+        assert converse(engine, 5, [*other, 4])[0].cached_tokens == 0
+        engine.load_weights(Qwen2ForCausalLM.from_pretrained(folder).state_dict().items(), 0)  # forget everything
+
+
+def test_a_longer_conversation_is_not_overwritten_by_one_that_begins_like_it(folder: Path) -> None:
+    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=3)
+    _, again = converse(engine, 0, [*range(10), *[20] * 10])
+    assert converse(engine, 1, [*range(10), *[30] * 10])[0].cached_tokens == 10
+    assert converse(engine, 2, again)[0].cached_tokens == 20 + 2
+
+
+def test_a_twin_is_no_ones_source_before_it_has_its_keys(folder: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=3)
+    followed = [converse(engine, number, [number] * 20)[1] for number in range(3)]
+    converse(engine, 3, followed[0])
+    converse(engine, 4, followed[2])  # row 1 is now the oldest, then 0, then 2
+    prompts = {5: [*range(40, 60)], 6: [*range(40, 60)], 7: [*range(40, 55), 1]}  # row 1, its twin in 0, a cousin in 2
+    for number, prompt in prompts.items():
+        engine.submit(number, prompt, Sampling(max_tokens=4))
+    done = drain(engine)
+    assert [done[number].cached_tokens for number in prompts] == [0, 20, 15]
+    assert max(worst(model, prompt, done[number]) for number, prompt in prompts.items()) < LOGPROB_TOLERANCE
+
+
+def test_a_cache_under_pressure_changes_no_log_probability(folder: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    rng = np.random.default_rng(5)
+    engine = EmbeddedEngine.from_folder(folder, max_length=96, rows=4)
+    talks = [[*range(12), *rng.integers(0, 64, rng.integers(0, 8)).tolist()] for _ in range(9)]
+    reused = 0
+    for turn in range(4):
+        asked = {int(number): list(talks[number]) for number in rng.permutation(9)[:6]}
+        for number, prompt in asked.items():
+            engine.submit(number, prompt, Sampling(max_tokens=int(rng.integers(1, 9)), seed=turn))
+        engine.step()
+        engine.abort({next(iter(asked))})
+        for number, completion in drain(engine).items():
+            reused += completion.cached_tokens
+            if completion.token_ids:
+                assert worst(model, asked[number], completion) < LOGPROB_TOLERANCE
+            talks[number] = [*talks[number], *completion.token_ids, turn]
+    assert reused > 200
+
+
+def test_after_an_update_new_weights_read_old_keys(folder: Path) -> None:
+    old = Qwen2ForCausalLM.from_pretrained(folder)
+    torch.manual_seed(5)
+    new = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)).eval()
+    engine = EmbeddedEngine.from_folder(folder, max_length=64)
+    prompt = [1, 2, 3, 4, 5]
+    engine.submit(1, prompt, Sampling(max_tokens=9))
+    steps(engine, 2)  # 3 tokens, the last without keys
+    engine.load_weights(new.state_dict().items(), 1)
+    completion = drain(engine)[1]
+    assert [(span.version, span.start, span.end) for span in completion.versions] == [(0, 0, 3), (1, 3, 9)]
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    with torch.no_grad():
+        before = old(ids[:, : 5 + 2], use_cache=True)
+        after = new(ids[:, 5 + 2 : -1], past_key_values=before.past_key_values).logits[0]
+    logits = torch.cat([before.logits[0, 4:], after])
+    right = logits.log_softmax(-1).gather(-1, ids[0, 5:, None])[:, 0]
+    assert completion.logprobs == pytest.approx(right.tolist(), abs=LOGPROB_TOLERANCE)
+    with torch.no_grad():
+        alone = new(ids).logits[0, 4:-1].log_softmax(-1).gather(-1, ids[0, 5:, None])[:, 0]
+    assert (alone - right).abs().min() > 1e-3  # no token would be taken for one of the other version
+
+
+def test_a_token_is_drawn_by_its_seed_and_its_place_in_the_completion(folder: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    engine = EmbeddedEngine.from_folder(folder, max_length=64)
+    prompt = [3, 1, 4, 1, 5]
+    for number in (11, 2**64 - 1):
+        engine.submit(number, prompt, Sampling(max_tokens=20, seed=number, temperature=0.8))
+    for number, completion in drain(engine).items():
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, 4:-1]
+        below = (logits.double() / 0.8).softmax(-1).cumsum(-1).numpy()
+        draws = uniforms(np.full(20, number, dtype=np.uint64), np.arange(20))
+        assert completion.token_ids == tuple(int(np.searchsorted(row, u)) for row, u in zip(below, draws, strict=True))
+
+
+def test_sleep_forgets_keys_and_keeps_weights(folder: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    engine = EmbeddedEngine.from_folder(folder, max_length=64)
+    prompt = [*range(30)]
+    engine.submit(1, prompt, Sampling(max_tokens=20))
+    engine.step()
+    with pytest.raises(EngineError, match="cannot sleep while requests are running"):
+        engine.sleep()
+    engine.abort({1})
+    with pytest.raises(EngineError, match="cannot sleep"):  # what was aborted has not been told
+        engine.sleep()
+    drain(engine)
+    engine.sleep()
+    engine.submit(2, prompt, Sampling(max_tokens=2))
+    assert str(drain(engine)[2]) == "the engine sleeps; wake it first"
+    engine.wake(("weights",))
+    engine.submit(3, prompt, Sampling(max_tokens=2))
+    assert isinstance(drain(engine)[3], EngineError)  # there is no room for keys yet
+    engine.wake()
+    engine.submit(4, prompt, Sampling(max_tokens=9))
+    completion = drain(engine)[4]
+    assert completion.cached_tokens == 0
+    assert worst(model, prompt, completion) < LOGPROB_TOLERANCE
+
+
+def test_stop_tokens_are_a_requests_own(folder: Path) -> None:
+    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=1)
+    free = Sampling(max_tokens=40, seed=next(seed for seed in range(20) if 0 in said(engine, seed)))
+    tokens = said(engine, free.seed)
+    stops = tuple(dict.fromkeys(tokens))[1:4]
+    engine.submit(1, [9], replace(free, stop=stops))
+    assert drain(engine)[1].token_ids == tokens[: tokens.index(stops[0]) + 1]
+    engine.submit(2, [9], free)  # in the same row
+    assert drain(engine)[2].token_ids == tokens
+    engine.submit(3, [9], replace(free, stop=(70,)))  # one where there is room for three; 0 is among the tokens
+    assert drain(engine)[3].token_ids == tokens
+
+
+def said(engine: EmbeddedEngine, seed: int) -> tuple[int, ...]:
+    engine.submit(0, [9], Sampling(max_tokens=40, seed=seed))
+    tokens: tuple[int, ...] = drain(engine)[0].token_ids
+    return tokens
+
+
+def test_aborts_in_a_full_house_let_the_waiting_in(folder: Path) -> None:
+    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=2)
+    for number in range(6):
+        engine.submit(number, [number] * (50 if number == 2 else 3), Sampling(max_tokens=14))
+    steps(engine, 3)
+    engine.abort({0, 1, 3})
+    done = dict(engine.step())
+    assert {number: (one.finish_reason, len(one.token_ids)) for number, one in done.items()} == {
+        0: ("abort", 4),
+        1: ("abort", 4),
+        3: ("abort", 0),
+    }
+    engine.abort({0, 1, 3})  # long gone
+    engine.submit(6, [6], Sampling(max_tokens=1))  # came after the long prompt
+    order = []
+    while engine.has_work:
+        order += [number for number, _ in engine.step()]
+    assert order == [2, 4, 6, 5]  # in the order of their coming, whatever their length: 5 and 6 waited for 2 and 4
+
+
+def test_a_folder_in_bfloat16_and_pieces(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    engine = EmbeddedEngine.from_folder(tmp_path, max_length=64)
+    held = dict(engine.decoder.weights.tensors())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(held[name], tensor.float())
+    engine.submit(1, [5, 6, 7], Sampling(max_tokens=20))
+    widened = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert worst(widened, [5, 6, 7], drain(engine)[1]) < LOGPROB_TOLERANCE
+    next(tmp_path.glob("model-*.safetensors")).unlink()
+    with pytest.raises(EngineError, match="is missing from the update"):
+        EmbeddedEngine.from_folder(tmp_path, max_length=64)

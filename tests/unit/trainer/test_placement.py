@@ -30,6 +30,11 @@ def test_every_trainer_and_critic_needs_its_ranks_and_an_embedded_engine_a_cpu()
         ("verifier", "trainer", 4),
         ("verifier", "critic", 4),
     ]
+    on_gpus = named(tenants_of(config("+engine.device=cuda"), "GPU"))
+    assert [tenant for tenant in on_gpus if tenant[1] == "engine"] == [
+        ("solver", "engine", 1),
+        ("verifier", "engine", 1),
+    ]
     frozen = config("+agents.verifier.loss_weight=0")
     assert named(tenants_of(frozen, "CPU")) == [
         ("solver", "trainer", 2),

@@ -86,6 +86,16 @@ def test_a_remote_policy_plays_in_a_training(tmp_path: Path) -> None:
         ({"engine.name": "sglong"}, "unknown engine 'sglong'"),
         ({"engine.name": "sglang"}, "sglang needs python, the interpreter of its own environment"),
         ({"engine.transport": "pigeon"}, "embedded has no transport 'pigeon'; known: shared, disk, delta"),
+        ({"engine.name": "scripted"}, "the scripted engine has canned replies"),
+        ({"engine.device": "abacus"}, "engine.device"),
+        (
+            {"engine.name": "sglang", "engine.python": "p", "engine.device": "cuda"},
+            "device is a setting of the embedded",
+        ),
+        (
+            {"policies.verifier": {"remote": {"model": "big", "request": {"stream": True}}}},
+            "request.stream is set; replies are read whole",
+        ),
         ({"engine.urls": ["http://127.0.0.1:1"]}, "set name: sglang"),
     ],
 )
