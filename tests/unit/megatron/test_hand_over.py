@@ -140,10 +140,15 @@ def test_an_engine_that_dies_goes_on_with_the_changes_it_was_sent(running_ray: N
     engine = HostedEngine(tmp_path / "model", max_length=64, rows=4, transport="delta", tell=told.append)
     sampling = Sampling(max_tokens=20, seed=3)
 
-    async def send(sender: Sender, version: int) -> int:
+    async def send(sender: Sender, version: int, *, dies: bool = False, spoilt: bool = False) -> int:
         weights["model.norm.weight"][:2] += 3.0  # the rest is not in the file
         route = await engine.route()
         handover = sender.send(weights.items(), version, route.state)
+        if dies:
+            os.kill(await engine._call("pid"), signal.SIGKILL)
+        if spoilt:
+            sums = dict(handover.checksums) | {"model.norm.weight": "0" * 16}
+            handover = dataclasses.replace(handover, checksums=sums)
         await engine.load_weights_from(handover)
         return handover.bytes
 
@@ -154,9 +159,14 @@ def test_an_engine_that_dies_goes_on_with_the_changes_it_was_sent(running_ray: N
         before = await engine.generate([1, 2, 3], sampling)
         os.kill(await engine._call("pid"), signal.SIGKILL)
         after = await engine.generate([1, 2, 3], sampling)
-        os.kill(await engine._call("pid"), signal.SIGKILL)
-        assert await send(sender, 3) == 2 * (4 + 4)  # it still starts from version 2
-        return [before, after, await engine.generate([1, 2, 3], sampling)]
+        assert await send(sender, 3, dies=True) == 2 * (4 + 4)  # it still starts from version 2
+        late = await engine.generate([1, 2, 3], sampling)
+        with pytest.raises(EngineError, match="tensor 'model.norm.weight': the engine's bytes differ"):
+            await send(sender, 4, spoilt=True)
+        same = await engine.generate([1, 2, 3], sampling)
+        assert (same.logprobs, same.versions) == (pytest.approx(late.logprobs, abs=5e-5), late.versions)
+        assert await send(sender, 5) == sizes[0]  # changes since a version that it refused would be no use to it
+        return [before, after, late]
 
     try:
         before, after, late = asyncio.run(play())
