@@ -274,6 +274,17 @@ def test_what_was_used_longest_ago_gives_way(folder: Path) -> None:
         engine.load_weights(Qwen2ForCausalLM.from_pretrained(folder).state_dict().items(), 0)  # forget everything
 
 
+def test_a_row_of_no_use_gives_way_first(folder: Path) -> None:
+    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=2)
+    engine.submit(0, [1, 2, 3], Sampling(max_tokens=20))
+    engine.step()
+    engine.load_weights(Qwen2ForCausalLM.from_pretrained(folder).state_dict().items(), 1)
+    _, again = converse(engine, 1, [4] * 10)  # has ended when the other does, whose keys are of two versions
+    assert not engine.has_work
+    converse(engine, 2, [5] * 10)
+    assert converse(engine, 3, again)[0].cached_tokens == 10 + 2
+
+
 def test_a_longer_conversation_is_not_overwritten_by_one_that_begins_like_it(folder: Path) -> None:
     engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=3)
     _, again = converse(engine, 0, [*range(10), *[20] * 10])
@@ -378,16 +389,21 @@ def test_sleep_forgets_keys_and_keeps_weights(folder: Path) -> None:
 
 
 def test_stop_tokens_are_a_requests_own(folder: Path) -> None:
-    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=1)
+    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=2)
     free = Sampling(max_tokens=40, seed=next(seed for seed in range(20) if 0 in said(engine, seed)))
     tokens = said(engine, free.seed)
     stops = tuple(dict.fromkeys(tokens))[1:4]
     engine.submit(1, [9], replace(free, stop=stops))
     assert drain(engine)[1].token_ids == tokens[: tokens.index(stops[0]) + 1]
-    engine.submit(2, [9], free)  # in the same row
-    assert drain(engine)[2].token_ids == tokens
-    engine.submit(3, [9], replace(free, stop=(70,)))  # one where there is room for three; 0 is among the tokens
-    assert drain(engine)[3].token_ids == tokens
+    for number in (2, 3):  # also in the row that it had
+        engine.submit(number, [9], replace(free, stop=(70,)))  # one where there is room for three
+    assert {one.token_ids for one in drain(engine).values()} == {tokens}
+    engine.submit(4, [9], free)
+    engine.submit(5, [8], Sampling(max_tokens=4))
+    steps(engine, 1)
+    engine.submit(6, [9], replace(free, stop=(70, 71, 72, 73)))  # there is room made for four; 0 is among the tokens
+    done = drain(engine)
+    assert done[4].token_ids == done[6].token_ids == tokens
 
 
 def said(engine: EmbeddedEngine, seed: int) -> tuple[int, ...]:
