@@ -161,7 +161,7 @@ def test_an_engine_that_dies_goes_on_with_the_changes_it_was_sent(running_ray: N
         after = await engine.generate([1, 2, 3], sampling)
         assert await send(sender, 3, dies=True) == 2 * (4 + 4)  # it still starts from version 2
         late = await engine.generate([1, 2, 3], sampling)
-        with pytest.raises(EngineError, match="tensor 'model.norm.weight': the engine's bytes differ"):
+        with pytest.raises(EngineError, match=r"tensor 'model\.norm\.weight': the engine's bytes differ"):
             await send(sender, 4, spoilt=True)
         same = await engine.generate([1, 2, 3], sampling)
         assert (same.logprobs, same.versions) == (pytest.approx(late.logprobs, abs=5e-5), late.versions)

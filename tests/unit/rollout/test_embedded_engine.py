@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rollout.engines.embedded import EmbeddedEngine
+from rollout.engines.local import LocalEngine
 from rollout.engines.protocol import Completion, EngineError, Sampling
 from rollout.engines.sampler import uniforms
 
@@ -306,6 +308,44 @@ def test_a_twin_is_no_ones_source_before_it_has_its_keys(folder: Path) -> None:
     assert max(worst(model, prompt, done[number]) for number, prompt in prompts.items()) < LOGPROB_TOLERANCE
 
 
+def test_a_single_token_is_no_ones_prefix_until_it_has_keys(folder: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    engine = EmbeddedEngine.from_folder(folder, max_length=64)
+    prompt = [*range(20)]
+    for number in range(3):  # one computes the prompt, the others copy it
+        engine.submit(number, prompt, Sampling(max_tokens=1, seed=number))
+    firsts = {number: one.token_ids for number, one in drain(engine).items()}
+    assert len(set(firsts.values())) == 3
+    for number, first in firsts.items():
+        longer = [*prompt, *first, 1, 2]
+        engine.submit(number, longer, Sampling(max_tokens=4))
+        second = drain(engine)[number]
+        assert second.cached_tokens == 20
+        assert worst(model, longer, second) < LOGPROB_TOLERANCE
+
+
+def test_a_step_that_breaks_fails_who_waits_and_nobody_later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LocalEngine(folder, max_length=64, rows=2)
+
+    def breaks(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    async def play() -> Completion:
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.core.decoder, "decode", breaks)
+            asked = [engine.generate([1, 2, number], Sampling(max_tokens=9)) for number in range(5)]
+            for error in await asyncio.gather(*asked, return_exceptions=True):
+                assert isinstance(error, EngineError)
+                assert str(error) == "the engine failed: RuntimeError: out of memory"
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await engine._pump
+        assert not engine.core.has_work
+        return await engine.generate([1, 2, 3], Sampling(max_tokens=9))
+
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    assert worst(model, [1, 2, 3], asyncio.run(play())) < LOGPROB_TOLERANCE
+
+
 def test_a_cache_under_pressure_changes_no_log_probability(folder: Path) -> None:
     model = Qwen2ForCausalLM.from_pretrained(folder)
     rng = np.random.default_rng(5)
@@ -324,6 +364,17 @@ def test_a_cache_under_pressure_changes_no_log_probability(folder: Path) -> None
                 assert worst(model, asked[number], completion) < LOGPROB_TOLERANCE
             talks[number] = [*talks[number], *completion.token_ids, turn]
     assert reused > 200
+
+
+def test_a_tied_head_may_come_but_not_differ(folder: Path) -> None:
+    state = dict(Qwen2ForCausalLM.from_pretrained(folder).state_dict())
+    engine = EmbeddedEngine.from_folder(folder, max_length=64)
+    other = state["lm_head.weight"].clone()
+    engine.load_weights({**state, "lm_head.weight": other}.items(), 1)
+    other[0, 0] += 1
+    with pytest.raises(EngineError, match=r"'lm_head\.weight' differs from the embedding to which"):
+        engine.load_weights({**state, "lm_head.weight": other}.items(), 2)
+    assert engine.version == 1
 
 
 def test_after_an_update_new_weights_read_old_keys(folder: Path) -> None:

@@ -112,6 +112,9 @@ def test_sleep_gives_the_gpu_back_and_an_update_brings_the_weights_again(engine:
     engine.submit(1, [1], Sampling(max_tokens=1))
     with pytest.raises(EngineError, match="the engine sleeps"):
         raise run(engine)[1]
+    engine.wake()  # with the weights that it had
+    assert devices(engine) == {"meta"}
+    engine.sleep()
     engine.adopt(0, 2)
     engine.wake()
     assert devices(engine) == {"meta"}

@@ -243,9 +243,14 @@ def test_a_delta_is_lossless(model: Path, tmp_path: Path) -> None:
     assert {name: tensor.tolist() for name, tensor in file.items() if "#index" in name} == {"a.weight#index": [43, 999]}
     assert sorted(file) == ["a.weight#index", "a.weight#value", "c.bias"]
     assert second.bytes == 2 * (4 + 4) + 12
-    assert identical(dict(patched(tensors().items(), Path(second.place), 1)), new)
+    held = tensors()
+    assert identical(dict(patched(held.items(), Path(second.place), 1)), new)
+    assert identical(held, tensors())  # the engine computes from them meanwhile
     with pytest.raises(EngineError, match="changes since version 1, but the engine holds version 0"):
         list(patched(tensors().items(), Path(second.place), 0))
+    new["a.weight"][0, 0] = 5.0  # where it lies: the trainer does not keep what it sent
+    assert sender.send(new.items(), 3, {"base": 2}).bytes == 4 + 4
+    assert sender.send(new.items(), 4, {"base": 2}).bytes == 5292  # the engine does not hold the version sent last
     assert changes("x", torch.tensor([0.0]), torch.tensor([-0.0]))["x"].tolist() == [-0.0]
     assert changes("x", new["a.weight"], new["a.weight"].clone()) == {}  # NaN and all
 
