@@ -1,0 +1,129 @@
+"""The models and folders that the embedded engine takes, and those that it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rollout.engines.embedded import EmbeddedEngine
+from rollout.engines.protocol import EngineError, Sampling
+from tests.support.embedded import LOGPROB_TOLERANCE, SIZES, drain, make_qwen2, worst
+
+torch.set_num_threads(1)
+
+
+def save(path: Path, model: Any) -> Any:
+    model.eval().save_pretrained(path)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_qwen2(0).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=False, rope_theta=5e5)),
+        (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16)),
+        (
+            LlamaForCausalLM,
+            LlamaConfig(
+                **SIZES,
+                rope_parameters={
+                    "rope_type": "llama3",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                },
+            ),
+        ),
+    ],
+    ids=["qwen2-untied", "qwen3", "llama3"],
+)
+def test_model_families_match_hugging_face(tmp_path: Path, model_class: Any, config: Any) -> None:
+    torch.manual_seed(1)
+    model = model_class(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    save(tmp_path, model)
+    engine = EmbeddedEngine.from_folder(tmp_path, max_length=300)
+    prompt = np.random.default_rng(0).integers(0, 64, 200).tolist()
+    engine.submit(1, prompt, Sampling(max_tokens=50))
+    assert worst(model, prompt, drain(engine)[1]) < LOGPROB_TOLERANCE
+
+
+def test_a_folder_in_bfloat16_and_pieces(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    engine = EmbeddedEngine.from_folder(tmp_path, max_length=64)
+    held = dict(engine.decoder.weights.tensors())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(held[name], tensor.float())
+    engine.submit(1, [5, 6, 7], Sampling(max_tokens=20))
+    widened = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert worst(widened, [5, 6, 7], drain(engine)[1]) < LOGPROB_TOLERANCE
+    next(tmp_path.glob("model-*.safetensors")).unlink()
+    with pytest.raises(EngineError, match="is missing from the update"):
+        EmbeddedEngine.from_folder(tmp_path, max_length=64)
+
+
+def test_a_tied_head_may_come_but_not_differ(folder: Path) -> None:
+    state = dict(Qwen2ForCausalLM.from_pretrained(folder).state_dict())
+    engine = EmbeddedEngine.from_folder(folder, max_length=64)
+    other = state["lm_head.weight"].clone()
+    engine.load_weights({**state, "lm_head.weight": other}.items(), 1)
+    other[0, 0] += 1
+    with pytest.raises(EngineError, match=r"'lm_head\.weight' differs from the embedding to which"):
+        engine.load_weights({**state, "lm_head.weight": other}.items(), 2)
+    assert engine.version == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "config.json: not readable"),
+        ('{"model_type": "mamba"}', "model_type 'mamba' is not supported; known: llama, qwen2, qwen3"),
+        ('{"model_type": "qwen2"}', "no key 'num_attention_heads'"),
+        ('{"model_type": "qwen2", "use_sliding_window": true}', "use_sliding_window is set"),
+        (
+            '{"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}',
+            "layer_types has more than",
+        ),
+        ('{"model_type": "qwen2", "hidden_act": "gelu"}', "hidden_act is set"),
+        ('{"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}}', "rope_type 'yarn' is not supported"),
+        (
+            '{"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4.0}}',
+            "rope_type 'yarn' is not supported",
+        ),
+        ('{"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}', "rope_type 'llama3' needs factor"),
+    ],
+)
+def test_a_bad_folder_is_told_in_one_line(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(EngineError, match=message):
+        EmbeddedEngine.from_folder(tmp_path, max_length=64)
+
+
+def test_a_folder_without_or_with_broken_weights(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(EngineError, match=r"no \*.safetensors file"):
+        EmbeddedEngine.from_folder(tmp_path, max_length=64)
+    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(EngineError, match=r"model\.safetensors: not a readable safetensors file"):
+        EmbeddedEngine.from_folder(tmp_path, max_length=64)
