@@ -175,7 +175,7 @@ class Tree:
 def _reasons(line: Line) -> list[str]:
     if not line.error:
         return []
-    late = [f"late/{line.failure.what}"] if isinstance(line.failure, Late) else []
+    late: list[str] = [f"late/{line.failure.what}"] if isinstance(line.failure, Late) else []
     undecided = ["undecided"] if isinstance(line.failure, Undecided) else []
     return [f"dropped_branches/{type(line.failure).__name__ if line.failure else 'no_step'}", *late, *undecided]
 

@@ -2,7 +2,7 @@
 
 - `protocol`      what every engine promises, and its records
 - `local`         the embedded engine in this process
-- `hosted`        the embedded engine in a Ray actor of its own
+- `hosted`        the embedded engine in a Ray actor of its own;  `host`: the actor's inside
 - `sglang`        SGLang servers, over HTTP
 - `external`      no engine but a voice: a frozen model behind an API, in text only
 - `scripted`      canned replies, for tests

@@ -92,14 +92,15 @@ class Architecture:
     def inverse_frequencies(self) -> Tensor:
         """Radians per position of each rotated pair, float32 [head_dim / 2]."""
         exponent = torch.arange(0, self.head_dim, 2).float() / self.head_dim
-        frequencies = 1.0 / (self.rope["rope_theta"] ** exponent)
+        frequencies: Tensor = 1.0 / (self.rope["rope_theta"] ** exponent)
         if self.rope.get("rope_type", "default") == "default":
             return frequencies
         # Llama 3: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
         factor, low, high, original = (self.rope[key] for key in ROPES["llama3"])
         turns = original * frequencies / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return kept * frequencies + (1 - kept) * frequencies / factor
+        scaled: Tensor = kept * frequencies + (1 - kept) * frequencies / factor
+        return scaled
 
 
 def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class EmbeddedEngine:
         self._rows = Rows(rows, decoder.max_length)
         self._cache: Any = None  # as while the engine sleeps
         self._asleep: set[Tag] = {"kv_cache"}
-        self.wake(("kv_cache",))
+        self.wake(tuple(self._asleep))
         self._reuse = reuse_prefixes
         self._alone = deterministic
         self._waiting: deque[Request] = deque()

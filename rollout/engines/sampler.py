@@ -22,7 +22,8 @@ def _mix(z: np.ndarray) -> np.ndarray:
     # splitmix64, Steele, Lea and Flood 2014
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed
 
 
 def choose(

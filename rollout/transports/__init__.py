@@ -2,7 +2,8 @@
 
 - `handover`   what an engine asks for (`Route`) and what it is told (`Handover`)
 - `blocks`     of rows, in which full tensors travel
-- `checksum`   of one tensor, by its bytes;  `digest`: of a stream, as its engine holds it
+- `checksum`   of one tensor, by its bytes;  `gpu_hash`: SGLang's own
+- `digest`     the checksums of a stream, as its engine holds it
 - `manifest`   the tensors that a model has
 - `memory`     places in shared memory, swept of what was left behind
 - `shared`     the embedded engine's own buffers, mapped by the trainer (same machine)

@@ -33,4 +33,5 @@ def cut(target: Tensor, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
     if len(blocks) == 1:
         return [target]
     rows = sum(len(block) for block in blocks)
-    return target.split([len(block) * len(target) // rows for block in blocks])
+    parts: Sequence[Tensor] = target.split([len(block) * len(target) // rows for block in blocks])
+    return parts

@@ -22,7 +22,7 @@ class Checksum:
 
     def add(self, data: np.ndarray) -> None:
         """Take the next bytes."""
-        self._digest.update(data)
+        self._digest.update(data.data)
 
     def text(self) -> str:
         """32 hexadecimal digits."""

@@ -165,4 +165,4 @@ def digest_of(route: Route) -> Digest:
 
 def _sha(tensor: Tensor) -> int:
     data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(data.data).digest()[:8], "big")

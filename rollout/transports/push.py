@@ -278,13 +278,15 @@ def _noted(weights: Iterable[tuple[str, Tensor]], digest: Digest, leads: bool) -
 
 def _group_of(listener: socket.socket, world: int, backend: str, name: str) -> dist.ProcessGroup:
     """The group that the servers join as `init_custom_process_group` of SGLang has it, beside the trainer's own."""
-    from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
+    from torch.distributed.distributed_c10d import GroupName, PrefixStore, _new_process_group_helper, _world
 
     timeout = timedelta(seconds=_TIMEOUT_S)
     address, port = listener.getsockname()
-    store = dist.TCPStore(address, port, world, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, world, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
+    )
     group, _ = _new_process_group_helper(
-        world, 0, [], dist.Backend(backend), PrefixStore(name, store), group_name=name, timeout=timeout
+        world, 0, [], dist.Backend(backend), PrefixStore(name, store), group_name=GroupName(name), timeout=timeout
     )
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
     made: dist.ProcessGroup = group
