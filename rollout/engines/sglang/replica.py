@@ -133,8 +133,7 @@ def owned(settings: Settings, number: int) -> Replica:
         slots=settings.rows,
         options=settings.arguments,
     )
-    variables = {"OMP_NUM_THREADS": str(settings.threads), **settings.environment}
-    told = (settings.python or "", words, settings.log_of(number), variables)
+    told = (settings.python or "", words, settings.log_of(number), settings.variables)
     server = Server(*told)  # complains here rather than in an actor
     if not _ray_runs():
         return Replica(settings, server)

@@ -16,6 +16,7 @@ from rollout.engines.protocol import EngineError
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG, linux/prctl.h
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _GRACE_S = 5.0
+_SPARE = 2  # tokens of its context that SGLang leaves empty (`init_req_max_new_tokens` in managers/scheduler.py)
 _SHOWN = 300  # characters of the log's end in an error
 # What the server must not inherit: modules of this environment; and SGLang's memory saver refuses expandable segments.
 _DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTORCH_CUDA_ALLOC_CONF")
@@ -103,7 +104,7 @@ def arguments(folder: str, *, tp: int, max_length: int, slots: int, options: Map
     fixed: dict[str, object] = {
         "model-path": folder,
         "tp-size": tp,
-        "context-length": max_length,
+        "context-length": max_length + _SPARE,
         "max-running-requests": slots,
         "skip-tokenizer-init": True,
         "skip-server-warmup": True,

@@ -79,6 +79,15 @@ class Settings:
         return {name.replace("_", "-"): value for name, value in self.options.items()}
 
     @property
+    def variables(self) -> dict[str, str]:
+        """The servers' environment."""
+        own = {"OMP_NUM_THREADS": str(self.threads)}
+        if self.max_length <= self._model.get("max_position_embeddings", 0):
+            # what a server is told beyond `max_length` it never computes, but it would not start so near a model's end
+            own["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        return own | dict(self.environment)
+
+    @property
     def vocab(self) -> int:
         """Token ids below this are the model's."""
         return int(self._model["vocab_size"])

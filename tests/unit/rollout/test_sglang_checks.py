@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,10 @@ def test_how_servers_hold_weights(settings: Settings) -> None:
     assert Settings(folder=folder, max_length=8, options={"dtype": "bfloat16"}).held["dtype"] == "bfloat16"
     for options in ({"verify": False}, {"options": {"quantization": "fp8"}}):
         assert not Settings(folder=folder, max_length=8, **options).held  # type: ignore[arg-type]
+
+
+def test_a_context_may_be_filled_to_the_models_last_position(settings: Settings) -> None:
+    longest = json.loads((settings.folder / "config.json").read_text())["max_position_embeddings"]
+    name = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # or two more than that would not be taken
+    assert Settings(folder=settings.folder, max_length=longest).variables == {"OMP_NUM_THREADS": "1", name: "1"}
+    assert Settings(folder=settings.folder, max_length=longest + 1).variables == {"OMP_NUM_THREADS": "1"}
