@@ -30,11 +30,20 @@ def engine(sglang_engine: SGLangEngine) -> SGLangEngine:
 
 async def amid(engine: SGLangEngine, act: Callable[[], Any]) -> list[Completion]:
     """What comes of the long requests if `act` is awaited while they run."""
-    running = [asyncio.create_task(engine.generate(prompt, sampling)) for prompt, sampling in LONG]
-    while not await decoding(engine):
-        assert not any(task.done() for task in running)
+    running = await started(engine)
     await act()
     return await asyncio.gather(*running)
+
+
+async def started(engine: SGLangEngine) -> list[asyncio.Task[Completion]]:
+    """The long requests, all of which are being computed."""
+    for _ in range(10):
+        running = [asyncio.create_task(engine.generate(prompt, sampling)) for prompt, sampling in LONG]
+        while not any(task.done() for task in running):
+            if await decoding(engine):
+                return running
+        await asyncio.gather(*running)  # they were faster than the question
+    raise AssertionError("the long requests were never seen running")
 
 
 async def decoding(engine: SGLangEngine) -> bool:
@@ -117,9 +126,7 @@ def test_the_cache_is_flushed_when_nothing_runs(engine: SGLangEngine) -> None:
 
 def test_who_is_cancelled_is_aborted(engine: SGLangEngine) -> None:
     async def play() -> None:
-        running = [asyncio.create_task(engine.generate(prompt, sampling)) for prompt, sampling in LONG]
-        while not await decoding(engine):
-            pass
+        running = await started(engine)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

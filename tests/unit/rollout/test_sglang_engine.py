@@ -291,7 +291,7 @@ def test_arguments_are_the_servers_own(tmp_path: Path) -> None:
     options = {"mem-fraction-static": 0.8, "log-level": "error", "disable-cuda-graph": True, "skip-server-warmup": None}
     words = arguments("model", tp=2, max_length=64, slots=4, options=options)
     assert " ".join(words) == (
-        "--model-path model --tp-size 2 --context-length 66 --max-running-requests 4 --skip-tokenizer-init "
+        "--model-path model --tp-size 2 --context-length 70 --max-running-requests 4 --skip-tokenizer-init "
         "--log-level error --mem-fraction-static 0.8 --disable-cuda-graph"
     )
     silent = Server(str(FAKE), [], str(tmp_path / "log"), {})
