@@ -16,9 +16,7 @@ from rollout.engines.protocol import EngineError
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG, linux/prctl.h
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _GRACE_S = 5.0
-_SPARE = (
-    6  # tokens of its context that SGLang leaves empty (`init_model_worker` in managers/tp_worker.py takes six off)
-)
+_SPARE = 6  # tokens of its context that SGLang leaves empty (`get_worker_info` in managers/tp_worker.py)
 _SHOWN = 300  # characters of the log's end in an error
 # What the server must not inherit: modules of this environment; and SGLang's memory saver refuses expandable segments.
 _DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTORCH_CUDA_ALLOC_CONF")
