@@ -141,8 +141,13 @@ class SGLangEngine:
 
     async def _learn(self) -> None:
         """See what can be compared later, as long as a server has the folder's weights."""
-        if self._last is None and "weights" not in self._replicas[0].asleep:
-            await self._checks.learn(self._replicas[0])
+        replica = self._replicas[0]
+        if self._last is None and "weights" not in replica.asleep:
+            starts = replica.starts
+            try:
+                await self._checks.learn(replica)
+            except Lost as error:
+                await self._fleet.revive(replica, starts, error)
 
     async def _take(self, replica: Replica, handover: Handover) -> None:
         """Have one server serve the weights of `handover`; one that dies of it gets them when it is back."""
