@@ -25,6 +25,7 @@ def lookup(kind: str, name: str, known: Mapping[str, T]) -> T:
     if not separator:
         raise UnknownName(f"unknown {kind} '{name}'; known: {', '.join(sorted(known))} (or package.module:attribute)")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found: T = getattr(importlib.import_module(module), attribute)
+        return found
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: a relative or empty path
         raise UnknownName(f"{kind} '{name}' cannot be imported: {error}") from error

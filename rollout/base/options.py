@@ -1,0 +1,189 @@
+"""Typed options: pydantic models made from the signatures of the functions and classes that take them.
+
+An option is a keyword-only parameter. Its annotation is its type and bounds (`Annotated[int, Field(ge=1)]`, `Literal`,
+`| None`), its default is its default, and its line under `Args:` in the docstring says what it is. The checks of a
+config, the JSON schema for editors and the tables in docs/ are all made from that.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
+
+from rollout.base.schema_words import expected, json_schema, keys_of, walk
+from rollout.registry import UnknownName, lookup
+
+# A text is never read as a number; a whole number will do for a float, and a list for a tuple, as YAML has no other.
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class OptionsError(ValueError):
+    """Something chosen by name is not called as its kind is, or takes other options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registry:
+    """A kind of thing that a config chooses by name: how one is called, and which options it takes."""
+
+    kind: str  # as errors say it: "env"
+    known: Mapping[str, Callable[..., Any]]
+    takes: tuple[str, ...]  # positional arguments
+    supplied: frozenset[str] = frozenset()  # keyword arguments that a run gives to those that take them
+    coroutine: bool = False  # whether it is an `async` function
+    own: bool = True  # whether an import path may stand for a name
+
+    def find(self, name: str) -> Callable[..., Any]:
+        """What `name` stands for.
+
+        Raises:
+            UnknownName: nothing is registered as `name`, and it is no import path that may be used here.
+            OptionsError: what is found there cannot be called as this kind is.
+        """
+        if not self.own and name not in self.known:
+            raise UnknownName(f"unknown {self.kind} '{name}'; known: {', '.join(sorted(self.known))}")
+        found = lookup(self.kind, name, self.known)
+        trouble = self._trouble(found)
+        if trouble is not None:
+            raise OptionsError(f"{self.kind} '{name}' must take ({', '.join((*self.takes, '*', '...'))}){trouble}")
+        return found
+
+    def model(self, name: str) -> type[BaseModel]:
+        """The options of `name`.
+
+        Raises:
+            UnknownName, OptionsError: as `find`; or an option has a type that cannot be read or checked.
+        """
+        found = self.find(name)
+        try:
+            return options_model(found, self.supplied)
+        except OptionsError as error:
+            raise OptionsError(f"{self.kind} '{name}': {error}") from error
+
+    def arguments(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The `options` of `name` as values of its parameters' types; those not given are left out.
+
+        Raises:
+            UnknownName, OptionsError: as `model`; or an option is unknown or missing.
+            ValidationError: a value is of another type or out of bounds; the error says what was expected.
+        """
+        return checked(f"{self.kind} '{name}'", self.model(name), options)
+
+    def _trouble(self, found: object) -> str | None:
+        """Why `found` cannot be called as this kind is; None when it can."""
+        if not callable(found):
+            return f"; it is of type {type(found).__name__}"
+        try:
+            parameters = inspect.signature(found).parameters.values()
+        except (TypeError, ValueError):
+            return "; its signature cannot be read"
+        positional = sum(parameter.kind in _POSITIONAL for parameter in parameters)
+        if positional != len(self.takes):
+            return f", not {inspect.Signature([p.replace(annotation=p.empty) for p in parameters])}"
+        if inspect.iscoroutinefunction(_function(found)) is not self.coroutine:
+            return " as an async function" if self.coroutine else " and may not be async"
+        return None
+
+
+@cache
+def options_model(target: Callable[..., Any], supplied: frozenset[str] = frozenset()) -> type[BaseModel]:
+    """A model of the keyword-only parameters of `target`, without those that are `supplied` at run time.
+
+    Raises:
+        OptionsError: a type cannot be read at run time, or values cannot be checked against it.
+    """
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(target).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in supplied:
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[name] = (_annotation(target, parameter), default)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # an option may have the name of a method of BaseModel
+            return create_model("Options", __config__=_STRICT, **fields)
+    except (PydanticUserError, NameError, TypeError) as error:
+        raise OptionsError(f"its options cannot be typed: {' '.join(str(error).split())}") from error
+
+
+def checked(whose: str, model: type[BaseModel], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The `options` as values of the types of `model`; those not given are left out.
+
+    Raises:
+        OptionsError: an option of `whose` is unknown or missing, or no plain value.
+        ValidationError: a value is of another type or out of bounds; the error says what was expected.
+    """
+    for name in options:
+        if name not in model.model_fields:
+            raise OptionsError(
+                f"{whose} has no option '{name}'; its options: {', '.join(model.model_fields) or 'none'}"
+            )
+    missing = [name for name, field in model.model_fields.items() if field.is_required() and name not in options]
+    if missing:
+        raise OptionsError(f"{whose} needs option '{missing[0]}'")
+    try:
+        values = model.model_validate_json(to_json(dict(options), inf_nan_mode="constants"))
+    except PydanticSerializationError as error:
+        raise OptionsError(f"{whose}: an option is no plain value ({error})") from error
+    except ValidationError as error:
+        raise explained(error, model) from None
+    return {name: getattr(values, name) for name in options}
+
+
+def explained(error: ValidationError, model: type[BaseModel]) -> ValidationError:
+    """The `error` of values for `model`, in words that say what was expected."""
+    schema = json_schema(model)
+    lines = []
+    for details in error.errors(include_url=False):
+        place, at = walk(schema, details["loc"])
+        if details["type"] in ("value_error", "assertion_error"):
+            message = details["msg"].partition(", ")[2]
+        elif details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            message = f"there is no '{details['loc'][-1]}'; known here: {', '.join(keys_of(schema, at))}"
+        else:
+            message = f"expected {expected(at, schema.get('$defs', {}))}"
+        said = PydanticCustomError("option", "{message}", {"message": message})
+        lines.append(InitErrorDetails(type=said, loc=place, input=details["input"]))
+    return ValidationError.from_exception_data(error.title, lines)
+
+
+def descriptions(target: Callable[..., Any]) -> dict[str, str]:
+    """What the docstring of `target` says of each parameter under `Args:`, as one line each."""
+    _, _, section = (inspect.getdoc(target) or "").partition("\nArgs:\n")
+    found: dict[str, str] = {}
+    for entry in re.findall(r"^    (\w[\w, ]*): (.*(?:\n     +.*)*)", section.partition("\n\n")[0], re.MULTILINE):
+        found |= dict.fromkeys(entry[0].split(", "), " ".join(entry[1].split()))
+    return found
+
+
+def _function(target: Callable[..., Any]) -> Any:
+    """The function that runs when `target` is called."""
+    target = inspect.unwrap(target)
+    if isinstance(target, type):
+        return target.__init__  # type: ignore[misc]
+    if hasattr(target, "func"):  # functools.partial
+        return _function(target.func)
+    return target if inspect.isroutine(target) else type(target).__call__
+
+
+def _annotation(target: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """The type of a parameter, read where its function is defined; anything where none is written."""
+    if parameter.annotation is parameter.empty:
+        return Any
+    names = SimpleNamespace(__annotations__={"it": parameter.annotation})
+    try:
+        return typing.get_type_hints(names, getattr(_function(target), "__globals__", {}), include_extras=True)["it"]
+    except (NameError, AttributeError, TypeError, SyntaxError) as error:
+        raise OptionsError(
+            f"option '{parameter.name}' has the type {parameter.annotation}, which cannot be read at run time "
+            f"({error}); import it outside TYPE_CHECKING"
+        ) from error

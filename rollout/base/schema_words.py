@@ -1,0 +1,126 @@
+"""JSON schemas of pydantic models, and what they expect in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.errors import PydanticInvalidForJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import CoreSchema
+
+Schema = Mapping[str, Any]
+
+_ONE = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false", "null": "null"}
+_MANY = {"integer": "integers", "number": "numbers", "string": "texts", "boolean": "true or false"}
+
+
+class _Lenient(GenerateJsonSchema):
+    """A type that JSON does not know is anything."""
+
+    def handle_invalid_for_json_schema(self, schema: CoreSchema, error_info: str) -> JsonSchemaValue:
+        try:
+            return super().handle_invalid_for_json_schema(schema, error_info)
+        except PydanticInvalidForJsonSchema:
+            return {}
+
+
+def json_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The JSON schema of what `model` is made from."""
+    return model.model_json_schema(schema_generator=_Lenient)
+
+
+def expected(schema: Schema, definitions: Schema, *, names: Mapping[str, str] = _ONE) -> str:
+    """What `schema` expects, such as "a number above 0 or null".
+
+    Args:
+        definitions: what its `$ref`s refer to, by name.
+        names: of the basic types, for one value or for many.
+    """
+    if "$ref" in schema:
+        return expected(definitions[schema["$ref"].rpartition("/")[2]], definitions, names=names)
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(expected(option, definitions, names=names) for option in schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return f"one of {', '.join(map(str, values))}" if len(values) > 1 else str(values[0])
+    kind = schema.get("type")
+    if kind == "array":
+        return "".join(_array(schema, definitions))
+    if kind == "object":
+        return _object(schema, definitions)
+    return " ".join([names.get(str(kind), "anything"), *_bounds(schema)])
+
+
+def walk(schema: Schema, place: Sequence[int | str]) -> tuple[tuple[int | str, ...], Schema]:
+    """As much of `place` as leads somewhere in `schema`, and the part of the schema that is there."""
+    at, walked = schema, []
+    for part in place:
+        inner = _inside(schema, at, part)
+        if inner is None:
+            break
+        at = inner
+        walked.append(part)
+    return tuple(walked), at
+
+
+def keys_of(schema: Schema, at: Schema) -> list[str]:
+    """The keys that the part `at` of `schema` knows."""
+    return [key for option in _options(schema, at) for key in option.get("properties", {})]
+
+
+def _options(schema: Schema, at: Schema) -> Iterator[Schema]:
+    """The alternatives of `at`, with references followed."""
+    if "$ref" in at:
+        yield from _options(schema, schema["$defs"][at["$ref"].rpartition("/")[2]])
+    elif "anyOf" in at:
+        for option in at["anyOf"]:
+            yield from _options(schema, option)
+    else:
+        yield at
+
+
+def _inside(schema: Schema, at: Schema, part: int | str) -> Schema | None:
+    for option in _options(schema, at):
+        if part in option.get("properties", {}):
+            found: Schema = option["properties"][part]
+            return found
+        items = option.get("prefixItems", ())
+        if isinstance(part, int) and option.get("type") == "array":
+            return items[part] if part < len(items) else option.get("items")
+        if isinstance(part, str) and isinstance(option.get("additionalProperties"), dict):
+            return option["additionalProperties"]  # type: ignore[no-any-return]
+    return None
+
+
+def _bounds(schema: Schema) -> Iterator[str]:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if low is not None and high is not None:
+        yield f"from {low:g} to {high:g}"
+        return
+    said = [("of at least", low), ("above", above), ("of at most", high), ("below", below)]
+    found = [f"{word} {value:g}" for word, value in said if value is not None]
+    yield from [" and ".join(found)] if found else []
+    yield from [f"like {schema['pattern']}"] if "pattern" in schema else []
+    yield from ["that is not empty"] if schema.get("minLength") else []
+
+
+def _array(schema: Schema, definitions: Schema) -> Iterator[str]:
+    if "prefixItems" in schema:
+        yield f"a list of {', '.join(expected(item, definitions) for item in schema['prefixItems'])}"
+        return
+    yield f"a list of {expected(schema.get('items', {}), definitions, names=_MANY)}"
+    low, high = schema.get("minItems", 0), schema.get("maxItems")
+    if high is not None:
+        yield f", {low} to {high} of them"
+    elif low:
+        yield ", not empty" if low == 1 else f", at least {low} of them"
+
+
+def _object(schema: Schema, definitions: Schema) -> str:
+    if schema.get("properties"):
+        return f"a mapping with keys {', '.join(schema['properties'])}"
+    values = schema.get("additionalProperties")
+    return f"a mapping to {expected(values, definitions, names=_MANY)}" if isinstance(values, dict) else "a mapping"

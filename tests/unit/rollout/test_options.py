@@ -1,0 +1,208 @@
+"""Options are typed by the signature of what takes them: one row for every kind of wrong value."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import pytest
+from pydantic import Field, ValidationError
+
+from rollout.base.options import OptionsError, Registry, checked, descriptions, options_model
+from rollout.registry import UnknownName
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prizes:
+    """What is won and lost."""
+
+    win: float = 10.0
+    fail: float = -5.0
+
+
+def play(
+    task: str,
+    *,
+    world: object,
+    max_turns: Annotated[int, Field(ge=1)] = 5,
+    temperature: Annotated[float, Field(gt=0)] = 1.0,
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=True)] = math.inf,
+    order: Literal["sequential", "simultaneous"] = "sequential",
+    scaled: bool = True,
+    slips: Mapping[str, Share] | None = None,
+    clip: tuple[float, float] | None = None,
+    agents: Annotated[Sequence[str], Field(min_length=1)] = ("solver",),
+    prizes: Prizes = Prizes(),
+) -> dict[str, Any]:
+    """Play.
+
+    Args:
+        max_turns: of one game, at most,
+            of any agent.
+        scaled, clip: how rewards are.
+
+    Returns:
+        max_moves: nothing.
+    """
+    return {"task": task, "max_turns": max_turns}
+
+
+PLAYS = Registry(kind="env", known={"play": play}, takes=("task",), supplied=frozenset({"world"}))
+
+
+@pytest.mark.parametrize(
+    ("options", "place", "message"),
+    [
+        ({"max_turns": "5"}, "max_turns", "expected an integer of at least 1"),
+        ({"max_turns": "five"}, "max_turns", "expected an integer of at least 1"),
+        ({"max_turns": -3}, "max_turns", "expected an integer of at least 1"),
+        ({"max_turns": 2.5}, "max_turns", "expected an integer of at least 1"),
+        ({"max_turns": True}, "max_turns", "expected an integer of at least 1"),
+        ({"max_turns": None}, "max_turns", "expected an integer of at least 1"),
+        ({"temperature": "hot"}, "temperature", "expected a number above 0"),
+        ({"temperature": 0}, "temperature", "expected a number above 0"),
+        ({"temperature": math.inf}, "temperature", "expected a number above 0"),
+        ({"dual_clip": math.nan}, "dual_clip", "expected a number above 1"),
+        ({"order": "random"}, "order", "expected one of sequential, simultaneous"),
+        ({"scaled": "true"}, "scaled", "expected true or false"),
+        ({"slips": "often"}, "slips", "expected a mapping to numbers from 0 to 1 or null"),
+        ({"slips": {"tool": 2}}, "slips.tool", "expected a number from 0 to 1"),
+        ({"clip": [1]}, "clip.1", "expected a number"),
+        ({"clip": [1, 2, 3]}, "clip", "expected a list of a number, a number or null"),
+        ({"agents": "solver"}, "agents", "expected a list of texts, not empty"),
+        ({"agents": []}, "agents", "expected a list of texts, not empty"),
+        ({"agents": ["solver", 3]}, "agents.1", "expected text"),
+        ({"prizes": {"win": "lots"}}, "prizes.win", "expected a number"),
+        ({"prizes": {"won": 1.0}}, "prizes", "there is no 'won'; known here: win, fail"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_says_what_was_expected(options: dict[str, Any], place: str, message: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        PLAYS.arguments("play", options)
+    (error,) = refused.value.errors()
+    assert (".".join(map(str, error["loc"])), error["msg"]) == (place, message)
+
+
+def test_values_become_the_parameters_types() -> None:
+    given = {"temperature": 1, "clip": [0, 1], "agents": ["a"], "prizes": {"win": 3}, "dual_clip": math.inf}
+    values = PLAYS.arguments("play", given)
+    assert values == {
+        "temperature": 1.0,
+        "clip": (0.0, 1.0),
+        "agents": ["a"],
+        "prizes": Prizes(win=3.0),
+        "dual_clip": math.inf,
+    }
+    assert isinstance(values["temperature"], float)
+    assert list(values) == list(given)  # what is not given stays the function's own default
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"turns": 3},
+            "env 'play' has no option 'turns'; its options: max_turns, temperature, dual_clip, order, scaled, slips, "
+            "clip, agents, prizes",
+        ),
+        ({"world": 3}, "env 'play' has no option 'world'; its options: max_turns, temperature, dual_clip, order, "),
+        ({"slips": object()}, "env 'play': an option is no plain value (Unable to serialize unknown type: "),
+    ],
+    ids=str,
+)
+def test_an_option_that_is_not_there_is_named(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(OptionsError) as refused:
+        PLAYS.arguments("play", options)
+    assert str(refused.value).startswith(line)
+
+
+def test_an_option_without_default_is_needed() -> None:
+    def shop(task: str, *, config: str) -> None: ...
+
+    with pytest.raises(OptionsError, match=r"^env 'shop' needs option 'config'$"):
+        checked("env 'shop'", options_model(shop), {})
+
+
+async def relay(task: str) -> None: ...
+
+
+def open_type(task: str, *, price: Decimal) -> None: ...
+
+
+def backwards(environment: str, task: str, *, laps: int = 1) -> None: ...
+
+
+def unstarred(task: str, laps: int = 1) -> None: ...
+
+
+def anything(task: str, *, laps=1) -> None: ...  # type: ignore[no-untyped-def]
+
+
+number = 3
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("backwards", "env '{}:backwards' must take (task, *, ...), not (environment, task, *, laps=1)"),
+        ("unstarred", "env '{}:unstarred' must take (task, *, ...), not (task, laps=1)"),
+        ("relay", "env '{}:relay' must take (task, *, ...) and may not be async"),
+        ("number", "env '{}:number' must take (task, *, ...); it is of type int"),
+        (
+            "open_type",
+            "env '{}:open_type': option 'price' has the type Decimal, which cannot be read at run time "
+            "(name 'Decimal' is not defined); import it outside TYPE_CHECKING",
+        ),
+    ],
+)
+def test_an_own_function_with_another_signature_is_refused(name: str, line: str) -> None:
+    with pytest.raises(OptionsError) as refused:
+        PLAYS.arguments(f"{__name__}:{name}", {})
+    assert str(refused.value) == line.format(__name__)
+
+
+def test_an_orchestra_must_be_async() -> None:
+    orchestras = Registry(kind="orchestra", known={}, takes=("task",), coroutine=True)
+    assert asyncio.run(orchestras.find(f"{__name__}:relay")("x")) is None
+    with pytest.raises(OptionsError, match=r"orchestra '.*:play' must take \(task, \*, \.\.\.\) as an async function"):
+        orchestras.find(f"{__name__}:play")
+
+
+def test_own_functions_are_typed_too() -> None:
+    with pytest.raises(ValidationError, match="expected an integer of at least 1"):
+        PLAYS.arguments(f"{__name__}:play", {"max_turns": "5"})
+    assert PLAYS.arguments(f"{__name__}:anything", {"laps": "many"}) == {"laps": "many"}  # where no type is written
+
+
+def test_a_registry_may_take_its_own_names_only() -> None:
+    closed = Registry(kind="loss", known={"play": play}, takes=("task",), own=False)
+    with pytest.raises(UnknownName, match=r"^unknown loss 'a:b'; known: play$"):
+        closed.find("a:b")
+
+
+class Racer:
+    """A callable object, as some registries hold."""
+
+    def __call__(self, task: str, *, laps: Annotated[int, Field(ge=1)] = 1) -> None: ...
+
+
+@pytest.mark.parametrize("target", [Racer(), partial(play, world=None), Prizes], ids=["object", "partial", "class"])
+def test_whatever_can_be_called_has_options(target: Callable[..., Any]) -> None:
+    options = {"laps": 0} if isinstance(target, Racer) else {"max_turns": 0} if target is not Prizes else {"win": "x"}
+    with pytest.raises(ValidationError, match="expected"):
+        checked("it", options_model(target, frozenset({"world"})), options)
+
+
+def test_descriptions_are_the_docstrings() -> None:
+    how = "how rewards are."
+    assert descriptions(play) == {"max_turns": "of one game, at most, of any agent.", "scaled": how, "clip": how}
