@@ -17,6 +17,7 @@ from mcore_mas.files import sha256
 from mcore_mas.train import train
 from rollout.engines.embedded import EmbeddedEngine
 from rollout.records import Turn, read_trajectories
+from tests.support import precision
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.replay import sample_again
 from tests.support.run_folder import make_run
@@ -194,7 +195,9 @@ def check_lora(folder: Path, steps: list[dict]) -> None:
             name = f"model.layers.0.self_attn.{x}_proj"
             a, b = (adapter[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
             assert b.any(), name
-            assert torch.allclose(merged[f"{name}.weight"], base[f"{name}.weight"] + scale * b @ a, atol=1e-7), name
+            start = base[f"{name}.weight"]
+            exact = start.double() + scale * b.double() @ a.double()
+            precision.assert_close(merged[f"{name}.weight"], start + scale * b @ a, exact)
         assert torch.equal(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
 
 

@@ -15,7 +15,7 @@ from mcore_mas.megatron.peft import AdapterFolder
 from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
 from mcore_mas.megatron.trainer import MegatronTrainer
 from mcore_mas.packing import pack
-from tests.support import lora, ranks, reference
+from tests.support import lora, precision, ranks, reference
 
 LORA = LoraSpec(rank=4, alpha=8.0, targets=("k", "o", "up"), seed=3)
 NAME = "base_model.model.model.layers.0.self_attn.o_proj.lora_{}.weight"
@@ -117,7 +117,8 @@ def test_what_is_written_is_the_sum_and_the_adapter_by_itself(runs: Path, name: 
             weight = f"model.layers.{layer}.{module}.weight"
             a, b = (adapter[f"base_model.model.model.layers.{layer}.{module}.lora_{half}.weight"] for half in "AB")
             assert a.shape[0] == b.shape[1] == 4
-            assert torch.allclose(merged[weight], base.pop(weight) + 2 * b @ a, rtol=0, atol=1e-6), weight
+            start = base.pop(weight)
+            precision.assert_close(merged[weight], start + 2 * b @ a, start.double() + 2 * b.double() @ a.double())
     assert all(torch.equal(merged[key], tensor) for key, tensor in base.items())
     AdapterFolder(runs / name / "written" / "adapter", LORA)  # it can be started from
 

@@ -1,5 +1,6 @@
 """Encoders: known similarities, prefixes, batch independence, and refusal of other weights."""
 
+import copy
 import json
 import shutil
 import socket
@@ -14,6 +15,7 @@ import torch
 
 from retrieval.corpus import RetrievalError
 from retrieval.encoder import MINILM_SHA256, Encoder, minilm_folder, open_encoder
+from tests.support import precision
 
 
 def test_minilm_gives_the_published_similarity(encoder: Encoder) -> None:
@@ -22,17 +24,22 @@ def test_minilm_gives_the_published_similarity(encoder: Encoder) -> None:
     assert float(left @ right) == pytest.approx(0.7553, abs=1e-4)
     assert encoder.identity.dim == 384
     assert left.dtype == np.float32
-    assert float(left @ left) == pytest.approx(1.0, abs=1e-6)
+    assert float(left @ left) == pytest.approx(1.0, abs=left.size * 2**-24)  # what a sum of so many terms rounds to
+
+
+def means(encoder: Encoder, texts: list[str], dtype: torch.dtype) -> torch.Tensor:
+    """[N, 384]: of each text by itself, nothing padded, the mean over its tokens as a unit vector."""
+    model = copy.deepcopy(encoder._model).to(dtype)
+    with torch.inference_mode():
+        hidden = [model(**encoder._tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in texts]
+    return torch.stack([each / each.norm() for each in hidden])
 
 
 def test_pooling_is_the_mean_over_the_texts_own_tokens(encoder: Encoder) -> None:
     text = "Amber Falls"
-    tokens = encoder._tokenizer(text, return_tensors="pt")
-    with torch.inference_mode():
-        hidden = encoder._model(**tokens).last_hidden_state[0]  # [L, 384], nothing padded
-    expected = hidden.mean(0) / hidden.mean(0).norm()
+    own, exact = (means(encoder, [text], dtype)[0] for dtype in (torch.float32, torch.float64))
     padded = encoder.encode_passages([text, "a much longer neighbour that makes the first text padded " * 4])[0]
-    np.testing.assert_allclose(padded, expected.numpy(), atol=1e-6)
+    precision.assert_close(torch.from_numpy(padded), own, exact)
 
 
 def test_a_query_has_one_vector_whatever_it_is_batched_with(encoder: Encoder) -> None:
@@ -40,7 +47,9 @@ def test_a_query_has_one_vector_whatever_it_is_batched_with(encoder: Encoder) ->
     together = encoder.encode_queries(queries)
     alone = np.concatenate([encoder.encode_queries([query]) for query in queries[:12]])
     assert (together[:12] == alone).all()
-    np.testing.assert_allclose(together, encoder.encode_passages(queries), atol=2e-6)
+    own, exact = (means(encoder, queries, dtype) for dtype in (torch.float32, torch.float64))
+    for vectors in (together, encoder.encode_passages(queries)):
+        precision.assert_close(torch.from_numpy(vectors), own, exact)
 
 
 def test_prefixes_and_pooling_are_explicit(encoder: Encoder) -> None:
