@@ -12,10 +12,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 from benchmarks.support.training import make_model, make_sample, start_trainer
-from mcore_mas.core.losses import Objective
+from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.trainer import MegatronTrainer
-from mcore_mas.packing import pack
+from mcore_mas.megatron.step.trainer import MegatronTrainer
+from mcore_mas.packing.pack import pack
 
 GOAL = 3.0
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
-from rollout.agent import ROLES
-from rollout.collect import collect
-from rollout.engines.protocol import Sampling
 from rollout.engines.scripted import ScriptedEngine
-from rollout.envs.protocol import Step
+from rollout.environments.protocol import Step
 from rollout.orchestras.solver_verifier import solver_verifier
-from rollout.records import Task
-from rollout.team import Agent, Player, Team
-from rollout.tree import Branching
+from rollout.records.completion import Sampling
+from rollout.records.trajectory import Task
+from rollout.teams.collect import collect
+from rollout.teams.team import ROLES, Agent, Player, Team
+from rollout.teams.tree import Branching
 
 TASKS, GROUP, LOOPS, REPEATS, GOAL = 64, 8, 4, 5, 10_000
 TREE = Branching(width=4)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from mcore_mas.core.advantages import ESTIMATORS
-from mcore_mas.core.turns import Turns
+from mcore_mas.equations.advantages import ESTIMATORS
+from mcore_mas.equations.turns import Turns
 
 _GROUP, _TURNS = 8, 4  # trajectories per task, turns per trajectory
 _BUDGET_S = 2.0

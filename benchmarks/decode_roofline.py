@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
-from rollout.engines.architecture import Architecture
-from rollout.engines.decoder import Decoder
-from rollout.engines.embedded import EmbeddedEngine
-from rollout.engines.protocol import Sampling
-from rollout.engines.weights import Weights
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.decoder import Decoder
+from rollout.models.architecture import Architecture
+from rollout.models.fused_weights import Weights
+from rollout.records.completion import Sampling
 
 ROWS, CONTEXT, STEPS, REPEATS, GOAL = 32, 256, 12, 7, 0.5
 SHAPE = (

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.logprobs import logprobs_and_entropy
+from mcore_mas.megatron.model.logprobs import logprobs_and_entropy
 
 _ROWS, _VOCAB, _HIDDEN = 4096, 32768, 64
 

@@ -12,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 from benchmarks.support.training import PlainStep, cpu_seconds, make_model, make_sample, start_trainer
-from mcore_mas.core.losses import Objective
-from mcore_mas.packing import pack
+from mcore_mas.equations.losses import Objective
+from mcore_mas.packing.pack import pack
 
 _MICROBATCHES, _SEQUENCES, _LENGTH, _VOCAB = 2, 4, 256, 4096
 

@@ -20,9 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 from benchmarks.support.training import PlainStep, cpu_seconds, make_model, make_sample, start_trainer
-from mcore_mas.core.losses import Objective
-from mcore_mas.megatron.trainer import MegatronTrainer
-from mcore_mas.packing import pack
+from mcore_mas.equations.losses import Objective
+from mcore_mas.megatron.step.trainer import MegatronTrainer
+from mcore_mas.packing.pack import pack
 
 _SEQUENCES, _SHORTEST, _LONGEST, _VOCAB = 32, 32, 512, 4096
 _TOKENS, _ROWS = 1024, 2  # of a micro-batch: packed tokens, padded sequences

@@ -20,14 +20,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 from benchmarks.support.training import start_trainer
-from mcore_mas.core.losses import Objective
-from mcore_mas.handover import hand_over
-from mcore_mas.megatron.gang import Gang
+from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
-from rollout.engines.architecture import Architecture
-from rollout.engines.hosted import HostedEngine
-from rollout.transports.memory import fresh_place
-from rollout.transports.shared import SharedWeights
+from mcore_mas.megatron.step.trainer_group import Gang
+from mcore_mas.training.weight_sync import hand_over
+from rollout.base.shared_memory import fresh_place
+from rollout.engines.embedded.engine import HostedEngine
+from rollout.models.architecture import Architecture
+from rollout.sync.shared import SharedWeights
 
 REPEATS = 7
 GOAL = 0.8

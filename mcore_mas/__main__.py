@@ -1,6 +1,8 @@
 """`python -m mcore_mas`."""
 
-from mcore_mas.cli import main
+from __future__ import annotations
+
+from mcore_mas.cli.main import main
 
 if __name__ == "__main__":
     main()

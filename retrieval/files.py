@@ -1,5 +1,7 @@
 """Files that appear whole or not at all, and their fingerprints."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

@@ -1,5 +1,7 @@
 """The retrieval server: `python -m retrieval.server --index DIR --ready-file PATH`."""
 
+from __future__ import annotations
+
 import argparse
 import ctypes
 import ipaddress

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.support.training import make_sample
-from mcore_mas.samples import Sample
+from mcore_mas.credit.samples import Sample
 
 _SAMPLES, _TURNS = 4, 4
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.support.training import cpu_seconds, make_model, start_trainer
-from mcore_mas.core.losses import Objective
-from mcore_mas.packing import pack, tokens_saved
-from mcore_mas.samples import Sample
+from mcore_mas.credit.samples import Sample
+from mcore_mas.equations.losses import Objective
+from mcore_mas.packing.pack import pack, tokens_saved
 
 
 def compare(name: str, samples: Sequence[Sample], *, vocab: int, max_tokens: int, goal: float) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, logging
 
-from mcore_mas.core.losses import Objective
+from mcore_mas.credit.samples import Sample
+from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.trainer import MegatronTrainer
-from mcore_mas.samples import Sample
+from mcore_mas.megatron.step.trainer import MegatronTrainer
 
 LR = 1e-5
 

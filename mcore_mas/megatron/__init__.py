@@ -10,9 +10,12 @@ pipeline: passes over micro-batches · statistics: tokens as metrics · referenc
 update · gang: one trainer's ranks under Ray
 """
 
+from __future__ import annotations
+
 import warnings
 
-from mcore_mas.megatron import cpu, versions
+from mcore_mas.megatron import cpu
+from mcore_mas.megatron import cpu as versions
 
 # Training without Transformer Engine or Apex is a supported way, not an accident to be warned of at every import.
 warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")

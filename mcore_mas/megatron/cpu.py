@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import types
+import warnings
+from importlib import metadata
 from typing import Any, cast
 
 import torch
@@ -161,3 +163,26 @@ def _cuda_type_name(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwarg
     if dtype is not None:
         return _tensor_type(tensor, dtype, *args, **kwargs)
     return _tensor_type(tensor).replace("torch.", "torch.cuda.", 1)
+
+
+TRIED = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")  # of these, rows of docs/exactness.md have been measured
+
+
+def untried(version: str) -> str | None:
+    """What there is to say of a version of megatron-core; None if it has been tried."""
+    if version in TRIED:
+        return None
+    return (
+        f"megatron-core {version} has not been tried; tried: {', '.join(TRIED)}; "
+        "`make exactness` tells whether it trains as it should"
+    )
+
+
+def repair() -> None:
+    """Supply what a version of megatron-core leaves out, on every device; warns of one that has not been tried."""
+    said = untried(metadata.version("megatron-core"))
+    if said:
+        warnings.warn(said, stacklevel=2)
+    moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe, "te_general_gemm"):
+        moe.te_general_gemm = None

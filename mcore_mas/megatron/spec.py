@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mcore_mas.core.losses import Objective, ValueObjective
+from mcore_mas.equations.losses import Objective, ValueObjective
 
 Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
 PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o", "gate", "up", "down")

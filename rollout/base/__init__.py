@@ -1,1 +1,1 @@
-"""What every other folder builds on, and which imports nothing of ours: the registry look-up and typed options."""
+"""What all other folders build on: registry, errors, seeds, files, processes, task groups."""

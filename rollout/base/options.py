@@ -20,8 +20,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
+from rollout.base.registry import UnknownName, lookup
 from rollout.base.schema_words import expected, json_schema, keys_of, walk
-from rollout.registry import UnknownName, lookup
 
 # A text is never read as a number; a whole number will do for a float, and a list for a tuple, as YAML has no other.
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)

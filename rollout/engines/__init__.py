@@ -16,17 +16,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.registry import lookup
+from rollout.base.registry import lookup
 
 # Import paths, so that naming an engine imports neither torch nor Ray.
 ENGINES = {
-    "embedded": "rollout.engines.hosted:HostedEngine",
-    "embedded_local": "rollout.engines.local:LocalEngine",
+    "embedded": "rollout.engines.embedded.engine:HostedEngine",
+    "embedded_local": "rollout.engines.embedded.engine:LocalEngine",
     "sglang": "rollout.engines.sglang.engine:SGLangEngine",
     "scripted": "rollout.engines.scripted:ScriptedEngine",
 }
 
-TRANSPORTS = {  # of each engine that is trained, its own choice first; `rollout.transports`
+TRANSPORTS = {  # of each engine that is trained, its own choice first; `rollout.sync`
     "embedded": ("shared", "disk", "delta"),
     "sglang": ("disk", "changed", "tensor", "distributed"),
 }

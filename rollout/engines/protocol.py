@@ -1,54 +1,19 @@
-"""What every rollout engine promises."""
+"""The protocol of rollout engines, and what can be wrong with a request to any of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from rollout.records.completion import Completion, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollout.transports.handover import Handover, Route
+    from rollout.sync.protocol import Handover, Route
 
 Tag = Literal["weights", "kv_cache"]  # what an engine can do without while it sleeps
-
-
-class EngineError(RuntimeError):
-    """A generation or a weight update failed; the engine keeps its old weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How one completion is sampled."""
-
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 is off
-    max_tokens: int = 512  # completion tokens, the stop token included
-    stop: tuple[int, ...] = ()  # token ids that end a completion
-    seed: int = 0  # 64-bit; equal seed, prompt and weights give equal tokens, where the engine can promise it
-    session: str = field(default="", compare=False)  # requests of one session find each other's cached prefixes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionSpan:
-    """Completion tokens [start, end) that were sampled by one version of the weights."""
-
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What an engine returns for one prompt."""
-
-    token_ids: tuple[int, ...]  # [C], the stop token included
-    logprobs: tuple[float, ...]  # [C] natural log of the full distribution after temperature
-    finish_reason: str  # stop | length | abort
-    versions: tuple[VersionSpan, ...]
-    cached_tokens: int = 0  # prompt tokens whose keys and values were reused
 
 
 class Engine(Protocol):
@@ -91,3 +56,27 @@ class TrainedEngine(Engine, Protocol):
 
     def close(self) -> None:
         """End the processes of the engine; what still waits gets an EngineError."""
+
+
+BUSY = "the engine cannot sleep while requests are running; end or abort them first"
+
+
+def problem_of(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int, max_length: int) -> str:
+    """Why an engine with `vocab_size` and `max_length` cannot serve the request; "" if it can."""
+    size = len(prompt_ids)
+    if not size:
+        return "the prompt is empty; expected at least one token"
+    if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+        return f"the prompt has token ids outside 0..{vocab_size - 1}; is it from another tokenizer?"
+    if sampling.max_tokens < 1:
+        return f"max_tokens is {sampling.max_tokens}; expected at least 1"
+    if size + sampling.max_tokens > max_length:
+        return (
+            f"prompt of {size} tokens and max_tokens {sampling.max_tokens} exceed the engine's max_length "
+            f"{max_length}; shorten the prompt or raise max_length"
+        )
+    if not 0 <= sampling.temperature < math.inf:
+        return f"temperature is {sampling.temperature}; expected 0 (greedy) or more"
+    if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+        return f"top_p is {sampling.top_p} and top_k {sampling.top_k}; expected 0 < top_p <= 1 and top_k >= 0"
+    return ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rollout.engines.protocol import Completion, EngineError, Sampling, VersionSpan
+from rollout.base.errors import EngineError
+from rollout.records.completion import Completion, Sampling, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -40,8 +40,7 @@ from rollout.orchestras.m_ask import m_ask
 from rollout.orchestras.math_refine import math_refine
 from rollout.orchestras.mathchat import mathchat
 from rollout.orchestras.mixture import mixture
-from rollout.orchestras.qa_decompose import qa_decompose
-from rollout.orchestras.qa_evidence import qa_evidence
+from rollout.orchestras.qa_decompose import qa_decompose, qa_evidence
 from rollout.orchestras.qa_rewrite import qa_rewrite
 from rollout.orchestras.reason_tool import reason_tool
 from rollout.orchestras.search_team import search_team

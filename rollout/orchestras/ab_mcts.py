@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
 from random import Random
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
-from rollout.agent import register_agent
-from rollout.envs.code import last_program
-from rollout.envs.math import last_boxed
-from rollout.envs.protocol import Env, EnvError, Previewing
+from rollout.base.errors import EnvError
+from rollout.base.tags import after_thought
+from rollout.environments.code import last_program
+from rollout.environments.math import last_boxed
+from rollout.environments.protocol import Env, Previewing
 from rollout.orchestras.coder_tester import fenced
-from rollout.records import Task
-from rollout.tags import after_thought
-from rollout.team import Seat
-from rollout.thompson import PRIORS, Node, Search
+from rollout.records.trajectory import Task
+from rollout.teams.team import Seat, register_agent
 
 _ATTEMPT = """# Problem
 {problem}
@@ -72,8 +73,8 @@ async def ab_mcts(
 ) -> None:
     """Grow a tree of `max_nodes` attempts by Thompson sampling, and take the best one as the action.
 
-    Each attempt starts from the problem alone or mends an earlier one (`rollout.thompson`); whichever of `agents`
-    promises most makes it. Templates may use the slots `problem`, `attempt`, the text that is to be mended without its
+    Each attempt starts from the problem alone or mends an earlier one; whichever of `agents` promises most makes it.
+    Templates may use the slots `problem`, `attempt`, the text that is to be mended without its
     thoughts, and `feedback`, what the environment answered to it; both are "" at the root. What its parser makes of a
     reply is the action. `measure` is what an action is graded by, in `preview`: its `reward`, or the metric of that
     name. Rewards and most metrics know the truth, so the best node is an oracle's choice; in the environment `code` the
@@ -125,3 +126,118 @@ async def _grade(env: Previewing, action: str, measure: str) -> tuple[float, str
     if measure not in step.metrics:
         raise EnvError(f"ab_mcts: the environment does not measure '{measure}'; it measures {', '.join(step.metrics)}")
     return step.metrics[measure], step.observation
+
+
+Key = TypeVar("Key")
+
+
+class Posterior(Protocol):
+    """What is believed of a mean score."""
+
+    def after(self, scores: Sequence[float]) -> Posterior:
+        """The belief once `scores` were seen too.
+
+        Raises:
+            ValueError: a score is outside the belief's range.
+        """
+
+    def draw(self, random: Random) -> float:
+        """A mean score that may be the true one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beta:
+    """Of scores in [0, 1]; the prior is Jeffreys'."""
+
+    a: float = 0.5
+    b: float = 0.5
+
+    def after(self, scores: Sequence[float]) -> Beta:
+        bad = [score for score in scores if not 0.0 <= score <= 1.0]
+        if bad:
+            raise ValueError(f"a beta posterior takes scores from 0 to 1, and one is {bad[0]:g}; choose gaussian")
+        # a + Σ r, b + Σ (1 - r)
+        return Beta(a=self.a + sum(scores), b=self.b + len(scores) - sum(scores))
+
+    def draw(self, random: Random) -> float:
+        return random.betavariate(self.a, self.b)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaussian:
+    """Of any scores: σ² ~ Inv-χ²(ν, τ²), μ ~ N(m, σ²/κ); Murphy, Probabilistic Machine Learning II, 3.4.3.3."""
+
+    m: float = 0.0
+    kappa: float = 1.0
+    nu: float = 1.0
+    tau2: float = 0.1
+
+    def after(self, scores: Sequence[float]) -> Gaussian:
+        if not scores:
+            return self
+        n, mean = len(scores), sum(scores) / len(scores)
+        kappa, nu = self.kappa + n, self.nu + n
+        spread = sum((score - mean) ** 2 for score in scores)
+        # τ²' = (ν τ² + Σ (r - r̄)² + n κ (m - r̄)² / (κ + n)) / (ν + n)
+        tau2 = (self.nu * self.tau2 + spread + n * self.kappa * (self.m - mean) ** 2 / kappa) / nu
+        return Gaussian(m=(self.kappa * self.m + n * mean) / kappa, kappa=kappa, nu=nu, tau2=tau2)
+
+    def draw(self, random: Random) -> float:
+        variance = self.nu * self.tau2 / random.gammavariate(self.nu / 2, 2.0)  # over a draw of χ²(ν)
+        return random.gauss(self.m, sqrt(variance / self.kappa))
+
+
+PRIORS: dict[str, Callable[[], Posterior]] = {"gaussian": Gaussian, "beta": Beta}
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Node:
+    """An attempt in the tree, or the root, which is none."""
+
+    name: str = ""  # child numbers from the root, as "0.2"
+    parent: Node | None = None
+    score: float = 0.0
+    children: list[Node] = field(default_factory=list)
+    made: list[float] = field(default_factory=list)  # GEN: scores of its own children
+    below: list[float] = field(default_factory=list)  # CONT: scores made below its children
+    seen: list[float] = field(default_factory=list)  # its own score, and all made below it
+
+
+class Search:
+    """A tree of attempts and what is believed of them."""
+
+    def __init__(self, agents: Sequence[str], prior: Posterior) -> None:
+        """Any of `agents` may make a node; before it has a score, everything is believed as in `prior`."""
+        self.root = Node()
+        self.scores: dict[str, list[float]] = {agent: [] for agent in agents}
+        self._prior = prior
+
+    def select(self, random: Random) -> tuple[Node, str]:
+        """Where to make the next node, and who makes it."""
+        node = self.root
+        while node.children and self._draw({"GEN": node.made, "CONT": node.below}, random) == "CONT":
+            chosen = self._draw({i: child.seen for i, child in enumerate(node.children)}, random)
+            node = node.children[chosen]
+        return node, self._draw(self.scores, random)
+
+    def add(self, parent: Node, agent: str, score: float) -> Node:
+        """The node that `agent` made under `parent`; its score is told to everything above it."""
+        name = f"{parent.name}.{len(parent.children)}".lstrip(".")
+        node = Node(name=name, parent=parent, score=score, seen=[score])
+        self._prior.after([score])  # refuses what it cannot take, before anything is written down
+        self.scores[agent].append(score)
+        parent.children.append(node)
+        parent.made.append(score)
+        above = parent
+        while above.parent is not None:
+            above.seen.append(score)
+            above.parent.below.append(score)
+            above = above.parent
+        return node
+
+    def _draw(self, scores: Mapping[Key, Sequence[float]], random: Random) -> Key:
+        """The key whose posterior draws highest; where there is one key, nothing is drawn."""
+        if len(scores) == 1:
+            return next(iter(scores))
+        draws = {key: self._prior.after(own).draw(random) for key, own in scores.items()}
+        return max(draws, key=draws.__getitem__)

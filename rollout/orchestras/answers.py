@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rollout.envs.math import last_boxed
-from rollout.envs.protocol import Comparing, Env, Previewing, Running, Undecided
-from rollout.team import Reply, Seat
-from rollout.tools.python import NO_OUTPUT
+from rollout.base.errors import Undecided
+from rollout.environments.math import last_boxed
+from rollout.environments.protocol import Comparing, Env, Previewing, Running
+from rollout.teams.team import Reply, Seat
+from rollout.tools.workspace import NO_OUTPUT
 
 
 class AnswerEnv(Env, Previewing, Comparing, Protocol):

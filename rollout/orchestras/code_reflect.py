@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rollout.agent import register_agent
-from rollout.envs.protocol import Env, Previewing
+from rollout.base.tags import after_thought, last_tag
+from rollout.environments.protocol import Env, Previewing
 from rollout.orchestras.coder_tester import fenced, pass_rate
 from rollout.orchestras.reason_tool import parse_program
-from rollout.records import Task
-from rollout.tags import after_thought, last_tag
-from rollout.team import Seat
+from rollout.records.trajectory import Task
+from rollout.teams.team import Seat, register_agent
 
 _SYSTEM = "You are a member of a team that solves programming problems."
 

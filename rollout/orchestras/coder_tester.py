@@ -7,12 +7,12 @@ import json
 import re
 from typing import Protocol
 
-from rollout.agent import register_agent
-from rollout.envs.protocol import Case, Env, EnvError, Previewing, Testing
+from rollout.base.errors import EnvError
+from rollout.base.tags import after_thought
+from rollout.environments.protocol import Case, Env, Previewing, Testing
 from rollout.orchestras.reason_tool import parse_program
-from rollout.records import Task
-from rollout.tags import after_thought
-from rollout.team import Seat
+from rollout.records.trajectory import Task
+from rollout.teams.team import Seat, register_agent
 
 _CASE = re.compile(r"<input>(.*?)</input>\s*<output>(.*?)</output>", re.DOTALL)
 _SYSTEM = "You are a member of a team of two that solves programming problems."

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from rollout.agent import register_agent
-from rollout.envs.data_science import SUBMIT
-from rollout.envs.protocol import Env, Keeping, Running
+from rollout.base.tags import after_thought
+from rollout.environments.data_science import SUBMIT
+from rollout.environments.protocol import Env, Keeping, Running
 from rollout.orchestras.reason_tool import parse_program
-from rollout.records import Task
-from rollout.tags import after_thought
-from rollout.team import Seat
+from rollout.records.trajectory import Task
+from rollout.teams.team import Seat, register_agent
 
 ARTEFACTS: Mapping[str, Sequence[str]] = MappingProxyType(
     {

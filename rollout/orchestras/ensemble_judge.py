@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout.agent import register_agent
+from rollout.base.tags import after_thought
 from rollout.orchestras.answers import ProgramEnv, boxed, compute, grade, parse_boxed
-from rollout.records import Task
-from rollout.tags import after_thought
-from rollout.team import Seat
+from rollout.records.trajectory import Task
+from rollout.teams.team import Seat, register_agent
 
 register_agent(
     "judge",

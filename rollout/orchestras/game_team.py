@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from rollout.agent import register_agent
-from rollout.envs.code import last_program
-from rollout.envs.protocol import Env, EnvError, Previewing, Running
-from rollout.records import Task
-from rollout.team import Reply, Seat
+from rollout.base.errors import EnvError
+from rollout.environments.code import last_program
+from rollout.environments.protocol import Env, Previewing, Running
+from rollout.records.trajectory import Task
+from rollout.teams.team import Reply, Seat, register_agent
 
 LISTED = "**Actions List**:"  # what a proposal starts with, in a reply as in the output of a program
 DECIDED = "####"  # what the final actions start with

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout.envs.protocol import Env
-from rollout.graphs import Graph, Node, read_graph
-from rollout.records import Task
-from rollout.team import Seat
+from rollout.environments.protocol import Env
+from rollout.records.trajectory import Task
+from rollout.teams.graph import Graph, Node, read_graph
+from rollout.teams.team import Seat
 
 
 async def graph(task: Task, team: Seat, env: Env, *, graph: Mapping[str, Any], max_steps: int = 16) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from rollout.agent import register_agent
-from rollout.envs.protocol import Env
+from rollout.base.tags import after_thought, last_tag
+from rollout.environments.protocol import Env
 from rollout.orchestras.answers import boxed, parse_boxed
-from rollout.records import Task
-from rollout.tags import after_thought, last_tag
-from rollout.team import Seat
+from rollout.records.trajectory import Task
+from rollout.teams.team import Seat, register_agent
 
 STATUSES = ("correct", "incorrect")
 _SYSTEM = "You are a member of a team of four that solves math problems."

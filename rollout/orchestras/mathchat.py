@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rollout.agent import register_agent
+from rollout.base.tags import after_thought
 from rollout.orchestras.answers import ProgramEnv, boxed, parse_boxed
 from rollout.orchestras.reason_tool import parse_program
-from rollout.records import Task
-from rollout.tags import after_thought
-from rollout.team import Seat
+from rollout.records.trajectory import Task
+from rollout.teams.team import Seat, register_agent
 
 _SYSTEM = "You are a member of a team of three that solves math problems."
 

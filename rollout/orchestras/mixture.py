@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from rollout.agent import register_agent
+from rollout.base.tags import after_thought
 from rollout.orchestras.answers import AnswerEnv, boxed, grade, parse_boxed
-from rollout.records import Task
-from rollout.tags import after_thought
-from rollout.team import Reply, Seat
+from rollout.records.trajectory import Task
+from rollout.teams.team import Reply, Seat, register_agent
 
 register_agent(
     "proposer",

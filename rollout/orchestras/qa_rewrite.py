@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 
-from rollout.agent import register_agent
-from rollout.envs.protocol import Env
+from rollout.base.tags import last_tag
+from rollout.environments.protocol import Env
 from rollout.orchestras.search_team import parse_query
-from rollout.records import Task
-from rollout.tags import last_tag
-from rollout.team import Seat
+from rollout.records.trajectory import Task
+from rollout.teams.team import Seat, register_agent
 
 _SYSTEM = "You are a member of a team that answers questions with the help of a search engine."
 _NONE = "none"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout.agent import register_agent
-from rollout.envs.code import last_program
+from rollout.base.tags import after_thought
+from rollout.environments.code import last_program
 from rollout.orchestras.answers import ProgramEnv, boxed, compute, grade, parse_boxed
-from rollout.records import Task
-from rollout.tags import after_thought
-from rollout.team import Reply, Seat
+from rollout.records.trajectory import Task
+from rollout.teams.team import Reply, Seat, register_agent
 
 _SYSTEM = "You are a member of a team of two that solves math problems."
 _USER = """# Problem

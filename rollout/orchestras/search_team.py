@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rollout.agent import register_agent
-from rollout.envs.protocol import Env
-from rollout.records import Task
-from rollout.tags import last_tag
-from rollout.team import Seat
+from rollout.base.tags import last_tag
+from rollout.environments.protocol import Env
+from rollout.records.trajectory import Task
+from rollout.teams.team import Seat, register_agent
 
 _SYSTEM = "You are a member of a team that answers questions with the help of a search engine."
 

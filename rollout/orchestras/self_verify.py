@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rollout.agent import register_agent
+from rollout.base.tags import after_thought
 from rollout.orchestras.answers import AnswerEnv, boxed, grade, parse_boxed
-from rollout.records import Task
-from rollout.tags import after_thought
-from rollout.team import Seat
+from rollout.records.trajectory import Task
+from rollout.teams.team import Seat, register_agent
 
 register_agent(
     "self_verifier",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from rollout.agent import register_agent
-from rollout.envs.math import last_boxed
-from rollout.envs.patches import BadPatch, parse_patch
-from rollout.envs.protocol import Env
+from rollout.base.tags import after_thought, last_tag
+from rollout.environments.math import last_boxed
+from rollout.environments.patches import BadPatch, parse_patch
+from rollout.environments.protocol import Env
 from rollout.orchestras.game_team import PROPOSALS, parse_decided
-from rollout.records import Task
-from rollout.tags import after_thought, last_tag
-from rollout.team import Seat
+from rollout.records.trajectory import Task
+from rollout.teams.team import Seat, register_agent
 
 _ASSISTANT = "You are a helpful and harmless assistant."
 

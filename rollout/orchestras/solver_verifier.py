@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout.agent import register_agent
-from rollout.envs.math import last_boxed
-from rollout.envs.protocol import Env
-from rollout.records import Task
-from rollout.tags import last_tag
-from rollout.team import Seat
+from rollout.base.tags import last_tag
+from rollout.environments.math import last_boxed
+from rollout.environments.protocol import Env
+from rollout.records.trajectory import Task
+from rollout.teams.team import Seat, register_agent
 
 VERDICTS = ("approve", "reject")
 _ASSISTANT = "You are a helpful and harmless assistant."

@@ -18,16 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollout.records import Group
-from rollout.rewards.coach import coach
-from rollout.rewards.discounts import discounts
-from rollout.rewards.local_team import local_team
-from rollout.rewards.majority import majority
-from rollout.rewards.shaping import shaping
-from rollout.rewards.shared_outcome import shared_outcome
-from rollout.rewards.shares import shares
-from rollout.rewards.tree_shaping import tree_shaping
-from rollout.rewards.turn_difference import turn_difference
+from rollout.records.trajectory import Group
+from rollout.rewards.outcome import discounts, majority, shared_outcome, shares
+from rollout.rewards.turn_scores import coach, local_team, shaping, tree_shaping, turn_difference
 
 Allocator = Callable[..., Group]  # (group, **options) -> the group with rewards on its turns
 

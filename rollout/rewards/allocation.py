@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from rollout.records import Group, Status, Trajectory, Turn
+from rollout.records.trajectory import Group, Status, Trajectory, Turn
 
 
 class RewardError(ValueError):

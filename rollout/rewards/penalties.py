@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rollout.records import Group, Trajectory, Turn
+from rollout.records.trajectory import Group, Trajectory, Turn
 from rollout.rewards.allocation import RewardError, allocate, place
 
 Penalty = Callable[..., float | None]  # (turn, **options) -> what to add to its reward; None: the turn does not train

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from rollout.agent import Role
-from rollout.records import Demonstration, Task
+from rollout.environments.games import SOURCES
+from rollout.environments.games.draw import draw_tasks
+from rollout.environments.games.generator import Source
+from rollout.records.trajectory import Demonstration, Task
 from rollout.tasks import arithmetic, dsbench, encyclopedia, repositories, tabular, worlds
-from rollout.tasks.games import SOURCES
-from rollout.tasks.games.source import Source, draw_tasks
-from rollout.tasks.games.teacher import CARELESS, demonstrate
+from rollout.tasks.game_teacher import CARELESS, demonstrate
+from rollout.teams.team import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

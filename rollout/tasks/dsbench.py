@@ -18,10 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from rollout.envs.data_science import SUBMISSION, pack_file_at, pack_target
-from rollout.envs.predictions import METRICS, Target
-from rollout.records import RecordError, Task
-from rollout.seeds import derive_seed
+from rollout.base.seeds import derive_seed
+from rollout.environments.data_science import SUBMISSION, pack_file_at, pack_target
+from rollout.environments.predictions import METRICS, Target
+from rollout.records.trajectory import RecordError, Task
 
 _SIGNS = (  # of a metric, where an evaluation script computes its result; the first that is found counts
     ("auc", r"roc_auc_score"),

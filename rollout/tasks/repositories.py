@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from rollout.envs.repository import CheckCall, pack_check, pack_source
-from rollout.records import Task
-from rollout.seeds import derive_seed
-from rollout.tasks.games.source import SPLITS, split_of
+from rollout.base.seeds import derive_seed
+from rollout.environments.games.generator import SPLITS, split_of
+from rollout.environments.repository import CheckCall, pack_check, pack_source
+from rollout.records.trajectory import Task
 from rollout.tasks.repository_functions import FAMILIES, Family
 
 _PACKAGES = ("toolbox", "pantry", "drawer", "shelf", "crate", "basket", "locker", "chest")

@@ -11,11 +11,11 @@ from random import Random
 from statistics import fmean, median
 from typing import Literal
 
-from rollout.envs.data_science import SUBMISSION, pack_file, pack_target
-from rollout.envs.predictions import METRICS, Target
-from rollout.records import Task
-from rollout.seeds import derive_seed
-from rollout.tasks.games.source import SPLITS, split_of
+from rollout.base.seeds import derive_seed
+from rollout.environments.data_science import SUBMISSION, pack_file, pack_target
+from rollout.environments.games.generator import SPLITS, split_of
+from rollout.environments.predictions import METRICS, Target
+from rollout.records.trajectory import Task
 
 Kind = Literal["regression", "classification"]
 _METRICS: dict[Kind, tuple[str, ...]] = {

@@ -7,9 +7,9 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
-from rollout.records import RecordError, Task
-from rollout.seeds import derive_seed
-from rollout.tasks.games.source import SPLITS, split_of
+from rollout.base.seeds import derive_seed
+from rollout.environments.games.generator import SPLITS, split_of
+from rollout.records.trajectory import RecordError, Task
 
 T = TypeVar("T")
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rollout.tools.calculator import Calculator
-from rollout.tools.files import Files
 from rollout.tools.protocol import Tool
-from rollout.tools.python import Python
+from rollout.tools.workspace import Files, Python
 
 ToolFactory = Callable[..., Tool]  # (what it works on, **options)
 

@@ -1,4 +1,4 @@
-"""Whoever speaks for an agent keeps the promises of `rollout.team.Voice`: an engine, canned replies, a remote model."""
+"""An engine, canned replies and a remote model all keep the promises of `rollout.teams.team.Voice`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from rollout.build import build_player
-from rollout.config import RemoteConfig
+from rollout.base.errors import EngineError
+from rollout.config.build import build_player
 from rollout.engines import engine_class
-from rollout.engines.external import ExternalVoice
-from rollout.engines.protocol import EngineError, Sampling
-from rollout.records import Message
-from rollout.team import Said, Voice
+from rollout.engines.remote.config import RemoteConfig
+from rollout.records.completion import Sampling
+from rollout.records.trajectory import Message
+from rollout.teams.external import ExternalVoice
+from rollout.teams.team import Said, Voice
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.tiny import MAX_LENGTH, make_model
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rollout.records import Status
+from rollout.records.trajectory import Status
 from rollout.rewards import ALLOCATORS
 from tests.support.played import failed, group, trajectory, turn
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_mas.core.filters import FILTERS
-from mcore_mas.core.kl import KL_ESTIMATES
-from mcore_mas.core.losses import LOSSES, Tokens
+from mcore_mas.equations.filters import FILTERS
+from mcore_mas.equations.kl import KL_ESTIMATES
+from mcore_mas.equations.losses import LOSSES, Tokens
 from tests.support.turns import make_turns
 
 ROWS = [

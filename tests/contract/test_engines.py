@@ -13,9 +13,10 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
+from rollout.base.errors import EngineError
+from rollout.base.registry import UnknownName
 from rollout.engines import ENGINES, engine_class
-from rollout.engines.protocol import Completion, EngineError, Sampling
-from rollout.registry import UnknownName
+from rollout.records.completion import Completion, Sampling
 from tests.support.tiny import MAX_LENGTH, VOCAB, make_model
 
 LOGPROB_TOLERANCE = 5e-5  # nats; float32 sums in another order move a log-probability by up to about 1.5e-5

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-import rollout.envs
-from rollout.envs import ENVS
-from rollout.envs.games import GAMES
+import rollout.environments
+from rollout.environments import ENVS
+from rollout.environments.games import GAMES
 from rollout.tasks import GENERATORS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -26,8 +26,8 @@ def row(start: str) -> str:
 
 @pytest.mark.parametrize("name", sorted(set(ENVS) - set(GAMES)))
 def test_an_environment_is_described(name: str) -> None:
-    described = re.search(rf"(^|[ ,]){name}\b", rollout.envs.__doc__ or "", re.MULTILINE)
-    assert described, f"{name} is not in the docstring of rollout.envs"
+    described = re.search(rf"(^|[ ,]){name}\b", rollout.environments.__doc__ or "", re.MULTILINE)
+    assert described, f"{name} is not in the docstring of rollout.environments"
     written = row(f"| `env` | `{name}` |" if f"| `env` | `{name}` |" in DOCS else f"| | `{name}` |")
     parameters = inspect.signature(ENVS[name]).parameters.values()
     options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in LIVE]

@@ -8,14 +8,13 @@ from random import Random
 
 import pytest
 
-from rollout.envs import ENVS
-from rollout.envs.games import GAMES
-from rollout.envs.games.game import GameEnv
-from rollout.envs.protocol import Step
-from rollout.records import Task
+from rollout.environments import ENVS
+from rollout.environments.games import GAMES, SOURCES
+from rollout.environments.games.draw import draw_tasks
+from rollout.environments.games.game import GameEnv
+from rollout.environments.protocol import Step
+from rollout.records.trajectory import Task
 from rollout.tasks import GENERATORS
-from rollout.tasks.games import SOURCES
-from rollout.tasks.games.source import draw_tasks
 
 SMALL = {
     "plan_path": {"size": 5},

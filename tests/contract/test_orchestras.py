@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 import rollout.orchestras
-from rollout.agent import ROLES
-from rollout.config import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
+from rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
 from rollout.orchestras import ORCHESTRAS
+from rollout.teams.team import ROLES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEAMS = ROOT / "configs" / "team"

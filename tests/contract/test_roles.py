@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rollout.envs
+import rollout.environments
 import rollout.orchestras  # noqa: F401  (registers the roles)
-from rollout.agent import ROLES
+from rollout.teams.team import ROLES
 
 SAYS_NOTHING = [
     "",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.config import CONFIGS
+from mcore_mas.config.run import CONFIGS
 from rollout.orchestras import ORCHESTRAS
 from rollout.orchestras.flows import FLOWS
 from tests.support import lessons, ranks

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.trainer import MegatronTrainer
-from mcore_mas.packing import pack
+from mcore_mas.megatron.step.trainer import MegatronTrainer
+from mcore_mas.packing.pack import pack
 from tests.support import ranks, reference
 
 STEPS = 3

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from mcore_mas.core.losses import ValueObjective
-from mcore_mas.megatron.balance import Shares
+from mcore_mas.credit.samples import Sample
+from mcore_mas.equations.losses import ValueObjective
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.spec import PROJECTIONS, LoraSpec, Projection, TrainerSpec
-from mcore_mas.megatron.trainer import MegatronTrainer
-from mcore_mas.packing import pack
-from mcore_mas.samples import Sample
+from mcore_mas.megatron.step.balance import Shares
+from mcore_mas.megatron.step.trainer import MegatronTrainer
+from mcore_mas.packing.pack import pack
 from tests.support import lora, ranks, reference
 from tests.support.precision import Errors, Expected, errors, expect
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_mas.samples import Sample
+from mcore_mas.credit.samples import Sample
 from tests.exactness.repeats import REPEATS, jobs, same
 from tests.exactness.rows import ROWS, STEPS, Measured, measure, run
 from tests.support import precision, ranks, reference

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.engines.protocol import EngineError, Sampling
+from rollout.base.errors import EngineError
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.transports import make_sender
+from rollout.records.completion import Sampling
+from rollout.sync import make_sender
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, worst
 from tests.support import reference
 from tests.support.sglang_server import make_engine

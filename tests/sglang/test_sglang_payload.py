@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from rollout.transports import push
-from rollout.transports.bucket import flatten
-from rollout.transports.gpu_hash import gpu_hash
-from rollout.transports.push import serialize
+from rollout.models.checksums import gpu_hash
+from rollout.sync import push
+from rollout.sync.push import flatten, serialize
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 

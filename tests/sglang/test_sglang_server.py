@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.engines.protocol import Completion, EngineError, Sampling, Tag
+from rollout.base.errors import EngineError
+from rollout.engines.protocol import Tag
 from rollout.engines.sglang import VERSION
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.transports import make_sender
+from rollout.records.completion import Completion, Sampling
+from rollout.sync import make_sender
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, reference, weights, worst
 from tests.support.tiny import MAX_LENGTH, make_model
 

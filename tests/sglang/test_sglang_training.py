@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from mcore_mas.train import train
-from rollout.engines.sglang import checks
-from rollout.records import read_trajectories
-from rollout.transports.digest import SGLang
-from rollout.transports.manifest import compare
+from mcore_mas.training.train import train
+from rollout.engines.sglang import fleet as checks
+from rollout.models.tensors import compare
+from rollout.records.trajectory import read_trajectories
+from rollout.sync.digests import SGLang
 from tests.support.run_folder import make_run
 from tests.support.sglang_server import server_settings
 

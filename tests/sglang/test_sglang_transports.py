@@ -13,10 +13,11 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.engines.protocol import EngineError, Sampling
+from rollout.base.errors import EngineError
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.transports import make_sender, push
-from rollout.transports.digest import kind_of
+from rollout.records.completion import Sampling
+from rollout.sync import make_sender, push
+from rollout.sync.digests import kind_of
 from tests.contract.test_engines import (
     LOGPROB_TOLERANCE,
     ask,

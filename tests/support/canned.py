@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rollout.tools.sandbox import Limits, Result, Verdict
+from rollout.sandbox import Limits, Result, Verdict
 
 
 class Canned:

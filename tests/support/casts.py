@@ -8,16 +8,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rollout.agent import ROLES
-from rollout.collect import collect
-from rollout.engines.protocol import Sampling
 from rollout.engines.scripted import ScriptedEngine
-from rollout.envs import ENVS
-from rollout.envs.protocol import Env
+from rollout.environments import ENVS
+from rollout.environments.protocol import Env
 from rollout.orchestras import ORCHESTRAS
-from rollout.records import Task, Trajectory
-from rollout.team import Agent, Player, Team
-from rollout.tree import Branching
+from rollout.records.completion import Sampling
+from rollout.records.trajectory import Task, Trajectory
+from rollout.teams.collect import collect
+from rollout.teams.team import ROLES, Agent, Player, Team
+from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, Bytes, seeded
 
 SUM = Task(id="t", prompt="What is 3+4?", answers=("7",), env="math", source="sums", split="train")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.config import CoachConfig
-from rollout.records import Group, Message, Status, Task, ToolEvent, Trajectory, Turn
+from rollout.records.trajectory import Group, Message, Status, Task, ToolEvent, Trajectory, Turn
+from rollout.rewards.coach import CoachConfig
 
 TASK = Task(id="t", prompt="What is 6 x 7?", answers=("42",), env="math", source="s", split="train")
 

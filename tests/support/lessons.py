@@ -16,25 +16,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.config import RunConfig, resolve
-from mcore_mas.core.losses import Objective
-from mcore_mas.credit import estimate
+from mcore_mas.config.run import RunConfig, resolve
+from mcore_mas.credit.assign import estimate
+from mcore_mas.credit.samples import Sample, to_samples, weigh
+from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.trainer import MegatronTrainer
-from mcore_mas.packing import pack, unpack
-from mcore_mas.samples import Sample, to_samples, weigh
-from rollout.build import build_allocator, build_env, build_orchestra, build_team
-from rollout.collect import collect
-from rollout.engines.local import LocalEngine
-from rollout.engines.protocol import Sampling
-from rollout.envs.code import pack_solution, pack_test
-from rollout.envs.data_science import pack_file, pack_target
-from rollout.envs.predictions import Target
-from rollout.envs.repository import CheckCall, pack_check, pack_source
-from rollout.records import Message, Status, Task
-from rollout.renderer import Renderer
-from rollout.team import Agent, Player, Said
-from rollout.tools.sandbox.judge import StdinTest
+from mcore_mas.megatron.step.trainer import MegatronTrainer
+from mcore_mas.packing.pack import pack, unpack
+from rollout.config.build import build_allocator, build_env, build_orchestra, build_team
+from rollout.engines.embedded.engine import LocalEngine
+from rollout.environments.code import pack_solution, pack_test
+from rollout.environments.data_science import pack_file, pack_target
+from rollout.environments.predictions import Target
+from rollout.environments.repository import CheckCall, pack_check, pack_source
+from rollout.models.chat_template import Renderer
+from rollout.records.completion import Sampling
+from rollout.records.trajectory import Message, Status, Task
+from rollout.sandbox.judge import StdinTest
+from rollout.teams.collect import collect
+from rollout.teams.team import Agent, Player, Said
 from tests.support import worlds
 from tests.support.shipped import Library
 
@@ -144,7 +144,7 @@ def team_config(team: str, model: str, results: Path) -> RunConfig:
     """The shipped team on `model`, a policy for each name that its agents play."""
     import yaml
 
-    from mcore_mas.config import CONFIGS
+    from mcore_mas.config.run import CONFIGS
 
     values = yaml.safe_load((CONFIGS / "team" / f"{team}.yaml").read_text())
     policies = sorted({agent["policy"] for agent in values["agents"].values()})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from rollout.agent import Role
-from rollout.engines.protocol import Sampling
+from rollout.base.errors import EnvError
+from rollout.base.seeds import derive_seed
 from rollout.engines.scripted import ScriptedEngine
-from rollout.envs.protocol import EnvError, Step, ToolCall
-from rollout.records import Message, Task
-from rollout.seeds import derive_seed
-from rollout.team import Agent, Player, Team
+from rollout.environments.protocol import Step, ToolCall
+from rollout.records.completion import Sampling
+from rollout.records.trajectory import Message, Task
+from rollout.teams.team import Agent, Player, Role, Team
 
 SEED, STEP = 7, 3
 TASK = Task(id="t", prompt="say numbers", answers=("0",), env="adder", source="sums", split="train")

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from mcore_mas.samples import Sample
+from mcore_mas.credit.samples import Sample
 from tests.support import reference
 
 FACTOR = 4  # times plain float32's own error

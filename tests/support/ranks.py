@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import spawn
 
-from mcore_mas.core.losses import Objective, ValueObjective
-from mcore_mas.megatron import logprobs, parallel
+from mcore_mas.credit.samples import Sample
+from mcore_mas.equations.losses import Objective, ValueObjective
+from mcore_mas.megatron import parallel
+from mcore_mas.megatron.model import logprobs
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.stream import gather, make_plan
-from mcore_mas.megatron.trainer import MegatronTrainer
-from mcore_mas.packing import pack, unpack
-from mcore_mas.samples import Sample
-from rollout.transports import make_sender
-from rollout.transports.blocks import whole as whole_of
-from rollout.transports.handover import Route
+from mcore_mas.megatron.state.weight_export import gather, make_plan
+from mcore_mas.megatron.step.trainer import MegatronTrainer
+from mcore_mas.packing.pack import pack, unpack
+from rollout.models.tensors import whole as whole_of
+from rollout.sync import make_sender
+from rollout.sync.protocol import Route
 
 LR = 1e-3
 EPS = 1e-4

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch.overrides import TorchFunctionMode
 
-from mcore_mas.samples import Sample
+from mcore_mas.credit.samples import Sample
 from tests.support import lora
 
 BASE = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rollout.engines.embedded import EmbeddedEngine
-from rollout.engines.protocol import Sampling
-from rollout.records import Turn
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.completion import Sampling
+from rollout.records.trajectory import Turn
 
 
 def sample_again(

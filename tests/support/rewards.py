@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from rollout.records import Group, Status
+from rollout.records.trajectory import Group, Status
 
 
 def by_first_token(group: Group) -> Group:

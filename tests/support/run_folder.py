@@ -4,9 +4,9 @@ from pathlib import Path
 
 import yaml
 
-from mcore_mas.base_model import make_base_model
-from mcore_mas.config import resolve
-from mcore_mas.prepare import prepare_tasks
+from mcore_mas.config.run import resolve
+from mcore_mas.pipeline.cold_start import make_base_model
+from mcore_mas.pipeline.prepare import prepare_tasks
 
 
 def make_run(results: Path, *overrides: str) -> Path:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollout.tools.sandbox import Limits, Result, Sandbox, SandboxUnavailable, Verdict
+from rollout.sandbox import Limits, Result, Sandbox, SandboxUnavailable, Verdict
 
 REFUSED = """
 import os, socket, ctypes

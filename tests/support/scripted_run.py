@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from mcore_mas.checkpoint import Checkpoints, Identity
-from mcore_mas.config import RunConfig, resolve
-from mcore_mas.run import Run
-from mcore_mas.schedule import Schedule
-from rollout.build import build_env, build_orchestra, build_team
+from mcore_mas.config.run import RunConfig, resolve
+from mcore_mas.training.checkpoint import Checkpoints, Identity
+from mcore_mas.training.schedule import Schedule
+from mcore_mas.training.session import Run
+from rollout.config.build import build_env, build_orchestra, build_team
 from rollout.engines.scripted import Script, ScriptedEngine
-from rollout.records import Task
-from rollout.team import Player
+from rollout.records.trajectory import Task
+from rollout.teams.team import Player
 
 
 class Bytes:

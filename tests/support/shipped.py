@@ -8,14 +8,14 @@ from typing import Any
 
 import yaml
 
-from mcore_mas.config import CONFIGS
-from rollout.build import build_allocator, build_env, build_orchestra, build_team
-from rollout.collect import collect
-from rollout.config import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
+from mcore_mas.config.run import CONFIGS
+from rollout.config.build import build_allocator, build_env, build_orchestra, build_team
+from rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
 from rollout.engines.scripted import ScriptedEngine
-from rollout.records import Task, Trajectory
+from rollout.records.trajectory import Task, Trajectory
 from rollout.tasks.encyclopedia import Entry
-from rollout.team import Player
+from rollout.teams.collect import collect
+from rollout.teams.team import Player
 from tests.support.play import Bytes
 
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist
 
-from mcore_mas.checkpoint import Checkpoints, Identity
-from mcore_mas.config import RunConfig, resolve
-from mcore_mas.files import Digest
-from mcore_mas.run import Run
-from mcore_mas.schedule import Schedule
-from rollout.build import build_env, build_orchestra, build_player, build_team
-from rollout.engines.protocol import Completion, Sampling, VersionSpan
-from rollout.records import Task
-from rollout.seeds import derive_seed
-from rollout.transports.handover import Handover, Route
+from mcore_mas.config.run import RunConfig, resolve
+from mcore_mas.training.checkpoint import Checkpoints, Identity
+from mcore_mas.training.schedule import Schedule
+from mcore_mas.training.session import Run
+from rollout.base.files import Digest
+from rollout.base.seeds import derive_seed
+from rollout.config.build import build_env, build_orchestra, build_player, build_team
+from rollout.records.completion import Completion, Sampling, VersionSpan
+from rollout.records.trajectory import Task
+from rollout.sync.protocol import Handover, Route
 
 TOKEN_S = 0.1  # of decoding one token
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from rollout.build import build_player
-from rollout.collect import collect
+from rollout.config.build import build_player
 from rollout.engines.scripted import ScriptedEngine
+from rollout.teams.collect import collect
 from tests.support.play import SEED, STEP, TASK, Adder, Bytes, make_team
 from tests.support.virtual_time import run_virtually
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout.collect import collect
-from rollout.records import Trajectory
+from rollout.records.trajectory import Trajectory
+from rollout.teams.collect import collect
 from tests.support.play import SEED, STEP, TASK, Adder, make_team
 
 

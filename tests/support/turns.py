@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mcore_mas.core.turns import Turns
+from mcore_mas.equations.turns import Turns
 
 COLUMNS = ("policy", "task", "trajectory", "agent", "state", "turn", "round")
 

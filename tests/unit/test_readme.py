@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.intervals import bootstrap_interval
-from mcore_mas.readme import BEGIN, END, README, ReadmeError, block, main, update
-from mcore_mas.tables import Row, to_csv
+from mcore_mas.equations.statistics import bootstrap_interval
+from mcore_mas.reports.readme import BEGIN, END, README, ReadmeError, block, main, update
+from mcore_mas.reports.tables import Row, to_csv
 
 HEAD = (
     "experiment,policy_state,dataset,metric,k,value,ci_low,ci_high,n,seed_count,paper_value,paper_source,failed_tasks"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas import config
-from rollout.agent import ROLES
-from rollout.build import build_allocator
-from rollout.config import RewardConfig
+from mcore_mas.config import run as config
+from rollout.config.build import build_allocator
+from rollout.config.sections import RewardConfig
+from rollout.teams.team import ROLES
 from tests.support.played import group, trajectory, turn
 
 README = Path(__file__).parents[2] / "README.md"

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mcore_mas.config import RunConfig
-from mcore_mas.evaluate import policy_models
-from mcore_mas.export import export
-from mcore_mas.files import sha256
-from mcore_mas.train import train
-from rollout.engines.embedded import EmbeddedEngine
-from rollout.records import Turn, read_trajectories
+from mcore_mas.config.run import RunConfig
+from mcore_mas.training.evaluate import policy_models
+from mcore_mas.training.export import export
+from mcore_mas.training.train import train
+from rollout.base.files import sha256
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.trajectory import Turn, read_trajectories
 from tests.support import precision
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.replay import sample_again
@@ -94,7 +94,7 @@ CREDIT = {
 def trained(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
     if request.param == "ahead":  # a random model gets nothing right: say that it was best after its first step
         measured = iter([(0.0, 1.0), (1.0, 1.0), (0.5, 1.0)])
-        monkeypatch.setattr("mcore_mas.metrics.success", lambda groups: next(measured))
+        monkeypatch.setattr("mcore_mas.training.metrics.success", lambda groups: next(measured))
 
     def judge(body: dict, number: int) -> Response:
         return says("I cannot say." if number % 3 == 2 else f"PROCESS_SCORE: {number % 10}")

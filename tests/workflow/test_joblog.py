@@ -11,12 +11,12 @@ from pathlib import Path
 
 import psutil
 
-from mcore_mas.joblog import cause, failure, success
-from rollout.records import RecordError
+from mcore_mas.training.joblog import cause, failure, success
+from rollout.records.trajectory import RecordError
 
 
 def run_job(log: Path, body: str) -> subprocess.CompletedProcess[str]:
-    code = "import os, pathlib, subprocess, sys, time\nfrom mcore_mas.joblog import logged, terminal\n"
+    code = "import os, pathlib, subprocess, sys, time\nfrom mcore_mas.training.joblog import logged, terminal\n"
     command = [sys.executable, "-c", f"{code}with logged({str(log)!r}):\n    {body}"]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -67,7 +67,7 @@ def test_the_terminal_is_still_there_behind_the_log(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     leader, follower = pty.openpty()
     code = (
-        "from mcore_mas.joblog import logged, terminal\n"
+        "from mcore_mas.training.joblog import logged, terminal\n"
         f"with logged({str(log)!r}):\n    print('to the log'); print('to the screen', file=terminal(), end='')"
     )
     subprocess.run([sys.executable, "-c", code], stdout=follower, stderr=follower, check=True)
@@ -80,7 +80,7 @@ def test_the_terminal_is_still_there_behind_the_log(tmp_path: Path) -> None:
 def test_a_job_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     ready, log = tmp_path / "pid", tmp_path / "job.log"
     job = (
-        "import os, pathlib, time\nfrom mcore_mas.joblog import logged\n"
+        "import os, pathlib, time\nfrom mcore_mas.training.joblog import logged\n"
         f"with logged({str(log)!r}):\n"
         f"    pathlib.Path({str(ready)!r}).write_text(str(os.getpid()) + '.')\n"
         "    time.sleep(60)"

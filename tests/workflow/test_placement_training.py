@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from mcore_mas.placement import PlacementError
-from mcore_mas.train import train
+from mcore_mas.training.placement import PlacementError
+from mcore_mas.training.train import train
 from tests.support.run_folder import make_run
 
 SETTINGS = [

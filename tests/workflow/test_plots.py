@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.plots import PlotError, by_agent, plot_curves, running_mean, series
+from mcore_mas.reports.plots import PlotError, by_agent, plot_curves, running_mean, series
 
 ROWS = [
     {"step": -1, "validation/accuracy": 0.2},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.stability import StudyError, measures, study
+from mcore_mas.reports.stability import StudyError, measures, study
 from tests.workflow.test_dag import planned
 
 

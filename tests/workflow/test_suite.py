@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mcore_mas.suite import Suite, SuiteError
+from mcore_mas.pipeline.suite import Suite, SuiteError
 
 ROOT = Path(__file__).resolve().parents[2]
 MATH, SEARCH = ["experiment=demo_math"], ["experiment=demo_search"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.intervals import bootstrap_interval
-from mcore_mas.tables import TableError, make_table
+from mcore_mas.equations.statistics import bootstrap_interval
+from mcore_mas.reports.tables import TableError, make_table
 
 COLUMNS = "experiment,policy_state,dataset,metric,k,value,ci_low,ci_high,n,seed_count,paper_value,paper_source"
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import yaml
 
-from mcore_mas.files import sha256
-from rollout.records import read_trajectories
+from rollout.base.files import sha256
+from rollout.records.trajectory import read_trajectories
 from tests.support.run_folder import make_run
 
 STEPS = 6

@@ -5,9 +5,9 @@ import re
 import sys
 from pathlib import Path
 
-from mcore_mas import joblog
-from mcore_mas.files import FolderError, owned
-from mcore_mas.suite import Suite, SuiteError
+from mcore_mas.training import joblog
+from rollout.base.files import FolderError, owned
+from mcore_mas.pipeline.suite import Suite, SuiteError
 
 try:
     SUITE = Suite.load(config)

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from mcore_mas.joblog import logged
+from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.bootstrap import bootstrap
+    from mcore_mas.pipeline.cold_start import bootstrap
 
     base, out = Path(snakemake.input.model).parent, Path(snakemake.output.done).parent
     bootstrap(Path(snakemake.input.config), base, out)

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from mcore_mas.joblog import logged
+from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.retriever import index_passages
+    from mcore_mas.pipeline.prepare import index_passages
 
     config, passages = Path(snakemake.input.config), Path(snakemake.input.passages)
     index_passages(config, passages, Path(snakemake.output.manifest).parent)

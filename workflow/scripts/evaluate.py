@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from mcore_mas.joblog import logged
+from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.evaluate import evaluate
+    from mcore_mas.training.evaluate import evaluate
 
     evaluate(Path(snakemake.input.config), snakemake.wildcards.state, Path(snakemake.output.scores))

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from mcore_mas.joblog import logged
+from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.tables import make_table
+    from mcore_mas.reports.tables import make_table
 
     make_table(
         [Path(path) for path in snakemake.input.scores],

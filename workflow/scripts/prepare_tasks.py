@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from mcore_mas.joblog import logged
+from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.prepare import prepare_tasks
+    from mcore_mas.pipeline.prepare import prepare_tasks
 
     prepare_tasks(Path(snakemake.input.config), Path(snakemake.output.train).parent)

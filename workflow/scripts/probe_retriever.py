@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from mcore_mas.joblog import logged
+from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.retriever import probe_index
+    from mcore_mas.pipeline.prepare import probe_index
 
     config, passages = Path(snakemake.input.config), Path(snakemake.input.passages)
     probe_index(config, passages, Path(snakemake.input.manifest).parent, Path(snakemake.output.probe))

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from mcore_mas.joblog import logged
+from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.report import make_report
+    from mcore_mas.pipeline.report import make_report
 
     targets = [snakemake.input.table, *snakemake.input.figures]
     make_report(dict(snakemake.params.suite), targets, Path(snakemake.output.html))

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from mcore_mas.joblog import logged
+from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.suite import write_config
+    from mcore_mas.pipeline.suite import write_config
 
     write_config(Path(snakemake.output.config), snakemake.params.config)

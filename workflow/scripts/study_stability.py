@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from mcore_mas.joblog import logged
+from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.stability import study
+    from mcore_mas.reports.stability import study
 
     study(dict(snakemake.params.runs), [Path(path) for path in snakemake.output])

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from mcore_mas.joblog import logged
+from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.train import train
+    from mcore_mas.training.train import train
 
     train(Path(snakemake.input.config))

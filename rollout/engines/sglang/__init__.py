@@ -9,4 +9,6 @@
 - `client`   one server's HTTP API: deadlines, retries, what its answers mean
 """
 
+from __future__ import annotations
+
 VERSION = "0.5.23"  # what requirements/sglang.txt pins and `make test-sglang` runs

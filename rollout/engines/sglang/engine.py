@@ -12,18 +12,17 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollout.engines.protocol import Completion, EngineError, Sampling, Tag
-from rollout.engines.request import problem_of
-from rollout.engines.say import say
-from rollout.engines.sglang.body import body_of, completion_of
-from rollout.engines.sglang.checks import Checks
-from rollout.engines.sglang.client import Lost
-from rollout.engines.sglang.fleet import Fleet
-from rollout.engines.sglang.replica import Replica
+from rollout.base.errors import EngineError
+from rollout.base.say import say
+from rollout.base.shared_memory import fresh_place
+from rollout.engines.protocol import Tag, problem_of
+from rollout.engines.sglang.client import Lost, body_of, completion_of
+from rollout.engines.sglang.fleet import Checks, Fleet
+from rollout.engines.sglang.server import Replica
 from rollout.engines.sglang.settings import PUSHED, Settings
-from rollout.transports import make_sender
-from rollout.transports.handover import Handover, Route
-from rollout.transports.memory import fresh_place
+from rollout.records.completion import Completion, Sampling
+from rollout.sync import make_sender
+from rollout.sync.protocol import Handover, Route
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rollout.base.errors import EngineError
 from rollout.engines import TRANSPORTS
-from rollout.engines.protocol import EngineError
 
 PUSHED = ("tensor", "distributed")  # written into the servers while they pause
 _SHORT = {"half": "float16", "float": "float32"}  # names that SGLang has for types of numbers
@@ -99,7 +99,7 @@ class Settings:
 
     @property
     def held(self) -> dict[str, Any]:
-        """How the servers hold weights, as `rollout.transports.digest.SGLang` is told; {} where nothing is compared."""
+        """How the servers hold weights, as `rollout.sync.digests.SGLang` is told; {} where nothing is compared."""
         if not self.verify or "quantization" in self.arguments:
             return {}
         heads = self._model.get("num_key_value_heads") or self._model.get("num_attention_heads", 1)

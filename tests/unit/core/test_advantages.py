@@ -8,8 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_mas.core.advantages import ESTIMATORS, NEEDS, Comparison, discounted_returns, drmas, gigpo, tree_baseline
-from mcore_mas.core.turns import Turns, reverse_scan
+from mcore_mas.equations.advantages import (
+    ESTIMATORS,
+    NEEDS,
+    Comparison,
+    discounted_returns,
+    drmas,
+    gigpo,
+    tree_baseline,
+)
+from mcore_mas.equations.turns import Turns, reverse_scan
 from tests.support.turns import make_turns
 
 

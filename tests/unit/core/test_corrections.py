@@ -8,8 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_mas.core.corrections import CORRECTIONS, icepop, importance, mis, none, tis
-from mcore_mas.core.ratios import LEVELS, at_level, bounded_exp
+from mcore_mas.equations.corrections import (
+    CORRECTIONS,
+    LEVELS,
+    at_level,
+    bounded_exp,
+    icepop,
+    importance,
+    mis,
+    none,
+    tis,
+)
 
 # two replies whose tokens are not even neighbours: ratios (2, 2, 1/4) and (9, 1)
 RATIOS = torch.tensor([2.0, 9.0, 2.0, 1.0, 0.25], dtype=torch.float64)

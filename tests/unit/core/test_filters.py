@@ -2,8 +2,8 @@
 
 import torch
 
-from mcore_mas.core.filters import FILTERS
-from mcore_mas.core.turns import Turns
+from mcore_mas.equations.filters import FILTERS
+from mcore_mas.equations.turns import Turns
 from tests.support.turns import make_turns
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_mas.core.kl import KL_ESTIMATES, AdaptiveKL, k1, k2, k3, kl_penalty
+from mcore_mas.equations.kl import KL_ESTIMATES, AdaptiveKL, k1, k2, k3, kl_penalty
 
 LOGITS = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
 

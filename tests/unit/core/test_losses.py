@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_mas.core.aggregation import token_weights
-from mcore_mas.core.losses import (
+from mcore_mas.equations.aggregation import token_weights
+from mcore_mas.equations.losses import (
     LOSSES,
     Objective,
     Tokens,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_mas.core.returns import advantages_and_returns, gae, reinforce_pp, reinforce_pp_baseline, whiten
+from mcore_mas.equations.turns import advantages_and_returns, gae, reinforce_pp, reinforce_pp_baseline, whiten
 from tests.support.turns import make_turns
 
 

@@ -1,8 +1,8 @@
 """Which tokens and rows of a micro-batch each context-parallel rank takes."""
 
-from mcore_mas.megatron.context import Share
-from mcore_mas.packing import pack
-from mcore_mas.samples import Sample
+from mcore_mas.credit.samples import Sample
+from mcore_mas.megatron.model.context_parallel import Share
+from mcore_mas.packing.pack import pack
 
 
 def test_a_rank_takes_consecutive_tokens_and_the_rows_they_predict() -> None:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mcore_mas.megatron.experts import Experts
+from mcore_mas.megatron.model.experts import Experts
 
 CONFIG = {
     "num_hidden_layers": 6,

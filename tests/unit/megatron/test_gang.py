@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_mas.megatron.gang import Gang
-from mcore_mas.packing import pack, unpack
-from rollout.engines.decoder import read_folder
-from rollout.transports.handover import Route
+from mcore_mas.megatron.step.trainer_group import Gang
+from mcore_mas.packing.pack import pack, unpack
+from rollout.engines.embedded.decoder import read_folder
+from rollout.sync.protocol import Route
 from tests.support import precision, ranks, reference
 
 

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.engines.architecture import Architecture
-from rollout.engines.decoder import read_folder
-from rollout.engines.hosted import HostedEngine
-from rollout.engines.protocol import EngineError, Sampling
-from rollout.transports import make_sender
-from rollout.transports.checksum import checksum
-from rollout.transports.handover import Route, Sender
-from rollout.transports.memory import fresh_place
-from rollout.transports.shared import SharedWeights
+from rollout.base.errors import EngineError
+from rollout.base.shared_memory import fresh_place
+from rollout.engines.embedded.decoder import read_folder
+from rollout.engines.embedded.engine import HostedEngine
+from rollout.models.architecture import Architecture
+from rollout.models.checksums import checksum
+from rollout.records.completion import Sampling
+from rollout.sync import make_sender
+from rollout.sync.protocol import Route, Sender
+from rollout.sync.shared import SharedWeights
 from tests.support import ranks, reference
 
 LAYOUTS = [(tp, pp, dp) for tp in (1, 2) for pp in (1, 2) for dp in (1, 2) if tp * pp * dp < 8]

@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mcore_mas.megatron.lora import initial
-from mcore_mas.megatron.models import Architecture, ModelError
-from mcore_mas.megatron.peft import AdapterFolder
+from mcore_mas.megatron.model.build import Architecture, ModelError
 from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
-from mcore_mas.megatron.trainer import MegatronTrainer
-from mcore_mas.packing import pack
+from mcore_mas.megatron.state.lora import AdapterFolder, initial
+from mcore_mas.megatron.step.trainer import MegatronTrainer
+from mcore_mas.packing.pack import pack
 from tests.support import lora, precision, ranks, reference
 
 LORA = LoraSpec(rank=4, alpha=8.0, targets=("k", "o", "up"), seed=3)

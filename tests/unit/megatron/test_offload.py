@@ -2,7 +2,7 @@
 
 import torch
 
-from mcore_mas.megatron.offload import Offload, Parked
+from mcore_mas.megatron.state.reference import Offload, Parked
 
 
 def test_parked_storages_are_empty_and_come_back_under_every_view() -> None:

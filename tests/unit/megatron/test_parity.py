@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_mas.megatron.models import ModelError, read_architecture
+from mcore_mas.megatron.model.build import ModelError, read_architecture
 from tests.support import precision, ranks, reference
 
 STEPS = 3

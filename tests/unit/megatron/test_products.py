@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_mas.megatron import products
-from mcore_mas.megatron.products import product
+from mcore_mas.megatron.model import linear as products
+from mcore_mas.megatron.model.linear import product
 from tests.support import precision
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mcore_mas.megatron.rates import Rates
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.trainer import MegatronTrainer
+from mcore_mas.megatron.step.lr_schedule import Rates
+from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
 
 SPEC = TrainerSpec(model="m", lr=8.0, min_lr=2.0, warmup_steps=2, decay_steps=6)

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_mas.core.losses import ValueObjective
-from mcore_mas.megatron.balance import Shares, deal, flops
+from mcore_mas.equations.losses import ValueObjective
 from mcore_mas.megatron.batch import Microbatch, Segment
-from mcore_mas.megatron.models import Architecture, read_architecture
+from mcore_mas.megatron.model.build import Architecture, read_architecture
 from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.step.balance import Shares, deal, flops
 from tests.support import reference
 
 

@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from mcore_mas.packing import pack, unpack
-from mcore_mas.samples import Sample
+from mcore_mas.credit.samples import Sample
+from mcore_mas.packing.pack import pack, unpack
 from tests.support import precision, ranks, reference
 
 STEPS = 3

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_mas.megatron.attention import TreeAttention
 from mcore_mas.megatron.batch import Segment
-from mcore_mas.megatron.kernels import attend, attend_backward
-from mcore_mas.megatron.layout import PackedTrees
+from mcore_mas.megatron.model.attention import TreeAttention, attend, attend_backward
+from mcore_mas.megatron.model.tree_layout import PackedTrees
 from tests.support.precision import FACTOR
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

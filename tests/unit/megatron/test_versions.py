@@ -5,7 +5,7 @@ from importlib import metadata
 
 import pytest
 
-from mcore_mas.megatron import versions
+from mcore_mas.megatron import cpu as versions
 
 
 def test_versions_that_were_tried_are_not_mentioned() -> None:

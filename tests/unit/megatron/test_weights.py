@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.decoder import EXPERT, LAYER
-from mcore_mas.megatron.models import ModelError, check_layers, read_architecture
-from mcore_mas.megatron.names import COLUMNS, GATE_UP, QKV, TABLE, VOCAB, Cut, entries
-from mcore_mas.megatron.sources import RandomTensors, SafeTensors, Source
-from mcore_mas.megatron.trainer import MegatronTrainer
+from mcore_mas.megatron.model.build import ModelError, check_layers, read_architecture
+from mcore_mas.megatron.model.decoder import EXPERT, LAYER
+from mcore_mas.megatron.state.names import COLUMNS, GATE_UP, QKV, TABLE, VOCAB, Cut, entries
+from mcore_mas.megatron.state.sources import RandomTensors, SafeTensors, Source
+from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
 
 CUTS = SimpleNamespace(heads=4, kv_heads=2, head_dim=1, vocab=3, vocab_padded=lambda tp: 4)  # an architecture

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_mas.core.advantages import mars2, mcts
-from mcore_mas.credit import columns
-from mcore_mas.samples import to_samples
-from rollout.envs import make_code
-from rollout.envs.code import pack_test
-from rollout.records import Group, Status, Task, Trajectory
-from rollout.rewards.local_team import local_team
-from rollout.rewards.tree_shaping import tree_shaping
-from rollout.seeds import derive_seed
-from rollout.thompson import Gaussian, Search
-from rollout.tools.sandbox.judge import StdinTest
+from mcore_mas.credit.assign import columns
+from mcore_mas.credit.samples import to_samples
+from mcore_mas.equations.advantages import mars2, mcts
+from rollout.base.seeds import derive_seed
+from rollout.environments import make_code
+from rollout.environments.code import pack_test
+from rollout.orchestras.ab_mcts import Gaussian, Search
+from rollout.records.trajectory import Group, Status, Task, Trajectory
+from rollout.rewards.turn_scores import local_team, tree_shaping
+from rollout.sandbox.judge import StdinTest
 from tests.support.canned import Canned
 from tests.support.casts import SUM, grow, play, scores, validity
 from tests.support.play import SEED, STEP

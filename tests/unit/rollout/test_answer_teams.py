@@ -9,8 +9,8 @@ import pytest
 from rollout.orchestras import ORCHESTRAS
 from rollout.orchestras.chain import parse_verdict
 from rollout.orchestras.math_refine import parse_review
-from rollout.records import Group, Status
-from rollout.rewards.shaping import shaping
+from rollout.records.trajectory import Group, Status
+from rollout.rewards.turn_scores import shaping
 from tests.support.casts import SUM, grow, play, scores, speakers, validity
 
 RIGHT, WRONG, NONE = "so \\boxed{7}", "so \\boxed{8}", "no idea"

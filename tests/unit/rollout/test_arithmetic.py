@@ -7,12 +7,11 @@ from random import Random
 
 import pytest
 
-from rollout.agent import ROLES
-from rollout.envs.math import last_boxed
+from rollout.environments.math import last_boxed
 from rollout.orchestras.solver_verifier import parse_solution, parse_verdict
 from rollout.tasks import GENERATORS
-from rollout.tasks.arithmetic import SOURCES, demonstrations, generate
-from rollout.tasks.columns import Slip, review, work_out, work_out_wrongly
+from rollout.tasks.arithmetic import SOURCES, Slip, demonstrations, generate, review, work_out, work_out_wrongly
+from rollout.teams.team import ROLES
 
 SHORT = {
     "solver": replace(ROLES["solver"], system="", user="{team_context}{problem}"),

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rollout.coach import Coach
-from rollout.remote import key as keys
-from rollout.remote.key import read_key
-from rollout.remote.protocol import RemoteError, retry_after_s
+from rollout.engines.remote import protocol as keys
+from rollout.engines.remote.protocol import RemoteError, read_key, retry_after_s
+from rollout.rewards.coach import Coach
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.coached import config, group, trajectory, turn
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rollout.coach import Coach
-from rollout.records import Message
-from rollout.remote.caller import Caller, Tally
-from rollout.remote.ledger import BudgetExhausted, Kept, Ledger, Limits, Spending
-from rollout.remote.protocol import Answer, RemoteError, Settings
+from rollout.engines.remote.caller import Caller, Tally
+from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Limits, Spending
+from rollout.engines.remote.protocol import Answer, RemoteError, Settings
+from rollout.records.trajectory import Message
+from rollout.rewards.coach import Coach
 from tests.support.chat_server import chat_server, says
 from tests.support.coached import config, group, trajectory, turn
 
@@ -131,7 +131,7 @@ def test_a_killed_run_has_kept_its_replies_and_owes_what_was_in_flight(tmp_path)
     code = """
         import asyncio, sys
         from pathlib import Path
-        from rollout.coach import Coach
+        from rollout.rewards.coach import Coach
         from tests.support.coached import config, group, trajectory, turn
 
         played = [group(trajectory(*(turn(i, "solver", f"{i}") for i in range(8))))]

@@ -2,8 +2,8 @@
 
 import re
 
-from rollout.coaches.prompt import View, clip, question, repair
-from rollout.records import Message, ToolEvent
+from rollout.records.trajectory import Message, ToolEvent
+from rollout.rewards.coach_questions import View, clip, question, repair
 from tests.support.coached import TASK, trajectory, turn
 
 

@@ -7,11 +7,10 @@ import sys
 
 import pytest
 
-from rollout.coach import Coach
-from rollout.records import Message
-from rollout.remote import PROVIDERS, provider_class
-from rollout.remote.key import Key
-from rollout.remote.protocol import CallFailed, RemoteError, Settings
+from rollout.engines.remote import PROVIDERS, provider_class
+from rollout.engines.remote.protocol import CallFailed, Key, RemoteError, Settings
+from rollout.records.trajectory import Message
+from rollout.rewards.coach import Coach
 from tests.support.chat_server import Response, chat_server
 from tests.support.coached import config
 

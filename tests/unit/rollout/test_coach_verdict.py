@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.coaches.verdict import Malformed, Verdict, parse
+from rollout.rewards.coach_questions import Malformed, Verdict, parse
 
 
 @pytest.mark.parametrize(

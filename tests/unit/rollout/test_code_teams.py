@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from rollout.envs import make_code
-from rollout.envs.code import pack_solution, pack_test
-from rollout.envs.protocol import Env, EnvError
+from rollout.base.errors import EnvError
+from rollout.environments import make_code
+from rollout.environments.code import pack_solution, pack_test
+from rollout.environments.protocol import Env
 from rollout.orchestras.code_reflect import parse_plan, parse_reflection
 from rollout.orchestras.coder_tester import parse_cases
-from rollout.records import Group, Status, Task, Trajectory
-from rollout.rewards.local_team import local_team
-from rollout.rewards.turn_difference import turn_difference
-from rollout.tools.sandbox.judge import CallTest, StdinTest, Test
+from rollout.records.trajectory import Group, Status, Task, Trajectory
+from rollout.rewards.turn_scores import local_team, turn_difference
+from rollout.sandbox.judge import CallTest, StdinTest, Test
 from tests.support.canned import Canned
 from tests.support.casts import grow, play, scores, speakers, validity
 from tests.support.sandboxes import started

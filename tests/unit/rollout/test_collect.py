@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from rollout.collect import collect
-from rollout.engines.protocol import EngineError
+from rollout.base.deadlines import Limits
+from rollout.base.errors import EngineError
 from rollout.engines.scripted import ScriptedEngine
-from rollout.limits import Limits
-from rollout.records import Status, Trajectory
+from rollout.records.trajectory import Status, Trajectory
+from rollout.teams.collect import collect
 from tests.support.play import SEED, STEP, TASK, Adder, Bytes, make_team, seeded
 
 

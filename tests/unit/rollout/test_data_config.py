@@ -10,10 +10,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from mcore_mas.config import resolve
-from mcore_mas.prepare import prepare_tasks
-from rollout.data import DataConfig, make_tasks
-from rollout.records import RecordError, Task, read_tasks, write_tasks
+from mcore_mas.config.run import resolve
+from mcore_mas.pipeline.prepare import prepare_tasks
+from rollout.config.data import DataConfig, make_tasks
+from rollout.records.trajectory import RecordError, Task, read_tasks, write_tasks
 
 
 def problems(path: Path, count: int, **columns: Any) -> Path:

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from rollout.envs import make_data_science
-from rollout.envs.data_science import DataScienceEnv, pack_file, pack_target, unpack
-from rollout.envs.predictions import Target
-from rollout.envs.protocol import EnvError, Step
-from rollout.records import RecordError, Status, Task, Trajectory
+from rollout.base.errors import EnvError
+from rollout.environments import make_data_science
+from rollout.environments.data_science import DataScienceEnv, pack_file, pack_target, unpack
+from rollout.environments.predictions import Target
+from rollout.environments.protocol import Step
+from rollout.records.trajectory import RecordError, Status, Task, Trajectory
+from rollout.sandbox import Limits, Sandbox, SandboxFusion
 from rollout.tasks import GENERATORS
 from rollout.tasks.dsbench import metric_of
 from rollout.tasks.tabular import World
-from rollout.tools.sandbox import Limits, Sandbox, SandboxFusion
 from tests.support.casts import play, scores, speakers, validity
 from tests.support.sandboxes import started
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from rollout.engines.embedded import EmbeddedEngine
-from rollout.engines.local import LocalEngine
-from rollout.engines.protocol import Completion, EngineError, Sampling
-from rollout.engines.sampler import uniforms
+from rollout.base.errors import EngineError
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.engine import LocalEngine
+from rollout.engines.embedded.rows import uniforms
+from rollout.records.completion import Completion, Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, steps, worst
 
 torch.set_num_threads(1)

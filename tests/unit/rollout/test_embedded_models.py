@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rollout.engines.embedded import EmbeddedEngine
-from rollout.engines.protocol import EngineError, Sampling
+from rollout.base.errors import EngineError
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.completion import Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, SIZES, drain, make_qwen2, worst
 
 torch.set_num_threads(1)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from rollout.engines.embedded import EmbeddedEngine
-from rollout.engines.protocol import Completion, Sampling
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.records.completion import Completion, Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, worst
 
 torch.set_num_threads(1)

@@ -8,10 +8,8 @@ from itertools import combinations
 
 import pytest
 
-from rollout.agent import ROLES, Role
-from rollout.orchestras import search_team as _team  # noqa: F401  registers the roles
-from rollout.tasks.encyclopedia import demonstrations, generate, passages
-from rollout.tasks.encyclopedia_world import make_world, split_of
+from rollout.tasks.encyclopedia import demonstrations, generate, make_world, passages, split_of
+from rollout.teams.team import ROLES, Role
 
 SPLITS = ("train", "validation", "test")
 SIZES = {"train": 400, "validation": 60, "test": 200}

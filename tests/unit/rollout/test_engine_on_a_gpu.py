@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rollout.engines import sampler
-from rollout.engines.architecture import Architecture
-from rollout.engines.decoder import Decoder
-from rollout.engines.embedded import EmbeddedEngine
-from rollout.engines.protocol import EngineError, Sampling
+from rollout.base.errors import EngineError
+from rollout.engines.embedded import rows as sampler
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.decoder import Decoder
+from rollout.models.architecture import Architecture
+from rollout.records.completion import Sampling
 
 CONFIG = {
     "model_type": "qwen3",  # has all there is: norms of queries and keys, and heads of a size of their own

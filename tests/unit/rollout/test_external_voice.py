@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from rollout.config import RemoteConfig
-from rollout.engines.external import ExternalVoice
-from rollout.engines.protocol import EngineError, Sampling
+from rollout.base.errors import EngineError
+from rollout.engines.remote.config import RemoteConfig
+from rollout.engines.remote.ledger import BudgetExhausted
 from rollout.engines.scripted import ScriptedEngine
-from rollout.records import Message
-from rollout.remote.ledger import BudgetExhausted
-from rollout.team import Team
+from rollout.records.completion import Sampling
+from rollout.records.trajectory import Message
+from rollout.teams.external import ExternalVoice
+from rollout.teams.team import Team
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.play import make_team
 

@@ -8,15 +8,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from rollout.envs import ENVS
-from rollout.envs.games import GAMES
-from rollout.envs.games.actions import items, letters
-from rollout.envs.games.game import BadPuzzle, GameEnv
-from rollout.envs.games.picture import picture
-from rollout.envs.games.queens import placements
-from rollout.envs.games.sudoku import solutions
-from rollout.envs.protocol import EnvError, Step
-from rollout.records import Task
+from rollout.base.errors import EnvError
+from rollout.environments import ENVS
+from rollout.environments.games import GAMES
+from rollout.environments.games.game import BadPuzzle, GameEnv, items, letters
+from rollout.environments.games.picture import picture
+from rollout.environments.games.queens import placements
+from rollout.environments.games.sudoku import solutions
+from rollout.environments.protocol import Step
+from rollout.records.trajectory import Task
 
 PATH = "S 1 1 G 3 3\nS . .\n# . #\n. . G"
 ROOM = "# # # # # #\n# @ _ $ . #\n# # # # # #"

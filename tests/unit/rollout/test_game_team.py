@@ -10,24 +10,23 @@ from typing import Any
 
 import pytest
 
-from rollout.agent import ROLES, Role
-from rollout.collect import collect
-from rollout.engines.protocol import Sampling
 from rollout.engines.scripted import ScriptedEngine
-from rollout.envs import ENVS
-from rollout.line import Orchestra
+from rollout.environments import ENVS
+from rollout.environments.games import SOURCES
+from rollout.environments.games.generator import split_of
 from rollout.orchestras.game_team import game_team, parse_decided, parse_listed
 from rollout.orchestras.single import parse_boxed, parse_step, single
-from rollout.records import Group, Status, Task, Trajectory
-from rollout.rewards.local_team import local_team
-from rollout.rewards.majority import majority
+from rollout.records.completion import Sampling
+from rollout.records.trajectory import Group, Status, Task, Trajectory
+from rollout.rewards.outcome import majority
+from rollout.rewards.turn_scores import local_team
 from rollout.tasks import GENERATORS
 from rollout.tasks.encyclopedia import Entry
-from rollout.tasks.games import SOURCES
-from rollout.tasks.games.source import split_of
-from rollout.tasks.games.teacher import demonstrate
-from rollout.team import Agent, Player, Team
-from rollout.tree import Branching
+from rollout.tasks.game_teacher import demonstrate
+from rollout.teams.collect import collect
+from rollout.teams.episode import Orchestra
+from rollout.teams.team import ROLES, Agent, Player, Role, Team
+from rollout.teams.tree import Branching
 from tests.support.canned import Canned
 from tests.support.play import SEED, STEP, Adder, Bytes, seeded
 

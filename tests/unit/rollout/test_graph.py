@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_mas.config import CONFIGS
-from rollout.build import build_team
-from rollout.collect import collect
-from rollout.config import AgentConfig, OrchestraConfig
+from mcore_mas.config.run import CONFIGS
+from rollout.config.build import build_team
+from rollout.config.sections import AgentConfig, OrchestraConfig
 from rollout.engines.scripted import ScriptedEngine
-from rollout.envs.search import SearchEnv
-from rollout.graphs import GraphError, check_agents, read_graph
+from rollout.environments.search import SearchEnv
 from rollout.orchestras.graph import graph
 from rollout.orchestras.search_team import search_team
-from rollout.records import Task, Trajectory
-from rollout.team import Player
+from rollout.records.trajectory import Task, Trajectory
+from rollout.teams.collect import collect
+from rollout.teams.graph import GraphError, check_agents, read_graph
+from rollout.teams.team import Player
 from tests.support.play import TASK, Adder, Bytes, make_team
 from tests.support.shipped import Library, play_shipped
 

@@ -12,16 +12,15 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_mas.metrics import losses, rollout_metrics
-from rollout.collect import collect
-from rollout.engines.protocol import EngineError
+from mcore_mas.training.metrics import losses, rollout_metrics
+from rollout.base.deadlines import LEFT, Limits
+from rollout.base.errors import EngineError, EnvError
+from rollout.base.task_group import PATIENCE_S, stop
+from rollout.base.watchdog import Watchdog
 from rollout.engines.scripted import ScriptedEngine
-from rollout.envs.protocol import EnvError
-from rollout.limits import LEFT, Limits
-from rollout.records import Status
-from rollout.together import PATIENCE_S, stop
-from rollout.tree import Branching
-from rollout.watchdog import Watchdog
+from rollout.records.trajectory import Status
+from rollout.teams.collect import collect
+from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, make_team
 from tests.support.slow import Slow, ask, play, statuses, tasks, team_of
 from tests.support.virtual_time import run_virtually

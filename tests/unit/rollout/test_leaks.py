@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from rollout.envs.code import pack_test
-from rollout.leaks import Kind, Leak, find_leaks, shingles, shows_its_score, tokenise
-from rollout.records import Task
-from rollout.tools.sandbox.judge import CallTest, StdinTest
+from rollout.environments.code import pack_test
+from rollout.records.trajectory import Task
+from rollout.sandbox.judge import CallTest, StdinTest
+from rollout.tasks.leaks import Kind, Leak, find_leaks, shingles, shows_its_score, tokenise
 
 
 def task(id: str, prompt: str, env: str = "math", answers: tuple[str, ...] = ("1",)) -> Task:

@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 
-from mcore_mas.metrics import rollout_metrics
-from rollout.engines.protocol import EngineError
-from rollout.limits import Late, Limits, within
-from rollout.records import Status, read_trajectories, write_trajectories
-from rollout.tree import Branching
-from rollout.watchdog import Watchdog
+from mcore_mas.training.metrics import rollout_metrics
+from rollout.base.deadlines import Late, Limits, within
+from rollout.base.errors import EngineError
+from rollout.base.watchdog import Watchdog
+from rollout.records.trajectory import Status, read_trajectories, write_trajectories
+from rollout.teams.tree import Branching
 from tests.support.play import Adder
 from tests.support.slow import Slow, ask, play, statuses, tasks
 

@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 
-from rollout.envs.protocol import EnvError
-from rollout.orchestras.m_ask import m_ask
-from rollout.orchestras.m_ask_roles import Plan, parse_change, parse_plan, parse_search, read_plan
-from rollout.records import Task, Trajectory
-from rollout.team import Seat, Team
+from rollout.base.errors import EnvError
+from rollout.orchestras.m_ask import Plan, m_ask, parse_change, parse_plan, parse_search, read_plan
+from rollout.records.trajectory import Task, Trajectory
+from rollout.teams.team import Seat, Team
 from tests.support.play import Adder
 from tests.support.shipped import Library, play_shipped, seen
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from rollout.envs.math import MathEnv, compare_answers, last_boxed
-from rollout.envs.protocol import EnvError
-from rollout.records import Task
+from rollout.base.errors import EnvError
+from rollout.environments.math import MathEnv, compare_answers, last_boxed
+from rollout.records.trajectory import Task
 
 
 def task(*answers):

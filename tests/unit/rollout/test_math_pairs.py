@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.envs.answer_limits import Refused, check_answer
-from rollout.envs.math import compare_answers
+from rollout.environments.math import compare_answers
+from rollout.environments.math_equality import Refused, check_answer
 
 PAIRS = [
     json.loads(line) for line in (Path(__file__).parents[2] / "data" / "math_pairs.jsonl").read_text().splitlines()

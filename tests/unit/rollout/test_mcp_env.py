@@ -12,11 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout.envs import make_mcp
-from rollout.envs.mcp import McpEnv
-from rollout.envs.protocol import EnvError, Step
+from rollout.base.errors import EnvError
+from rollout.environments import make_mcp
+from rollout.environments.mcp import McpEnv
+from rollout.environments.protocol import Step
 from rollout.orchestras.single import parse_call
-from rollout.records import Status, Task
+from rollout.records.trajectory import Status, Task
 from tests.support.casts import play, validity
 
 SERVER = Path(__file__).parents[2] / "support" / "mcp_server.py"

@@ -13,7 +13,7 @@ import pytest
 from pydantic import Field, ValidationError
 
 from rollout.base.options import OptionsError, Registry, checked, descriptions, options_model
-from rollout.registry import UnknownName
+from rollout.base.registry import UnknownName
 
 if TYPE_CHECKING:
     from decimal import Decimal

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollout.build import build_player
-from rollout.collect import collect
-from rollout.engines.local import LocalEngine
-from rollout.engines.protocol import VersionSpan
-from rollout.limits import Limits
-from rollout.records import Status
+from rollout.base.deadlines import Limits
+from rollout.config.build import build_player
+from rollout.engines.embedded.engine import LocalEngine
+from rollout.records.completion import VersionSpan
+from rollout.records.trajectory import Status
+from rollout.teams.collect import collect
 from tests.support.play import SEED, STEP, TASK, Adder, make_team
 
 TASKS = [replace(TASK, id=f"task {n}") for n in range(3)]

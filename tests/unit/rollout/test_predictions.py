@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rollout.envs.predictions import METRICS, BadSubmission, Target
+from rollout.environments.predictions import METRICS, BadSubmission, Target
 
 LABELS, GUESSES = ["1", "1", "0", "0", "1"], ["1", "0", "0", "1", "1.0"]
 VALUES, PREDICTED = ["1", "2", "3"], ["1", "4", "0"]

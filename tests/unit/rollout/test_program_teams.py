@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rollout.envs import make_math
+from rollout.environments import make_math
 from rollout.orchestras.reason_tool import parse_program
-from rollout.records import Group, Status, Trajectory
-from rollout.rewards.local_team import local_team
+from rollout.records.trajectory import Group, Status, Trajectory
+from rollout.rewards.turn_scores import local_team
 from tests.support.canned import Canned
 from tests.support.casts import SUM, grow, play, scores, speakers, validity
 from tests.support.sandboxes import started

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.orchestras.qa_decompose import parse_queries
-from rollout.orchestras.qa_evidence import parse_evidence
+from rollout.orchestras.qa_decompose import parse_evidence, parse_queries
 from rollout.orchestras.qa_rewrite import parse_selection, select
-from rollout.records import Task, Trajectory
+from rollout.records.trajectory import Task, Trajectory
 from tests.support.shipped import Library, play_shipped, seen
 
 TASK = Task(id="t", prompt="Who?", answers=("Alice Walker",), env="search", source="hops", split="train")

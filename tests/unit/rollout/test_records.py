@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.engines.protocol import VersionSpan
-from rollout.records import (
+from rollout.records.completion import VersionSpan
+from rollout.records.trajectory import (
     Message,
     RecordError,
     Status,

@@ -13,16 +13,17 @@ from typing import Any
 
 import pytest
 
-from rollout.envs import make_repository
-from rollout.envs.protocol import EnvError, Step
-from rollout.envs.repository import CheckCall, pack_check, pack_source
-from rollout.records import Status, Task
+from rollout.base.errors import EnvError
+from rollout.environments import make_repository
+from rollout.environments.protocol import Step
+from rollout.environments.repository import CheckCall, pack_check, pack_source
+from rollout.records.trajectory import Status, Task
+from rollout.sandbox import Sandbox
 from rollout.tasks import GENERATORS
-from rollout.tasks.files.formats import FORMATS
-from rollout.tasks.files.problem import BadRow
+from rollout.tasks.fields import BadRow
+from rollout.tasks.files import FORMATS
 from rollout.tasks.repositories import _checks, source_of
 from rollout.tasks.repository_functions import FAMILIES
-from rollout.tools.sandbox import Sandbox
 from tests.support.casts import play, validity
 from tests.support.sandboxes import started
 

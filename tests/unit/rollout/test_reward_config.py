@@ -3,11 +3,11 @@
 import pytest
 from pydantic import ValidationError
 
-from rollout.build import build_allocator
-from rollout.config import RewardConfig
-from rollout.registry import UnknownName, lookup
+from rollout.base.registry import UnknownName, lookup
+from rollout.config.build import build_allocator
+from rollout.config.sections import RewardConfig
 from rollout.rewards import ALLOCATORS
-from rollout.rewards.shared_outcome import shared_outcome
+from rollout.rewards.outcome import shared_outcome
 from tests.support.played import group, rewards, trajectory, turn
 
 TEAM = ("searcher", "answerer")
@@ -49,7 +49,7 @@ def test_unknown_names_are_named_with_what_is_known():
 def test_an_import_path_stands_for_a_name():
     config = RewardConfig(name=f"{__name__}:halved", options={"share": 0.25})
     assert rewards(build_allocator(config, {})(group(trajectory(turn(0))))) == [[0.25]]
-    assert lookup("reward", "rollout.rewards.shared_outcome:shared_outcome", ALLOCATORS) is shared_outcome
+    assert lookup("reward", "rollout.rewards.outcome:shared_outcome", ALLOCATORS) is shared_outcome
 
 
 @pytest.mark.parametrize("path", ["nowhere:x", "rollout.rewards:no_such", ":x", ".rewards:x", "rollout.rewards:"])

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from rollout.build import build_allocator
-from rollout.config import AgentConfig, RewardConfig
+from rollout.config.build import build_allocator
+from rollout.config.sections import AgentConfig, RewardConfig
 from rollout.rewards import penalties as package
 from rollout.rewards.allocation import RewardError
 from rollout.rewards.penalties import PENALTIES, invalid, mask_truncated, overlong, penalise

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import pytest
 
 from retrieval.client import BadRequest, RetrievalError
-from rollout.envs.protocol import EnvError, Step
-from rollout.envs.search import SearchEnv
-from rollout.records import Task
+from rollout.base.errors import EnvError
+from rollout.environments.protocol import Step
+from rollout.environments.search import SearchEnv
+from rollout.records.trajectory import Task
 
 TASK = Task(id="t", prompt="Who?", answers=("Silver Harbor",), env="search", source="one_hop", split="test")
 

@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 
-from rollout.agent import ROLES
-from rollout.envs.search import SearchEnv
+from rollout.environments.search import SearchEnv
 from rollout.orchestras.search_team import parse_answer, parse_query, parse_verdict, search_team
-from rollout.records import Task
+from rollout.records.trajectory import Task
 from rollout.tasks.encyclopedia import Entry
-from rollout.team import Reply, Seat, Team
+from rollout.teams.team import ROLES, Reply, Seat, Team
 
 TASK = Task(id="t", prompt="Who?", answers=("Otter",), env="search", source="one_hop", split="test")
 ROLE_OF = {"verifier": "search_verifier", "searcher": "searcher", "answerer": "answerer"}

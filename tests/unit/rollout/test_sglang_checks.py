@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.decoder import read_folder
-from rollout.engines.protocol import EngineError
-from rollout.engines.sglang.checks import Checks
+from rollout.base.errors import EngineError
+from rollout.engines.embedded.decoder import read_folder
+from rollout.engines.sglang.fleet import Checks
 from rollout.engines.sglang.settings import Settings
-from rollout.transports.digest import SGLang, kind_of
-from rollout.transports.handover import Handover
+from rollout.sync.digests import SGLang, kind_of
+from rollout.sync.protocol import Handover
 from tests.support import reference
 
 QKV = "model.layers.{}.self_attn.qkv_proj.weight of rank {}"

@@ -14,11 +14,12 @@ import pytest
 import ray
 import torch
 
-from rollout.engines.protocol import Completion, EngineError, Sampling
-from rollout.engines.sglang.body import body_of, completion_of
+from rollout.base.errors import EngineError
+from rollout.engines.sglang.client import body_of, completion_of
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.server import Server, arguments
-from rollout.transports import make_sender
+from rollout.records.completion import Completion, Sampling
+from rollout.sync import make_sender
 from tests.support.tiny import make_model
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_sglang.py"

@@ -5,15 +5,14 @@ from functools import partial
 
 import pytest
 
-from rollout.agent import ROLES
-from rollout.collect import collect
-from rollout.engines.protocol import Sampling
 from rollout.engines.scripted import ScriptedEngine
-from rollout.envs import ENVS
+from rollout.environments import ENVS
 from rollout.orchestras import ORCHESTRAS
 from rollout.orchestras.solver_verifier import parse_solution, parse_verdict, slots, solver_verifier
-from rollout.records import Status, Task
-from rollout.team import Agent, Player, Team
+from rollout.records.completion import Sampling
+from rollout.records.trajectory import Status, Task
+from rollout.teams.collect import collect
+from rollout.teams.team import ROLES, Agent, Player, Team
 
 TASK = Task(id="t", prompt="What is 3+4?", answers=("7",), env="math", source="sums", split="train")
 RIGHT, WRONG, NONE = "so \\boxed{7}", "so \\boxed{8}", "no idea"

@@ -12,11 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.records import RecordError, Task, write_tasks
-from rollout.tasks.files.fields import Fields
-from rollout.tasks.files.formats import FORMATS
-from rollout.tasks.files.read import distinct, read
-from rollout.tasks.files.rows import rows
+from rollout.records.trajectory import RecordError, Task, write_tasks
+from rollout.tasks.fields import Fields
+from rollout.tasks.files import FORMATS, distinct, read, rows
 
 DAPO_HEAD = (
     "Solve the following math problem step by step. The last line of your response should be of the form "

@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from rollout.agent import Role
-from rollout.engines.protocol import Sampling
 from rollout.engines.scripted import ScriptedEngine
-from rollout.team import Agent, Player, Team
+from rollout.records.completion import Sampling
+from rollout.teams.team import Agent, Player, Role, Team
 from tests.support.play import Bytes, make_team
 
 

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from rollout.thompson import Beta, Gaussian, Search
+from rollout.orchestras.ab_mcts import Beta, Gaussian, Search
 
 
 def test_a_beta_posterior_counts_successes_and_failures() -> None:

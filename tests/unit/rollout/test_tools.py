@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from rollout.registry import lookup
+from rollout.base.registry import lookup
+from rollout.sandbox import Limits
 from rollout.tools import TOOLS
 from rollout.tools.calculator import calculate
 from rollout.tools.protocol import BadArguments
-from rollout.tools.sandbox import Limits
 from tests.support.sandboxes import started
 
 

@@ -17,21 +17,18 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollout.engines.architecture import Architecture
-from rollout.engines.decoder import Decoder, read_folder
-from rollout.engines.protocol import EngineError
-from rollout.transports import alone, make_sender, push
-from rollout.transports.blocks import Rows, shape_of, whole
-from rollout.transports.bucket import buckets, flatten
-from rollout.transports.checksum import Checksum, checksum, copy
-from rollout.transports.delta import changes, patched
-from rollout.transports.digest import SGLang
-from rollout.transports.gpu_hash import gpu_hash
-from rollout.transports.handover import Route
-from rollout.transports.manifest import compare, complete, read_manifest
-from rollout.transports.memory import MEMORY, fresh_place
-from rollout.transports.push import GroupSender, TensorSender
-from rollout.transports.shared import SharedCheck, SharedWeights
+from rollout.base.errors import EngineError
+from rollout.base.shared_memory import MEMORY, fresh_place
+from rollout.engines.embedded.decoder import Decoder, read_folder
+from rollout.models.architecture import Architecture
+from rollout.models.checksums import Checksum, checksum, copy, gpu_hash
+from rollout.models.tensors import Rows, compare, complete, read_manifest, shape_of, whole
+from rollout.sync import alone, make_sender, push
+from rollout.sync.digests import SGLang
+from rollout.sync.disk import changes, patched
+from rollout.sync.protocol import Route
+from rollout.sync.push import GroupSender, TensorSender, buckets, flatten
+from rollout.sync.shared import SharedCheck, SharedWeights
 from tests.support.tiny import make_model
 
 NAMES = ("a.weight", "b.weight", "c.bias")
@@ -452,7 +449,7 @@ def test_the_hash_of_a_gpu_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_hash(many.view(200, 200).t().contiguous().t()) == 0xA5A582EB081D1E92
     assert gpu_hash(torch.arange(5, dtype=torch.uint8)) == 0x5378E41554869438  # two words, filled up
     assert gpu_hash(torch.empty(0)) == 0
-    monkeypatch.setattr("rollout.transports.gpu_hash._TILES", 2)  # blocks of 16,384 words
+    monkeypatch.setattr("rollout.models.checksums._TILES", 2)  # blocks of 16,384 words
     assert gpu_hash(many) == 0xA5A582EB081D1E92
 
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.collect import collect
+from rollout.base.seeds import derive_seed
 from rollout.engines.scripted import ScriptedEngine
-from rollout.records import Group, Status
-from rollout.rewards.local_team import local_team
-from rollout.seeds import derive_seed
-from rollout.tree import Branching
+from rollout.records.trajectory import Group, Status
+from rollout.rewards.turn_scores import local_team
+from rollout.teams.collect import collect
+from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, make_team, seeded
 from tests.support.trees import DUET, duet, grow, rows
 

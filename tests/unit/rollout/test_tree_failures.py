@@ -7,13 +7,13 @@ import re
 
 import pytest
 
-from rollout.collect import collect
-from rollout.engines.protocol import EngineError
-from rollout.envs.protocol import EnvError, Step
-from rollout.limits import Limits
-from rollout.records import Status
-from rollout.seeds import derive_seed
-from rollout.tree import Branching
+from rollout.base.deadlines import Limits
+from rollout.base.errors import EngineError, EnvError
+from rollout.base.seeds import derive_seed
+from rollout.environments.protocol import Step
+from rollout.records.trajectory import Status
+from rollout.teams.collect import collect
+from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, make_team, seeded
 from tests.support.trees import DUET, duet, grow, rows
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_mas.metrics import rollout_metrics
-from mcore_mas.samples import to_samples
-from rollout.envs.math import MathEnv, compare_answers
-from rollout.envs.mathematics import Comparer, Comparison
-from rollout.envs.protocol import Undecided
-from rollout.records import Group, Status
+from mcore_mas.credit.samples import to_samples
+from mcore_mas.training.metrics import rollout_metrics
+from rollout.base.errors import Undecided
+from rollout.environments.math import MathEnv, compare_answers
+from rollout.environments.math_equality import Comparer, Comparison
+from rollout.records.trajectory import Group, Status
 from rollout.rewards import ALLOCATORS
 from tests.support.casts import SUM, grow, play, scores
 from tests.support.played import group, rewards, trajectory, turn

@@ -16,11 +16,12 @@ import pytest
 import yaml
 from gymnasium import spaces
 
-from rollout.envs import make_alfworld, make_gymnasium, make_webshop
-from rollout.envs.protocol import Env, EnvError, Step
-from rollout.envs.worlds import alfworld, webshop
-from rollout.envs.worlds.world import BadAction, Scene, WorldEnv
-from rollout.records import RecordError, Status, Task
+from rollout.base.errors import EnvError
+from rollout.environments import make_alfworld, make_gymnasium, make_webshop
+from rollout.environments.protocol import Env, Step
+from rollout.environments.text_worlds import alfworld, webshop
+from rollout.environments.text_worlds.world import BadAction, Scene, WorldEnv
+from rollout.records.trajectory import RecordError, Status, Task
 from rollout.tasks import GENERATORS
 from tests.support.casts import grow, play, validity
 from tests.support.worlds import FakeAlfred, FakeShop, modules

@@ -12,13 +12,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings, strategies
 
-from mcore_mas.config import ConfigError, resolve
-from mcore_mas.experience import gather
-from mcore_mas.loop import train_steps
-from mcore_mas.metrics import staleness_metrics
-from mcore_mas.run import Stopped, TrainingError
-from mcore_mas.samples import Sample
-from rollout.records import read_trajectories
+from mcore_mas.config.run import ConfigError, resolve
+from mcore_mas.credit.samples import Sample
+from mcore_mas.training.async_rollout import gather
+from mcore_mas.training.metrics import staleness_metrics
+from mcore_mas.training.session import Stopped, TrainingError
+from mcore_mas.training.step import train_steps
+from rollout.records.trajectory import read_trajectories
 from tests.support.simulated import SimulatedEngine, handed_over, simulated_run
 from tests.support.virtual_time import run_virtually
 

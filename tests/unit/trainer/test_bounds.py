@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_mas.config import ConfigError, RunConfig, resolve
-from mcore_mas.experience import gather
-from mcore_mas.loop import train_steps
-from mcore_mas.metrics import losses, success, validation_metrics
-from mcore_mas.run import Stopped
-from rollout.build import build_team
-from rollout.records import Status, read_trajectories
-from rollout.team import Player
-from rollout.together import PATIENCE_S
+from mcore_mas.config.run import ConfigError, RunConfig, resolve
+from mcore_mas.training.async_rollout import gather
+from mcore_mas.training.metrics import losses, success, validation_metrics
+from mcore_mas.training.session import Stopped
+from mcore_mas.training.step import train_steps
+from rollout.base.task_group import PATIENCE_S
+from rollout.config.build import build_team
+from rollout.records.trajectory import Status, read_trajectories
+from rollout.teams.team import Player
 from tests.support.played import failed, group, trajectory, turn
 from tests.support.simulated import SimulatedEngine, Text, simulated_run
 from tests.support.virtual_time import run_virtually

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import yaml
 
-from mcore_mas import catalogue
-from mcore_mas.config import CONFIGS
+from mcore_mas.config.run import CONFIGS
+from mcore_mas.reports import catalogue
 from rollout.orchestras import ORCHESTRAS
 from rollout.orchestras.flows import FLOWS
 
 
 def test_the_page_is_up_to_date() -> None:
     written = catalogue.PAGE.read_text(encoding="utf-8")
-    assert written == catalogue.page(), "run python -m mcore_mas.catalogue"
+    assert written == catalogue.page(), "run python -m mcore_mas.reports.catalogue"
 
 
 def test_every_orchestra_has_a_flow() -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.config import ConfigError, RunConfig, resolve
-from mcore_mas.layouts import check_layouts
-from mcore_mas.megatron.models import ModelError
+from mcore_mas.config.run import ConfigError, RunConfig, resolve
+from mcore_mas.megatron.model.build import ModelError
+from mcore_mas.training.trainer_specs import check_layouts
 from tests.support import reference
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.checkpoint import CheckpointError, Checkpoints, Identity
-from mcore_mas.files import Digest, write_chunks
+from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity
+from rollout.base.files import Digest, write_chunks
 
 MODELS = {"policy": {"vocab": 512, "layers": 2, "rope_factor": None}}
 WEIGHTS_OF_1 = "9f7ebbb2ca46745f912339e39e2320486b42231bfe40c1a6197c61805185f23f"  # sha256sum

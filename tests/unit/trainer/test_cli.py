@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.cli import REGISTRIES, main
+from mcore_mas.cli.main import REGISTRIES, main
 
 HELPED = "Usage: "  # what a command's own parser refuses comes with where to find help
 

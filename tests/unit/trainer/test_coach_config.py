@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_mas.config import ConfigError, RunConfig, resolve
+from mcore_mas.config.run import ConfigError, RunConfig, resolve
 
 
 def test_no_coach_unless_chosen() -> None:

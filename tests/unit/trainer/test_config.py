@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import yaml
 
-from mcore_mas.config import CONFIGS, ConfigError, RunConfig, resolve
-from rollout.config import Section
+from mcore_mas.config.run import CONFIGS, ConfigError, RunConfig, resolve
+from rollout.base.section import Section
 
 GROUPS = sorted(
     (path.parent.name, path.stem) for path in CONFIGS.glob("*/*.yaml") if path.parent.name not in ("experiment", "team")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from mcore_mas.core.returns import whiten
-from mcore_mas.credit import columns, estimate, keep
-from mcore_mas.samples import CreditError, Sample
-from rollout.config import Choice
+from mcore_mas.credit.assign import columns, estimate, keep
+from mcore_mas.credit.samples import CreditError, Sample
+from mcore_mas.equations.turns import whiten
+from rollout.config.sections import Choice
 
 
 def sample(trajectory: str, turn: int, agent: str, reward: float, **fields: object) -> Sample:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.experience import gather
-from mcore_mas.run import TrainingError
-from rollout.engines.protocol import EngineError
-from rollout.records import Status, read_trajectories
+from mcore_mas.training.async_rollout import gather
+from mcore_mas.training.session import TrainingError
+from rollout.base.errors import EngineError
+from rollout.records.trajectory import Status, read_trajectories
 from tests.support.scripted_run import box, make_run, task_of
 
 

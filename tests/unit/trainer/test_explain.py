@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mcore_mas.cli import app
-from mcore_mas.explain import explain
-from mcore_mas.samples import CreditError
-from rollout.records import write_trajectories
+from mcore_mas.cli.main import app
+from mcore_mas.credit.explain import explain
+from mcore_mas.credit.samples import CreditError
+from rollout.records.trajectory import write_trajectories
 from tests.unit.trainer.test_samples import trajectory, turn
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mcore_mas.config import resolve
-from mcore_mas.export import ExportError, export
+from mcore_mas.config.run import resolve
+from mcore_mas.training.export import ExportError, export
 
 
 @pytest.fixture

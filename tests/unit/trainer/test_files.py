@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_mas.files import FolderError, owned, writable, write_text
+from rollout.base.files import FolderError, owned, writable, write_text
 
 
 def test_a_living_owner_keeps_its_folder(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mcore_mas.cli import main
-from mcore_mas.config import resolve
-from rollout.records import Task, write_tasks
+from mcore_mas.cli.main import main
+from mcore_mas.config.run import resolve
+from rollout.records.trajectory import Task, write_tasks
 
 
 def write(path: Path, *pairs: tuple[str, str]) -> str:

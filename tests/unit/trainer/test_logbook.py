@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
-from mcore_mas.logbook import Logbook
-from mcore_mas.tracking import Journal
-from rollout.records import Group, Task
+from mcore_mas.training.logbook import Logbook
+from mcore_mas.training.tracking import Journal
+from rollout.records.trajectory import Group, Task
 from tests.support.played import TASK, trajectory, turn
 
 

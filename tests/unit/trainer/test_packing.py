@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_mas.megatron.balance import Shares
+from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import Segment
-from mcore_mas.packing import pack, tokens_saved, unpack
-from mcore_mas.samples import Sample
+from mcore_mas.megatron.step.balance import Shares
+from mcore_mas.packing.pack import pack, tokens_saved, unpack
 
 PROMPT = tuple(range(10, 20))
 

@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from mcore_mas.cli import main
-from mcore_mas.config import resolve
-from mcore_mas.page import page
-from mcore_mas.show import advantages_of
-from rollout.engines.protocol import VersionSpan
-from rollout.records import Message, Status, ToolEvent, read_trajectories, write_trajectories
+from mcore_mas.cli.main import main
+from mcore_mas.config.run import resolve
+from mcore_mas.reports.show import advantages_of
+from mcore_mas.reports.trajectory_page import page
+from rollout.records.completion import VersionSpan
+from rollout.records.trajectory import Message, Status, ToolEvent, read_trajectories, write_trajectories
 from tests.support.played import trajectory, turn
 
 ATTACK = '</pre><script>alert(1)</script><img src=x onerror="alert(2)">" onload=\'x\' &lt;b&gt; \x00\x1b[31m\ud800'

@@ -11,20 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.cli import main
-from mcore_mas.pictures import actions_of, draw, drawing
-from rollout.collect import collect
+from mcore_mas.cli.main import main
+from mcore_mas.reports.trajectory_drawing import actions_of, draw, drawing
 from rollout.engines.scripted import ScriptedEngine
-from rollout.envs import ENVS
-from rollout.envs.games import GAMES
-from rollout.envs.games.game import GameEnv
-from rollout.envs.games.picture import picture
-from rollout.envs.games.plan_path import PlanPath
-from rollout.envs.protocol import ToolCall
+from rollout.environments import ENVS
+from rollout.environments.games import GAMES, SOURCES
+from rollout.environments.games.draw import draw_tasks
+from rollout.environments.games.game import GameEnv
+from rollout.environments.games.picture import picture
+from rollout.environments.games.plan_path import PlanPath
+from rollout.environments.protocol import ToolCall
 from rollout.orchestras import ORCHESTRAS
-from rollout.records import RecordError, Task, Trajectory, write_tasks, write_trajectories
-from rollout.tasks.games import SOURCES
-from rollout.tasks.games.source import draw_tasks
+from rollout.records.trajectory import RecordError, Task, Trajectory, write_tasks, write_trajectories
+from rollout.teams.collect import collect
 from tests.support.casts import make_team
 
 SMALL = {

@@ -2,9 +2,17 @@
 
 import pytest
 
-from mcore_mas.config import RunConfig, resolve
-from mcore_mas.megatron.gang import meeting_address
-from mcore_mas.placement import PlacementError, Tenant, check_fits, devices_here, needed, strategies, tenants_of
+from mcore_mas.config.run import RunConfig, resolve
+from mcore_mas.megatron.step.trainer_group import meeting_address
+from mcore_mas.training.placement import (
+    PlacementError,
+    Tenant,
+    check_fits,
+    devices_here,
+    needed,
+    strategies,
+    tenants_of,
+)
 
 LAYOUT = [
     "policies.solver.tp=2",

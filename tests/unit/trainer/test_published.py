@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.config import CONFIGS, resolve
+from mcore_mas.config.run import CONFIGS, resolve
 
 EXPERIMENTS = CONFIGS / "experiment"
 PUBLISHED = sorted(path.stem for path in EXPERIMENTS.glob("*.yaml") if not path.stem.startswith("demo_"))

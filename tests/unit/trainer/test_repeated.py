@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mcore_mas.loop import train_steps
-from mcore_mas.run import Run
-from rollout.build import build_player, build_team
-from rollout.engines.embedded import EmbeddedEngine
-from rollout.engines.local import LocalEngine, settle
-from rollout.records import Trajectory, read_trajectories
-from rollout.transports.handover import Handover, Route
+from mcore_mas.training.session import Run
+from mcore_mas.training.step import train_steps
+from rollout.config.build import build_player, build_team
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.engine import LocalEngine, settle
+from rollout.records.trajectory import Trajectory, read_trajectories
+from rollout.sync.protocol import Handover, Route
 from tests.support.replay import sample_again
 from tests.support.simulated import TOKEN_S, simulated_run
 from tests.support.virtual_time import run_virtually

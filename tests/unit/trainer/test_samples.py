@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_mas.evaluate import score
-from mcore_mas.metrics import credit_metrics, rollout_metrics, success
-from mcore_mas.samples import CreditError, to_samples
-from rollout.records import Group, Message, Status, Task, Trajectory, Turn
+from mcore_mas.credit.samples import CreditError, to_samples
+from mcore_mas.training.evaluate import score
+from mcore_mas.training.metrics import credit_metrics, rollout_metrics, success
+from rollout.records.trajectory import Group, Message, Status, Task, Trajectory, Turn
 
 TASK = Task(id="t", prompt="1+1", answers=("2",), env="math", source="sums", split="train")
 

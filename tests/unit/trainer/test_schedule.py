@@ -2,8 +2,8 @@
 
 import pytest
 
-from mcore_mas.schedule import Schedule
-from rollout.records import Task
+from mcore_mas.training.schedule import Schedule
+from rollout.records.trajectory import Task
 
 
 def tasks(n: int) -> list[Task]:

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from mcore_mas.cli import main
-from rollout.collect import collect
-from rollout.records import RecordError, read_trajectories, write_trajectories
-from rollout.tree import Branching
+from mcore_mas.cli.main import main
+from rollout.records.trajectory import RecordError, read_trajectories, write_trajectories
+from rollout.teams.collect import collect
+from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, make_team, seeded
 
 REPLIES = {("a", 0, ""): "1", ("a", 0, "1"): "5", ("a", 1, ""): "3", ("a", 1, "1.0"): "2", ("a", 1, "1.1"): "4"}
@@ -80,7 +80,7 @@ def test_branches_shows_the_siblings_with_their_scores(tree, capsys, monkeypatch
 
 
 def test_a_trajectory_that_is_not_there_is_named(tree):
-    from mcore_mas.show import show
+    from mcore_mas.reports.show import show
 
     with pytest.raises(RecordError, match="no trajectory 1; it holds 1"):
         show(tree, 1)

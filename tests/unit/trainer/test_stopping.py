@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.checkpoint import Checkpoints, Identity
-from mcore_mas.loop import train_steps
-from mcore_mas.run import Run, Stopped
-from rollout.build import build_team
+from mcore_mas.training.checkpoint import Checkpoints, Identity
+from mcore_mas.training.session import Run, Stopped
+from mcore_mas.training.step import train_steps
+from rollout.config.build import build_team
 from rollout.engines.scripted import ScriptedEngine
-from rollout.team import Player
+from rollout.teams.team import Player
 from tests.support.scripted_run import Bytes, box, make_run, task_of
 from tests.support.simulated import SimulatedGang
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from mcore_mas.evaluate import score
-from mcore_mas.metrics import rollout_metrics, success
-from rollout.records import Group, Status, Task, Trajectory, Turn
+from mcore_mas.training.evaluate import score
+from mcore_mas.training.metrics import rollout_metrics, success
+from rollout.records.trajectory import Group, Status, Task, Trajectory, Turn
 
 TASK = Task(id="t", prompt="p", answers=(), env="plan_path", source="grid", split="test")
 TURN = Turn(

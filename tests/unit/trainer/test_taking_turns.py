@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.loop import _acting
-from rollout.engines.protocol import EngineError
+from mcore_mas.training.step import _acting
+from rollout.base.errors import EngineError
 
 
 class Taker:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from mcore_mas.samples import Sample, align, split, weigh
+from mcore_mas.credit.samples import Sample, align, split, weigh
 
 
 def sample(agent: str, tokens: int, task: str = "t", turn: int = 0, **fields: object) -> Sample:

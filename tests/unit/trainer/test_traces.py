@@ -10,10 +10,10 @@ import mlflow
 import pytest
 from mlflow.tracking import MlflowClient
 
-from mcore_mas.traces import Traces, chosen
-from mcore_mas.tracking import Tracker
-from rollout.engines.protocol import VersionSpan
-from rollout.records import Message, Status, ToolEvent
+from mcore_mas.training.traces import Traces, chosen
+from mcore_mas.training.tracking import Tracker
+from rollout.records.completion import VersionSpan
+from rollout.records.trajectory import Message, Status, ToolEvent
 from tests.support.played import group, trajectory, turn
 
 BEGAN = 1_700_000_000.0

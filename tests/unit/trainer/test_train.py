@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.config import ConfigError, RunConfig, resolve
-from mcore_mas.train import train
-from mcore_mas.world import world
-from rollout.remote import key as keys
+from mcore_mas.config.run import ConfigError, RunConfig, resolve
+from mcore_mas.training.engine_factory import world
+from mcore_mas.training.train import train
+from rollout.engines.remote import protocol as keys
 from tests.support.run_folder import make_run
 
 VARIABLE = "RUN_TEST_KEY"
@@ -37,7 +37,7 @@ def test_keys_leave_the_environment_before_the_first_child_process(
         raise _NothingStarts
         yield
 
-    monkeypatch.setattr("mcore_mas.train.world", world)
+    monkeypatch.setattr("mcore_mas.training.train.world", world)
     run = make_run(tmp_path, *COACHED)
     with pytest.raises(_NothingStarts):
         train(run / "config.yaml")

@@ -3,7 +3,7 @@
 import torch
 
 from mcore_mas.megatron.batch import Segment, depths, pairs
-from mcore_mas.tries import MIN_SAVED, Forest, apart, grow
+from mcore_mas.packing.prefix_tree import MIN_SAVED, Forest, apart, grow
 
 STEM = tuple(range(100, 110))  # long enough to be worth sharing
 LIMB = tuple(range(200, 210))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mcore_mas.config import ConfigError, RunConfig, resolve
-from mcore_mas.evaluate import evaluate
-from rollout.records import read_trajectories
-from rollout.transports.memory import MEMORY
+from mcore_mas.config.run import ConfigError, RunConfig, resolve
+from mcore_mas.training.evaluate import evaluate
+from rollout.base.shared_memory import MEMORY
+from rollout.records.trajectory import read_trajectories
 from tests.support.chat_server import ChatServer, chat_server, says
 from tests.support.run_folder import make_run
 

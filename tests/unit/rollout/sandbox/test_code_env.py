@@ -7,14 +7,15 @@ from typing import get_args
 
 import pytest
 
-from rollout.config import EnvConfig
-from rollout.envs import ENVS, Tier, make_code
-from rollout.envs.code import _WORDS, CodeEnv, last_program, pack_test, unpack_test
-from rollout.envs.protocol import EnvError, Step
-from rollout.records import Task
-from rollout.tools.sandbox import Limits, Result, Sandbox, SandboxError, Verdict
-from rollout.tools.sandbox.judge import CallTest, StdinTest, Test
-from rollout.tools.sandbox.tiers import TIERS
+from rollout.base.errors import EnvError
+from rollout.config.sections import EnvConfig
+from rollout.environments import ENVS, Tier, make_code
+from rollout.environments.code import _WORDS, CodeEnv, last_program, pack_test, unpack_test
+from rollout.environments.protocol import Step
+from rollout.records.trajectory import Task
+from rollout.sandbox import Limits, Result, Sandbox, SandboxError, Verdict
+from rollout.sandbox.judge import CallTest, StdinTest, Test
+from rollout.sandbox.pool import TIERS
 
 VISIBLE = StdinTest(stdin="1 2\n", expected="3\n")
 HIDDEN = [StdinTest(stdin=f"{n} {n}\n", expected=f"{2 * n}\n") for n in (0, 50, 1700)]

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.envs.code import pack_solution, unpack_test
-from rollout.records import RecordError, Task
-from rollout.tasks.files.read import read
+from rollout.environments.code import pack_solution, unpack_test
+from rollout.records.trajectory import RecordError, Task
+from rollout.sandbox.judge import CallTest, StdinTest
+from rollout.tasks.files import read
 from rollout.tasks.programs import parse_tests, unpack_private
-from rollout.tools.sandbox.judge import CallTest, StdinTest
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

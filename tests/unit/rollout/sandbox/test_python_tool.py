@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from rollout.registry import lookup
+from rollout.base.registry import lookup
+from rollout.sandbox import Limits, Result, Sandbox, SandboxError, Verdict
 from rollout.tools import TOOLS
 from rollout.tools.protocol import BadArguments
-from rollout.tools.python import Python, render
-from rollout.tools.sandbox import Limits, Result, Sandbox, SandboxError, Verdict
+from rollout.tools.workspace import Python, render
 
 
 def result(verdict: Verdict, stdout: str = "", stderr: str = "") -> Result:

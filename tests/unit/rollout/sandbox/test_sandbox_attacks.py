@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.tools.sandbox import Limits, Result, Sandbox, Verdict
+from rollout.sandbox import Limits, Result, Sandbox, Verdict
 from tests.support.sandboxes import refused, run, started
 
 # --- network

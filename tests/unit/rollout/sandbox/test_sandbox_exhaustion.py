@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from rollout.tools.sandbox import Limits, Sandbox, Verdict
+from rollout.sandbox import Limits, Sandbox, Verdict
 from tests.support.sandboxes import refused, run
 
 # --- processes

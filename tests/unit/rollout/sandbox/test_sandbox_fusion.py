@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from rollout.build import build_env
-from rollout.config import EnvConfig
-from rollout.envs.code import pack_test
-from rollout.records import Task
-from rollout.tools.sandbox import Limits, SandboxError, SandboxFusion, Verdict
-from rollout.tools.sandbox import fusion as fusion_module
-from rollout.tools.sandbox.judge import StdinTest, judge_all
+from rollout.config.build import build_env
+from rollout.config.sections import EnvConfig
+from rollout.environments.code import pack_test
+from rollout.records.trajectory import Task
+from rollout.sandbox import Limits, SandboxError, SandboxFusion, Verdict
+from rollout.sandbox import fusion as fusion_module
+from rollout.sandbox.judge import StdinTest, judge_all
 
 
 class Server(ThreadingHTTPServer):

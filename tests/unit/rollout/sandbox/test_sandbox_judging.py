@@ -6,9 +6,18 @@ import asyncio
 
 import pytest
 
-from rollout.tools.sandbox import Sandbox, SandboxError, Verdict
-from rollout.tools.sandbox.compare import same_floats, same_lines, same_tokens, same_value
-from rollout.tools.sandbox.judge import CallTest, StdinTest, Test, judge, judge_all
+from rollout.sandbox import Sandbox, SandboxError, Verdict
+from rollout.sandbox.judge import (
+    CallTest,
+    StdinTest,
+    Test,
+    judge,
+    judge_all,
+    same_floats,
+    same_lines,
+    same_tokens,
+    same_value,
+)
 
 SUM = StdinTest(stdin="20 22\n", expected="42\n")
 ADD = CallTest(function="add", arguments=(20, 22), accepted=(42,))

@@ -13,11 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout.envs.protocol import EnvError
-from rollout.tools.sandbox import Limits, Sandbox, SandboxError, SandboxUnavailable, Verdict
-from rollout.tools.sandbox import box as box_module
-from rollout.tools.sandbox.pool import BOXES
-from rollout.tools.sandbox.zygote import Zygote
+from rollout.base.errors import EnvError
+from rollout.sandbox import Limits, Sandbox, SandboxError, SandboxUnavailable, Verdict
+from rollout.sandbox import box as box_module
+from rollout.sandbox.pool import BOXES, Zygote
 from tests.support.sandboxes import run, started
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -200,7 +199,7 @@ def test_many_runs_survive_their_zygote() -> None:
 
 SCRIPT = """
 import asyncio, sys
-from rollout.tools.sandbox import Sandbox
+from rollout.sandbox import Sandbox
 asyncio.run(Sandbox(tier={tier!r}).run({source!r}))
 """
 
@@ -267,7 +266,7 @@ def test_without_user_namespaces_it_takes_landlock() -> None:
     started("landlock").close()
     inner = 'echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all "$@"'
     source = (
-        "import asyncio\nfrom rollout.tools.sandbox import Sandbox\nbox = Sandbox()\n"
+        "import asyncio\nfrom rollout.sandbox import Sandbox\nbox = Sandbox()\n"
         "print(asyncio.run(box.run('print(6 * 7)')).stdout, box.tier)\nbox.close()"
     )
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", inner, "sh", sys.executable, "-c", source]

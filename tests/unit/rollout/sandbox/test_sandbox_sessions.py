@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rollout.tools.sandbox import Limits, Sandbox, Session, Verdict
+from rollout.sandbox import Limits, Sandbox, Session, Verdict
 
 LIMITS = Limits(wall_s=10, memory_mb=256, disk_mb=8, file_mb=4)
 

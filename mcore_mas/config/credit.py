@@ -1,0 +1,93 @@
+"""The sections of a run's config that assign credit: advantages, filters and losses."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from mcore_mas.equations.advantages import ESTIMATORS
+from mcore_mas.equations.aggregation import AGGREGATIONS
+from mcore_mas.equations.corrections import CORRECTIONS
+from mcore_mas.equations.filters import FILTERS
+from mcore_mas.equations.kl import KL_ESTIMATES
+from mcore_mas.equations.losses import LOSSES
+from rollout.base.registry import lookup
+from rollout.base.section import Section
+from rollout.config.sections import AgentConfig, Choice
+
+
+class AdvantageConfig(Choice):
+    """How rewards become advantages."""
+
+    align: int | None = Field(None, ge=1)  # turns per task and agent that train, the rest dropped or repeated (M-GRPO)
+
+    @model_validator(mode="after")
+    def _known(self) -> AdvantageConfig:
+        self.check("advantage", ESTIMATORS)
+        return self
+
+
+class CreditedAgentConfig(AgentConfig):
+    """An agent with the credit it gets."""
+
+    advantage: AdvantageConfig | None = None  # None: the run's
+    loss_weight: float = Field(1.0, ge=0)  # 0 freezes the agent: its turns count as peers, and do not train
+
+
+class FilterConfig(Choice):
+    """Which turns train."""
+
+    resample: int = Field(0, ge=0)  # further batches of tasks that a step may collect to fill up what was left out
+
+    @model_validator(mode="after")
+    def _known(self) -> FilterConfig:
+        self.check("filter", FILTERS)
+        return self
+
+
+class KLConfig(Section):
+    """Staying near the policy's first model, by a term in the loss or a penalty in the reward."""
+
+    coef: float = Field(0.0, ge=0)  # 0: no reference is kept
+    estimate: str = "k3"
+    where: Literal["loss", "reward"] = "loss"
+    target: float | None = Field(None, gt=0)  # nats per token that an adaptive coefficient steers to; None: fixed
+    horizon: float = Field(10_000.0, gt=0)  # samples, of the adaptive coefficient
+
+    @model_validator(mode="after")
+    def _known(self) -> KLConfig:
+        lookup("KL estimate", self.estimate, KL_ESTIMATES)
+        if self.target is not None and not self.coef:
+            raise ValueError("an adaptive coefficient starts above 0; set coef, or leave target out")
+        return self
+
+
+class CorrectionConfig(Choice):
+    """What the mismatch between sampler and trainer does to a token's weight."""
+
+    name: str = "none"
+
+    @model_validator(mode="after")
+    def _known(self) -> CorrectionConfig:
+        self.check("correction", CORRECTIONS)
+        return self
+
+
+class LossConfig(Choice):
+    """What an update minimises."""
+
+    aggregation: str = "token_mean"
+    norm: float | None = Field(None, gt=0)  # tokens, for aggregations that divide by a constant length
+    entropy: float = Field(0.0, ge=0)  # factor of the entropy bonus
+    kl: KLConfig = KLConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+
+    @model_validator(mode="after")
+    def _known(self) -> LossConfig:
+        self.check("loss", LOSSES)
+        normed = lookup("aggregation", self.aggregation, AGGREGATIONS).normed
+        if normed != (self.norm is not None):
+            what = "needs norm, a length in tokens" if normed else "divides by no constant; leave norm out"
+            raise ValueError(f"aggregation '{self.aggregation}' {what}")
+        return self

@@ -1,0 +1,106 @@
+"""The sections of a run's config that change weights: a policy's model, layout and optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rollout.base.section import Section
+from rollout.engines.remote.config import RemoteConfig
+
+
+class RateConfig(Section):
+    """The learning rate of every update."""
+
+    lr: float = Field(gt=0)
+    warmup_steps: int = Field(0, ge=0)  # updates of linear warm-up
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    min_lr: float = Field(0.0, ge=0)  # where the schedule ends
+    decay_steps: int | None = Field(None, ge=1)  # updates until there, the warm-up included; None: all of the run's
+
+    @model_validator(mode="after")
+    def _falls(self) -> RateConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}; a schedule falls")
+        return self
+
+    def check_decay(self, where: str, updates: int) -> None:
+        """Refuse a schedule that would end before its warm-up does, in a run of so many `updates`.
+
+        Raises:
+            ValueError: naming the rate by `where`.
+        """
+        steps = self.decay_steps or updates
+        if self.schedule != "constant" and steps <= self.warmup_steps:
+            raise ValueError(
+                f"{where}: schedule '{self.schedule}' ends with update {steps}, but warmup_steps is "
+                f"{self.warmup_steps}; lower it, or raise decay_steps"
+            )
+
+
+class LoraConfig(Section):
+    """Low-rank adapters on a frozen model; without dropout, as engine and trainer must compute the same function."""
+
+    rank: int = Field(ge=1)
+    alpha: float = Field(gt=0)  # the update is alpha / rank · B A
+    targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = Field(
+        ("q", "k", "v", "o", "gate", "up", "down"), min_length=1
+    )  # projections of every layer
+    adapter: str | None = None  # folder in PEFT's format to start from; None: A random, B zero
+
+
+class CriticConfig(RateConfig):
+    """A value head on a copy of the policy's first model."""
+
+    clip: float = Field(0.2, gt=0)  # of a value's change in one step, in reward units
+
+
+class PolicyConfig(RateConfig):
+    """What changes weights belongs to a policy."""
+
+    lr: float = Field(0.0, ge=0)  # 0 only where nothing trains it
+    model: str = ""  # Hugging Face folder
+    remote: RemoteConfig | None = None  # in its place a frozen model behind an API
+    tp: int = Field(1, ge=1)  # tensor-parallel ranks
+    pp: int = Field(1, ge=1)  # pipeline-parallel ranks
+    vpp: int = Field(1, ge=1)  # pipeline stages on each of them
+    cp: int = Field(1, ge=1)  # context-parallel ranks
+    dp: int = Field(1, ge=1)  # data-parallel ranks
+    ep: int = Field(1, ge=1)  # of those, how many share out the experts of a layer
+    sp: bool = False  # cut by sequence what tensor parallelism repeats
+    distributed_optimizer: bool = False  # each data-parallel rank keeps its part of the optimizer's state
+    overlap: bool = False  # exchange gradients, and with the distributed optimizer weights, while others are computed
+    offload: bool = False  # give the trainer's memory away while the team acts
+    recompute: bool = False  # recompute activations in the backward pass
+    layers: Literal["local", "te"] = "local"  # whose linear layers: Megatron's own, or Transformer Engine's
+    bf16: bool = False  # train in bfloat16 with float32 master weights
+    lora: LoraConfig | None = None  # train adapters on the frozen model; None: train all weights
+    max_in_flight: int | None = Field(None, ge=1)  # replies asked of its engine at once; None: as many as there are
+    staleness: int | None = Field(None, ge=0)  # hand-overs its turns may be behind; None: trainer.staleness
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)  # not of norms and biases
+    clip_grad: float = Field(1.0, gt=0)
+    spike_factor: float = Field(10.0, gt=1)  # times the running median from which a gradient norm is a spike
+    skip_spikes: bool = False  # leave the step out, as one with a gradient that is not finite always is
+    critic: CriticConfig | None = None  # for agents whose advantage is gae
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train it."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @model_validator(mode="after")
+    def _one_voice(self) -> PolicyConfig:
+        if bool(self.model) == (self.remote is not None):
+            raise ValueError("a policy has either a model (a folder) or a remote (an API); set one of them")
+        if self.remote is not None and self.max_in_flight is not None:
+            raise ValueError("max_in_flight bounds an engine of ours; of a remote model set remote.concurrency")
+        return self
+
+    @model_validator(mode="after")
+    def _exchanges(self) -> PolicyConfig:
+        if self.overlap and self.dp * self.cp == 1:
+            raise ValueError("overlap: one data-parallel rank exchanges nothing; use overlap: false, or dp: 2")
+        return self

@@ -1,0 +1,312 @@
+"""A run's whole configuration: composed by Hydra, validated once, never looked up by string again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from mcore_mas.config.cold_start import ColdStartConfig
+from mcore_mas.config.credit import AdvantageConfig, CreditedAgentConfig, FilterConfig, LossConfig
+from mcore_mas.config.errors import invalid, uncomposed
+from mcore_mas.config.policy import PolicyConfig
+from mcore_mas.config.trainer import TrainerConfig
+from mcore_mas.equations.advantages import NEEDS, UNGROUPED
+from rollout.base.registry import UnknownName, lookup
+from rollout.base.section import Section
+from rollout.config.data import DataConfig
+from rollout.config.sections import CollectionConfig, EngineConfig, EnvConfig, OrchestraConfig, RewardConfig
+from rollout.engines.remote.config import RemoteConfig
+from rollout.orchestras import SEARCHES
+from rollout.rewards.coach import CoachConfig
+from rollout.teams.team import ROLES
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+
+
+class ConfigError(ValueError):
+    """A config cannot be used: one line that says what, where, expected, what to do."""
+
+
+class EvaluationConfig(Section):
+    """How a policy state is measured."""
+
+    samples: int = Field(4, ge=1)  # k of avg@k and pass@k
+    temperature: float | None = Field(None, ge=0)  # of every agent; None keeps each agent's own
+    top_p: float | None = Field(None, gt=0, le=1)
+
+
+class RetrieverConfig(Section):
+    """The search engine that the team's environment asks."""
+
+    url: str | None = None  # of a server that runs elsewhere; None starts one beside the run
+    key_file: Path | None = None  # bearer token of a server on another machine
+    threads: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _elsewhere(self) -> RetrieverConfig:
+        if self.key_file is not None and self.url is None:
+            raise ValueError("key_file is the token of a server that runs elsewhere; set url too, or leave it out")
+        return self
+
+
+class TrackingConfig(Section):
+    """Where metrics go besides the run folder."""
+
+    uri: str  # of MLflow's tracking store
+    experiment: str
+    traces: int = Field(2, ge=0)  # trajectories of each step with a validation that go there as traces
+
+
+class ClusterConfig(Section):
+    """What of a machine a run takes."""
+
+    threads_per_process: int = Field(1, ge=1)
+    object_store_mb: int = Field(256, ge=80)
+    pool: Literal["split", "shared"] = "split"  # a device for each process, or the same devices for all policies
+    cpus: int | None = Field(None, ge=1)  # devices of a machine without GPUs; None: as many as are needed
+
+
+class RunConfig(Section):
+    """Everything that determines one run."""
+
+    run: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")  # also the run folder's name
+    results: Path = Path("results")
+    seed: int = 1
+    data: DataConfig
+    env: EnvConfig
+    orchestra: OrchestraConfig
+    agents: dict[str, CreditedAgentConfig] = Field(min_length=1)
+    policies: dict[str, PolicyConfig] = Field(min_length=1)
+    reward: RewardConfig
+    advantage: AdvantageConfig
+    filter: FilterConfig | None = None
+    loss: LossConfig
+    engine: EngineConfig
+    collection: CollectionConfig = CollectionConfig()
+    trainer: TrainerConfig
+    evaluation: EvaluationConfig
+    cold_start: ColdStartConfig | None = None  # None: the policies' models are there already
+    retriever: RetrieverConfig | None = None
+    coach: CoachConfig | None = None  # None: nobody scores turns
+    tracking: TrackingConfig
+    cluster: ClusterConfig
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        for name, agent in self.agents.items():
+            if agent.policy not in self.policies:
+                known = ", ".join(self.policies)
+                raise ValueError(
+                    f"agent '{name}' plays policy '{agent.policy}', which is not defined; policies: {known}"
+                )
+            lookup("agent role", agent.role or name, ROLES)
+            self._check_credit(name, agent)
+            self._check_policy(name, agent)
+        self.orchestra.check_agents(self.agents)
+        if self.orchestra.name in SEARCHES and self.trainer.branching is not None:
+            raise ValueError(f"orchestra '{self.orchestra.name}' grows its own tree; leave trainer.branching out")
+        self.reward.check_agents(self.agents)
+        idle = set(self.policies) - {agent.policy for agent in self.agents.values()}
+        if idle:
+            raise ValueError(f"policy '{min(idle)}' is played by no agent; remove it or name it in agents")
+        if self.reward.name == "coach" and self.coach is None:
+            raise ValueError("reward 'coach' needs a coach; choose one, for example coach=openai")
+        named = (*self.coach.agents, *self.coach.answers_for) if self.coach is not None else ()
+        for name in named:
+            if name not in self.agents:
+                raise ValueError(f"coach names agent '{name}', which is not there; agents: {', '.join(self.agents)}")
+        if self.trainer.microbatch_tokens < self.engine.max_length:
+            raise ValueError(
+                f"trainer.microbatch_tokens {self.trainer.microbatch_tokens} has no room for one sequence of "
+                f"engine.max_length {self.engine.max_length}; use microbatch_tokens: {self.engine.max_length}, "
+                f"or max_length: {self.trainer.microbatch_tokens}"
+            )
+        if self.cold_start is not None and self.data.generator is None:
+            raise ValueError("cold_start needs data.generator, which writes its demonstrations")
+        self._check_turns()
+        self._check_transport()
+        self._check_ahead()
+        return self
+
+    def _check_ahead(self) -> None:
+        for name, policy in self.policies.items():
+            if policy.staleness is not None and name not in self.trained:
+                raise ValueError(f"policies.{name}.staleness: nothing trains this policy; leave it out")
+        if not self.ahead:
+            return
+        most = max(self.staleness_of(name) for name in self.trained)
+        if self.engine.sleep:
+            raise ValueError(f"engine.sleep: engines have no rest while staleness is {most}; set one to 0 or false")
+        for name, policy in self.policies.items():
+            if policy.offload:
+                raise ValueError(
+                    f"policy '{name}': offload gives the trainer's memory away while the team acts, and with a "
+                    f"staleness of {most} the team acts while it trains; choose one of them"
+                )
+
+    def _check_transport(self) -> None:
+        """Memory is handed over on one GPU, and NCCL takes none twice."""
+        if self.engine.name != "sglang" or self.engine.urls:
+            return
+        if self.engine.transport == "tensor" and self.cluster.pool == "split":
+            raise ValueError(
+                "engine.transport: tensor hands over memory of the engine's own GPUs, and with cluster.pool: split "
+                "its trainer is on others; use cluster.pool: shared, or transport distributed"
+            )
+        if self.engine.transport == "distributed" and self.cluster.pool == "shared":
+            raise ValueError(
+                "engine.transport: distributed joins trainer and engine in an NCCL group, which takes no GPU twice, "
+                "and with cluster.pool: shared they are on the same; use cluster.pool: split, or transport tensor"
+            )
+
+    def _check_turns(self) -> None:
+        alternate = self.trainer.alternate
+        if alternate is not None and sorted(alternate.order) != sorted(self.trained):
+            raise ValueError(
+                f"trainer.alternate.order is {', '.join(alternate.order)}; expected every trained policy once: "
+                f"{', '.join(self.trained)}"
+            )
+        for name in self.trained:
+            policy = self.policies[name]
+            policy.check_decay(f"policies.{name}", self.updates_of(name))
+            if policy.critic is not None:
+                policy.critic.check_decay(f"policies.{name}.critic", self.updates_of(name))
+
+    def _check_credit(self, name: str, agent: CreditedAgentConfig) -> None:
+        estimator = self.advantage_of(name).name
+        critic = self.policies[agent.policy].critic is not None
+        if NEEDS.get(estimator) == "values" and not critic:
+            raise ValueError(f"agent '{name}': advantage '{estimator}' needs policies.{agent.policy}.critic")
+        tree = self.trainer.branching is not None or self.orchestra.name in SEARCHES
+        alone = self.trainer.group_size == 1 and not tree
+        if alone and estimator not in UNGROUPED:
+            raise ValueError(
+                f"agent '{name}': advantage '{estimator}' compares a task's trajectories, but trainer.group_size is 1; "
+                f"raise it, set trainer.branching, or choose one of {', '.join(sorted(UNGROUPED))}"
+            )
+
+    def _check_policy(self, name: str, agent: CreditedAgentConfig) -> None:
+        policy = self.policies[agent.policy]
+        if agent.loss_weight and policy.remote is not None:
+            raise ValueError(
+                f"agent '{name}' plays policy '{agent.policy}', a remote model, which cannot be trained; "
+                f"set agents.{name}.loss_weight=0"
+            )
+        if agent.loss_weight and not policy.lr:
+            raise ValueError(f"policies.{agent.policy}.lr is missing; agent '{name}' trains this policy")
+
+    def advantage_of(self, agent: str) -> AdvantageConfig:
+        """The estimator of an agent: its own, or the run's."""
+        return self.agents[agent].advantage or self.advantage
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The policies that an agent with a loss weight plays; the others are frozen."""
+        return tuple(
+            name
+            for name in self.policies
+            if any(agent.policy == name and agent.loss_weight for agent in self.agents.values())
+        )
+
+    def in_turn(self, step: int) -> tuple[str, ...]:
+        """The policies that are trained in `step`."""
+        alternate = self.trainer.alternate
+        return self.trained if alternate is None else (alternate.in_turn(step),)
+
+    def staleness_of(self, policy: str) -> int:
+        """How many hand-overs of its own weights the turns of a policy may be behind when they train."""
+        own = self.policies[policy].staleness
+        return self.trainer.staleness if own is None else own
+
+    @property
+    def ahead(self) -> bool:
+        """Whether anything is collected while a step is trained."""
+        order = self.trainer.alternate.order if self.trainer.alternate else ()
+        turns = [(name,) for name in order] or [self.trained]
+        return bool(self.trained) and any(all(map(self.staleness_of, turn)) for turn in turns)
+
+    def may_collect(self, step: int, trained: int) -> bool:
+        """Whether the experience of `step` may be collected by the weights that `trained` steps have left."""
+        if step > trained and not self.ahead:
+            return False
+        until = [self.in_turn(s) for s in range(trained, step)]
+        return all(sum(name in own for own in until) <= self.staleness_of(name) for name in self.trained)
+
+    def updates_of(self, policy: str) -> int:
+        """The most updates that a trained policy can have in the whole run."""
+        return self.trainer.updates_per_step * sum(policy in self.in_turn(s) for s in range(self.trainer.steps))
+
+    @property
+    def remotes(self) -> dict[str, RemoteConfig]:
+        """The models behind an API, by policy."""
+        return {name: policy.remote for name, policy in self.policies.items() if policy.remote is not None}
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The folders of the other policies' models."""
+        return {name: policy.model for name, policy in self.policies.items() if policy.remote is None}
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return self.results / self.run
+
+    @classmethod
+    def load(cls, path: Path) -> RunConfig:
+        """Read a resolved config, as `resolve_config` wrote it.
+
+        Raises:
+            ConfigError: the file is missing, no YAML, or does not validate.
+        """
+        if not path.is_file():
+            raise ConfigError(
+                f"{path}: no such file; expected a resolved config, results/<run>/config.yaml, which `snakemake` with "
+                "that path makes"
+            )
+        try:
+            values = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())}); make it again") from error
+        if not isinstance(values, dict):
+            kind = type(values).__name__
+            raise ConfigError(f"{path}: a resolved config is a mapping of keys; this is {kind}; name another file")
+        return cls.check(values, str(path))
+
+    @classmethod
+    def check(cls, values: Any, where: str) -> RunConfig:
+        """Validate plain values; `where` names their origin in errors.
+
+        Raises:
+            ConfigError: they do not validate.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(f"{where}: {invalid(error, cls)}") from error
+        except UnknownName as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+
+def resolve(overrides: Sequence[str]) -> dict[str, Any]:
+    """Compose `configs/` with Hydra overrides, validate, and return plain values.
+
+    Raises:
+        ConfigError: an override names nothing, or the result does not validate.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    where = f"configs/ with {' '.join(overrides) or 'no overrides'}"
+    try:
+        with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
+            composed = compose("config", overrides=list(overrides))
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{where}: {uncomposed(error, RunConfig)}") from error
+    return RunConfig.check(values, where).model_dump(mode="json")

@@ -1,0 +1,1 @@
+"""Credit assignment: turns as training samples, their advantages, and an explanation of both."""

@@ -1,0 +1,157 @@
+"""Turns as training samples, and what each of their tokens weighs in an update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mcore_mas.equations.aggregation import token_weights
+from rollout.base.seeds import derive_seed
+from rollout.records.trajectory import Group, Status
+
+
+class CreditError(ValueError):
+    """Rewards cannot become advantages: names the trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One turn as training tokens for its policy."""
+
+    policy: str
+    agent: str
+    task: str
+    trajectory: str
+    turn: int
+    round: int = 0  # which step of the environment followed
+    node: str = ""  # branch numbers from the root; "" outside tree sampling
+    state: str = ""  # digest of what the agent saw
+    version: int = 0  # oldest weights that sampled any of it
+    age: int = 0  # by how many hand-overs they are behind those being trained
+    prompt_ids: tuple[int, ...]  # [P]
+    completion_ids: tuple[int, ...]  # [C]
+    trained: tuple[bool, ...] | None = None  # [C] tokens that carry loss; None: all
+    temperature: float = 1.0
+    reward: float = 0.0
+    scores: Mapping[str, float] = field(default_factory=dict)  # what was measured of the turn, by name
+    copies: int = 1  # how often the turn counts
+    weight: float = 1.0  # of each token's loss, the denominator included once `weigh` has run
+    kl_coef: float = 0.0  # factor of the KL term in the loss
+    entropy_coef: float = 0.0  # factor of the entropy bonus
+    # by token, natural logarithms after temperature; None: not known
+    behaviour: tuple[float, ...] | None = None  # [C] log-probabilities of the sampler
+    proximal: tuple[float, ...] | None = None  # [C] log-probabilities under the weights at the start of the step
+    reference: tuple[float, ...] | None = None  # [C] log-probabilities under the frozen reference
+    penalties: tuple[float, ...] | None = None  # [C] taken from the reward
+    values: tuple[float, ...] | None = None  # [C] the critic's values before each token
+    returns: tuple[float, ...] | None = None  # [C] the critic's targets
+    advantages: tuple[float, ...] | None = None  # [C]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that carry loss."""
+        return len(self.completion_ids) if self.trained is None else sum(self.trained)
+
+
+def to_samples(groups: Iterable[Group]) -> list[Sample]:
+    """One sample per turn of every completed trajectory, without turns that are masked.
+
+    Raises:
+        CreditError: a turn has no finite reward, or a trajectory is of another task than its group.
+    """
+    samples = []
+    for group in groups:
+        for trajectory in group.trajectories:
+            if trajectory.task_id != group.task.id:
+                raise CreditError(
+                    f"trajectory {trajectory.id}: of task {trajectory.task_id}, but its group is of {group.task.id}"
+                )
+            if trajectory.status is not Status.COMPLETED:
+                continue
+            for turn in trajectory.turns:
+                if turn.masked:
+                    continue
+                if turn.reward is None or not math.isfinite(turn.reward):
+                    where = f"trajectory {trajectory.id}, turn {turn.index} ({turn.agent})"
+                    raise CreditError(f"{where}: reward is {turn.reward}; the reward allocator must set a finite one")
+                samples.append(
+                    Sample(
+                        policy=turn.policy,
+                        agent=turn.agent,
+                        task=trajectory.task_id,
+                        trajectory=trajectory.id,
+                        turn=turn.index,
+                        round=turn.round,
+                        node=turn.node,
+                        state=turn.state_key,
+                        version=turn.oldest_version,
+                        prompt_ids=turn.prompt_ids,
+                        completion_ids=turn.completion_ids,
+                        behaviour=turn.logprobs,
+                        temperature=turn.temperature,
+                        reward=turn.reward,
+                        scores=turn.scores,
+                    )
+                )
+    return samples
+
+
+def align(samples: Sequence[Sample], sizes: Mapping[str, int | None], *place: int | str) -> list[Sample]:
+    """The samples with `copies` such that each agent has `sizes[agent]` turns per task, where a size is given.
+
+    M-GRPO (arXiv 2511.13288): sub-agents are called more often in one trajectory than in another; turns beyond the
+    size are dropped at random, missing ones are made up by counting some more than once. `place` seeds the draw.
+    """
+    done = []
+    for own in _by(samples, lambda sample: (sample.task, sample.agent)):
+        size = sizes.get(own[0].agent)
+        if size is None:
+            done += own
+            continue
+        order = sorted(own, key=lambda s: derive_seed(*place, "align", s.trajectory, s.node, s.turn))
+        each, more = divmod(size, len(own))
+        done += [replace(s, copies=each + (i < more)) for i, s in enumerate(order) if each + (i < more)]
+    return done
+
+
+def split(samples: Sequence[Sample], parts: int, *place: int | str) -> list[list[Sample]]:
+    """The samples in at most `parts` parts of about equally many tasks; `place` seeds the draw.
+
+    A task's turns stay together, so that their prompts are still computed once.
+    """
+    tasks = sorted(_by(samples, lambda sample: sample.task), key=lambda own: derive_seed(*place, "split", own[0].task))
+    dealt = [[s for own in tasks[part::parts] for s in own] for part in range(parts)]
+    return [part for part in dealt if part]
+
+
+def weigh(
+    samples: Sequence[Sample],
+    loss_weights: Mapping[str, float],
+    aggregation: str = "token_mean",
+    norm: float | None = None,
+) -> list[Sample]:
+    """One policy's samples with the weight of each of their tokens in an update, the denominator included.
+
+    Agents of weight 0 are frozen: their samples are left out, of the denominator too.
+    """
+    trained = [sample for sample in samples if loss_weights[sample.agent]]
+    if not trained:
+        return []
+    copies = torch.tensor([sample.copies for sample in trained])
+    lengths = torch.tensor([sample.tokens for sample in trained])
+    each = token_weights(lengths.repeat_interleave(copies), mode=aggregation, norm=norm)
+    weights = each[copies.cumsum(0) - 1] * copies
+    return [
+        replace(sample, weight=loss_weights[sample.agent] * weight)
+        for sample, weight in zip(trained, weights.tolist(), strict=True)
+    ]
+
+
+def _by(samples: Iterable[Sample], key: Callable[[Sample], object]) -> list[list[Sample]]:
+    groups: dict[object, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(key(sample), []).append(sample)
+    return list(groups.values())

@@ -1,0 +1,108 @@
+"""Importance-sampling corrections for engine (μ) and trainer (π_old) that disagree: TIS, MIS, IcePop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Correction = Callable[..., Tensor]
+
+
+def none(log_ratio: Tensor, sequences: Tensor) -> Tensor:
+    """Weights 1 [N]: whoever sampled is taken for π_old."""
+    return torch.ones_like(log_ratio)
+
+
+def importance(log_ratio: Tensor, sequences: Tensor, *, level: str = "token", veto: float = 0.0) -> Tensor:
+    """w = π_old/μ [N], from log_ratio [N] = log π_old − log μ and the replies' numbers [N]."""
+    known = torch.where(log_ratio.isnan(), 0.0, log_ratio.detach())
+    weights = bounded_exp(at_level(known, sequences, level))
+    if veto <= 0.0:
+        return weights
+    # the lowest token decides for its reply
+    _, reply = torch.unique(sequences, return_inverse=True)
+    lowest = torch.zeros_like(known).scatter_reduce(0, reply, known, "amin", include_self=False)[reply]
+    return torch.where(lowest < math.log(veto), 0.0, weights)
+
+
+def tis(log_ratio: Tensor, sequences: Tensor, *, high: float = 2.0, level: str = "token", veto: float = 0.0) -> Tensor:
+    """Truncated importance sampling: min(w, high) [N]."""
+    return importance(log_ratio, sequences, level=level, veto=veto).clamp(max=high)
+
+
+def mis(
+    log_ratio: Tensor,
+    sequences: Tensor,
+    *,
+    low: float = 0.0,
+    high: float = 2.0,
+    level: str = "sequence",
+    veto: float = 0.0,
+) -> Tensor:
+    """Masked importance sampling: w where low ≤ w ≤ high, else 0 [N].
+
+    Raises:
+        ValueError: the range is empty.
+    """
+    if low >= high:
+        raise ValueError(f"correction: low is {low} and high is {high}; expected low < high")
+    weights = importance(log_ratio, sequences, level=level, veto=veto)
+    return torch.where((weights < low) | (weights > high), 0.0, weights)
+
+
+def icepop(
+    log_ratio: Tensor,
+    sequences: Tensor,
+    *,
+    low: float = 0.5,
+    high: float = 5.0,
+    level: str = "token",
+    veto: float = 0.0,
+) -> Tensor:
+    """IcePop: masked importance sampling of single tokens on both sides [N]."""
+    return mis(log_ratio, sequences, low=low, high=high, level=level, veto=veto)
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "none": none,
+    "importance": importance,
+    "tis": tis,
+    "mis": mis,
+    "icepop": icepop,
+}
+
+LEVELS = ("token", "sequence", "geometric")
+BOUND = 20.0  # nats; only guards exp against overflow, far outside every range that anyone clips to
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """[N] exp of log-ratios [N], which are held within ±20 nats and carry no gradient beyond."""
+    return log_ratio.clamp(-BOUND, BOUND).exp()
+
+
+def at_level(log_ratio: Tensor, sequences: Tensor, level: str) -> Tensor:
+    """Log-ratios [N] of tokens as each token sees them at a level.
+
+    Args:
+        log_ratio: [N] log π(y_t) − log μ(y_t).
+        sequences: [N] tokens of one reply share a number, in any order.
+        level: "token": the token's own; "sequence": of the whole reply, Σ_t, so exp of it is π(y) / μ(y);
+            "geometric": the mean over the reply, so exp of it is (π(y) / μ(y))^(1/|y|).
+
+    Raises:
+        ValueError: the level is none of these.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level is '{level}'; expected one of {', '.join(LEVELS)}")
+    if level == "token":
+        return log_ratio
+    _, reply, size = torch.unique(sequences, return_inverse=True, return_counts=True)
+    # summed in float64, so that the order in which a GPU adds does not show
+    total = torch.zeros(len(size), dtype=torch.float64, device=log_ratio.device)
+    total = total.index_add(0, reply, log_ratio.double())
+    if level == "geometric":
+        total = total / size
+    return total[reply].to(log_ratio.dtype)

@@ -1,0 +1,219 @@
+"""Per-token losses of a policy and of its critic.
+
+A policy's loss maps a `Tokens` of N tokens, and the log-probabilities [N] of the old policy that its ratio starts
+from, to (loss [N], statistics [N] by name). The trainer multiplies by the token weights and sums, so aggregation and
+the denominator are numbers on the tokens and never a property of a micro-batch.
+
+Statistics are reduced over all tokens by their mean, those whose name ends in `_max` or `_min` by maximum or minimum;
+NaN says that a token does not have that statistic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_mas.equations.corrections import CORRECTIONS, at_level, bounded_exp
+from mcore_mas.equations.kl import KL_ESTIMATES, k3
+
+Statistics = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """What a loss may look at, for N trained tokens."""
+
+    logprobs: Tensor  # [N] of the policy being trained, natural log, after temperature; carries the gradient
+    behaviour: Tensor  # [N] of the policy that sampled; NaN where nobody did
+    advantages: Tensor  # [N]
+    sequences: Tensor  # [N] int64, tokens of one reply share a number; a reply is never split over micro-batches
+    entropy: Tensor  # [N] nats, carries the gradient where entropy_coef is not zero
+    kl_coef: Tensor  # [N] factor of the KL term
+    entropy_coef: Tensor  # [N] factor of the entropy bonus
+    proximal: Tensor | None = None  # [N] of the weights at the start of the step; None or NaN: the current ones
+    reference: Tensor | None = None  # [N] of the frozen reference; NaN where kl_coef is zero
+
+
+Loss = Callable[..., tuple[Tensor, Statistics]]
+
+
+def cross_entropy(tokens: Tokens, old: Tensor) -> tuple[Tensor, Statistics]:
+    """Negative log-likelihood [N], for supervised fine-tuning."""
+    return -tokens.logprobs, {}
+
+
+def reinforce(tokens: Tokens, old: Tensor) -> tuple[Tensor, Statistics]:
+    """Policy gradient −A log π [N] without ratio or clip: Williams 1992."""
+    return -tokens.advantages * tokens.logprobs, _distance(tokens, old, bounded_exp((tokens.logprobs - old).detach()))
+
+
+def ppo_clip(
+    tokens: Tokens, old: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 3.0
+) -> tuple[Tensor, Statistics]:
+    """Clipped policy-gradient loss [N] with dual clip.
+
+    Schulman et al. 2017 (arXiv 1707.06347) eq. 7; the lower and upper clips may differ (DAPO, arXiv 2503.14476);
+    dual clip bounds the loss of negative advantages by `dual_clip` (Ye et al. 2020, arXiv 1912.09729, eq. 5).
+    """
+    # r = π / π_old
+    ratio = bounded_exp(tokens.logprobs - old)
+    loss, statistics = _clipped(ratio, tokens.advantages, clip_low, clip_high, dual_clip)
+    return loss, statistics | _distance(tokens, old, ratio)
+
+
+def gspo(
+    tokens: Tokens, old: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4, dual_clip: float = math.inf
+) -> tuple[Tensor, Statistics]:
+    """Clipped policy-gradient loss [N] whose ratio is the whole reply's, length-normalised.
+
+    GSPO-token (Zheng et al. 2025, arXiv 2507.18071, sec. 4.3; clips of sec. 5.1), which has GSPO's value and
+    gradient where a reply's advantages are equal. The paper aggregates by `seq_mean_token_mean`.
+    """
+    # s_it = sg[s_i] · π(y_it) / sg[π(y_it)], s_i = (π(y_i) / π_old(y_i))^(1/|y_i|)
+    mean = at_level((tokens.logprobs - old).detach(), tokens.sequences, "geometric")
+    ratio = bounded_exp(mean + (tokens.logprobs - tokens.logprobs.detach()))
+    loss, statistics = _clipped(ratio, tokens.advantages, clip_low, clip_high, dual_clip)
+    return loss, statistics | _distance(tokens, old, ratio)
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float) -> tuple[Tensor, Statistics]:
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1.0 - low, 1.0 + high) * advantages
+    bound = torch.where(advantages < 0, -dual * advantages, math.inf)
+    # L = max(−r A, −clip(r) A), and for A < 0: min(that, −c A)
+    single = torch.maximum(plain, clipped)
+    with torch.no_grad():
+        active = clipped > plain
+        statistics = {
+            "clip_fraction": active.float(),
+            "clip_fraction_low": (active & (advantages < 0)).float(),
+            "clip_fraction_high": (active & (advantages > 0)).float(),
+            "clip_fraction_dual": (single > bound).float(),
+        }
+    return torch.minimum(single, bound), statistics
+
+
+@torch.no_grad()
+def _distance(tokens: Tokens, old: Tensor, ratio: Tensor) -> Statistics:
+    return {
+        # KL(π_old‖π): the tokens are the old policy's
+        "kl": k3(old, tokens.logprobs),
+        "ratio": ratio.detach(),
+        "ratio_max": ratio.detach(),
+        "ratio_min": ratio.detach(),
+    }
+
+
+LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "reinforce": reinforce, "ppo_clip": ppo_clip, "gspo": gspo}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What a policy's update minimises, as plain data that travels to every rank.
+
+    L = w · loss(π, π_old) + kl_coef · KL(π‖reference) − entropy_coef · H(π), per token.
+
+    Without a correction π_old is the sampler μ, on its own log-probabilities, and w = 1: classic PPO. With one, π_old
+    is the policy at the start of the step, which at the step's first update is the current one, and w = π_old/μ as
+    the correction bounds it: decoupled PPO (AReaL, arXiv 2505.24298). w carries no gradient, and touches neither the
+    KL term nor the entropy.
+    """
+
+    loss: str = "ppo_clip"  # name in LOSSES
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the loss
+    kl: str = "k3"  # name in KL_ESTIMATES
+    correction: str = "none"  # name in CORRECTIONS
+    correction_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for what, known in (("loss", LOSSES), ("kl", KL_ESTIMATES), ("correction", CORRECTIONS)):
+            name = getattr(self, what)
+            if name not in known:
+                raise ValueError(f"objective: {what} is '{name}'; expected one of {', '.join(known)}")
+
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Statistics]:
+        """(loss [N] before token weights, statistics [N] by name).
+
+        Raises:
+            ValueError: a token has a KL coefficient and there is no reference. Where only its own reference is NaN,
+                its loss is.
+        """
+        old = self._old(tokens)
+        loss, statistics = LOSSES[self.loss](tokens, old, **self.options)
+        if self.correction != "none":
+            log_ratio = (old - tokens.behaviour).detach()
+            weight = CORRECTIONS[self.correction](log_ratio, tokens.sequences, **self.correction_options)
+            loss = loss * weight
+            statistics |= {
+                "correction_weight": weight,
+                "correction_weight_max": weight,
+                "correction_masked": (weight == 0).float(),
+            }
+        if tokens.reference is not None:
+            kl, known = self._reference_kl(tokens, tokens.reference)
+            loss = loss + tokens.kl_coef * kl
+            statistics |= {"reference_kl": torch.where(known, kl.detach(), math.nan)}
+        elif bool(tokens.kl_coef.any()):
+            raise ValueError("objective: kl_coef is not zero, but no token has reference log-probabilities; add them")
+        return loss - tokens.entropy_coef * tokens.entropy, statistics
+
+    def _old(self, tokens: Tokens) -> Tensor:
+        if self.correction == "none":
+            return tokens.behaviour
+        current = tokens.logprobs.detach()
+        return current if tokens.proximal is None else torch.where(tokens.proximal.isnan(), current, tokens.proximal)
+
+    def _reference_kl(self, tokens: Tokens, reference: Tensor) -> tuple[Tensor, Tensor]:
+        known = ~reference.isnan()
+        # the policy stands in where no reference is wanted: a NaN would get into the gradient even at coefficient 0
+        stand_in = ~known & (tokens.kl_coef == 0)
+        reference = torch.where(stand_in, tokens.logprobs.detach(), reference)
+        return KL_ESTIMATES[self.kl](tokens.logprobs, reference), known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueTokens:
+    """What a critic's loss may look at, for N trained tokens."""
+
+    values: Tensor  # [N] of the critic being trained; carries the gradient
+    old_values: Tensor  # [N] of the critic at the start of the step
+    returns: Tensor  # [N] targets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueObjective:
+    """What a critic's update minimises: L = ½ max((V − R)², (clip(V, V_old ± clip) − R)²), per token.
+
+    The value clipping that goes with PPO (Schulman et al. 2017, arXiv 1707.06347, in OpenAI baselines' form).
+    """
+
+    clip: float = 0.2  # in reward units; inf is plain regression
+
+    def __call__(self, tokens: ValueTokens) -> tuple[Tensor, Statistics]:
+        """(loss [N] before token weights, statistics [N] by name)."""
+        held = torch.clamp(tokens.values, tokens.old_values - self.clip, tokens.old_values + self.clip)
+        plain = (tokens.values - tokens.returns).square()
+        clipped = (held - tokens.returns).square()
+        with torch.no_grad():
+            error = tokens.returns - tokens.values
+            statistics = {
+                "value": tokens.values.detach(),
+                "value_clip_fraction": (clipped > plain).float(),
+                "value_error": error,
+                "value_error_squared": error.square(),
+                "return": tokens.returns,
+                "return_squared": tokens.returns.square(),
+            }
+        return 0.5 * torch.maximum(plain, clipped), statistics
+
+
+def explained_variance(means: Mapping[str, float]) -> float:
+    """1 − Var(R − V) / Var(R), from the means of a `ValueObjective`'s statistics; NaN where all returns are equal."""
+    returns = means["return_squared"] - means["return"] ** 2
+    errors = means["value_error_squared"] - means["value_error"] ** 2
+    return 1.0 - errors / returns if returns > 0 else math.nan

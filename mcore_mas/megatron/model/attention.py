@@ -1,0 +1,232 @@
+"""Attention and rotary positions over packed trees of sequences, as Megatron modules."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mcore_mas.megatron.model.tree_layout import Own, PackedTrees
+
+
+class TreeAttention(torch.nn.Module):
+    """Megatron `core_attention` over trees of segments: what sequences share is computed once."""
+
+    def __init__(  # type: ignore[no-untyped-def]
+        self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, fused: bool = False, **_
+    ) -> None:
+        """With `fused`, Transformer Engine's kernels attend where no sequence shares anything: they have no trees."""
+        super().__init__()
+        self.scale = softmax_scale or config.kv_channels**-0.5
+        self.fused = fused
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: object = None,
+        attention_bias: object = None,
+        packed_seq_params: PackedTrees | None = None,
+    ) -> Tensor:
+        """Attend within each tree.
+
+        Args:
+            query: [T, 1, heads, head_dim] of this rank.
+            key, value: [T, 1, kv_heads, head_dim] of this rank.
+            packed_seq_params: the layout; required.
+
+        Returns:
+            [T, 1, heads * head_dim]
+        """
+        assert packed_seq_params is not None, "TreeAttention runs on packed trees only"
+        q, k, v = query[:, 0], key[:, 0], value[:, 0]
+        if self.fused and packed_seq_params.starts is not None:
+            return self._whole_sequences(q, k, v, packed_seq_params.starts, packed_seq_params.longest)[:, None]
+        out: Tensor = _TreeAttention.apply(q, k, v, packed_seq_params, self.scale)
+        return out.flatten(1)[:, None]
+
+    def _whole_sequences(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+        """[T, heads * head_dim] by Transformer Engine, every sequence causally over itself."""
+        kernel = _fused_kernel(q.shape[1], k.shape[1], q.shape[2], self.scale)
+        out: Tensor = kernel(
+            q,
+            k,
+            v,
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        return out
+
+
+@cache
+def _fused_kernel(heads: int, kv_heads: int, head_dim: int, scale: float) -> torch.nn.Module:
+    from transformer_engine.pytorch import DotProductAttention  # only where it is installed and asked for
+
+    kernel: torch.nn.Module = DotProductAttention(
+        num_attention_heads=heads,
+        kv_channels=head_dim,
+        num_gqa_groups=kv_heads,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        softmax_scale=scale,
+    )
+    return kernel
+
+
+class _TreeAttention(torch.autograd.Function):
+    """Every token over its own block, then joined with what it sees before, call by call.
+
+    Sums over several calls are kept in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: PackedTrees, scale: float) -> Tensor:
+        """[T, heads, d] of q [T, heads, d] and k, v [T, kv_heads, d]."""
+        joint = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for own in layout.own:
+            out, own_lse = attend(*(_blocks(x, own) for x in (q, k, v)), causal=True, scale=scale)
+            _put(joint, own, out)
+            _put(lse, own, own_lse)
+        for queries, keys in layout.seen:
+            seen, seen_lse = attend(_row(q, queries), _row(k, keys), _row(v, keys), causal=False, scale=scale)
+            _join(joint[queries], lse[queries], seen[0].transpose(0, 1), seen_lse[0].t())
+        out = joint.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.layout, ctx.scale = layout, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        of_out = of_out.contiguous()
+        gradients = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
+        for own in ctx.layout.own:
+            blocks = [_blocks(x, own) for x in (of_out, q, k, v, out, lse)]
+            if own.present is not None:  # what was padded has no gradient
+                blocks[0] = blocks[0] * own.present[:, None, :, None]
+            parts = attend_backward(*blocks, causal=True, scale=ctx.scale)
+            for whole, part in zip(gradients, parts, strict=True):
+                _put(whole, own, part)
+        for queries, keys in ctx.layout.seen:
+            at_queries = [_row(x, queries) for x in (of_out, q, out, lse)]
+            at_keys = [_row(x, keys) for x in (k, v)]
+            parts = attend_backward(*at_queries[:2], *at_keys, *at_queries[2:], causal=False, scale=ctx.scale)
+            for whole, place, part in zip(gradients, (queries, keys, keys), parts, strict=True):
+                whole[place] += part[0].transpose(0, 1)
+        return *(gradient.to(q.dtype) for gradient in gradients), None, None
+
+
+def _join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Outputs [Q, heads, d] and their log-sum-exps [Q, heads], in place, with those over further keys."""
+    # o = o + w (o' − o), w = e^l' / (e^l + e^l')
+    out.lerp_(more.float(), torch.sigmoid(more_lse - lse)[..., None])
+    torch.logaddexp(lse, more_lse, out=lse)
+
+
+def _row(x: Tensor, place: slice) -> Tensor:
+    """[1, heads, Q, ...] of [T, heads, ...]."""
+    return x[place].transpose(0, 1)[None]
+
+
+def _blocks(x: Tensor, own: Own) -> Tensor:
+    """[B, heads, L, ...] of [T, heads, ...]: a view where the blocks lie one after the other, all of them full."""
+    if own.place is not None:
+        return x[own.place].unflatten(0, (-1, own.length)).transpose(1, 2)
+    return x[own.rows].transpose(1, 2)
+
+
+def _put(x: Tensor, own: Own, blocks: Tensor) -> None:
+    """Write [B, heads, L, ...] to where `_blocks` reads it."""
+    blocks = blocks.transpose(1, 2)
+    if own.place is not None:
+        x[own.place].unflatten(0, (-1, own.length)).copy_(blocks)
+    else:
+        x[own.rows[own.present]] = blocks[own.present].to(x.dtype)
+
+
+class TreeRotary(RotaryEmbedding):
+    """Rotary embedding at explicit positions, set per micro-batch: a segment continues its parent's positions."""
+
+    position_ids: Tensor  # [T]
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: object = None) -> Tensor:
+        """Angles [T, 1, 1, head_dim] of the current micro-batch."""
+        return self.get_emb(int(self.position_ids.max()) + 1)[self.position_ids]
+
+
+_aten = torch.ops.aten
+_LSE_MULTIPLE = 32  # to which the memory-efficient kernel pads its log-sum-exps
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp) of softmax(scale · q kᵀ) v; with `causal`, Q = K and a query sees keys up to its own."""
+    if q.device.type == "cpu":  # its kernel knows of shared keys
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+    k, v = _per_head(q, k), _per_head(q, v)
+    if q.dtype == torch.float32:
+        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        return out, lse[..., : q.shape[2]]
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def attend_backward(
+    of_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> Gradients:
+    """Gradients of q, k and v from that of the output; `out` and `lse` are those over all keys of the queries."""
+    if q.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            of_out, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    expanded_k, expanded_v = _per_head(q, k), _per_head(q, v)
+    backward = _efficient_backward if q.dtype == torch.float32 else _flash_backward
+    of_q, of_k, of_v = backward(of_out, q, expanded_k, expanded_v, out, lse, causal, scale)
+    return of_q, _summed(of_k, k), _summed(of_v, v)
+
+
+def _efficient_backward(
+    of_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> Gradients:
+    padded = pad(lse, (0, -lse.shape[-1] % _LSE_MULTIPLE), value=torch.inf)
+    none = torch.zeros((), dtype=torch.int64, device=q.device)  # state of a dropout that there is not
+    mask = [True, True, True, False]
+    of_q, of_k, of_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        of_out, q, k, v, None, out, padded, none, none, 0.0, mask, causal, scale=scale
+    )
+    return of_q, of_k, of_v
+
+
+def _flash_backward(
+    of_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> Gradients:
+    none = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    lengths = (None, None, q.shape[2], k.shape[2])
+    return _aten._scaled_dot_product_flash_attention_backward(
+        of_out, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, none, none[0], scale=scale
+    )
+
+
+def _per_head(q: Tensor, k: Tensor) -> Tensor:
+    """[B, heads, K, d] of keys or values, each repeated for the heads that share it."""
+    shared = q.shape[1] // k.shape[1]
+    return k if shared == 1 else k.repeat_interleave(shared, dim=1)
+
+
+def _summed(of_expanded: Tensor, k: Tensor) -> Tensor:
+    """Gradient of keys or values from that of `_per_head`."""
+    return of_expanded.unflatten(1, (k.shape[1], -1)).sum(dim=2)

@@ -1,0 +1,298 @@
+"""Low-rank adapters (LoRA: Hu et al. 2021, arXiv 2106.09685) beside Megatron's linear layers, on disk as PEFT's."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import Parameter
+
+from mcore_mas.megatron.model.build import Architecture, ModelError
+from mcore_mas.megatron.model.decoder import Decoder
+from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
+from mcore_mas.megatron.state.names import LINEARS
+from mcore_mas.megatron.state.sources import SafeTensors
+from rollout.base.seeds import derive_seed
+
+_PEFT = re.compile(r"\.(\w+)_proj\.lora_([AB])\.weight$")
+
+
+def projections(architecture: Architecture) -> dict[str, tuple[int, int]]:
+    """(rows, inputs) of every projection of a layer, uncut."""
+    a = architecture
+    queries, values = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    return {
+        "q": (queries, a.hidden),
+        "k": (values, a.hidden),
+        "v": (values, a.hidden),
+        "o": (a.hidden, queries),
+        "gate": (a.ffn, a.hidden),
+        "up": (a.ffn, a.hidden),
+        "down": (a.hidden, a.ffn),
+    }
+
+
+class Adapter(torch.nn.Module):
+    """Adds scale · B A x to a parallel linear layer's output, with an A and a B for each projection it fuses.
+
+    A layer whose rows are cut (`linear_qkv`, `linear_fc1`) has every A whole and each B cut by rows; one whose inputs
+    are cut (`linear_proj`, `linear_fc2`) has A cut by inputs and B whole. What crosses ranks is `rank` wide.
+    """
+
+    def __init__(
+        self, linear: torch.nn.Module, *, rows: Mapping[str, int], groups: int, inputs_cut: bool, lora: LoraSpec
+    ) -> None:
+        """Stand beside `linear`, all zero, and add to its output from now on.
+
+        Args:
+            linear: a `ColumnParallelLinear` or `RowParallelLinear`.
+            rows: of its projections on this rank, in the layer's order.
+            groups: how often that order repeats in its rows: Megatron interleaves queries, keys and values.
+            inputs_cut: whether tensor parallelism cuts the layer's inputs, and not its rows.
+        """
+        super().__init__()
+        self._rows, self._groups, self._inputs_cut, self._scale = rows, groups, inputs_cut, lora.scale
+        self._sequence_parallel = linear.config.sequence_parallel
+        self.on = True
+        self._held = [name for name in rows if name in lora.targets]
+        weight = linear.weight
+        for x in self._held:  # of this module itself: Megatron gathers what it overlaps by module that is called
+            self.register_parameter(f"a_{x}", Parameter(weight.new_zeros(lora.rank, weight.shape[1])))
+            self.register_parameter(f"b_{x}", Parameter(weight.new_zeros(rows[x], lora.rank)))
+        cut, whole = (self.a, self.b) if inputs_cut else (self.b, self.a)
+        for parameter in cut.values():  # an unmarked shard is left out of the gradient norm as a duplicate
+            set_tensor_model_parallel_attributes(parameter, True, 1 if inputs_cut else 0, 1)
+        for parameter in whole.values():  # sees its part of the sequence: Megatron sums its gradient over ranks
+            parameter.sequence_parallel = self._sequence_parallel
+        linear.adapter = self
+        linear.register_forward_hook(self._add)
+
+    @property
+    def a(self) -> dict[str, Tensor]:
+        """Each projection's A [rank, inputs of this rank]."""
+        return {x: self.get_parameter(f"a_{x}") for x in self._held}
+
+    @property
+    def b(self) -> dict[str, Tensor]:
+        """Each projection's B [rows of this rank, rank]."""
+        return {x: self.get_parameter(f"b_{x}") for x in self._held}
+
+    def _add(self, _: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> object:
+        return (output[0] + self(inputs[0]), output[1]) if self.on else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is added [T, 1, rows] for the layer's input [T, 1, inputs], both as this rank has them."""
+        low = F.linear(x, torch.cat(list(self.a.values()))) * self._scale  # [T, 1, rank of all]
+        parts = self._exchange(low).chunk(len(self._held), dim=-1)
+        return self._fuse({name: F.linear(part, b) for (name, b), part in zip(self.b.items(), parts, strict=True)})
+
+    def _exchange(self, low: Tensor) -> Tensor:
+        """A x over the tokens that B is to see; backward, every rank's part of its gradient is summed."""
+        if self._inputs_cut:  # each rank has A x of its inputs: the sum is A x
+            if self._sequence_parallel:
+                return reduce_scatter_to_sequence_parallel_region(low)
+            return reduce_from_tensor_model_parallel_region(low)
+        if self._sequence_parallel:
+            return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+        return copy_to_tensor_model_parallel_region(low)
+
+    def _fuse(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """[..., rows of the layer] from projections' [..., rows], in the layer's order, zero where there is none."""
+        some = next(iter(parts.values()))
+        lead = some.shape[:-1]
+        whole = [parts[x] if x in parts else some.new_zeros(*lead, rows) for x, rows in self._rows.items()]
+        return torch.cat([part.reshape(*lead, self._groups, -1) for part in whole], dim=-1).flatten(-2)
+
+    def delta(self) -> Tensor:
+        """scale · B A [rows, inputs] in float32, as this rank's part of the layer's weight."""
+        with torch.no_grad():
+            parts = {x: (b.float() @ a.float()).t() for (x, a), b in zip(self.a.items(), self.b.values(), strict=True)}
+            return self._fuse(parts).t() * self._scale
+
+
+def attach(decoder: Decoder, architecture: Architecture, spec: TrainerSpec) -> None:
+    """Freeze a pipeline stage but for the adapters it gets, and for a critic's head.
+
+    Raises:
+        ModelError: the model has no such layer to adapt.
+    """
+    lora = spec.lora
+    assert lora is not None
+    decoder.requires_grad_(False)
+    sizes = projections(architecture)
+    for layer in decoder.decoder.layers:
+        for path, (_, names, inputs_cut) in LINEARS.items():
+            if not set(names) & set(lora.targets):
+                continue
+            try:
+                linear = layer.get_submodule(path)
+            except AttributeError:
+                told = ", ".join(sorted(set(names) & set(lora.targets)))
+                raise ModelError(f"{spec.model}: lora.targets {told}: a layer has no {path}; leave them out") from None
+            rows = {name: sizes[name][0] // (1 if inputs_cut else spec.tp) for name in names}
+            groups = architecture.kv_heads // spec.tp if "q" in names else 1
+            Adapter(linear, rows=rows, groups=groups, inputs_cut=inputs_cut, lora=lora)
+    if decoder.post_process and spec.head == "value":
+        decoder.output_layer.value.requires_grad_(True)
+    if decoder.pre_process and spec.recompute:
+        # what is recomputed trains only if its input asks for a gradient, and a frozen embedding's output does not
+        decoder.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(torch.is_grad_enabled()))
+
+
+def adapters(decoder: Decoder) -> dict[str, Adapter]:
+    """A stage's adapters by the Megatron name of the weight that each adds to."""
+    return {
+        decoder.numbered(name).removesuffix("adapter") + "weight": module
+        for name, module in decoder.named_modules()
+        if isinstance(module, Adapter)
+    }
+
+
+def initial(architecture: Architecture, lora: LoraSpec, name: str) -> Tensor:
+    """A new adapter's tensor by its PEFT name, uncut: A as PEFT draws it, uniform in ±1/√inputs; B zero.
+
+    The draw depends on the seed and the name alone, so every layout starts the same.
+    """
+    found = _PEFT.search(name)
+    assert found is not None
+    rows, inputs = projections(architecture)[found.group(1)]
+    if found.group(2) == "B":
+        return torch.zeros(rows, lora.rank)
+    generator = torch.Generator().manual_seed(derive_seed(lora.seed, name) >> 1)  # torch takes 63 bits
+    return (torch.rand(lora.rank, inputs, generator=generator) * 2 - 1) / math.sqrt(inputs)
+
+
+class Merged(Mapping[str, Tensor]):
+    """The base's parameters by Megatron name, with the adapters' updates in them; each is made when asked for."""
+
+    def __init__(self, base: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
+        self._base = base
+        self._adapters = adapters
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._base[name].detach()
+        if name not in self._adapters:
+            return weight
+        return (weight.float() + self._adapters[name].delta()).to(weight.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+
+class BareModel:
+    """The frozen reference of a policy with adapters: the same weights without them, and no copy of anything."""
+
+    def __init__(self, adapters: Mapping[str, Adapter]) -> None:
+        self._adapters = adapters
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The adapters add nothing inside the block."""
+        for adapter in self._adapters.values():
+            adapter.on = False
+        try:
+            yield
+        finally:
+            for adapter in self._adapters.values():
+                adapter.on = True
+
+
+_CONFIG = "adapter_config.json"
+_TENSORS = "adapter_model.safetensors"
+# what would make an adapter another function than W + alpha / rank · B A, with the values that do not
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None, []),
+}
+
+
+class AdapterFolder(SafeTensors):
+    """Lazy access by PEFT name to the tensors of an adapter."""
+
+    def __init__(self, folder: Path, lora: LoraSpec) -> None:
+        """Open `folder`, which must hold what `lora` describes.
+
+        Raises:
+            ModelError: it holds no adapter, or another kind of one.
+        """
+        config, tensors = folder / _CONFIG, folder / _TENSORS
+        for file in (config, tensors):
+            if not file.is_file():
+                raise ModelError(f"{folder}: no adapter here ({file.name} is missing); expected a folder as PEFT saves")
+        _check(config, json.loads(config.read_text()), lora)
+        with safe_open(str(tensors), "pt") as held:
+            super().__init__(folder, dict.fromkeys(held.keys(), _TENSORS))
+
+
+def _check(path: Path, config: dict[str, Any], lora: LoraSpec) -> None:
+    for key, plain in _PLAIN.items():
+        if config.get(key, plain[0]) not in plain:
+            raise ModelError(f"{path}: {key} {config[key]!r} is not supported; expected {plain[0]!r}")
+    targets = config.get("target_modules")
+    named = sorted(str(module).rpartition(".")[2] for module in targets) if isinstance(targets, list) else targets
+    for key, got, want in (
+        ("r", config.get("r"), lora.rank),
+        ("lora_alpha", config.get("lora_alpha"), lora.alpha),
+        ("target_modules", named, sorted(f"{target}_proj" for target in lora.targets)),
+    ):
+        if got != want:
+            raise ModelError(f"{path}: {key} is {got}, but the policy's lora section says {want}; make them equal")
+
+
+def write_adapter(folder: Path, base: str, lora: LoraSpec, tensors: dict[str, Tensor]) -> None:
+    """Write an adapter of the model in folder `base`, complete or not at all.
+
+    Args:
+        tensors: full tensors by PEFT name.
+    """
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(f"{target}_proj" for target in lora.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    (partial / _CONFIG).write_text(json.dumps(config, indent=2))
+    save_file(tensors, str(partial / _TENSORS), metadata={"format": "pt"})
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)

@@ -1,0 +1,163 @@
+"""Micro-batches through Megatron's schedule: forward and backward, or forward only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from mcore_mas.equations.losses import Tokens, ValueTokens
+from mcore_mas.megatron import parallel
+from mcore_mas.megatron.batch import Microbatch
+from mcore_mas.megatron.model.build import Architecture, equal_lengths
+from mcore_mas.megatron.model.context_parallel import Share, join
+from mcore_mas.megatron.model.decoder import Decoder
+from mcore_mas.megatron.model.tree_layout import PackedTrees
+from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.step.balance import deal, flops
+
+Rows = dict[str, Tensor]  # statistics by name, each [N]
+_Output = tuple[Tensor, ...]  # log-probabilities and entropies, or values, each [n]
+
+
+class Pipeline:
+    """One rank's part of the passes over micro-batches; all ranks of the process group make the same calls."""
+
+    def __init__(self, stages: Sequence[torch.nn.Module], spec: TrainerSpec, architecture: Architecture) -> None:
+        """`stages` are this rank's parts of the model, as wrapped for training, first to last."""
+        self._stages = list(stages)
+        self._spec = spec
+        self._architecture = architecture
+        self._run = get_forward_backward_func()
+
+    def backward(self, microbatches: Sequence[Microbatch]) -> list[Rows]:
+        """Add the gradients of Σ weight · loss to `main_grad`, summed over data-parallel ranks.
+
+        Args:
+            microbatches: those of all data-parallel ranks, at least one.
+
+        Returns:
+            Statistics of this rank's micro-batches on the last pipeline stage, none on the others.
+        """
+        own, rounds = self._own(microbatches)
+        return self._pass([microbatches[i] for i in own], rounds, microbatches[0], forward_only=False)
+
+    def score(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
+        """Each micro-batch's log-probabilities of its labels [N], on every rank; of a critic its values [N]."""
+        if not microbatches:
+            return []
+        own, rounds = self._own(microbatches)
+        with torch.no_grad():
+            rows = self._pass([microbatches[i] for i in own], rounds, microbatches[0], forward_only=True)
+        lengths = [len(batch.labels) for batch in microbatches]
+        scores = torch.zeros(sum(lengths), device=parallel.device())
+        if parallel.speaks():
+            places = scores.split(lengths)
+            for i, row in zip(own, rows, strict=True):
+                places[i].copy_(row["score"])
+        # every number is one rank's, and zero on the others: the sum is exact
+        torch.distributed.all_reduce(scores)
+        return list(scores.split(lengths))
+
+    def _own(self, microbatches: Sequence[Microbatch]) -> tuple[list[int], int]:
+        """Which micro-batches this data-parallel rank takes, and how many it goes through at least."""
+        value_head = self._spec.head == "value"
+        costs = [flops(batch, self._architecture, value_head=value_head) for batch in microbatches]
+        shares = deal(costs, self._spec.dp)
+        # gradients are exchanged in the pass, so nobody may stay away; experts are in every micro-batch of every rank
+        rounds = 1 if self._spec.ep == 1 else max(len(share) for share in shares)
+        return shares[parallel_state.get_data_parallel_rank()], rounds
+
+    def _pass(self, own: list[Microbatch], rounds: int, some: Microbatch, *, forward_only: bool) -> list[Rows]:
+        """One pass over this rank's micro-batches, of which there may be none; `some` is any."""
+        turns = self._spec.pp if self._spec.vpp > 1 else 1  # interleaved stages take turns of pp each
+        idle = [some.idle()] * (-(-max(len(own), rounds) // turns) * turns - len(own))
+        batches = [batch.padded(tokens) for batch, tokens in zip(own + idle, self._lengths(own + idle), strict=True)]
+        iterators = [iter(batches) for _ in self._stages]
+        rows: list[Rows] = self._run(
+            forward_step_func=self._score if forward_only else self._train,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._stages,
+            num_microbatches=len(batches),
+            seq_length=len(batches[0].token_ids),  # read where lengths are equal; other stages tell each other theirs
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return rows[: len(own)]
+
+    def _lengths(self, batches: Sequence[Microbatch]) -> list[int]:
+        """To how many tokens each micro-batch is padded."""
+        multiple = self._spec.cp * (self._spec.tp if self._spec.sp else 1)
+        lengths = [-(-len(batch.token_ids) // multiple) * multiple for batch in batches]
+        return [max(lengths)] * len(lengths) if equal_lengths(self._spec) else lengths
+
+    def _forward(self, batch: Microbatch, share: Share, model: torch.nn.Module) -> Tensor | _Output:
+        """What the head says of this rank's share, or what the next stage is sent."""
+        decoder: Decoder = unwrap_model(model)
+        decoder.rotary_pos_emb.position_ids = share.position_ids
+        decoder.share = share
+        layout = PackedTrees.of(batch.segments, batch.token_ids.device)
+        output: Tensor | _Output = model(share.token_ids[None], None, None, packed_seq_params=layout)
+        return output
+
+    def _share(self, batch: Microbatch) -> Share:
+        return Share.of(batch, self._spec.cp, parallel_state.get_context_parallel_rank())
+
+    def _whole(self, output: _Output, share: Share, rows: int) -> _Output:
+        """What the head says of every row of the micro-batch [N], from what it says of each rank's share."""
+        return output if self._spec.cp == 1 else tuple(join(torch.stack(output), share.rows, rows))
+
+    def _train(self, batches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor | _Output, Any]:
+        batch = next(batches).to(parallel.device())
+        share = self._share(batch)
+
+        def loss(output: _Output) -> tuple[Tensor, Tensor, Rows]:
+            predicted = self._whole(output, share, len(batch.labels))
+            per_token, rows = (self._policy_loss if self._spec.head == "policy" else self._value_loss)(predicted, batch)
+            rows["loss"] = per_token.detach() * batch.weights
+            return (per_token * batch.weights).sum(), _count(per_token), rows
+
+        return self._forward(batch, share, model), loss
+
+    def _score(self, batches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor | _Output, Any]:
+        batch = next(batches).to(parallel.device())
+        share = self._share(batch)
+
+        def scores(output: _Output) -> tuple[Tensor, Tensor, Rows]:
+            score = self._whole(output, share, len(batch.labels))[0]
+            return score.new_zeros(()), _count(score), {"score": score}
+
+        return self._forward(batch, share, model), scores
+
+    def _policy_loss(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, Rows]:
+        logprobs, entropy = predicted
+        tokens = Tokens(
+            logprobs=logprobs,
+            behaviour=batch.behaviour,
+            advantages=batch.advantages,
+            sequences=batch.sequences,
+            entropy=entropy if batch.entropy_coef.any() else entropy.detach(),
+            kl_coef=batch.kl_coef,
+            entropy_coef=batch.entropy_coef,
+            proximal=batch.proximal,
+            reference=batch.reference,
+        )
+        loss, statistics = self._spec.objective(tokens)  # type: ignore[arg-type]
+        gap = (logprobs.detach() - batch.behaviour).abs()
+        if batch.ages is not None:  # a reply of other weights, or begun on their keys, says nothing of an engine
+            gap = torch.where(batch.ages > 0, torch.nan, gap)
+        return loss, {"entropy": entropy.detach(), "logprob_gap_max": gap, **statistics}
+
+    def _value_loss(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, Rows]:
+        assert batch.values is not None and batch.returns is not None, "a critic's samples carry values and returns"
+        tokens = ValueTokens(values=predicted[0], old_values=batch.values, returns=batch.returns)
+        return self._spec.objective(tokens)  # type: ignore[arg-type]
+
+
+def _count(rows: Tensor) -> Tensor:
+    return torch.tensor(len(rows), dtype=torch.int, device=rows.device)

@@ -1,0 +1,206 @@
+"""One policy's ranks as Ray actors: the controller's side of a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from mcore_mas.megatron import parallel
+from mcore_mas.megatron.batch import Microbatch
+from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.step.balance import Shares
+from mcore_mas.megatron.step.trainer import MegatronTrainer
+from rollout.base.files import Digest
+from rollout.sync import make_sender
+from rollout.sync.protocol import Handover, Route, Sender
+
+_LOOPBACK = "127.0.0.1"
+
+
+class _Rank:
+    """One process of a policy's trainer."""
+
+    def __init__(self, spec: TrainerSpec, rank: int, threads: int) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._threads = threads
+        self._store: Any = None
+        self._sender: tuple[Route, Sender] | None = None
+
+    def node(self) -> str:
+        """The address of the node that this rank is on."""
+        return str(ray.util.get_node_ip_address())
+
+    def host(self, *nodes: str) -> tuple[str, int]:
+        """Open the place where the ranks, which are on `nodes`, meet; on rank 0. The port is the system's choice."""
+        address = meeting_address(nodes)
+        self._store, port = parallel.host(address)
+        return address, port
+
+    def join(self, place: tuple[str, int]) -> None:
+        """Meet the other ranks and load the model."""
+        spec = self._spec
+        parallel.start(
+            rank=self._rank,
+            tp=spec.tp,
+            pp=spec.pp,
+            cp=spec.cp,
+            dp=spec.dp,
+            vpp=spec.vpp,
+            ep=spec.ep,
+            threads=self._threads,
+            store=self._store or parallel.reach(*place),
+        )
+        self._trainer = MegatronTrainer(spec)
+
+    def update(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:
+        return self._trainer.update(microbatches)
+
+    def score(self, microbatches: Sequence[Microbatch], reference: bool, send: bool) -> list[Any]:
+        scores = self._trainer.score(microbatches, reference=reference)
+        return [score.numpy() for score in scores] if send else []
+
+    def export(self, route: Route, version: int) -> Handover:
+        """Gather all weights with the other ranks and send them where the engine wants them."""
+        lasting = replace(route, state={})
+        if self._sender is None or self._sender[0] != lasting:
+            self._sender = lasting, make_sender(route, rank=self._rank, exchange=parallel.exchange)
+        return self._sender[1].send(self._trainer.weight_blocks(), version, route.state)
+
+    def sleep(self) -> int:
+        return self._trainer.sleep()
+
+    def wake(self) -> None:
+        self._trainer.wake()
+
+    def save(self, folder: str) -> None:
+        self._trainer.save(Path(folder))
+
+    @ray.method(concurrency_group="writing")
+    def written(self) -> dict[str, Digest]:
+        return self._trainer.written()
+
+    def restore(self, folder: str) -> None:
+        self._trainer.restore(Path(folder))
+
+    def write_model(self, folder: str) -> None:
+        self._trainer.write_model(Path(folder))
+
+
+def meeting_address(nodes: Sequence[str]) -> str:
+    """Where ranks meet: on the loopback of the one node that all of them are on, else at the address of rank 0's."""
+    return _LOOPBACK if len(set(nodes)) == 1 else nodes[0]
+
+
+class Gang:
+    """A policy's trainer, spread over `spec.ranks` Ray actors that make the same calls."""
+
+    def __init__(
+        self, policy: str, spec: TrainerSpec, *, threads: int, places: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Start the ranks; returns before they have loaded the model (see `ready`).
+
+        Args:
+            places: actor options of each rank, as `mcore_mas.training.placement.place` gives them; None: a GPU each
+                where there are any, and none set aside.
+        """
+        self.policy = policy
+        self.handing_over = asyncio.Lock()  # held while its weights are on their way
+        self._asleep = False
+        self.shares = Shares.of(spec)  # what micro-batches are to be packed for
+        if places is None:
+            places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
+        # a thread of its own waits for what is written while the ranks' other calls go on in their order
+        actor = ray.remote(num_cpus=0, concurrency_groups={"writing": 1})(_Rank)
+        self._ranks = [
+            actor.options(name=f"{policy}-rank{rank}", **place).remote(spec, rank, threads)
+            for rank, place in enumerate(places)
+        ]
+        place = self._ranks[0].host.remote(*(rank.node.remote() for rank in self._ranks))
+        self._joined = [rank.join.remote(place) for rank in self._ranks]
+
+    async def ready(self) -> None:
+        """Wait until every rank holds its shard."""
+        for joined in self._joined:
+            await joined
+
+    async def update(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:
+        """One optimizer step; see `MegatronTrainer.update`."""
+        return (await self._all("update", ray.put(list(microbatches))))[0]
+
+    async def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
+        """Log-probabilities, or a critic's values, of each micro-batch; see `MegatronTrainer.score`."""
+        batches = ray.put(list(microbatches))
+        refs = [rank.score.remote(batches, reference, send=i == 0) for i, rank in enumerate(self._ranks)]
+        # what comes out of the object store is read-only, and torch has no tensors of that kind
+        return [torch.from_numpy(score.copy()) for score in [await ref for ref in refs][0]]
+
+    async def export(self, route: Route, version: int) -> Handover:
+        """Send all weights over an engine's `route`; their bytes do not pass through this process.
+
+        Raises:
+            EngineError: the engine does not have these tensors, or does not take them.
+        """
+        refs = [rank.export.remote(route, version) for rank in self._ranks]
+        return [await ref for ref in refs][0]
+
+    async def sleep(self) -> int:
+        """Give memory away while nothing is trained; returns the bytes on all ranks; see `MegatronTrainer.sleep`."""
+        given = sum(await self._all("sleep")) if not self._asleep else 0
+        self._asleep = True
+        return given
+
+    async def wake(self) -> None:
+        """Take it back."""
+        await self._all("wake")
+        self._asleep = False
+
+    @asynccontextmanager
+    async def awake(self) -> AsyncIterator[None]:
+        """Inside the block it can be asked anything; afterwards it sleeps again if it slept."""
+        slept = self._asleep
+        await self.wake()
+        try:
+            yield
+        finally:
+            if slept:
+                await self.sleep()
+
+    async def save(self, folder: Path) -> None:
+        """Copy weights and optimizer state, which the ranks then write into `folder` beside their other work."""
+        await self._all("save", str(folder))
+
+    async def written(self) -> dict[str, Digest]:
+        """Wait until what `save` copied is on disk; size and digest of every file by name.
+
+        Raises:
+            OSError: a rank could not write, or has died.
+        """
+        files: dict[str, Digest] = {}
+        for number, ref in enumerate([rank.written.remote() for rank in self._ranks]):
+            try:
+                files |= await ref
+            except ray.exceptions.RayError as error:
+                reason = str(getattr(error, "cause", error)).strip().splitlines()[-1]
+                raise OSError(f"rank {number} of {self.policy}: {reason}") from error
+        return files
+
+    async def restore(self, folder: Path) -> None:
+        """Continue from what `save` wrote."""
+        await self._all("restore", str(folder))
+
+    async def write_model(self, folder: Path) -> None:
+        """Write a Hugging Face folder of the policy as it is now."""
+        await self._all("write_model", str(folder))
+
+    async def _all(self, method: str, *arguments: object) -> list[Any]:
+        refs = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
+        return [await ref for ref in refs]

@@ -1,0 +1,1 @@
+"""Sequence packing: samples as a prefix tree, dealt to micro-batches by bin packing."""

@@ -1,0 +1,1 @@
+"""The stages of the Snakemake pipeline: suites, tasks, index, cold start, logs, report."""

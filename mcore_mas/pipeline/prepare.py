@@ -1,0 +1,73 @@
+"""A run's inputs on disk: tasks, passages, the search index, and a proof that a server answers from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcore_mas.config.run import RetrieverConfig, RunConfig
+from retrieval.client import RetrieverSidecar, probe
+from retrieval.corpus import Corpus, Passage, write_corpus
+from rollout.base.files import write_json
+from rollout.base.registry import lookup
+from rollout.config.data import make_tasks
+from rollout.records.trajectory import write_tasks
+from rollout.tasks import GENERATORS
+
+
+def prepare_tasks(config_path: Path, out_dir: Path) -> None:
+    """Write `out_dir`/{train,validation,test}.parquet, and passages.jsonl where the tasks have passages.
+
+    Raises:
+        RecordError: a configured file of tasks cannot be read.
+        ValueError: the generator cannot make so many different tasks.
+    """
+    config = RunConfig.load(config_path)
+    for split, tasks in make_tasks(config.data, config.seed).items():
+        write_tasks(out_dir / f"{split}.parquet", tasks)
+    if config.data.generator is None:
+        return
+    generator = lookup("task generator", config.data.generator, GENERATORS)
+    if generator.passages is not None:
+        entries = enumerate(generator.passages(config.seed))
+        write_corpus(out_dir / "passages.jsonl", (Passage.compose(str(i), e.title, e.text) for i, e in entries))
+
+
+PROBES = 50  # passages that are asked for by their titles
+
+
+def index_passages(config_path: Path, passages: Path, out_dir: Path) -> None:
+    """Encode `passages` with the run's encoder into the index folder `out_dir`.
+
+    Raises:
+        RetrievalError: a line of the corpus is malformed, or the encoder's weights are not the pinned ones.
+    """
+    import torch
+
+    from retrieval.encoder import Encoder
+    from retrieval.index import build_index
+
+    retriever = _retriever(config_path)
+    torch.set_num_threads(retriever.threads)
+    manifest = build_index(passages, out_dir, Encoder.minilm())
+    print(f"{manifest.ntotal} passages, {manifest.dim} dimensions, encoder {manifest.encoder.name}")
+
+
+def probe_index(config_path: Path, passages: Path, index_dir: Path, out: Path) -> None:
+    """Start a server on the index, ask it for passages spread over the corpus, and write what came of it to `out`.
+
+    Raises:
+        RetrievalError: the server cannot start, or gives no usable answer.
+    """
+    corpus = Corpus(passages)
+    stride = max(1, len(corpus) // PROBES)
+    sample = [corpus[row] for row in range(0, len(corpus), stride)][:PROBES]
+    with RetrieverSidecar(index_dir, threads=_retriever(config_path).threads) as url:
+        found = probe(url, sample)
+    print(f"recall@1 {found['recall_at_1']:.2f}, median {found['latency_ms_median']:.1f} ms")
+    write_json(out, found)
+
+
+def _retriever(config_path: Path) -> RetrieverConfig:
+    config = RunConfig.load(config_path)
+    assert config.retriever is not None, "only runs with a retriever have an index"
+    return config.retriever

@@ -1,0 +1,168 @@
+"""A suite: which runs one call of the pipeline makes, checked and resolved before any job starts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+from mcore_mas.config.run import ConfigError, resolve
+from rollout.base.files import write_text
+from rollout.config.data import DataConfig
+
+SCHEMA = Path(__file__).resolve().parents[2] / "workflow" / "schemas" / "suite.schema.json"
+
+
+class SuiteError(ValueError):
+    """A suite cannot be used: says which key of which run, what was expected and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """The runs of a suite by name, each with its resolved config."""
+
+    name: str
+    runs: Mapping[str, Mapping[str, Any]]  # run -> resolved config
+    experiments: Mapping[str, str]  # run -> experiment; runs that differ only in their seed share one
+    overrides: Mapping[str, list[str]]  # run -> Hydra overrides that the suite gives it
+    starts: Mapping[str, str]  # run -> the run whose cold start its policies begin with; others bring their models
+    published: tuple[Mapping[str, Any], ...] = ()  # numbers to print beside ours
+
+    @classmethod
+    def load(cls, suite: Mapping[str, Any]) -> Suite:
+        """Check the content of a suite file and compose the config of each of its runs.
+
+        Raises:
+            SuiteError: a key is unknown or of the wrong type, an override does not compose, or the results folder
+                cannot be written.
+        """
+        _check_schema(suite)
+        results = suite.get("results", "results")
+        _check_writable(Path(results))
+        overrides = {**suite.get("experiments", {}), **_combinations(suite.get("grid"))}
+        runs = {}
+        for run, own in overrides.items():
+            try:
+                runs[run] = resolve([*own, f"run={run}", f"results={results}"])
+            except ConfigError as error:
+                raise SuiteError(f"suite '{suite['suite']}', run '{run}': {error}") from error
+        starts = {run: run for run, config in runs.items() if config.get("cold_start") is not None}
+        if suite.get("share_cold_starts"):
+            starts = _shared(runs)
+            runs = {run: _started_from(config, starts.get(run, run)) for run, config in runs.items()}
+        return cls(
+            name=suite["suite"],
+            runs=runs,
+            experiments=_experiments(overrides),
+            overrides=overrides,
+            starts=starts,
+            published=tuple(suite.get("published", ())),
+        )
+
+    @property
+    def own_starts(self) -> str:
+        """A regular expression of the runs that make a cold start."""
+        return _pattern([run for run, start in self.starts.items() if run == start])
+
+    def indexes(self, run: str) -> bool:
+        """Whether `run` builds an index of its own: its team searches, and no server elsewhere answers."""
+        retriever = self.runs[run].get("retriever")
+        return retriever is not None and retriever.get("url") is None
+
+    def data_files(self, run: str) -> list[str]:
+        """The data files that the tasks of `run` are read from; none with a generator."""
+        return [str(path) for path in DataConfig.model_validate(self.runs[run]["data"]).paths]
+
+    def pattern(self, *, indexes: bool) -> str:
+        """A regular expression of the runs that build an index, or of those that do not."""
+        return _pattern([run for run in self.runs if self.indexes(run) is indexes])
+
+
+def _pattern(names: Sequence[str]) -> str:
+    return "|".join(map(re.escape, names)) or "(?!)"  # (?!) matches no run
+
+
+def _combinations(grid: Mapping[str, Any] | None) -> dict[str, list[str]]:
+    """The runs of a grid with their overrides: an override per axis, then the settings of its value, then all runs'."""
+    if grid is None:
+        return {}
+    runs = {}
+    for values in itertools.product(*grid["axes"].values()):
+        own = [f"{axis}={value}" for axis, value in zip(grid["axes"], values, strict=True)]
+        own += [item for value in values for item in grid.get("settings", {}).get(str(value), [])]
+        runs["_".join(str(value) for value in values)] = own + grid.get("overrides", [])
+    return runs
+
+
+# what a cold start depends on
+_COLD = ("seed", "data", "env", "orchestra", "agents", "engine", "cold_start", "retriever", "cluster")
+
+
+def _shared(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """run -> the first run with the same cold start."""
+    first: dict[str, str] = {}
+    starts = {}
+    for run, config in runs.items():
+        if config.get("cold_start") is None:
+            continue
+        agents = {name: {**agent, "advantage": None, "loss_weight": 1} for name, agent in config["agents"].items()}
+        determines = json.dumps({**{key: config[key] for key in _COLD}, "agents": agents}, sort_keys=True)
+        starts[run] = first.setdefault(determines, run)
+    return starts
+
+
+def _started_from(config: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """The config with `owner`'s cold-started model in place of its own."""
+    if owner == config["run"]:
+        return dict(config)
+    mine, theirs = f"{config['results']}/{config['run']}/", f"{config['results']}/{owner}/"
+    policies = {
+        name: {**policy, "model": policy["model"].replace(mine, theirs)} for name, policy in config["policies"].items()
+    }
+    return {**config, "cold_start": None, "policies": policies}
+
+
+def _check_schema(suite: Mapping[str, Any]) -> None:
+    validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
+    error = jsonschema.exceptions.best_match(validator.iter_errors(suite))
+    if error is not None:
+        place = "/".join(map(str, error.absolute_path)) or "top level"
+        known = error.schema.get("properties", {})
+        unknown = (
+            [key for key in error.instance if key not in known] if error.validator == "additionalProperties" else []
+        )
+        trouble = f"unknown key '{unknown[0]}'; known here: {', '.join(known)}" if unknown else error.message
+        raise SuiteError(f"suite file, {place}: {trouble} (workflow/schemas/suite.schema.json says what is allowed)")
+
+
+def _check_writable(results: Path) -> None:
+    folder = results.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise SuiteError(
+            f"results folder '{results}': {folder} is not a folder that can be written; "
+            "free it, or name another one under `results:` in the suite file"
+        )
+
+
+def _experiments(overrides: Mapping[str, list[str]]) -> dict[str, str]:
+    first: dict[tuple[str, ...], str] = {}
+    experiments = {}
+    for run, items in overrides.items():
+        recipe = tuple(item for item in items if item.partition("=")[0] != "seed")
+        experiments[run] = first.setdefault(recipe, run)
+    return experiments
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Write a resolved config as YAML, complete or not at all."""
+    write_text(path, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=120))

@@ -1,0 +1,283 @@
+"""Checkpoints of a run: a folder per step, trusted only with its manifest and its fingerprint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_mas.config.run import RunConfig
+from mcore_mas.megatron.model.build import read_architecture
+from mcore_mas.training.session import TrainingError
+from rollout.base.files import Digest, sha256, sync_folder, write_json
+
+FORMAT = 1  # of what a checkpoint's folder holds
+_MANIFEST = "manifest.json"
+_REFUSED = "refused_"
+
+Write = Callable[[Path], Awaitable[Awaitable[dict[str, Digest]]]]
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint cannot be written, or none can be used: one line that says what, where, what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Whose checkpoints these are."""
+
+    run: str
+    models: Mapping[str, Mapping[str, Any]]  # architecture as plain data, by policy and `<policy>.critic`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A valid checkpoint."""
+
+    folder: Path
+    step: int
+    state: dict[str, Any]
+    metric: float | None  # what `best` goes by; None where it was not measured
+
+
+class Checkpoints:
+    """The checkpoints under one folder, newest last."""
+
+    def __init__(self, folder: Path, identity: Identity, *, keep: int, best: int = 0) -> None:
+        """Keep the newest `keep` and the `best` by their metric; what a killed writer left behind is removed."""
+        self._folder = folder
+        self._identity = identity
+        self._keep = keep
+        self._best = best
+        self._writing: asyncio.Task[None] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        for partial in folder.glob(".*.partial"):
+            shutil.rmtree(partial)
+
+    async def save(self, step: int, state: dict[str, Any], write: Write, metric: float | None = None) -> None:
+        """Save `state`, and what `write` puts into a folder, as the state after `step` steps.
+
+        Returns once `write` has copied what it will put there and has given what to wait for: every file's size and
+        digest by name. The manifest follows in the background; `finish`, or the next save, waits for it.
+
+        Raises:
+            CheckpointError: this one cannot be begun, or the one before could not be written.
+        """
+        await self.finish()
+        partial = self._folder / f".{_name(step)}.{os.getpid()}.partial"
+        manifest = {
+            "format": FORMAT,
+            "run": self._identity.run,
+            "models": self._identity.models,
+            "step": step,
+            "metric": metric,
+            "state": state,
+        }
+        try:
+            partial.mkdir()
+            files = await write(partial)
+        except OSError as error:
+            raise _unwritten(partial, error) from error
+        self._writing = asyncio.create_task(self._complete(partial, manifest, files))
+
+    async def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if one is.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+
+    def newest(self, told: Callable[[str], None]) -> Saved | None:
+        """The newest checkpoint that can be used, None if there is none at all.
+
+        `told` gets a line about each newer one, which is put aside under another name.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none can be used.
+        """
+        found, refused = _search(self._folder, self._identity)
+        if found is not None:
+            for folder, fault in refused:
+                aside = _free(folder.with_name(_REFUSED + folder.name))
+                folder.rename(aside)
+                told(f"{folder}: {fault}; kept as {aside.name}, {found.folder.name} is used")
+        elif refused:
+            folder, fault = refused[0]
+            others = f" (and {len(refused) - 1} older)" if len(refused) > 1 else ""
+            raise CheckpointError(
+                f"{folder}: {fault}; no checkpoint can be used{others}: bring a good one back, or move "
+                f"{self._folder} away to start from step 0"
+            )
+        return found
+
+    def best(self, told: Callable[[str], None]) -> Saved | None:
+        """The checkpoint with the highest metric, the newest of equals; `told` of each that cannot be used."""
+        for saved in self._by_metric():
+            fault = _fault(saved.folder, self._identity)
+            if not fault:
+                return saved
+            told(f"{saved.folder}: {fault}; the next best is used")
+        return None
+
+    def has(self, step: int) -> bool:
+        """Whether the state after `step` steps is saved."""
+        return (self._folder / _name(step)).is_dir()
+
+    def rate(self, step: int, metric: float) -> None:
+        """Write down the metric of a checkpoint that was saved without one."""
+        path = self._folder / _name(step) / _MANIFEST
+        write_json(path, json.loads(path.read_text()) | {"metric": metric})
+
+    def is_best(self, metric: float) -> bool:
+        """Whether a checkpoint with this metric would be kept for it."""
+        kept = self._by_metric()[: self._best]
+        return self._best > len(kept) or any(metric >= (saved.metric or 0.0) for saved in kept)
+
+    async def _complete(self, partial: Path, manifest: dict[str, Any], files: Awaitable[dict[str, Digest]]) -> None:
+        try:
+            manifest["files"] = dict(sorted((await files).items()))
+            await asyncio.to_thread(self._commit, partial, manifest)
+        except Exception as error:
+            raise _unwritten(partial, error) from error
+
+    def _commit(self, partial: Path, manifest: dict[str, Any]) -> None:
+        for folder in {(partial / name).parent for name in manifest["files"]}:
+            sync_folder(folder)
+        write_json(partial / _MANIFEST, manifest)
+        sync_folder(partial)
+        partial.rename(self._folder / _name(manifest["step"]))
+        sync_folder(self._folder)
+        self._prune()
+
+    def _prune(self) -> None:
+        steps = self._steps()
+        kept = {*steps[-self._keep :], *(saved.folder for saved in self._by_metric()[: self._best])}
+        for old in steps:
+            if old not in kept:
+                gone = old.with_name(f".{old.name}.partial")  # if killed before it is all gone, it is swept at start
+                old.rename(gone)
+                shutil.rmtree(gone)
+
+    def _by_metric(self) -> list[Saved]:
+        """Those that have a metric, best first; of equals, the newest first."""
+        rated = []
+        for folder in self._steps():
+            try:
+                saved = _saved(folder)
+            except (OSError, ValueError, KeyError):
+                continue
+            if saved.metric is not None:
+                rated.append((saved.metric, saved.step, saved))
+        return [saved for _, _, saved in sorted(rated, key=lambda row: row[:2], reverse=True)]
+
+    def _steps(self) -> list[Path]:
+        return _steps(self._folder)
+
+
+def newest(folder: Path, identity: Identity, told: Callable[[str], None]) -> Saved | None:
+    """The newest checkpoint in a folder that may be another process's: `told` of what is refused, which stays."""
+    found, refused = _search(folder, identity)
+    for other, fault in refused:
+        told(f"{other}: {fault}")
+    return found
+
+
+def _search(folder: Path, identity: Identity) -> tuple[Saved | None, list[tuple[Path, str]]]:
+    """The newest checkpoint that can be used, and the newer ones, each with what is wrong with it."""
+    refused = []
+    for step in reversed(_steps(folder)):
+        fault = _fault(step, identity)
+        if not fault:
+            return _saved(step), refused
+        refused.append((step, fault))
+    return None, refused
+
+
+def _steps(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step_*"))
+
+
+def _fault(folder: Path, identity: Identity) -> str:
+    """Why a checkpoint cannot be used, "" if it can."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        version, files = manifest["format"], manifest["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"no readable {_MANIFEST}"
+    if version != FORMAT:
+        return f"written in format {version}, this version reads format {FORMAT}"
+    return _foreign(manifest, identity) or _damage(folder, files)
+
+
+def _foreign(manifest: Mapping[str, Any], identity: Identity) -> str:
+    """What a checkpoint is of that the run is not, "" if nothing."""
+    if manifest["run"] != identity.run:
+        return f"of run '{manifest['run']}', not '{identity.run}'"
+    models = manifest["models"]
+    for name, own in identity.models.items():
+        if name not in models:
+            return f"has no policy '{name}' (it has {', '.join(models)})"
+        for what, value in json.loads(json.dumps(own)).items():
+            if models[name].get(what, value) != value:
+                return f"policy '{name}' has {what} {models[name][what]}, the run's model {value}"
+    extra = set(models) - set(identity.models)
+    return f"has policy '{min(extra)}', which the run does not have" if extra else ""
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _free(path: Path) -> Path:
+    """`path`, or the first with a number behind it that is not there."""
+    tries = (path, *(path.with_name(f"{path.name}_{n}") for n in range(2, 1000)))
+    return next(candidate for candidate in tries if not candidate.exists())
+
+
+def _saved(folder: Path) -> Saved:
+    manifest = json.loads((folder / _MANIFEST).read_text())
+    return Saved(folder=folder, step=manifest["step"], state=manifest["state"], metric=manifest["metric"])
+
+
+def _unwritten(partial: Path, error: Exception) -> CheckpointError:
+    why = " ".join(str(error).split()) or type(error).__name__
+    return CheckpointError(f"{partial}: checkpoint could not be written ({why}); make room or rights, then run again")
+
+
+def _damage(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str:
+    """What is wrong with a checkpoint's files, "" if nothing is."""
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, {expected['bytes']} were written"
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # digesting leaves the interpreter to others
+        for (name, expected), found in zip(
+            files.items(), threads.map(lambda name: sha256(folder / name), files), strict=True
+        ):
+            if found != expected["sha256"]:
+                return f"{name} is not what was written"
+    return ""
+
+
+def identity_of(config: RunConfig) -> Identity:
+    """The run's name, and of every trained policy and critic the model and what of it is trained."""
+    models: dict[str, dict[str, Any]] = {}
+    for name in config.trained:
+        policy = config.policies[name]
+        lora = policy.lora
+        adapted = lora and {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
+        models[name] = {**asdict(read_architecture(Path(policy.model))), "lora": adapted}
+        if policy.critic is not None:
+            models[f"{name}.critic"] = models[name]
+    return Identity(run=config.run, models=models)

@@ -1,0 +1,123 @@
+"""The engines and environments of a run: an engine for each policy, and the retriever that environments ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from mcore_mas.config.run import RunConfig
+from retrieval.client import RetrievalClient, RetrieverSidecar
+from rollout.config.build import build_env, build_player
+from rollout.engines import engine_class
+from rollout.engines.remote.protocol import hide
+from rollout.environments.protocol import Env
+from rollout.models.chat_template import Renderer
+from rollout.records.trajectory import Task
+from rollout.teams.external import ExternalVoice
+from rollout.teams.team import Voice
+
+
+def open_remotes(config: RunConfig, folder: Path) -> dict[str, ExternalVoice]:
+    """The remote models, by policy, with their replies kept below `folder`; before any child process starts.
+
+    Raises:
+        RemoteError: no key, or a folder in use.
+    """
+    return {name: ExternalVoice.open(remote, folder / name) for name, remote in config.remotes.items()}
+
+
+def make_engines(
+    config: RunConfig,
+    models: Mapping[str, str | Path],
+    log: Path,
+    *,
+    trained: bool,
+    places: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+) -> dict[str, Any]:
+    """An engine for each policy's model folder; servers log below `log`.
+
+    With `trained` the engines take weights from trainers, and Ray must be running; `places` are then actor options of
+    each engine's devices.
+    """
+    engine = config.engine
+    name = engine.name if trained or engine.name != "embedded" else "embedded_local"
+    settings: dict[str, Any] = {"rows": engine.slots, "max_length": engine.max_length}
+    if engine.name == "sglang":
+        settings |= {
+            "python": str(engine.python) if engine.python else None,
+            "urls": engine.urls,
+            "key": engine.key_file.read_text().strip() if engine.key_file else None,
+            "replicas": engine.replicas,
+            "tp": engine.tp,
+            "options": {"enable-deterministic-inference": engine.deterministic} | engine.options,
+            "environment": engine.environment,
+            "verify": engine.verify,
+            "timeout_s": engine.timeout_s,
+            "start_s": engine.start_s,
+        }
+    if engine.name == "sglang" or (engine.name == "embedded" and trained):
+        settings |= {"threads": config.cluster.threads_per_process, "restarts": engine.restarts}
+        settings |= {"transport": engine.transport} if engine.transport else {}
+    if engine.name == "embedded":
+        settings["device"] = engine.device
+    if engine.name == "embedded" and trained:
+        settings["deterministic"] = engine.deterministic
+    engines = {}
+    for policy, model in models.items():
+        own: dict[str, Any] = {}
+        if engine.name == "sglang":
+            own["log"] = log / f"{policy}.log"
+        if engine.weights_folder and "threads" in settings:
+            own["weights_folder"] = engine.weights_folder / config.run / policy
+        if places and policy in places:
+            own |= {"places": places[policy]} if engine.name == "sglang" else {"place": places[policy][0]}
+        engines[policy] = engine_class(name)(model, **settings, **own)
+    return engines
+
+
+def make_players(config: RunConfig, engines: Mapping[str, Any], models: Mapping[str, str | Path]) -> dict[str, Voice]:
+    """The voices of the policies that have an engine."""
+    return {
+        name: build_player(
+            engine,
+            Renderer(models[name]),
+            deadline_s=config.collection.call_s,
+            max_in_flight=config.policies[name].max_in_flight,
+        )
+        for name, engine in engines.items()
+    }
+
+
+def close_engines(engines: Mapping[str, Any]) -> None:
+    """End the processes of engines that have some."""
+    for engine in engines.values():
+        if hasattr(engine, "close"):
+            engine.close()
+
+
+@contextmanager
+def world(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
+    """A maker of the run's environments; a retriever of its own logs to `log`.log in the run folder.
+
+    The run's keys leave the environment first, also where only training would use them.
+
+    Raises:
+        RetrievalError: the retriever does not start.
+    """
+    for model in (*config.remotes.values(), *([config.coach] if config.coach else ())):
+        hide(model.key_variable)
+    if config.retriever is None:
+        yield build_env(config.env)
+        return
+    server = (
+        nullcontext(config.retriever.url)
+        if config.retriever.url
+        else RetrieverSidecar(
+            config.folder / "index", log_path=config.folder / f"{log}.log", threads=config.retriever.threads
+        )
+    )
+    with server as url:
+        client = RetrievalClient(url, token_file=config.retriever.key_file)
+        yield build_env(config.env, retriever=client)

@@ -1,0 +1,97 @@
+"""One job's log: all that a job and its children print, with the cause of a failure as its last line."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rollout.base.processes import die_with_parent
+
+CAUSE = "error: "
+_LOG_OF_FAILED_JOB = re.compile(r"^\s+log: (.+?) \(check log file", re.MULTILINE)
+_OWN_PACKAGES = ("mcore_mas", "rollout", "retrieval")
+_terminal: TextIO | None = None
+
+
+@contextmanager
+def logged(path: Path | str) -> Iterator[None]:
+    """Send file descriptors 1 and 2 to the file `path`, also those of child processes, until the process ends.
+
+    An exception ends the process with status 1 after its traceback and one line, `error: <cause>`, are in the log.
+    When the process that started this one is killed, this one ends too.
+    """
+    global _terminal
+    die_with_parent()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if os.isatty(2):
+        _terminal = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace", buffering=1)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(log, descriptor)
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    os.close(log)
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        print(CAUSE + cause(error), file=sys.stderr)
+        sys.exit(1)
+
+
+def terminal() -> TextIO | None:
+    """The terminal that a person watches, also when this process writes to a log; None when there is none."""
+    if _terminal is not None:
+        return _terminal
+    return sys.stderr if sys.stderr.isatty() else None
+
+
+def cause(error: BaseException) -> str:
+    """One line that says what went wrong; the type only where the message was not written by this project."""
+    message = " ".join(str(error).split())
+    own = type(error).__module__.partition(".")[0] in _OWN_PACKAGES
+    return message if own and message else f"{type(error).__name__}: {message}".rstrip(": ")
+
+
+def success(results: Path | str, suite: str) -> str:
+    """What to look at after a pipeline run that ended well."""
+    pages = {"Report": Path(results) / "report.html", "Table": Path(results) / "tables" / f"{suite}.md"}
+    made = [f"{name}: {path}" for name, path in pages.items() if path.is_file()]
+    store = "" if str(results) == "results" else f" STORE=sqlite:///{results}/mlflow.db"
+    return f"\nDone. {'   '.join(made)}\n`make ui{store}` opens MLflow on every curve of every agent."
+
+
+def failure(workflow_logs: Iterable[Path | str], lines: int = 15) -> str:
+    """What failed, from Snakemake's own log files: one line for each cause, then the logs of the jobs it ended.
+
+    A job that died without a word (killed, out of memory) is followed by the last `lines` lines of its log.
+    """
+    paths = [Path(path) for path in workflow_logs]
+    logs = dict.fromkeys(log for path in paths for log in _LOG_OF_FAILED_JOB.findall(_text(path)))
+    if not logs:
+        return f"\n{CAUSE}no job wrote a log; see {', '.join(map(str, paths))}"
+    by_cause: dict[str, list[str]] = {}
+    for log in logs:
+        by_cause.setdefault(_why(Path(log), lines), []).append(log)
+    return "\n".join(f"\n{why}\n  logs: {', '.join(own)}" for why, own in by_cause.items())
+
+
+def _why(log: Path, lines: int) -> str:
+    tail = _text(log).rstrip().splitlines()[-lines:]
+    causes = [line for line in tail if line.startswith(CAUSE)]
+    if causes:
+        return causes[-1]
+    last = "\n".join(f"  | {line}" for line in tail) or "  | (empty)"
+    return f"{CAUSE}the job ended without saying why (killed, or out of memory?); the end of its log:\n{last}"
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

@@ -1,0 +1,145 @@
+"""What a training run tells of itself: progress on the terminal, metrics.jsonl, metrics and traces in MLflow."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mcore_mas.config.run import RunConfig
+from mcore_mas.credit.assign import by_place
+from mcore_mas.credit.samples import Sample
+from mcore_mas.reports.trajectory_drawing import drawing
+from mcore_mas.training.joblog import terminal
+from mcore_mas.training.session import Stopped
+from mcore_mas.training.traces import Traces, chosen
+from mcore_mas.training.tracking import Journal, Tracker
+from rollout.records.trajectory import Group
+
+_SHOWN = {
+    "reward": "reward/mean",
+    "accuracy": "validation/accuracy",
+    "behind": "staleness/mean",
+    "tokens/s": "time/tokens_per_s",
+}
+
+
+class Logbook:
+    """One run's places to write to, all of them told of the same steps."""
+
+    def __init__(self, reporter: Reporter, journal: Journal, tracker: Tracker, traces: Traces, traced: int) -> None:
+        """`traced` trajectories of every step become traces."""
+        self._reporter, self._journal, self._tracker = reporter, journal, tracker
+        self._traces, self._traced = traces, traced
+        self.tracking_run = tracker.run_id
+        self.note = reporter.note
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """`step`, counted from 0, is finished."""
+        self._journal.log(step, metrics)
+        self._tracker.log(step + 1, metrics)
+        self._reporter.step(step + 1, {label: metrics[name] for label, name in _SHOWN.items() if name in metrics})
+
+    def trace(self, groups: Sequence[Group], samples: Sequence[Sample]) -> None:
+        """Have some of a step's trajectories traced, each turn with its sample's advantage, and drawn if of games."""
+        tasks = {group.task.id: group.task for group in groups}
+        self._traces.send(
+            chosen(groups, self._traced), by_place(samples), lambda played: drawing(tasks[played.task_id], played)
+        )
+
+
+@contextmanager
+def open_logbook(config: RunConfig, config_path: Path, first: int, mlflow_run: str | None) -> Iterator[Logbook]:
+    """The logbook of a run that goes on at step `first`, in the MLflow run of before if there is one."""
+    with (
+        Reporter(f"{config.run} train", config.trainer.steps, first) as reporter,
+        _tracker(config, config_path, mlflow_run) as tracker,
+        closing(Traces(config.tracking.uri, tracker.experiment_id, tracker.run_id, reporter.note)) as traces,
+    ):
+        journal = Journal(config.folder / "train" / "metrics.jsonl", first)
+        yield Logbook(reporter, journal, tracker, traces, config.tracking.traces)
+
+
+@contextmanager
+def _tracker(config: RunConfig, config_path: Path, run_id: str | None) -> Iterator[Tracker]:
+    tracker = Tracker(
+        config.tracking.uri,
+        config.tracking.experiment,
+        run=config.run,
+        params=config.model_dump(mode="json"),
+        tags={"config_sha256": hashlib.sha256(config_path.read_bytes()).hexdigest()},
+        run_id=run_id,
+    )
+    try:
+        yield tracker
+    except (KeyboardInterrupt, Stopped):
+        tracker.finish("KILLED")
+        raise
+    except BaseException:
+        tracker.finish("FAILED")
+        raise
+    tracker.finish("FINISHED")
+
+
+_SECONDS_BETWEEN_LINES = 15.0  # on a terminal that several jobs share
+
+
+class Reporter:
+    """Tells of steps as they finish; `note` is for anything else worth a line.
+
+    A process on a terminal draws a bar. A job whose output goes to a log writes a line per step there, and now and then
+    one to the terminal it was started from, where other jobs may be writing too.
+    """
+
+    def __init__(self, what: str, total: int, first: int = 0) -> None:
+        """`what` is being done in `total` steps, of which `first` are done already."""
+        self._what, self._total, self._first = what, total, first
+        self._started = self._last_line = time.monotonic()
+        self._bar: Progress | None = None
+        self._shared = terminal() if not sys.stderr.isatty() else None
+        if sys.stderr.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, TextColumn("{task.fields[status]}"), console=Console(stderr=True))
+            self._task = self._bar.add_task(what, total=total, completed=first, status="")
+
+    def __enter__(self) -> Reporter:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def step(self, done: int, metrics: Mapping[str, float]) -> None:
+        """`done` steps are finished; `metrics` are shown as they are named."""
+        status = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        if self._bar:
+            self._bar.update(self._task, completed=done, status=status)
+            return
+        left = ""
+        if done > self._first:
+            seconds = (time.monotonic() - self._started) / (done - self._first) * (self._total - done)
+            left = f"  left {int(seconds // 60)}:{int(seconds % 60):02d}"
+        line = f"{self._what}: {done}/{self._total}  {status}{left}"
+        print(line, file=sys.stderr, flush=True)
+        if self._shared and (done == self._total or time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES):
+            self._last_line = time.monotonic()
+            print(line, file=self._shared, flush=True)
+
+    def note(self, text: str) -> None:
+        """One line of text."""
+        line = f"{self._what}: {text}"
+        if self._bar:
+            self._bar.console.print(line, highlight=False, markup=False)
+            return
+        print(line, file=sys.stderr, flush=True)
+        if self._shared:
+            print(line, file=self._shared, flush=True)

@@ -1,0 +1,152 @@
+"""What a step's trajectories say, as numbers by agent."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, pstdev
+
+from mcore_mas.credit.samples import Sample
+from mcore_mas.equations.losses import explained_variance
+from rollout.records.trajectory import Group, Status, Trajectory, Turn
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Outcome, failures and each agent's behaviour over the completed trajectories of `groups`."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    completed = [t for t in trajectories if t.status is Status.COMPLETED]
+    metrics = {
+        "rollout/failed": float(len(trajectories) - len(completed)),
+        "rollout/trajectories": float(len(trajectories)),
+    }
+    metrics |= _lost(trajectories)
+    if not completed:
+        return metrics
+    turns: dict[str, list[Turn]] = defaultdict(list)
+    for trajectory in completed:
+        for turn in trajectory.turns:
+            turns[turn.agent].append(turn)
+    metrics |= {
+        "reward/mean": fmean(t.outcome or 0.0 for t in completed),
+        "rollout/turns": fmean(len(t.path) for t in completed),
+        "rollout/tokens": float(sum(len(turn.completion_ids) for own in turns.values() for turn in own)),
+    }
+    for agent, own in turns.items():
+        prefix = f"agent/{agent}"
+        metrics[f"{prefix}/calls"] = float(len(own))
+        metrics[f"{prefix}/valid_ratio"] = fmean(turn.valid for turn in own)
+        metrics[f"{prefix}/masked"] = float(sum(turn.masked for turn in own))
+        if undecided := sum("undecided" in turn.scores for turn in own):
+            metrics[f"{prefix}/undecided"] = float(undecided)
+        metrics[f"{prefix}/response_length"] = fmean(len(turn.completion_ids) for turn in own)
+        rewards = [turn.reward for turn in own if turn.reward is not None]
+        if rewards:
+            metrics[f"{prefix}/reward_mean"] = fmean(rewards)
+            metrics[f"{prefix}/reward_std"] = pstdev(rewards)
+    return metrics
+
+
+def _lost(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What was late, by agent, tool or whole, and how many were given up, undecided or refused; nothing for none."""
+    late: Counter[str] = Counter()
+    for trajectory in trajectories:
+        for name, count in trajectory.metrics.items():
+            if name.startswith("late/"):
+                what = name.removeprefix("late/")
+                late[f"{what}/late" if "/" in what else f"rollout/late_{what}"] += int(count)
+    aborted = sum(t.status is Status.ABORTED for t in trajectories)
+    counts = {"rollout/aborted": aborted} | {
+        f"rollout/{name}": sum(int(t.metrics.get(name, 0)) for t in trajectories) for name in ("undecided", "refused")
+    }
+    return {name: float(n) for name, n in late.items()} | {name: float(n) for name, n in counts.items() if n}
+
+
+def staleness_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """By how many versions turns were behind the weights that they trained, in all and by policy.
+
+    Mean, maximum, and how many turns by how many versions.
+    """
+    ages: dict[str, list[int]] = defaultdict(list)
+    for sample in samples:
+        for whose in ("", f"policy/{sample.policy}/"):
+            ages[whose].append(sample.age)
+    metrics: dict[str, float] = {}
+    for whose, own in ages.items():
+        metrics |= {f"{whose}staleness/mean": fmean(own), f"{whose}staleness/max": float(max(own))}
+        metrics |= {f"{whose}staleness/turns_{age}": float(turns) for age, turns in sorted(Counter(own).items())}
+    return metrics
+
+
+def credit_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Each agent's advantage second moment, which Dr. MAS's Lemma 4.2 ties to its gradient's."""
+    by_agent: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        by_agent[sample.agent].append(fmean(advantage**2 for advantage in sample.advantages or (0.0,)))
+    return {f"agent/{agent}/advantage_second_moment": fmean(squares) for agent, squares in by_agent.items()}
+
+
+def critic_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A critic's metrics beside those of its policy, by agent and in all, with the variance of returns it explains."""
+    groups: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, value in metrics.items():
+        whose, _, what = name.rpartition("/")
+        groups[whose][what] = value
+    for own in groups.values():
+        explained = explained_variance(own) if "return_squared" in own else math.nan
+        if not math.isnan(explained):  # it is where all returns are equal
+            own["explained_variance"] = explained
+    return {f"{whose}/critic/{what}".lstrip("/"): value for whose, own in groups.items() for what, value in own.items()}
+
+
+def merge_updates(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step's updates as one: extremes and counts by their names, everything else by its mean."""
+    columns: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            columns[name].append(value)
+    return {name: _REDUCE.get(name.rpartition("/")[2], _reduction(name))(values) for name, values in columns.items()}
+
+
+def _reduction(name: str) -> Callable[[Sequence[float]], float]:
+    return max if name.endswith("_max") else min if name.endswith("_min") else fmean
+
+
+_REDUCE: dict[str, Callable[[Sequence[float]], float]] = {"grad_spikes": sum, "skipped_updates": sum, "tokens": sum}
+
+
+def success(groups: Sequence[Group]) -> tuple[float, float]:
+    """(Mean success, share of well-formed turns) over completed trajectories; (NaN, NaN), unknown, without any."""
+    completed = [t for group in groups for t in group.trajectories if t.status is Status.COMPLETED]
+    turns = [turn.valid for t in completed for turn in t.turns]
+    if not turns:
+        return math.nan, math.nan
+    return fmean(t.success for t in completed), fmean(turns)
+
+
+def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What a validation found, without what failed, whose number it says; no accuracy when nothing was completed."""
+    accuracy, valid_ratio = success(groups)
+    failed = sum(t.status is not Status.COMPLETED for group in groups for t in group.trajectories)
+    metrics = {"validation/failed": float(failed)}
+    if math.isnan(accuracy):
+        return metrics
+    return metrics | {"validation/accuracy": accuracy, "validation/valid_ratio": valid_ratio}
+
+
+def losses(groups: Sequence[Group]) -> str:
+    """One line on the trajectories that say nothing, or "": how many, how they ended, and the first one's error.
+
+    Those that were given up because their group was full are no loss.
+    """
+    played = [t for group in groups for t in group.trajectories]
+    lost = [
+        t
+        for t in played
+        if t.status is not Status.COMPLETED and (t.status is not Status.ABORTED or "late/batch" in t.metrics)
+    ]
+    if not lost:
+        return ""
+    counts = Counter(t.status.value for t in lost)
+    how = ", ".join(f"{n} {status}" for status, n in counts.items())
+    return f"{len(lost)} of {len(played)} trajectories are lost ({how}); the first, {lost[0].id}: {lost[0].error}"

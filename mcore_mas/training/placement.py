@@ -1,0 +1,179 @@
+"""Which devices each policy's trainer, critic and engine take: all the same ones, or each its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+import torch
+from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mcore_mas.config.run import RunConfig
+
+Pool = Literal["shared", "split"]
+Kind = Literal["GPU", "CPU"]
+Part = Literal["trainer", "critic", "engine"]
+Place = tuple[str, Part]  # policy, part
+Options = dict[str, Any]  # of a Ray actor
+
+_WAIT_S = 60.0
+_FINEST = 10_000  # parts of a device that Ray tells apart
+
+
+class PlacementError(ValueError):
+    """A run's processes do not fit the devices there are: one line with what each policy needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """Processes that meet in one group and need a device each."""
+
+    policy: str
+    part: Part
+    devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The devices of this machine that a run takes."""
+
+    kind: Kind
+    pool: Pool
+    tenants: Sequence[Tenant]
+    devices: int
+
+    @property
+    def cpus(self) -> int:
+        """How many CPUs Ray is told of; its GPUs it counts itself."""
+        return self.devices if self.kind == "CPU" else 1
+
+    def place(self) -> dict[Place, list[Options]]:
+        """`place` for these tenants."""
+        return place(self.tenants, self.pool, self.kind)
+
+
+def room_for(config: RunConfig) -> Room:
+    """Room for everything of a run, on what this machine computes on.
+
+    Raises:
+        PlacementError: it has too few devices.
+    """
+    kind, pool = kind_here(), config.cluster.pool
+    tenants = tenants_of(config, kind)
+    devices = devices_here(kind, config.cluster.cpus or needed(tenants, pool))
+    check_fits(tenants, pool, kind, devices)
+    return Room(kind=kind, pool=pool, tenants=tenants, devices=devices)
+
+
+def kind_here() -> Kind:
+    """What this machine computes on."""
+    return "GPU" if torch.cuda.is_available() else "CPU"
+
+
+def devices_here(kind: Kind, cpus: int) -> int:
+    """How many of its devices this machine has; of CPUs, which processes can share, the `cpus` that it gives."""
+    return torch.cuda.device_count() if kind == "GPU" else cpus
+
+
+def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
+    """Everything of a run that needs devices, policy by policy."""
+    tenants = []
+    for name, policy in config.policies.items():
+        if name in config.trained:
+            tenants.append(Tenant(policy=name, part="trainer", devices=policy.ranks))
+            if policy.critic is not None:
+                tenants.append(Tenant(policy=name, part="critic", devices=policy.ranks))
+        if policy.remote is not None:
+            continue
+        engine = config.engine
+        if engine.name == "sglang" and not engine.urls and kind == "GPU":
+            tenants.append(Tenant(policy=name, part="engine", devices=engine.replicas * engine.tp))
+        if kind == "CPU" or engine.device == "cuda":  # else the embedded engine takes none of the GPUs
+            tenants.append(Tenant(policy=name, part="engine", devices=1))
+    return tenants
+
+
+def needed(tenants: Sequence[Tenant], pool: Pool) -> int:
+    """How many devices they take."""
+    return (sum if pool == "split" else max)(tenant.devices for tenant in tenants) if tenants else 0
+
+
+def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, available: int) -> None:
+    """Refuse a run that needs more devices than there are.
+
+    Raises:
+        PlacementError: with what every policy needs.
+    """
+    wanted = needed(tenants, pool)
+    if wanted <= available:
+        return
+    table = "; ".join(
+        f"{policy}: " + ", ".join(f"{tenant.part} {tenant.devices}" for tenant in tenants if tenant.policy == policy)
+        for policy in dict.fromkeys(tenant.policy for tenant in tenants)
+    )
+    shared = needed(tenants, "shared")
+    advice = f"use cluster.pool: shared, which needs {shared}" if shared <= available else "use fewer ranks"
+    raise PlacementError(
+        f"cluster.pool: {pool} needs {wanted} {kind}s and there are {available} ({table}); {advice}, or more {kind}s"
+    )
+
+
+def strategies(groups: Sequence[int], nodes: Sequence[int]) -> list[str]:
+    """How the bundles of each group are to lie: on one node where one has room for them, else on as few as may be.
+
+    Args:
+        groups: devices of each, in the order in which they are placed.
+        nodes: devices of each.
+    """
+    free = list(nodes)
+    found = []
+    for size in groups:
+        fitting = [node for node, room in enumerate(free) if room >= size]
+        if fitting:
+            free[min(fitting, key=lambda node: free[node])] -= size
+        found.append("STRICT_PACK" if fitting else "PACK")
+    return found
+
+
+def place(tenants: Sequence[Tenant], pool: Pool, kind: Kind) -> dict[Place, list[Options]]:
+    """Set devices aside in the running Ray; gives actor options for every process, by policy and part.
+
+    Raises:
+        PlacementError: Ray does not find room for a group within a minute.
+    """
+    if not tenants:
+        return {}
+    nodes = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
+    if pool == "shared":
+        group = _group(needed(tenants, pool), strategies([needed(tenants, pool)], nodes)[0], kind)
+        # rounded down, so that all of them fit
+        part = _FINEST // len(tenants) / _FINEST
+        return {(t.policy, t.part): [_options(group, i, kind, part) for i in range(t.devices)] for t in tenants}
+    largest_first = sorted(tenants, key=lambda tenant: -tenant.devices)
+    found: dict[Place, list[Options]] = {}
+    for t, strategy in zip(largest_first, strategies([t.devices for t in largest_first], nodes), strict=True):
+        group = _group(t.devices, strategy, kind)
+        found[t.policy, t.part] = [_options(group, i, kind, 1) for i in range(t.devices)]
+    return found
+
+
+def _group(devices: int, strategy: str, kind: Kind) -> Any:
+    group = placement_group([{kind: 1}] * devices, strategy=strategy)
+    deadline = time.monotonic() + _WAIT_S
+    while placement_group_table(group)["state"] != "CREATED":
+        if time.monotonic() > deadline:
+            raise PlacementError(
+                f"Ray has no room for {devices} {kind}s together ({strategy}); is something else there?"
+            )
+        time.sleep(0.02)
+    return group
+
+
+def _options(group: Any, bundle: int, kind: Kind, part: float) -> Options:
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+    devices = {"num_gpus": part, "num_cpus": 0} if kind == "GPU" else {"num_cpus": part}
+    return {**devices, "scheduling_strategy": strategy}

@@ -1,0 +1,100 @@
+"""What the trainers of a run are told, and whether every policy's model fits its parallel layout and context length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mcore_mas.config.policy import RateConfig
+from mcore_mas.config.run import RunConfig
+from mcore_mas.equations.losses import Objective, ValueObjective
+from mcore_mas.megatron.model.build import ModelError, check_layers, read_architecture
+from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
+from rollout.base.seeds import derive_seed
+
+
+def policy_spec(name: str, config: RunConfig) -> TrainerSpec:
+    """What the trainer of policy `name` needs to know."""
+    loss, policy = config.loss, config.policies[name]
+    objective = Objective(
+        loss=loss.name,
+        options=loss.options,
+        kl=loss.kl.estimate,
+        correction=loss.correction.name,
+        correction_options=loss.correction.options,
+    )
+    adapter = policy.lora.adapter if policy.lora is not None else None
+    return _spec(name, config, policy, lora=_lora(name, config, adapter), objective=objective)
+
+
+def critic_spec(name: str, config: RunConfig) -> TrainerSpec:
+    """What the trainer of the critic of policy `name` needs to know: with adapters where the policy has them."""
+    critic = config.policies[name].critic
+    assert critic is not None
+    objective = ValueObjective(clip=critic.clip)
+    return _spec(name, config, critic, lora=_lora(name, config, None), objective=objective, head="value")
+
+
+def _lora(name: str, config: RunConfig, adapter: str | None) -> LoraSpec | None:
+    lora = config.policies[name].lora
+    if lora is None:
+        return None
+    seed = derive_seed(config.seed, "lora", name)
+    return LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, adapter=adapter, seed=seed)
+
+
+def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> TrainerSpec:
+    """What a policy's trainer and its critic's have in common, and their `own` settings."""
+    policy = config.policies[name]
+    return TrainerSpec(
+        model=policy.model,
+        lr=rate.lr,
+        warmup_steps=rate.warmup_steps,
+        schedule=rate.schedule,
+        min_lr=rate.min_lr,
+        decay_steps=rate.decay_steps or config.updates_of(name),
+        tp=policy.tp,
+        pp=policy.pp,
+        vpp=policy.vpp,
+        cp=policy.cp,
+        dp=policy.dp,
+        ep=policy.ep,
+        sp=policy.sp,
+        distributed_optimizer=policy.distributed_optimizer,
+        overlap=policy.overlap,
+        recompute=policy.recompute,
+        layers=policy.layers,
+        bf16=policy.bf16,
+        betas=policy.betas,
+        eps=policy.eps,
+        weight_decay=policy.weight_decay,
+        clip_grad=policy.clip_grad,
+        spike_factor=policy.spike_factor,
+        skip_spikes=policy.skip_spikes,
+        **own,
+    )
+
+
+def check_layouts(config: RunConfig) -> None:
+    """Refuse a config whose models cannot be trained as it says.
+
+    Raises:
+        ModelError: which policy, why not, and the nearest that can be.
+    """
+    for name, model in config.models.items():
+        policy = config.policies[name]
+        try:
+            architecture = read_architecture(Path(model))
+            architecture.check_layout(
+                policy.tp, policy.pp, policy.vpp, dp=policy.dp, ep=policy.ep, sp=policy.sp, cp=policy.cp
+            )
+            if policy.lora is not None:
+                architecture.check_adapters(policy.lora.targets)
+            check_layers(policy.layers)
+        except ModelError as error:
+            raise ModelError(f"policies.{name}: {error}") from None
+        if config.engine.max_length > architecture.positions:
+            raise ModelError(
+                f"policies.{name}: engine.max_length {config.engine.max_length} is more than the "
+                f"{architecture.positions} positions of {policy.model}; use at most {architecture.positions}"
+            )

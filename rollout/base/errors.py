@@ -1,0 +1,20 @@
+"""Errors of engines and environments, which fail one trajectory and never a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+
+class EngineError(RuntimeError):
+    """A generation or a weight update failed; the engine keeps its old weights."""
+
+
+class EnvError(RuntimeError):
+    """An environment or one of its tools failed: the trajectory is masked, never scored 0."""
+
+
+class Undecided(EnvError):
+    """An environment cannot say what an answer is worth, through no fault of the answer's; counted as `undecided`."""

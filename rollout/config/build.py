@@ -1,0 +1,86 @@
+"""Configs as live objects: a team, its orchestra and its environments."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rollout.base.registry import lookup
+from rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
+from rollout.engines.protocol import Engine
+from rollout.environments import ENVS
+from rollout.environments.protocol import Env
+from rollout.models.chat_template import Renderer
+from rollout.orchestras import ORCHESTRAS
+from rollout.records.completion import Sampling
+from rollout.records.trajectory import Group, Task, Turn
+from rollout.rewards import ALLOCATORS
+from rollout.rewards.penalties import PENALTIES, penalise
+from rollout.teams.collect import Orchestra
+from rollout.teams.team import ROLES, Agent, Player, Role, Team
+
+
+def build_role(name: str, config: AgentConfig) -> Role:
+    """The agent's role with the config's prompts in place of the role's own."""
+    role = lookup("agent role", config.role or name, ROLES)
+    prompts = {"system": config.system, "user": config.user}
+    return replace(role, **{field: text for field, text in prompts.items() if text is not None})
+
+
+def build_team(agents: Mapping[str, AgentConfig], players: Mapping[str, Player]) -> Team:
+    """The team of `agents`, each playing its policy's player."""
+    return Team(
+        {
+            name: Agent(
+                name=name,
+                role=build_role(name, config),
+                policy=config.policy,
+                sampling=Sampling(
+                    temperature=config.temperature,
+                    top_p=config.top_p,
+                    top_k=config.top_k,
+                    max_tokens=config.max_tokens,
+                ),
+            )
+            for name, config in agents.items()
+        },
+        players,
+    )
+
+
+def build_player(
+    engine: Engine, renderer: Renderer, *, deadline_s: float | None = None, max_in_flight: int | None = None
+) -> Player:
+    """A player with at most `max_in_flight` calls under way at once, first come, first served."""
+    slots = asyncio.Semaphore(max_in_flight) if max_in_flight else nullcontext()
+    return Player(engine=engine, renderer=renderer, slots=slots, deadline_s=deadline_s)
+
+
+def build_orchestra(config: OrchestraConfig) -> Orchestra:
+    """The orchestra with its options filled in."""
+    return partial(lookup("orchestra", config.name, ORCHESTRAS), **config.options)
+
+
+def build_env(config: EnvConfig, **tools: Any) -> Callable[[Task], Env]:
+    """A maker of fresh environments; `tools` are the live things an environment needs, such as a retriever."""
+    return partial(lookup("env", config.name, ENVS), **config.options, **tools)
+
+
+def build_allocator(config: RewardConfig, agents: Mapping[str, AgentConfig]) -> Callable[[Group], Group]:
+    """The allocator with its options, and after it the penalties; every reward is checked on its way out."""
+    allocator = partial(lookup("reward", config.name, ALLOCATORS), **config.options)
+    limits = {name: agent.max_tokens for name, agent in agents.items()}
+    penalties = [_penalty(name, options, limits) for name, options in config.penalties.items()]
+    return lambda group: penalise(allocator(group), penalties)
+
+
+def _penalty(name: str, options: Mapping[str, Any], limits: Mapping[str, int]) -> Callable[[Turn], float | None]:
+    penalty = lookup("penalty", name, PENALTIES)
+    if "max_tokens" in inspect.signature(penalty).parameters:  # the agents' own, where the config sets no other
+        options = {**options, "max_tokens": {**limits, **options.get("max_tokens", {})}}
+    return partial(penalty, **options)

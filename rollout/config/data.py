@@ -1,0 +1,133 @@
+"""The config section that says where tasks come from, and the tasks it says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from rollout.base.registry import lookup
+from rollout.base.section import Section
+from rollout.records.trajectory import RecordError, Task
+from rollout.tasks import GENERATORS
+from rollout.tasks.files import OWN, READABLE, Placed, distinct, read
+
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+class TaskFile(Section):
+    """A data file, or the part of it that a split takes."""
+
+    path: Path
+    format: str | None = None  # None: data.format
+    source: str = ""  # data source to report under; "": the row's own, or the format's name
+    skip: int = Field(0, ge=0)  # tasks passed over at the beginning
+    limit: int | None = Field(None, ge=1)  # tasks taken after them
+    limit_per_source: int | None = Field(None, ge=1)  # of those, tasks kept of each data source
+
+
+class DataConfig(Section):
+    """Where tasks come from: a generator with the number of tasks per split, or data files per split."""
+
+    generator: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)  # of the generator: which tasks
+    format: str = OWN  # of files that name no other
+    duplicates: Literal["refuse", "drop"] = "refuse"  # of a task that a split's files hold twice
+    train: int | tuple[TaskFile, ...]
+    validation: int | tuple[TaskFile, ...]
+    test: int | tuple[TaskFile, ...]
+
+    @field_validator("train", "validation", "test", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """A number, or every file as a TaskFile: a path is one, and one file is a list of one."""
+        if isinstance(value, int):
+            return value
+        entries = value if isinstance(value, list | tuple) else [value]
+        if not entries:
+            raise ValueError("no file is named")
+        return tuple(_file(entry) for entry in entries)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        known = lookup("task generator", self.generator, GENERATORS).options if self.generator is not None else ()
+        for name in self.options:
+            if name not in known:
+                whose = f"task generator '{self.generator}'" if self.generator else "a file of tasks"
+                raise ValueError(f"{whose} has no option '{name}'; its options: {', '.join(known) or 'none'}")
+        for split in SPLITS:
+            value = getattr(self, split)
+            if isinstance(value, int) == (self.generator is None):
+                what = "a data file, as no generator is named" if self.generator is None else "a number of tasks"
+                given = value if isinstance(value, int) else ", ".join(str(file.path) for file in value)
+                raise ValueError(f"data.{split} is {given}; expected {what}")
+        if self.generator is not None and self.format != OWN:
+            raise ValueError(f"data.format is {self.format}, which files have; leave it or data.generator out")
+        for file in (file for split in SPLITS for file in self.files(split)):
+            name = file.format or self.format
+            if name != OWN:
+                lookup("data format", name, READABLE)
+            elif file.source:
+                raise ValueError(f"{file.path}: files of the format '{OWN}' name their own sources; leave source out")
+        return self
+
+    def files(self, split: Split) -> tuple[TaskFile, ...]:
+        """The files of a split; none with a generator."""
+        value = getattr(self, split)
+        return () if isinstance(value, int) else value
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Every file that the splits are made of, once."""
+        return tuple(dict.fromkeys(file.path for split in SPLITS for file in self.files(split)))
+
+
+def make_tasks(data: DataConfig, seed: int) -> dict[str, list[Task]]:
+    """The tasks of every split, from the generator or the files.
+
+    Raises:
+        RecordError: a file or a row of it is not of its format, a task comes twice, or a file has none to give.
+        ValueError: the generator cannot make so many different tasks.
+    """
+    if data.generator is None:
+        return {split: _read_split(data, split) for split in SPLITS}
+    generator = lookup("task generator", data.generator, GENERATORS)
+    tasks = generator.tasks(seed, {split: getattr(data, split) for split in SPLITS}, **data.options)
+    return {split: [task for task in tasks if task.split == split] for split in SPLITS}
+
+
+def _read_split(data: DataConfig, split: Split) -> list[Task]:
+    seen: dict[str, Placed] = {}
+    tasks = []
+    for file in data.files(split):
+        placed = read(file.path, format=file.format or data.format, split=split, source=file.source)
+        found = list(_chosen(distinct(placed, seen, drop=data.duplicates == "drop"), file))
+        if not found:
+            raise RecordError(f"{file.path}: no task for data.{split} after skipping {file.skip}; see skip and limit")
+        tasks += found
+    return tasks
+
+
+def _chosen(tasks: Iterable[Task], file: TaskFile) -> Iterator[Task]:
+    taken: Counter[str] = Counter()
+    for task in islice(tasks, file.skip, None if file.limit is None else file.skip + file.limit):
+        taken[task.source] += 1
+        if file.limit_per_source is None or taken[task.source] <= file.limit_per_source:
+            yield task
+
+
+def _file(entry: Any) -> TaskFile:
+    try:
+        return TaskFile.model_validate({"path": entry} if isinstance(entry, str | Path) else entry)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"a file has {key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}; "
+            f"expected a path, or {', '.join(TaskFile.model_fields)}"
+        ) from error

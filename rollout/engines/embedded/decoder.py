@@ -1,0 +1,299 @@
+"""A dense decoder (Qwen2, Qwen3, Llama) over rows of cached keys and values, in plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rollout.base.errors import EngineError
+from rollout.models.architecture import Architecture
+from rollout.models.fused_weights import Layer, Weights
+
+_QUERY_BLOCK = 128  # prompt tokens per attention product: bounds its memory, skips most of the masked half
+_BLOCK_COST = 400  # tokens of context that can be read in the time it takes to start another attention product
+
+
+class Cache:
+    """Keys and values of `rows` sequences of at most `length` tokens."""
+
+    def __init__(self, shape: Architecture, rows: int, length: int, device: torch.device) -> None:
+        lead = (shape.layers, rows, shape.kv_heads)
+        length = 16 * math.ceil(length / 16)
+        length += 16 * (length % 128 == 0)  # a power-of-two stride would put a row's keys on the same cache lines
+        self.keys = torch.zeros(
+            *lead, shape.head_dim, length, device=device
+        )  # transposed: the product with a query is then fast
+        self.values = torch.zeros(*lead, length, shape.head_dim, device=device)
+
+    def copy(self, source: int, targets: int | list[int], tokens: int, layers: slice | int = slice(None)) -> None:
+        """Give the rows `targets` the first `tokens` positions of row `source`."""
+        keys, values = self.keys[layers], self.values[layers]
+        if isinstance(targets, list):
+            rows = torch.tensor(targets, device=keys.device)
+            keys[:, rows, :, :, :tokens] = keys[:, source, None, :, :, :tokens]
+            values[:, rows, :, :tokens] = values[:, source, None, :, :tokens]
+        else:
+            keys.select(-4, targets)[..., :tokens] = keys.select(-4, source)[..., :tokens]
+            values.select(-4, targets)[..., :tokens, :] = values.select(-4, source)[..., :tokens, :]
+
+    def clear(self, row: int) -> None:
+        """Forget a row's numbers, where some are not finite: a masked NaN is still NaN."""
+        self.keys[:, row] = 0.0
+        self.values[:, row] = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Prompt tokens to run through the model: positions [start, start + T) of one cache row."""
+
+    row: int
+    start: int
+    ids: np.ndarray  # [T] int64
+    source: int  # row that holds positions [0, start); `row` itself when they are already in place
+
+
+class Decoder:
+    """Weights and their forward passes; holds no sequence state."""
+
+    def __init__(
+        self,
+        shape: Architecture,
+        max_length: int,
+        halves: tuple[Weights, Weights] | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """Compute on `device`.
+
+        `halves` are the buffers of the active and of the next weights, in the host's memory, of their own if not
+        given. A GPU computes from a copy of the active one.
+
+        Raises:
+            EngineError: there is no such device.
+        """
+        self.shape = shape
+        self.max_length = max_length
+        self.device = _usable(device)
+        self._halves = halves or (Weights(shape), Weights(shape))
+        self.half = 0  # the one in use
+        self._active = self.weights  # what is computed with
+        angles = torch.outer(torch.arange(max_length).float(), shape.inverse_frequencies())
+        # |rotation|^2 = D^-1/2: rotating both the query and the key also scales their product.
+        rotation = torch.polar(torch.full_like(angles, shape.head_dim**-0.25), angles)
+        self._rotation = rotation.to(self.device)  # [M, D/2] complex
+
+    @classmethod
+    def from_folder(cls, folder: Path, max_length: int, device: str = "cpu") -> Decoder:
+        """Build from a Hugging Face folder's config.json and *.safetensors.
+
+        Raises:
+            EngineError: a file is missing, or its architecture or tensors are not what is supported.
+        """
+        decoder = cls(Architecture.read(folder), max_length, device=device)
+        decoder.load(read_folder(folder))
+        return decoder
+
+    @property
+    def weights(self) -> Weights:
+        """The weights in use, in the host's memory."""
+        return self._halves[self.half]
+
+    def load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights by a stream of (Hugging Face name, full tensor); all or nothing.
+
+        Raises:
+            EngineError: names the tensor that is missing, unknown, repeated or of another shape.
+        """
+        self._halves[1 - self.half].fill(stream)
+        self.adopt(1 - self.half)
+
+    def adopt(self, half: int) -> None:
+        """Compute from `half`, which is filled."""
+        self.half = half
+        self.restore()
+
+    def release(self) -> None:
+        """Give a GPU's copy of the weights back."""
+        self._active = self.weights
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Have the weights in use where they are computed with."""
+        held, storage = self.weights, self._active.storage
+        if self.device.type != "cpu":
+            if storage.device.type == "cpu":
+                storage = torch.empty_like(storage, device=self.device)
+            held = Weights(self.shape, storage.copy_(held.storage))
+        self._active = held
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    @torch.inference_mode()
+    def prefill(self, cache: Cache, spans: Sequence[Span]) -> Tensor:
+        """Run the spans, fill their cache rows, and return the logits [len(spans), V] after each span's last token.
+
+        Spans take effect in order: one may start from positions that an earlier one writes.
+        """
+        sizes = [len(span.ids) for span in spans]
+        ends = np.cumsum(sizes)
+        positions = self._put(np.concatenate([np.arange(s.start, s.start + len(s.ids)) for s in spans]))
+        last = self._put(ends - 1)
+        x = F.embedding(self._put(np.concatenate([span.ids for span in spans])), self._active.embed)
+        rotation = self._rotation[positions][:, None]
+        final = self.shape.layers - 1
+        for index, layer in enumerate(self._active.layers):
+            q, k, v = self._project(layer, x, rotation)
+            if index == final:
+                x = x[last]  # from here on only the last token of each span is wanted
+            mixed = x.new_empty(len(x), q[0].numel())
+            for n, (span, size, end) in enumerate(zip(spans, sizes, ends.tolist(), strict=True)):
+                tokens = slice(end - size, end)
+                if span.source != span.row:
+                    cache.copy(span.source, span.row, span.start, index)
+                keys, values = cache.keys[index, span.row], cache.values[index, span.row]
+                stop = span.start + size
+                keys[:, :, span.start : stop] = k[tokens].permute(1, 2, 0)
+                values[:, span.start : stop] = v[tokens].transpose(0, 1)
+                if index == final:
+                    mixed[n] = self._attend(q[end - 1 : end], keys, values, stop - 1)
+                else:
+                    mixed[tokens] = self._attend(q[tokens], keys, values, span.start)
+            x = self._finish(layer, x, mixed)
+        return self._logits(x)
+
+    @torch.inference_mode()
+    def decode(self, cache: Cache, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Run one token `ids` [N] at `positions` [N] in each of the ascending `rows` [N]; logits [N, V]."""
+        blocks = _blocks(rows, positions, self.device)
+        row, position = self._put(rows), self._put(positions)
+        x = F.embedding(self._put(ids), self._active.embed)
+        rotation = self._rotation[position][:, None]
+        mixed = x.new_empty(len(rows), self.shape.heads * self.shape.head_dim)
+        for index, layer in enumerate(self._active.layers):
+            q, k, v = self._project(layer, x, rotation)
+            keys, values = cache.keys[index], cache.values[index]
+            keys[row, :, :, position] = k
+            values[row, :, position] = v
+            for block in blocks:
+                mixed[block.batch] = block.attend(q[block.batch], keys, values)
+            x = self._finish(layer, x, mixed)
+        return self._logits(x)
+
+    def _project(self, layer: Layer, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [N, H, D], rotated keys and values [N, KV, D] of the residual stream `x` [N, hidden]."""
+        shape = self.shape
+        qkv = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias).unflatten(-1, (-1, shape.head_dim))
+        qk, v = qkv[:, : shape.heads + shape.kv_heads], qkv[:, shape.heads + shape.kv_heads :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qk = torch.cat(
+                [self._norm(qk[:, : shape.heads], layer.q_norm), self._norm(qk[:, shape.heads :], layer.k_norm)], 1
+            )
+        rotated = torch.view_as_real(torch.view_as_complex(qk.unflatten(-1, (-1, 2))) * rotation).flatten(-2)
+        return rotated[:, : shape.heads], rotated[:, shape.heads :], v
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+        """Causal attention of queries [T, H, D] at positions start.. over one row; [T, H * D]."""
+        groups, kv_heads = self.shape.heads // self.shape.kv_heads, self.shape.kv_heads
+        out = q.new_empty(len(q), q[0].numel())
+        for first in range(0, len(q), _QUERY_BLOCK):
+            block = q[first : first + _QUERY_BLOCK]
+            size, seen = len(block), start + first + len(block)
+            folded = block.unflatten(1, (kv_heads, groups)).permute(1, 2, 0, 3).reshape(kv_heads, groups * size, -1)
+            scores = torch.bmm(folded, keys[:, :, :seen])
+            if size > 1:
+                mask = q.new_full((size, size), float("-inf")).triu_(1)
+                scores.view(kv_heads * groups, size, seen)[:, :, seen - size :].add_(mask)
+            mixed = torch.bmm(scores.softmax(-1), values[:, :seen])
+            out[first : first + size] = mixed.view(kv_heads * groups, size, -1).transpose(0, 1).flatten(1)
+        return out
+
+    def _finish(self, layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
+        x = torch.addmm(x, mixed, layer.out.t())
+        gate, up = F.linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, -1)
+        return torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.shape.norm_eps)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return F.linear(self._norm(x, self._active.norm), self._active.head)
+
+
+def _usable(device: str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for it
+        raise EngineError(f"torch cannot compute on device '{device}' here ({str(error).splitlines()[0]})") from error
+
+
+def _blocks(rows: np.ndarray, positions: np.ndarray, device: torch.device) -> list[_Block]:
+    """Cut a batch where one attention product would read too many idle rows or too much padding."""
+    blocks, first, width = [], 0, 0
+    ids, contexts = rows.tolist(), (positions + 1).tolist()
+    for i, (row, context) in enumerate(zip(ids, contexts, strict=True)):
+        wider = max(width, context)
+        wasted = (row - ids[first] + 1) * wider - (ids[i - 1] - ids[first] + 1) * width - context if i > first else 0
+        if wasted > _BLOCK_COST:
+            blocks.append(_Block(rows, positions, slice(first, i), device))
+            first, wider = i, context
+        width = wider
+    return [*blocks, _Block(rows, positions, slice(first, len(ids)), device)]
+
+
+class _Block:
+    """Neighbouring cache rows that decode together, as wide as their longest sequence."""
+
+    def __init__(self, rows: np.ndarray, positions: np.ndarray, batch: slice, device: torch.device) -> None:
+        self.batch = batch
+        rows, positions = rows[batch], positions[batch]
+        self.rows = slice(int(rows[0]), int(rows[-1]) + 1)
+        self.window = self.rows.stop - self.rows.start
+        self.width = int(positions.max()) + 1
+        inside = rows - rows[0]
+        # Idle rows in the window look at position 0 only; what they compute is dropped.
+        at = np.zeros(self.window, dtype=np.int64)
+        at[inside] = positions
+        self.inside = None if self.window == len(rows) else torch.from_numpy(inside).to(device)
+        hidden = torch.arange(self.width, device=device) > torch.from_numpy(at).to(device)[:, None]
+        self.mask = torch.zeros(self.window, 1, self.width, device=device)
+        self.mask.masked_fill_(hidden[:, None], float("-inf"))
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of queries [n, H, D] over keys [S, KV, D, M] and values [S, KV, M, D]; [n, H * D]."""
+        kv_heads, (heads, dim) = keys.shape[1], q.shape[1:]
+        if self.inside is not None:
+            spread = q.new_zeros(self.window, heads, dim)
+            spread[self.inside] = q
+            q = spread
+        folded = q.reshape(self.window * kv_heads, heads // kv_heads, dim)
+        scores = torch.bmm(folded, keys[self.rows].flatten(0, 1)[:, :, : self.width])
+        scores.view(self.window, heads, self.width).add_(self.mask)
+        mixed = torch.bmm(scores.softmax(-1), values[self.rows].flatten(0, 1)[:, : self.width])
+        mixed = mixed.view(self.window, heads * dim)
+        return mixed if self.inside is None else mixed[self.inside]
+
+
+def read_folder(folder: Path) -> Iterable[tuple[str, Tensor]]:
+    """The tensors in the safetensors of `folder`, one at a time.
+
+    Raises:
+        EngineError: there are none, or a file cannot be read.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"{folder}: no *.safetensors file; expected a Hugging Face model folder")
+    for file in files:
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    yield name, tensors.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"{file}: not a readable safetensors file ({error})") from error

@@ -1,0 +1,319 @@
+"""The embedded engine behind the asynchronous protocol: in this process, or in a Ray actor of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from rollout.base.errors import EngineError
+from rollout.base.say import say
+from rollout.base.shared_memory import fresh_place
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.host import Ask, Host
+from rollout.engines.protocol import BUSY, Tag
+from rollout.models.architecture import Architecture
+from rollout.records.completion import Completion, Sampling, VersionSpan
+from rollout.sync import make_sender
+from rollout.sync.protocol import Handover, Route
+from rollout.sync.shared import SharedWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LocalEngine:
+    """Runs an `EmbeddedEngine` on the event loop's thread, one step at a time between other coroutines."""
+
+    def __init__(
+        self, folder: Path | str, *, max_length: int, rows: int = 192, version: int = 0, device: str = "cpu"
+    ) -> None:
+        """Load the Hugging Face model in `folder`; the arguments are those of `EmbeddedEngine.from_folder`."""
+        self.core = EmbeddedEngine.from_folder(folder, max_length=max_length, rows=rows, version=version, device=device)
+        self._waiting: dict[int, asyncio.Future[Completion]] = {}
+        self._ids = itertools.count()
+        self._pump: asyncio.Task[None] | None = None
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion; concurrent calls are batched.
+
+        Raises:
+            EngineError: the request cannot be served (too long, bad token ids or sampling).
+        """
+        request_id = next(self._ids)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.core.submit(request_id, prompt_ids, sampling)
+        self._waiting[request_id] = future
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._run())
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.core.abort({request_id})
+            raise
+        finally:
+            self._waiting.pop(request_id, None)
+
+    async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights; running generations go on with the new ones.
+
+        Raises:
+            EngineError: a tensor is missing, unknown or of another shape; the old weights stay.
+        """
+        self.core.load_weights(tensors, version)
+
+    async def _run(self) -> None:
+        try:
+            while self.core.has_work:
+                for request_id, outcome in self.core.step():
+                    settle(self._waiting.get(request_id), outcome)
+                await asyncio.sleep(0)  # whoever got an answer may now ask again
+        except Exception as error:
+            # Nobody awaits this task: whatever broke must reach those who wait for a completion.
+            self.core.reset()
+            for future in self._waiting.values():
+                settle(future, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+            raise
+
+
+def settle(future: asyncio.Future[Completion] | None, outcome: Completion | EngineError) -> None:
+    """Give a waiting call its outcome, unless it has gone."""
+    if future is None or future.done():
+        return
+    if isinstance(outcome, EngineError):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+_BUDGET_S = 0.02  # of decoding per call: new requests wait at most this long, or a few times it when none ends
+
+
+class HostedEngine:
+    """An engine in a process of its own; Ray must be running.
+
+    Concurrent `generate` calls travel together: each call to the actor brings what is new and takes what is done. An
+    actor that dies is started again up to `restarts` times; it goes on with the weights in shared memory, and what it
+    was asked is asked again, which gives the same tokens.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        max_length: int,
+        rows: int = 192,
+        version: int = 0,
+        threads: int = 1,
+        place: Mapping[str, Any] | None = None,
+        deterministic: bool = False,
+        device: str = "cpu",
+        transport: str = "shared",
+        weights_folder: Path | str | None = None,
+        restarts: int = 2,
+        tell: Callable[[str], None] = say,
+    ) -> None:
+        """Start the actor on the Hugging Face model in `folder`; `place` are actor options, None: nothing set aside.
+
+        Args:
+            deterministic: as in `EmbeddedEngine`.
+            device: what the actor computes on, `cpu` or `cuda`; the latter needs a GPU in `place`.
+            transport: how new weights come: `shared`, or `disk` or `delta` through the folder
+                `weights_folder` that the trainer sees too (None: one in shared memory).
+            tell: called with one line when the actor is started again.
+
+        Raises:
+            EngineError: Ray is not running, or there is no room for the weights. What else is wrong with the folder
+                comes with the first call.
+        """
+        if not ray.is_initialized():
+            raise EngineError("Ray is not running; call ray.init before making a hosted engine")
+        self.version = version
+        self.pause_s = 0.0  # that the last update kept the actor from decoding
+        self.starts = 0  # of the actor
+        self.resend: Callable[[], Awaitable[None]] | None = None  # not needed: the weights are where they were
+        self.exchanges = 0  # calls made to the actor for generations
+        self._folder, self._settings = str(folder), (max_length, rows)
+        self._computing = (threads, deterministic, device)
+        self._transport, self._restarts, self._tell = transport, restarts, tell
+        if transport not in ("shared", "disk", "delta"):
+            raise EngineError(f"the embedded engine has no transport '{transport}'; known: delta, disk, shared")
+        self._weights_folder = Path(weights_folder) if weights_folder else fresh_place()
+        self._actor = ray.remote(num_cpus=0)(Host).options(**place or {})
+        self._file = fresh_place()
+        self._shared = self._mapped()
+        self._half: int | None = None  # the one that the weights are in; None: they are the folder's
+        self._free = 0  # the one that the next weights go into
+        self._host: Any = self._start()
+        self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion]]] = {}
+        self._asks: list[Ask] = []
+        self._aborts: list[int] = []
+        self._ids = itertools.count()
+        self._pump: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def _mapped(self) -> SharedWeights | None:
+        try:
+            shape = Architecture.read(Path(self._folder))
+        except EngineError:
+            return None  # the actor says so with the first call
+        return SharedWeights(self._file, shape, create=True)
+
+    def _start(self) -> Any:
+        self.starts += 1
+        held = (self.version, self._half)
+        return self._actor.remote(self._folder, str(self._file), *self._settings, held, *self._computing)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion.
+
+        Raises:
+            EngineError: the request cannot be served, or the actor died more often than it may.
+        """
+        request_id = next(self._ids)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        ask = (request_id, list(prompt_ids), tuple(getattr(sampling, name) for name in Sampling.__slots__))
+        self._waiting[request_id] = (ask, future)
+        self._asks.append(ask)
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._run())
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._aborts.append(request_id)
+            raise
+        finally:
+            self._waiting.pop(request_id, None)
+
+    async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights by local tensors, over the engine's own transport.
+
+        Raises:
+            EngineError: a tensor is missing, unknown or of another shape (the old weights stay), or the actor has died.
+        """
+        route = await self.route()
+        await self.load_weights_from(make_sender(route).send(tensors, version, route.state))
+
+    async def route(self) -> Route:
+        """The half of the shared weights that is free, which the actor watches from now on, or the folder."""
+        if self._transport == "shared":
+            if self._shared is None:
+                await self._call("pid")  # says what is wrong with the folder
+            else:
+                self._shared.written[self._free] = 0
+                self._host.follow.remote(self._free)  # not waited for: what it does not see, `adopt` reads
+            state = {"half": self._free}
+            return Route(transport="shared", place=str(self._file), model=self._folder, state=state)
+        return Route(
+            transport=self._transport, place=str(self._weights_folder), model=self._folder, state={"base": self.version}
+        )
+
+    async def load_weights_from(self, handover: Handover) -> None:
+        """Compute from the weights of `handover` (see `TrainedEngine`).
+
+        Raises:
+            EngineError: their bytes are not the trainer's; the old weights stay.
+        """
+        began = time.perf_counter()
+        sums = dict(handover.checksums)
+        if handover.transport == "shared":
+            problem = await self._call("adopt", self._free, handover.version, sums)
+        else:
+            problem = await self._call("read", self._free, handover.place, handover.version, sums)
+        self.pause_s = time.perf_counter() - began
+        if problem:
+            raise EngineError(problem)
+        self._half, self._free = self._free, 1 - self._free
+        self.version = handover.version
+
+    async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
+        """Give the memory of keys and values and of a GPU's weights back; where the trainer writes, they stay.
+
+        Raises:
+            EngineError: requests are running.
+        """
+        if self._pump is not None and not self._pump.done() and not self._waiting:
+            await asyncio.wait([self._pump])  # until the actor has heard of the last aborts
+        problem = BUSY if self._waiting else await self._call("sleep", tags)
+        if problem:
+            raise EngineError(problem)
+
+    async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
+        """Have room for keys and values, and the weights, again."""
+        await self._call("wake", tags)
+
+    async def stats(self) -> dict[str, float]:
+        """Counters of the engine since it started: tokens and CPU seconds by kind of work."""
+        counters: dict[str, float] = await self._call("stats")
+        return counters
+
+    def close(self) -> None:
+        """End the actor and remove the shared weights; what still waits gets an EngineError."""
+        self._closed = True
+        ray.kill(self._host)
+        self._file.unlink(missing_ok=True)
+        shutil.rmtree(self._weights_folder, ignore_errors=True)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """Call the actor; one that has died is started again first, as long as it may be."""
+        while True:
+            host = self._host
+            try:
+                return await getattr(host, method).remote(*arguments)
+            except ray.exceptions.RayActorError as error:
+                self._revive(host, error)
+                if method == "exchange":
+                    self._asks.clear()  # they are among those that wait
+                    arguments = ([ask for ask, _ in self._waiting.values()], [], *arguments[2:])
+            except ray.exceptions.RayError as error:
+                raise EngineError(f"the engine's actor failed: {_reason(error)}") from error
+
+    def _revive(self, host: Any, error: Exception) -> None:
+        if host is not self._host:
+            return  # another call was faster
+        started = not isinstance(error, ray.exceptions.ActorUnschedulableError) and "__init__" not in str(error)
+        if self._closed or not started or not self._restarts:
+            raise EngineError(f"the engine's actor failed: {_reason(error)}") from error
+        self._restarts -= 1
+        self._tell(f"the engine's actor died; started again with version {self.version}, {self._restarts} starts left")
+        self._host = self._start()
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting or self._aborts:
+                asks, self._asks = self._asks, []
+                aborts, self._aborts = self._aborts, []
+                self.exchanges += 1
+                for request_id, problem, fields in await self._call("exchange", asks, aborts, _BUDGET_S):
+                    outcome = EngineError(problem) if problem else _completion(*fields)
+                    settle(self._waiting[request_id][1] if request_id in self._waiting else None, outcome)
+                await asyncio.sleep(0)  # whoever got an answer may now ask again
+                self._waiting = {key: entry for key, entry in self._waiting.items() if not entry[1].done()}
+        except EngineError as error:
+            self._asks.clear()
+            for _, future in self._waiting.values():
+                settle(future, error)
+
+
+def _completion(
+    token_ids: tuple[int, ...],
+    logprobs: tuple[float, ...],
+    reason: str,
+    spans: tuple[tuple[int, int, int], ...],
+    cached: int,
+) -> Completion:
+    versions = tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in spans)
+    return Completion(
+        token_ids=token_ids, logprobs=logprobs, finish_reason=reason, versions=versions, cached_tokens=cached
+    )
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

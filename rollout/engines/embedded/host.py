@@ -1,0 +1,131 @@
+"""The inside of the actor that an embedded engine runs in: plain values come in and go out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout.base.errors import EngineError
+from rollout.engines.embedded.batching import EmbeddedEngine
+from rollout.engines.embedded.decoder import Decoder, read_folder
+from rollout.engines.protocol import Tag
+from rollout.models.architecture import Architecture
+from rollout.models.tensors import compare
+from rollout.records.completion import Sampling
+from rollout.sync.disk import patched
+from rollout.sync.shared import SharedCheck, SharedWeights
+
+Ask = tuple[int, Sequence[int], tuple[Any, ...]]  # request id, prompt ids, Sampling's fields
+Answer = tuple[int, str, tuple[Any, ...]]  # request id, error text, Completion's fields
+Held = tuple[int, int | None]  # version of the weights, and the shared half they are in; None: they are the folder's
+
+
+class Host:
+    """Decodes, and takes new weights, when it is asked to."""
+
+    def __init__(
+        self,
+        folder: str,
+        file: str,
+        max_length: int,
+        rows: int,
+        held: Held,
+        threads: int,
+        deterministic: bool,
+        device: str,
+    ) -> None:
+        torch.set_num_threads(threads)
+        shape = Architecture.read(Path(folder))
+        self._shared = SharedWeights(Path(file), shape)
+        decoder = Decoder(shape, max_length, self._shared.halves, device)
+        version, half = held
+        if half is None:
+            decoder.load(read_folder(Path(folder)))
+        else:
+            decoder.adopt(half)
+        self._core = EmbeddedEngine(decoder, rows=rows, version=version, deterministic=deterministic)
+        self._check: SharedCheck | None = None  # of the update under way
+
+    def exchange(self, asks: list[Ask], aborts: list[int], budget_s: float) -> list[Answer]:
+        """Take new requests and decode for about `budget_s`; longer, but at most five times, while none has ended."""
+        for request_id, prompt_ids, fields in asks:
+            self._core.submit(request_id, prompt_ids, Sampling(**dict(zip(Sampling.__slots__, fields, strict=True))))
+        self._core.abort(aborts)
+        try:
+            return self._decode(budget_s)
+        except Exception:
+            self._core.reset()
+            raise
+
+    def _decode(self, budget_s: float) -> list[Answer]:
+        began = time.monotonic()
+        answers: list[Answer] = []
+        while self._core.has_work:
+            for request_id, outcome in self._core.step():
+                if isinstance(outcome, EngineError):
+                    answers.append((request_id, str(outcome), ()))
+                else:
+                    spans = tuple((span.version, span.start, span.end) for span in outcome.versions)
+                    reply = (outcome.token_ids, outcome.logprobs, outcome.finish_reason, spans, outcome.cached_tokens)
+                    answers.append((request_id, "", reply))
+            elapsed = time.monotonic() - began
+            if (answers and elapsed >= budget_s) or elapsed >= 5 * budget_s:
+                break
+        return answers
+
+    def follow(self, half: int) -> None:
+        """Take the checksum of every tensor that the trainer writes into `half` as soon as it is there."""
+        if self._check is not None:
+            self._check.stop()
+        self._check = SharedCheck(self._shared, half)
+
+    def adopt(self, half: int, version: int, checksums: dict[str, str]) -> str:
+        """Compute from what was written into `half`, and is right; "" or what is wrong with it."""
+        if self._shared.versions[half] != version:
+            return f"the shared weights hold version {self._shared.versions[half]}; expected {version}"
+        try:
+            check = self._check if self._check is not None else SharedCheck(self._shared, half)
+            self._check = None
+            compare(check.finish(), checksums, version)
+        except EngineError as error:
+            return str(error)
+        self._core.adopt(half, version)
+        return ""
+
+    def read(self, half: int, place: str, version: int, checksums: dict[str, str]) -> str:
+        """Fill `half` from a folder, or with the changes in a file, and adopt it; "" or what is wrong."""
+        path, held = Path(place), self._core.decoder.weights.tensors()
+        self._shared.versions[half] = -1
+        try:
+            self._shared.halves[half].fill(
+                read_folder(path) if path.is_dir() else patched(held, path, self._core.version)
+            )
+        except EngineError as error:
+            return str(error)
+        self._shared.versions[half] = version
+        return self.adopt(half, version, checksums)
+
+    def sleep(self, tags: Sequence[Tag]) -> str:
+        """Give memory back; "" or why not."""
+        try:
+            self._core.sleep(tags)
+        except EngineError as error:
+            return str(error)
+        return ""
+
+    def wake(self, tags: Sequence[Tag]) -> None:
+        self._core.wake(tags)
+
+    def pid(self) -> int:
+        """The actor's process."""
+        return os.getpid()
+
+    def stats(self) -> dict[str, float]:
+        """The counters of the engine, `rollout.engines.embedded.batching.Stats` by field name."""
+        return asdict(self._core.stats)

@@ -1,0 +1,172 @@
+"""Rows of the key-value cache: who lives in each, which tokens it holds, and how its next token is sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.records.completion import Completion, Sampling, VersionSpan
+
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """One generation, waiting or running."""
+
+    id: int
+    prompt: np.ndarray  # [P] int64
+    sampling: Sampling
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (weights version, its first completion token)
+    cached: int = 0  # prompt tokens that were not computed again
+
+
+class Rows:
+    """Columns over cache rows; row r of every column belongs to row r of the key-value cache."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.live = np.zeros(rows, dtype=bool)
+        self.requests = np.full(rows, None, dtype=object)
+        self.tokens = np.zeros((rows, length), dtype=np.int64)  # prompt, then completion
+        self.logprobs = np.zeros((rows, length), dtype=np.float32)  # valid at completion positions
+        self.size = np.zeros(rows, dtype=np.int64)  # tokens known; the newest one has no keys yet
+        self.prompt = np.zeros(rows, dtype=np.int64)  # prompt tokens
+        self.limit = np.zeros(rows, dtype=np.int64)  # size at which a generation is out of tokens
+        self.cached = np.zeros(rows, dtype=np.int64)  # tokens whose keys may be reused by anyone
+        self.fresh = np.zeros(rows, dtype=bool)  # all keys come from the present weights
+        self.used = np.zeros(rows, dtype=np.int64)  # clock of the last use
+        self.temperature = np.zeros(rows, dtype=np.float32)
+        self.top_p = np.zeros(rows, dtype=np.float32)
+        self.top_k = np.zeros(rows, dtype=np.int64)
+        self.seed = np.zeros(rows, dtype=np.uint64)
+        self.stop = np.full((rows, 1), -1, dtype=np.int64)
+        self._clock = 0
+
+    def longest_prefix(self, prompt: np.ndarray) -> tuple[int, int]:
+        """The row that shares most leading tokens with `prompt` and how many; at most all but the last one."""
+        usable = np.minimum(self.cached, len(prompt) - 1)
+        rows = np.flatnonzero(usable)
+        if not len(rows):
+            return 0, 0
+        width = int(usable.max())
+        same = self.tokens[rows, :width] == prompt[:width]
+        shared = np.where(same.all(1), width, same.argmin(1))
+        shared = np.minimum(shared, usable[rows])
+        best = int(shared.argmax())
+        return int(rows[best]), int(shared[best])
+
+    def place(self, source: int, shared: int) -> int:
+        """The idle row for a prompt that shares `shared` tokens with row `source`."""
+        if shared and not self.live[source] and self.cached[source] == shared:
+            return source  # it goes on where that row ended
+        return int(np.where(self.live, _NEVER, np.where(self.cached > 0, self.used, -1)).argmin())
+
+    def occupy(self, row: int, request: Request) -> None:
+        """Put a request into a row; its keys are not there yet."""
+        sampling, size = request.sampling, len(request.prompt)
+        self.live[row] = self.fresh[row] = True
+        self.requests[row] = request
+        self.tokens[row, :size] = request.prompt
+        self.size[row] = self.prompt[row] = size
+        self.limit[row] = size + sampling.max_tokens
+        self.cached[row] = 0
+        self.temperature[row] = sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = sampling.top_k
+        self.seed[row] = sampling.seed % 2**64
+        missing = len(sampling.stop) - self.stop.shape[1]
+        if missing > 0:
+            self.stop = np.pad(self.stop, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop[row] = -1
+        self.stop[row, : len(sampling.stop)] = sampling.stop
+        self.touch(row)
+
+    def vacate(self, row: int, reason: str) -> Completion:
+        """End the generation in a row and return it; the keys stay until the row is needed."""
+        request: Request = self.requests[row]
+        start, end = int(self.prompt[row]), int(self.size[row])
+        firsts = [first for _, first in request.versions[1:]] + [end - start]
+        spans = tuple(
+            VersionSpan(version=version, start=first, end=last)
+            for (version, first), last in zip(request.versions, firsts, strict=True)
+        )
+        self.live[row] = False
+        self.requests[row] = None
+        self.touch(row)
+        return Completion(
+            token_ids=tuple(self.tokens[row, start:end].tolist()),
+            logprobs=tuple(self.logprobs[row, start:end].tolist()),
+            finish_reason=reason,
+            versions=spans,
+            cached_tokens=request.cached,
+        )
+
+    def touch(self, row: int) -> None:
+        """Note that a row was used now."""
+        self._clock += 1
+        self.used[row] = self._clock
+
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One float32 in [0, 1) per (seed, position), independent of everything else.
+
+    `seeds` is uint64 [N] and `positions` an integer [N]: the index of the token in its completion.
+    """
+    counter = _mix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
+    return (_mix(counter) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    # splitmix64, Steele, Lea and Flood 2014
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed
+
+
+def choose(
+    logits: Tensor, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, uniform: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Token int64 [N] and log-probability float32 [N] for each row of `logits` float32 [N, V].
+
+    A token is the inverse of the cumulative distribution at `uniform` [N]. Its log-probability is that of the full
+    distribution after temperature, before top-p and top-k; NaN where the logits are not finite. Temperature 0 takes
+    the most likely token; its log-probability is that of temperature 1. Top-k and top-p both look at the distribution
+    after temperature (a token stays when it is among the k likeliest and the mass before it is below p), as in SGLang.
+    """
+    device = logits.device
+    greedy = temperature == 0
+    if (temperature != 1).any():
+        scale = np.where(greedy, 1, temperature).astype(np.float32)
+        logprobs = (logits / torch.from_numpy(scale).to(device)[:, None]).log_softmax(-1)
+    else:
+        logprobs = logits.log_softmax(-1)
+    probs = logprobs.exp()
+    cut = np.flatnonzero((top_p < 1) | (top_k > 0))
+    if len(cut):
+        rows, p, k = (torch.from_numpy(array).to(device) for array in (cut, top_p[cut], top_k[cut]))
+        probs[rows] = _truncate(probs[rows], p, k)
+    cumulative = probs.cumsum(-1)
+    total = cumulative[:, -1:]
+    # Rounding may lift uniform * total to total itself, past the last token that has any mass.
+    point = torch.from_numpy(uniform).to(device)[:, None] * total
+    point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)  # NaN sorts last
+    if greedy.any():
+        tokens = torch.where(torch.from_numpy(greedy).to(device), logits.argmax(-1), tokens)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def _truncate(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    keep = (before < top_p[:, None]) & ((rank < top_k[:, None]) | (top_k[:, None] == 0))
+    keep[:, 0] = True
+    return torch.zeros_like(probs).scatter_(-1, order, ordered * keep)

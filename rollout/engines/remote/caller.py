@@ -1,0 +1,251 @@
+"""Asking a frozen model: from the cache, or once for all who ask the same, within budget, retries and deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout.engines.remote import provider_class
+from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Limits, Reservation, Spending
+from rollout.engines.remote.protocol import Answer, CallFailed, CallRefused, Provider, RemoteError, Settings, read_key
+from rollout.records.trajectory import Message
+
+if TYPE_CHECKING:
+    from rollout.engines.remote.config import RemoteConfig
+
+BACKOFF_S = 0.5  # mean of the first pause; doubles with each retry
+MAX_BACKOFF_S = 30.0
+TEMPLATE_TOKENS = 64  # that a chat template may add to a message
+
+
+@dataclass(slots=True)
+class Tally:
+    """What asking on behalf of one agent took."""
+
+    calls: int = 0  # requests sent, retries included
+    tokens: int = 0
+    nanos: int = 0
+    seconds: float = 0.0  # over `answers`
+    answers: int = 0
+    cache_hits: int = 0  # answered without a request of its own
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One question that several may wait for; it ends when the last of them leaves."""
+
+    task: asyncio.Task[Answer]
+    waiting: int = 0
+
+
+@dataclass(slots=True)
+class _Live:
+    """What belongs to one event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    provider: Provider
+    slots: asyncio.Semaphore
+    flights: dict[str, _Flight] = field(default_factory=dict)
+    tasks: set[asyncio.Task[Answer]] = field(default_factory=set)  # of flights, until they have settled
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Caller:
+    """A frozen model that can be asked; used from one event loop after another, never from two at once."""
+
+    def __init__(self, config: RemoteConfig, folder: Path) -> None:
+        """Read the key and open the ledger in `folder`.
+
+        Raises:
+            RemoteError: no key, no library, or a ledger that cannot be used.
+        """
+        self._config = config
+        self._key = read_key(config.key_variable, config.key_file)
+        self._make = provider_class(config.provider)
+        self._spare: Provider | None = self._make(config, self._key)  # now, so that a missing library is known now
+        budget = config.budget
+        nanos = None if budget.money is None else round(budget.money * 1e9)
+        self._ledger = Ledger(folder / "ledger.sqlite", Limits(calls=budget.calls, tokens=budget.tokens, nanos=nanos))
+        self._live: _Live | None = None
+        self._not_before = 0.0  # time.monotonic() until which the server asked everyone to wait
+
+    @property
+    def spent(self) -> Spending:
+        """Everything the ledger was ever charged."""
+        return self._ledger.spent
+
+    @property
+    def slots(self) -> asyncio.Semaphore:
+        """`concurrency` places, shared by all who ask from the running event loop."""
+        return self._enter_loop().slots
+
+    async def ask(
+        self, agent: str, messages: Sequence[Message], settings: Settings, tally: Tally, *, deadline: float = math.inf
+    ) -> Answer:
+        """The model's reply on behalf of `agent`; `deadline` is a time.monotonic() past which no pause may reach.
+
+        Raises:
+            CallFailed: no reply within the retries, or before a pause would pass the deadline.
+            CallRefused: the server refuses this prompt.
+            BudgetExhausted: the call might cost more than is left.
+            RemoteError: the model cannot be used at all.
+        """
+        messages = [Message(role=message.role, content=_sendable(message.content)) for message in messages]
+        digest = self._digest(messages, settings)
+        found = self._ledger.find(digest)
+        if found is not None:
+            tally.cache_hits += 1
+            return found
+        live = self._enter_loop()
+        flights = live.flights
+        flight = flights.get(digest)
+        if flight is None:
+            task = asyncio.create_task(self._fetch(agent, digest, messages, settings, tally, deadline))
+            live.tasks.add(task)
+            task.add_done_callback(live.tasks.discard)
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # somebody has looked
+            flight = flights[digest] = _Flight(task)
+        else:
+            tally.cache_hits += 1
+        flight.waiting += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiting -= 1
+            if not flight.waiting:
+                flights.pop(digest, None)
+                flight.task.cancel()  # does nothing to one that is done
+
+    async def aclose(self) -> None:
+        """End what is in flight and close the connections and the ledger."""
+        live, self._live = self._live, None
+        if live is not None and live.loop is asyncio.get_running_loop():
+            for task in live.tasks:
+                task.cancel()
+            await asyncio.gather(*live.tasks, return_exceptions=True)
+            await live.provider.aclose()
+        if self._spare is not None:
+            await self._spare.aclose()
+        self._ledger.close()
+
+    def _enter_loop(self) -> _Live:
+        loop = asyncio.get_running_loop()
+        if self._live is None or self._live.loop is not loop:
+            provider, self._spare = self._spare or self._make(self._config, self._key), None
+            self._live = _Live(loop, provider, asyncio.Semaphore(self._config.concurrency))
+        return self._live
+
+    async def _fetch(
+        self, agent: str, digest: str, messages: Sequence[Message], settings: Settings, tally: Tally, deadline: float
+    ) -> Answer:
+        for attempt in range(self._config.retries + 1):
+            while (wait := self._not_before - time.monotonic()) > 0:  # another call may push it further meanwhile
+                await self._pause(wait, deadline)
+            reservation = await self._reserve(agent, self._worst(messages, settings))
+            tally.calls += 1
+            try:
+                return await self._call(reservation, digest, messages, settings, tally)
+            except CallFailed as failure:
+                self._not_before = max(self._not_before, time.monotonic() + failure.retry_after_s)
+                if attempt == self._config.retries:
+                    raise CallFailed(f"{failure} (after {attempt + 1} calls)") from None
+                await self._pause(random.uniform(0.5, 1.5) * min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S), deadline)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _call(
+        self, reservation: Reservation, digest: str, messages: Sequence[Message], settings: Settings, tally: Tally
+    ) -> Answer:
+        """One request, and its entry in the ledger whatever happens."""
+        cost: Spending | None = None  # not known
+        kept: Kept | None = None
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                answer = await self._enter_loop().provider.complete(messages, settings)
+            answer = replace(answer, text=self._redact(_sendable(answer.text)))
+            cost = self._cost(answer.prompt_tokens, answer.completion_tokens, reservation.worst)
+            kept = Kept(digest, self._config.model, answer)
+            tally.seconds += time.monotonic() - start
+            tally.answers += 1
+            return answer
+        except TimeoutError:
+            raise CallFailed(f"no answer within {self._config.timeout_s:g} s") from None
+        except CallFailed as failure:
+            cost = Spending(calls=1) if failure.unbilled else None
+            raise CallFailed(
+                self._redact(str(failure)), retry_after_s=failure.retry_after_s, unbilled=failure.unbilled
+            ) from None
+        except CallRefused as refusal:
+            cost = Spending(calls=1)
+            raise CallRefused(self._redact(str(refusal))) from None
+        except RemoteError as refusal:
+            cost = Spending(calls=1)
+            where = f"{self._config.provider} '{self._config.model}'"
+            raise RemoteError(f"{where}: {self._redact(str(refusal))}; check key, model, url and quota") from None
+        finally:
+            self._ledger.settle(reservation, cost, kept)
+            charged = cost or reservation.worst
+            tally.tokens += charged.tokens
+            tally.nanos += charged.nanos
+            live = self._live
+            if live is not None:
+                live.settled.set()
+                live.settled = asyncio.Event()
+
+    async def _reserve(self, agent: str, worst: Spending) -> Reservation:
+        while True:
+            try:
+                return self._ledger.reserve(agent, worst)
+            except BudgetExhausted as exhausted:
+                if not self._ledger.in_flight:  # nobody's worst case can turn into room any more
+                    raise BudgetExhausted(f"{self._config.provider} '{self._config.model}': {exhausted}") from None
+                await self._enter_loop().settled.wait()
+
+    async def _pause(self, seconds: float, deadline: float) -> None:
+        if time.monotonic() + seconds > deadline:
+            raise CallFailed(f"the next try is due in {seconds:.3g} s, past the deadline")
+        await asyncio.sleep(seconds)
+
+    def _redact(self, text: str) -> str:
+        return self._key.redact(text) if self._key else text
+
+    def _worst(self, messages: Sequence[Message], settings: Settings) -> Spending:
+        """The most a call can cost: a token is at least one byte of UTF-8."""
+        prompt = sum(len(message.content.encode()) + TEMPLATE_TOKENS for message in messages)
+        reply = max([settings.max_tokens, *self._reply_limits()])
+        return Spending(calls=1, tokens=prompt + reply, nanos=self._nanos(prompt, reply))
+
+    def _reply_limits(self) -> list[int]:
+        limits: list[Any] = [
+            self._config.request.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")
+        ]
+        return [limit for limit in limits if isinstance(limit, int)]
+
+    def _cost(self, prompt: int | None, reply: int | None, worst: Spending) -> Spending:
+        if prompt is None or reply is None:
+            return worst  # the server did not say
+        return Spending(calls=1, tokens=prompt + reply, nanos=self._nanos(prompt, reply))
+
+    def _nanos(self, prompt: int, reply: int) -> int:
+        """1e-9 units of money; prices are per million tokens, so a token costs 1000 times its price."""
+        prices = self._config.prices
+        return math.ceil(1000 * (prompt * prices.prompt + reply * prices.reply) - 1e-6)
+
+    def _digest(self, messages: Sequence[Message], settings: Settings) -> str:
+        """Of all that decides the reply; not of the URL, so that a server may move to another port."""
+        config = self._config
+        asked = [config.provider, config.model, config.request, asdict(settings), [asdict(m) for m in messages]]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
+
+def _sendable(text: str) -> str:
+    """`text` without what UTF-8 cannot say: half a surrogate pair becomes a question mark."""
+    return text.encode(errors="replace").decode()

@@ -1,0 +1,175 @@
+"""Replies and spending in one SQLite file, so that neither is lost nor paid twice when a run is killed.
+
+What a call may cost at most is written down before it is sent, and what it did cost, with the reply, in one transaction
+after it. A call whose end is not known (killed, cancelled, timed out) stays charged at the most it may have cost.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from rollout.engines.remote.protocol import Answer, RemoteError
+
+VERSION = 1
+SCHEMA = (
+    """CREATE TABLE replies (
+        digest TEXT PRIMARY KEY, model TEXT NOT NULL, text TEXT NOT NULL, finish_reason TEXT NOT NULL,
+        prompt_tokens INTEGER, completion_tokens INTEGER
+    ) WITHOUT ROWID""",
+    """CREATE TABLE calls (
+        id INTEGER PRIMARY KEY, agent TEXT NOT NULL, open INTEGER NOT NULL, tokens INTEGER NOT NULL,
+        nanos INTEGER NOT NULL
+    )""",
+)
+
+
+class BudgetExhausted(RuntimeError):
+    """The next call might cost more than is left; nothing was sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spending:
+    """What calls cost, or may cost at most."""
+
+    calls: int = 0
+    tokens: int = 0  # of prompts and replies
+    nanos: int = 0  # 1e-9 units of the currency the prices are in
+
+    def __add__(self, other: Spending) -> Spending:
+        return Spending(
+            calls=self.calls + other.calls, tokens=self.tokens + other.tokens, nanos=self.nanos + other.nanos
+        )
+
+    def __sub__(self, other: Spending) -> Spending:
+        return Spending(
+            calls=self.calls - other.calls, tokens=self.tokens - other.tokens, nanos=self.nanos - other.nanos
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What may be spent in all, over every run that uses the ledger; None is no limit."""
+
+    calls: int | None = None
+    tokens: int | None = None
+    nanos: int | None = None
+
+    def refuse(self, total: Spending) -> str:
+        """Which limit `total` would pass, in words; "" if none."""
+        for name, limit, unit in (("calls", self.calls, 1), ("tokens", self.tokens, 1), ("nanos", self.nanos, 1e9)):
+            value = getattr(total, name)
+            if limit is not None and value > limit:
+                what = "money" if name == "nanos" else name
+                return f"{value / unit:g} {what} would pass the limit of {limit / unit:g}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A call that may be sent: `worst` is charged until it is settled."""
+
+    id: int
+    worst: Spending
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A reply to be found again."""
+
+    digest: str  # of everything that decided it
+    model: str
+    answer: Answer
+
+
+class Ledger:
+    """One owner's replies and spending. `in_flight` counts reservations of this process that are not settled."""
+
+    def __init__(self, path: Path, limits: Limits) -> None:
+        """Open or make the file.
+
+        Raises:
+            RemoteError: another process has it open, or it is no ledger.
+        """
+        self._limits = limits
+        self.in_flight = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(path, timeout=2.0, isolation_level=None)
+        try:
+            self.spent = self._prepare(path)
+        except sqlite3.OperationalError as error:
+            self._db.close()
+            raise RemoteError(f"{path}: cannot be opened ({error}); is another process using it?") from error
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise RemoteError(
+                f"{path}: no ledger ({error}); move it away, knowing that it said what was spent"
+            ) from error
+        except RemoteError:
+            self._db.close()
+            raise
+
+    def _prepare(self, path: Path) -> Spending:
+        """Take the file, make its tables if it is new, and add up what was spent."""
+        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # one owner, and no shared memory on network disks
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, VERSION):
+                raise RemoteError(f"{path}: has version {version}, expected {VERSION}; move it away to start a new one")
+            if version == 0:
+                for statement in SCHEMA:
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {VERSION}")
+            calls, tokens, nanos = self._db.execute("SELECT count(*), sum(tokens), sum(nanos) FROM calls").fetchone()
+        return Spending(calls=calls, tokens=tokens or 0, nanos=nanos or 0)
+
+    def find(self, digest: str) -> Answer | None:
+        """The reply to an earlier call, None if there is none."""
+        row = self._db.execute(
+            "SELECT text, finish_reason, prompt_tokens, completion_tokens FROM replies WHERE digest = ?", (digest,)
+        ).fetchone()
+        if row is None:
+            return None
+        return Answer(text=row[0], finish_reason=row[1], prompt_tokens=row[2], completion_tokens=row[3])
+
+    def reserve(self, agent: str, worst: Spending) -> Reservation:
+        """Charge what a call may cost at most, before it is sent.
+
+        Raises:
+            BudgetExhausted: that might pass a limit.
+        """
+        passed = self._limits.refuse(self.spent + worst)
+        if passed:
+            raise BudgetExhausted(passed)
+        row = self._db.execute(
+            "INSERT INTO calls (agent, open, tokens, nanos) VALUES (?, 1, ?, ?)", (agent, worst.tokens, worst.nanos)
+        )
+        self.spent += worst
+        self.in_flight += 1
+        return Reservation(int(row.lastrowid or 0), worst)
+
+    def settle(self, reservation: Reservation, cost: Spending | None, kept: Kept | None = None) -> None:
+        """Charge `cost` instead; None: it is not known, and the most it may have cost stays. Keep the reply, if any."""
+        with self._db:  # commits, or rolls back
+            self._db.execute("BEGIN IMMEDIATE")
+            if cost is not None:
+                self._db.execute(
+                    "UPDATE calls SET open = 0, tokens = ?, nanos = ? WHERE id = ?",
+                    (cost.tokens, cost.nanos, reservation.id),
+                )
+            if kept is not None:
+                self._db.execute(
+                    "INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?, ?)",
+                    (kept.digest, kept.model, *astuple(kept.answer)),
+                )
+        self.in_flight -= 1
+        if cost is not None:
+            self.spent += cost - reservation.worst
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        self._db.close()

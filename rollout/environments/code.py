@@ -1,0 +1,283 @@
+"""Programming problems: a program is run on tests in a sandbox, and the hidden ones are seen by nobody."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from rollout.base.errors import EnvError
+from rollout.base.tags import last_tag
+from rollout.environments.protocol import Case, Step, ToolCall
+from rollout.records.trajectory import Task
+from rollout.sandbox.judge import COMPARES, CallTest, Judged, Runner, StdinTest, Test, judge_all
+from rollout.sandbox.records import Limits, Verdict
+from rollout.tools.workspace import render
+
+_THOUGHT = "</think>"
+_FENCE = re.compile(r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_SOLUTION = '{"solution":'
+_SHOWN_CHARS = 400  # of an input, an expected or a given output, in what a model reads
+_WORDS = {
+    Verdict.WA: "wrong answer",
+    Verdict.RE: "failed",
+    Verdict.TLE: "out of time",
+    Verdict.MLE: "out of memory",
+    Verdict.OLE: "too much output",
+}
+
+
+def last_program(text: str) -> str | None:
+    """The last closed fenced block after any thought, None when there is none or it is blank."""
+    blocks = _FENCE.findall(text.rpartition(_THOUGHT)[2])
+    return blocks[-1] if blocks and blocks[-1].strip() else None
+
+
+def pack_test(test: Test, *, visible: bool) -> str:
+    """A test as one of a task's `answers`; only a visible one is ever shown to a model."""
+    if isinstance(test, StdinTest):
+        fields: dict[str, Any] = {"stdin": test.stdin, "expected": test.expected}
+    else:
+        fields = {"function": test.function, "arguments": test.arguments, "accepted": test.accepted}
+    return json.dumps(fields | {"visible": visible})
+
+
+def unpack_test(text: str) -> tuple[Test, bool]:
+    """A test and whether it is visible.
+
+    Raises:
+        ValueError: the text is no packed test.
+    """
+    try:
+        fields = json.loads(text)
+        visible = bool(fields["visible"])
+        if "stdin" in fields:
+            return StdinTest(stdin=fields["stdin"], expected=fields["expected"]), visible
+        accepted = tuple(fields["accepted"])
+        return CallTest(function=fields["function"], arguments=tuple(fields["arguments"]), accepted=accepted), visible
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"not a test of a program: {text[:80]!r} ({type(error).__name__})") from error
+
+
+def pack_solution(program: str) -> str:
+    """A program that solves the task, as one of its `answers`; no model ever sees it."""
+    return json.dumps({"solution": program})
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    visible: list[Test]
+    hidden: list[Test]
+    solution: str | None
+
+    @classmethod
+    def of(cls, task: Task) -> _Answers:
+        """What the task's answers say.
+
+        Raises:
+            EnvError: they cannot be read, or there is no test among them.
+        """
+        solution, tests = None, []
+        try:
+            for text in task.answers:
+                if text.startswith(_SOLUTION):
+                    solution = str(json.loads(text)["solution"])
+                else:
+                    tests.append(unpack_test(text))
+        except ValueError as error:
+            raise EnvError(f"task {task.id}: {error}") from error
+        if not tests:
+            raise EnvError(f"task {task.id} has no tests; a code task needs at least one")
+        hidden = [test for test, shown in tests if not shown]
+        return cls([test for test, shown in tests if shown], hidden, solution)
+
+    def read(self, cases: Sequence[Case]) -> list[Test]:
+        """An agent's tests in the form of the task's own; those that do not have it are left out.
+
+        Where the task calls a function, a case is its arguments as a JSON list, and its result as JSON.
+        """
+        own = (self.hidden or self.visible)[0]
+        if isinstance(own, StdinTest):
+            return [StdinTest(stdin=f"{given}\n", expected=expected) for given, expected in cases]
+        read: list[Test] = []
+        for given, expected in cases:
+            try:
+                arguments, result = json.loads(given), json.loads(expected)
+            except ValueError:
+                continue
+            if isinstance(arguments, list):
+                read.append(CallTest(function=own.function, arguments=tuple(arguments), accepted=(result,)))
+        return read
+
+
+class CodeEnv:
+    """One problem, for one trajectory.
+
+    `<run>` around a fenced program tries it on the visible tests and shows what went wrong. Any other text ends the
+    trajectory: its last fenced program is scored on the hidden tests, or on the visible ones if there are no others.
+    Metrics: `pass_rate`, `solved` (1 when every test is), `answered` (there was a program), `tests`, `runs`; of a try
+    `visible_rate`, 1 without visible tests.
+    """
+
+    def __init__(
+        self,
+        sandbox: Runner,
+        *,
+        compare: str = "tokens",
+        reward: Literal["all", "rate"] = "all",
+        max_tests: int = 0,
+        limits: Limits | None = None,
+    ) -> None:
+        """An environment that runs programs in `sandbox`.
+
+        Args:
+            compare: how printed output is compared, a name in COMPARES.
+            reward: 1 when every test passes, else 0; or the fraction that does.
+            max_tests: score on so many tests, those with the longest inputs; 0 is all.
+            limits: of each run, instead of the sandbox's own.
+
+        Raises:
+            ValueError: an option is out of range.
+        """
+        if compare not in COMPARES:
+            raise ValueError(f"unknown comparison '{compare}'; known: {', '.join(COMPARES)}")
+        if reward not in ("all", "rate"):
+            raise ValueError(f"code: reward is '{reward}'; expected all or rate")
+        self._sandbox = sandbox
+        self._compare = compare
+        self._reward = reward
+        self._max_tests = max_tests
+        self._limits = limits
+        self._task: Task | None = None
+        self._runs = 0
+
+    def reset(self, task: Task) -> str:
+        """Start `task`; returns its prompt."""
+        self._task = task
+        self._runs = 0
+        return task.prompt
+
+    async def step(self, action: str) -> Step:
+        """Try a program, or score the last one of the text.
+
+        Raises:
+            EnvError: `reset` was not called, the task's tests cannot be read, or the sandbox failed.
+        """
+        step = await self.preview(action)
+        if not step.done:
+            self._runs += 1
+        return step
+
+    async def preview(self, action: str) -> Step:
+        """What `step` would answer; the trial does not count.
+
+        Raises:
+            EnvError: see `step`.
+        """
+        answers = self._answers()
+        text = action.rpartition(_THOUGHT)[2]
+        tried = last_tag(text, "run")
+        if tried is not None and last_tag(_FENCE.sub("", text), "run") is not None:  # one in a program is no tag
+            program = last_program(tried) or last_program(text) or tried
+            step = await self._try(program, answers.visible, "There are no visible tests.")
+            rate = 1.0 if not answers.visible else step.metrics["check_rate"]
+            return replace(step, metrics={"runs": float(self._runs + 1), "visible_rate": rate})
+        return await self._score(last_program(action), _hardest(answers.hidden or answers.visible, self._max_tests))
+
+    async def check(self, program: str, cases: Sequence[Case]) -> Step:
+        """Run a program on an agent's tests (see `Testing`); a test that is not of the task's form does not pass.
+
+        Raises:
+            EnvError: see `step`.
+        """
+        tests = self._answers().read(cases)
+        step = await self._try(program, tests, "None of the tests can be used.")
+        rate = step.metrics["check_rate"] * len(tests) / max(len(cases), 1)
+        return replace(step, metrics={"check_rate": rate})
+
+    async def agreement(self, cases: Sequence[Case]) -> float | None:
+        """The share of an agent's tests that the task's solution passes (see `Testing`).
+
+        Raises:
+            EnvError: see `step`.
+        """
+        answers = self._answers()
+        if answers.solution is None:
+            return None
+        return _passed(await self._judge(answers.solution, answers.read(cases))) / max(len(cases), 1)
+
+    def _answers(self) -> _Answers:
+        if self._task is None:
+            raise EnvError("CodeEnv.step before reset")
+        return _Answers.of(self._task)
+
+    async def _judge(self, program: str, tests: Sequence[Test]) -> list[Judged]:
+        return await judge_all(self._sandbox, program, tests, compare=self._compare, limits=self._limits)
+
+    async def _try(self, program: str, tests: Sequence[Test], nothing: str) -> Step:
+        judged = await self._judge(program, tests)
+        lines = [_report(number, *pair) for number, pair in enumerate(zip(tests, judged, strict=True), start=1)]
+        observation = "\n".join(lines) or nothing
+        rate = _passed(judged) / max(len(tests), 1)
+        call = ToolCall(tool="run", query=program, result=observation)
+        return Step(observation=observation, tools=(call,), metrics={"check_rate": rate})
+
+    async def _score(self, program: str | None, tests: Sequence[Test]) -> Step:
+        judged = [] if program is None else await self._judge(program, tests)
+        rate = _passed(judged) / len(tests)
+        solved = float(rate == 1)
+        metrics = {"pass_rate": rate, "solved": solved, "answered": float(program is not None)}
+        counts = {"tests": float(len(tests)), "runs": float(self._runs)}
+        reward = solved if self._reward == "all" else rate
+        return Step(reward=reward, done=True, answer=(program or "").strip(), metrics=metrics | counts)
+
+
+def _passed(judged: Sequence[Judged]) -> int:
+    return sum(one.verdict is Verdict.OK for one in judged)
+
+
+def _hardest(tests: Sequence[Test], count: int) -> Sequence[Test]:
+    return sorted(tests, key=lambda test: -len(_input(test)))[:count] if count else tests  # stable: equals in order
+
+
+def _input(test: Test) -> str:
+    return test.stdin if isinstance(test, StdinTest) else json.dumps(test.arguments)
+
+
+def _report(number: int, test: Test, judged: Judged) -> str:
+    """What a model reads about its program on a visible test."""
+    if judged.verdict is Verdict.OK:
+        return f"Test {number}: passed"
+    expected = test.expected if isinstance(test, StdinTest) else json.dumps(test.accepted[0])
+    lines = [
+        f"Test {number}: {_WORDS[judged.verdict]}",
+        f"Input: {_short(_input(test))}",
+        f"Expected: {_short(expected)}",
+    ]
+    if judged.verdict is Verdict.WA:
+        lines.append(f"Output: {_short(judged.result.stdout)}")
+    elif judged.result.stderr:
+        lines.append(f"Error: {judged.result.stderr.strip()[-_SHOWN_CHARS:]}")
+    return "\n".join(lines)
+
+
+def _short(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+_PRINTED_CHARS = 4000  # of what a program printed
+
+
+async def run_program(sandbox: Runner, program: str, limits: Limits) -> ToolCall:
+    """Run a program; the result is what it printed, and what went wrong if it failed.
+
+    Raises:
+        SandboxError: nothing is known about the program.
+    """
+    result = await sandbox.run(program, limits=limits)
+    failed = result.verdict is not Verdict.OK
+    shown = result if failed else replace(result, stderr="")  # a warning is no part of an answer
+    return ToolCall(tool="python", query=program, result=render(shown, _PRINTED_CHARS), failed=failed)

@@ -1,0 +1,199 @@
+"""Data science: programs work in one folder of tables, and what they predict is scored against hidden truths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rollout.base.errors import EnvError
+from rollout.environments.code import last_program
+from rollout.environments.predictions import METRICS, BadSubmission, Target
+from rollout.environments.protocol import Step, ToolCall
+from rollout.records.trajectory import Task
+from rollout.sandbox.records import Limits, Verdict
+from rollout.tools.workspace import render
+
+if TYPE_CHECKING:
+    from rollout.sandbox import Sandbox, Session
+
+SUBMIT = "<submit>"  # the action that has the submission scored
+SUBMISSION = "submission.csv"
+_SHOWN_CHARS = 4000  # of what a program printed
+
+
+def pack_file(name: str, content: str) -> str:
+    """A file that the team may read, as one of a task's `answers`."""
+    return json.dumps({"file": name, "content": content})
+
+
+def pack_file_at(name: str, path: Path) -> str:
+    """The same for a file on this machine, which is read when a trajectory starts."""
+    return json.dumps({"file": name, "path": str(path)})
+
+
+def pack_target(target: Target) -> str:
+    """What is to be predicted, with its truths, as one of a task's `answers`; no model or program ever sees it."""
+    return json.dumps({"target": asdict(target)})
+
+
+class DataScienceEnv:
+    """One table to predict, for one trajectory, in a session of the sandbox.
+
+    A fenced program in an action is run as a cell: variables stay until `forget`, files until the end. `<submit>` in an
+    action, or the `max_turns`th step, ends the trajectory: `submission.csv` is read from the folder and scored on this
+    side of the wall. A missing or malformed one has the reward `malformed`. Any other action changes nothing. Metrics:
+    the task's own by its name, where there was something to score; `normalised` (0 otherwise); `submitted`;
+    `malformed_submission`; `solved`, 1 for a submission that beats the baseline, or for any where there is none.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        *,
+        reward: Literal["normalised", "gap"] = "normalised",
+        malformed: float = 0.0,
+        max_turns: int | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """An environment whose cells run in `sandbox`.
+
+        Args:
+            reward: the score in [0, 1] by its metric, or DSBench's share of the gap from baseline to ceiling.
+            malformed: reward without a submission that can be scored.
+            max_turns: steps at most; None: any number.
+            limits: of each cell, instead of the sandbox's own.
+        """
+        self._sandbox = sandbox
+        self._reward = reward
+        self._malformed = malformed
+        self._max_turns = max_turns
+        self._limits = limits
+        self._block: AbstractAsyncContextManager[Session] | None = None
+        self._session: Session | None = None
+        self._target: Target | None = None
+        self._steps = 0
+
+    async def open(self, task: Task) -> None:
+        """Open a folder with the task's files.
+
+        Raises:
+            EnvError: the task's answers cannot be read, or the sandbox keeps no folders.
+        """
+        files, self._target = unpack(task)
+        if not hasattr(self._sandbox, "session"):
+            raise EnvError(f"{type(self._sandbox).__name__} has no sessions; data science needs the local sandbox")
+        block = self._sandbox.session(self._limits)
+        self._session = await block.__aenter__()
+        self._block = block
+        try:
+            for name, content in files.items():
+                await self._session.put(name, content)
+        except (OSError, ValueError) as error:
+            raise EnvError(f"task {task.id}: file {name} cannot be put into the sandbox ({error})") from error
+
+    async def close(self) -> None:
+        """Remove the folder."""
+        block, self._block, self._session = self._block, None, None
+        if block is not None:
+            await block.__aexit__(None, None, None)
+
+    def reset(self, task: Task) -> str:
+        """Start `task`; returns its prompt."""
+        self._steps = 0
+        return task.prompt
+
+    async def step(self, action: str) -> Step:
+        """Run the action's program, or have the submission scored.
+
+        Raises:
+            EnvError: the environment is not open, or the sandbox failed.
+        """
+        self._steps += 1
+        program = last_program(action)
+        call = None if program is None or SUBMIT in action else await self.run(program)
+        if SUBMIT in action or self._steps == self._max_turns:
+            return await self._score((call,) if call else ())
+        if call is None:
+            return Step(observation=f"There was neither a program nor {SUBMIT}.")
+        return Step(observation=call.result, tools=(call,))
+
+    async def run(self, program: str) -> ToolCall:
+        """Run a program as a cell of the session (see `Running`).
+
+        Raises:
+            EnvError: see `step`.
+        """
+        result = await self._opened().run(program)
+        failed = result.verdict is not Verdict.OK
+        return ToolCall(tool="python", query=program, result=render(result, _SHOWN_CHARS), failed=failed)
+
+    async def files(self) -> Mapping[str, int]:
+        """The folder's files (see `Keeping`).
+
+        Raises:
+            EnvError: see `step`.
+        """
+        return dict(sorted((await self._opened().files()).items()))
+
+    async def forget(self) -> None:
+        """End the process; the files stay (see `Keeping`)."""
+        self._opened().end()
+
+    async def _score(self, tools: tuple[ToolCall, ...]) -> Step:
+        target = self._target
+        assert target is not None
+        content = await self._opened().get(SUBMISSION)
+        metrics = {"submitted": float(content is not None), "malformed_submission": 0.0, "normalised": 0.0}
+        try:
+            if content is None:
+                raise BadSubmission(f"there is no {SUBMISSION}")
+            score = target.score(content.decode("utf-8", errors="replace"))
+            reward = target.normalise(score, self._reward)
+        except BadSubmission as error:
+            metrics |= {"malformed_submission": metrics["submitted"], "solved": 0.0}
+            observation = f"The submission cannot be scored: {error}."
+            return Step(
+                observation=observation, reward=self._malformed, done=True, answer="", tools=tools, metrics=metrics
+            )
+        except ValueError as error:  # the task's own fault
+            raise EnvError(str(error)) from error
+        metrics |= {
+            target.metric: score,
+            "normalised": METRICS[target.metric].normalise(score),
+            "solved": float(target.beats_baseline(score)),
+        }
+        return Step(reward=reward, done=True, answer=f"{score:.6g}", tools=tools, metrics=metrics)
+
+    def _opened(self) -> Session:
+        if self._session is None:
+            raise EnvError("DataScienceEnv is used before open")
+        return self._session
+
+
+def unpack(task: Task) -> tuple[dict[str, bytes], Target]:
+    """The files that the team may read, by name, and what it is to predict.
+
+    Raises:
+        EnvError: the answers cannot be read, or one file of them is missing.
+    """
+    files: dict[str, bytes] = {}
+    target = None
+    try:
+        for text in task.answers:
+            fields = json.loads(text)
+            if "target" in fields:
+                target = Target(**fields["target"])
+            elif "path" in fields:
+                files[fields["file"]] = Path(fields["path"]).read_bytes()
+            else:
+                files[fields["file"]] = fields["content"].encode()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EnvError(f"task {task.id}: its answers are no files and target ({error})") from error
+    if target is None or target.metric not in METRICS:
+        known = ", ".join(METRICS)
+        raise EnvError(f"task {task.id} has no target, or a metric that is not known; metrics: {known}")
+    return files, target

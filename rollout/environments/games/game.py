@@ -1,0 +1,276 @@
+"""What a game's rules promise, the environment that plays any of them, action lists, and grids."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from rollout.base.errors import EnvError
+from rollout.environments.protocol import Step, ToolCall
+from rollout.records.trajectory import Task
+
+State = TypeVar("State")
+Action = TypeVar("Action")
+
+
+class BadPuzzle(ValueError):
+    """A text is no puzzle of the game: says what is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played(Generic[State]):
+    """What came of one list of actions."""
+
+    state: State
+    reward: float
+    impossible: int = 0  # actions that the state did not allow and that changed nothing
+
+
+class Game(Protocol[State]):
+    """A game's rules: immutable states, actions as text, rewards as numbers."""
+
+    @property
+    def about(self) -> str:
+        """The rules and the form of an action list, as a player is told."""
+
+    @property
+    def malformed(self) -> float:
+        """The reward of a text that is no list of actions."""
+
+    @property
+    def fail(self) -> float:
+        """The reward that is added when the turns, or the game's own moves, are spent without a solution."""
+
+    def read(self, puzzle: str) -> State:
+        """The first state of the puzzle that `show` wrote.
+
+        Raises:
+            BadPuzzle: the text is no puzzle of this game.
+        """
+
+    def show(self, state: State) -> str:
+        """The state as text."""
+
+    def board(self, state: State) -> list[list[str]]:
+        """The state as rows of squares, each a sign or a label, for a picture."""
+
+    def play(self, state: State, actions: str) -> Played[State] | None:
+        """Carry out a list of actions; None when the text is no such list."""
+
+    def solved(self, state: State) -> bool:
+        """Whether nothing is left to do."""
+
+    def spent(self, state: State) -> bool:
+        """Whether the game allows no further move."""
+
+    def measure(self, state: State) -> Mapping[str, float]:
+        """Metrics of a state, `progress` in [0, 1] among them."""
+
+    def solve(self, state: State) -> str | None:
+        """A list of actions that solves `state`, as short as possible where that can be found; None without one."""
+
+
+def one_by_one(
+    game: Game[State], state: State, actions: Sequence[Action], take: Callable[[State, Action], Played[State]]
+) -> Played[State]:
+    """Take `actions` in their order; those that come after the end of the game are not taken."""
+    reward, impossible = 0.0, 0
+    for action in actions:
+        if game.solved(state) or game.spent(state):
+            break
+        played = take(state, action)
+        state = played.state
+        reward += played.reward
+        impossible += played.impossible
+    return Played(state=state, reward=reward, impossible=impossible)
+
+
+class GameEnv(Generic[State]):
+    """One puzzle for one trajectory; every step is one list of actions.
+
+    It ends when the puzzle is solved, after `max_turns` steps, or when the game allows no further move; the latter two
+    add the game's `fail`. A text that is no list of actions changes nothing, has the reward `malformed` and takes a
+    turn. Metrics: `solved` (0 or 1), the game's own, and counts of `impossible_actions` and `malformed_actions`.
+    """
+
+    def __init__(
+        self, game: Game[State], *, max_turns: int, run: Callable[[str], Awaitable[ToolCall]] | None = None
+    ) -> None:
+        """`max_turns` steps at most; `run` runs programs, without it there is nothing to run them in."""
+        self._game = game
+        self._max_turns = max_turns
+        self._run = run
+        self._now: _Moment[State] | None = None
+
+    def reset(self, task: Task) -> str:
+        """Start `task`, whose prompt is the first state; returns the game's rules and that state.
+
+        Raises:
+            EnvError: the prompt is no puzzle of this game.
+        """
+        try:
+            self._now = _Moment(state=self._game.read(task.prompt))
+        except BadPuzzle as error:
+            raise EnvError(f"task {task.id}: {error}") from error
+        return f"{self._game.about}\n\n{task.prompt}"
+
+    async def step(self, action: str) -> Step:
+        """Carry out a list of actions.
+
+        Raises:
+            EnvError: there is no puzzle, or it has ended.
+        """
+        step, self._now = self._next(action)
+        return step
+
+    async def preview(self, action: str) -> Step:
+        """What `step` would answer, with the puzzle left as it is.
+
+        Raises:
+            EnvError: there is no puzzle, or it has ended.
+        """
+        return self._next(action)[0]
+
+    async def run(self, program: str) -> ToolCall:
+        """Run a program (see `Running`); it knows nothing of the puzzle.
+
+        Raises:
+            EnvError: the sandbox failed, or there is none.
+        """
+        if self._run is None:
+            raise EnvError("GameEnv has no sandbox to run a program in")
+        return await self._run(program)
+
+    def _next(self, action: str) -> tuple[Step, _Moment[State]]:
+        game, now = self._game, self._now
+        if now is None or now.done:
+            raise EnvError(f"GameEnv.step {'before reset' if now is None else 'after the end'}")
+        played = game.play(now.state, action)
+        state = now.state if played is None else played.state
+        reward = game.malformed if played is None else played.reward
+        solved = game.solved(state)
+        done = solved or now.turns + 1 == self._max_turns or game.spent(state)
+        after = _Moment(
+            state=state,
+            turns=now.turns + 1,
+            impossible=now.impossible + (played.impossible if played else 0),
+            malformed=now.malformed + (played is None),
+            done=done,
+        )
+        counts = {"impossible_actions": float(after.impossible), "malformed_actions": float(after.malformed)}
+        step = Step(
+            observation=game.show(state) + _note(played),
+            reward=reward + (game.fail if done and not solved else 0.0),
+            done=done,
+            answer=game.show(state) if after.turns > after.malformed else "",  # teams agree that leave the same state
+            metrics={"solved": float(solved), **game.measure(state), **counts},
+        )
+        return step, after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moment(Generic[State]):
+    state: State
+    turns: int = 0
+    impossible: int = 0
+    malformed: int = 0
+    done: bool = False
+
+
+def _note(played: Played[State] | None) -> str:
+    if played is None:
+        return "\nNo list of actions was given."
+    return f"\nImpossible actions: {played.impossible}." if played.impossible else ""
+
+
+_GROUP = r"\[[^\[\]]*\]"
+_GROUPS = rf"{_GROUP}(?:\s*,\s*{_GROUP})*"
+_NESTED = re.compile(rf"\[\s*{_GROUPS}\s*\]|{_GROUPS}")
+_FLAT = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_SIGNS = str.maketrans({"(": "[", ")": "]", '"': None, "'": None})
+_MAX_CHARS = 2000  # a longer list is a reply gone wrong
+
+
+def items(text: str) -> list[str]:
+    """The actions of a list, [] when `text` is none.
+
+    Actions are separated by commas, and an action's words by spaces: `R, R, D` and `1 2 4, 2 1 3`. What Python or JSON
+    prints is the same list: `["R", "R", "D"]` and `[[1, 2, 4], [2, 1, 3]]`.
+    """
+    text = text.strip().translate(_SIGNS)
+    if not text or len(text) > _MAX_CHARS:
+        return []
+    if flat := _FLAT.fullmatch(text):
+        found = (flat[1] or flat[2] or "").split(",")
+    elif _NESTED.fullmatch(text):
+        found = [group.replace(",", " ") for group in re.findall(r"\[([^\[\]]*)\]", text)]
+    else:
+        return []
+    words = [" ".join(action.split()) for action in found]
+    return words if all(words) else []
+
+
+def letters(text: str, alphabet: str) -> list[str]:
+    """The actions of a list of single letters of `alphabet`, commas optional: `R, R, D` or `R R D`; [] when not one."""
+    found = " ".join(items(text)).split()
+    return found if all(len(letter) == 1 and letter in alphabet for letter in found) else []
+
+
+Cell = tuple[int, int]  # row, column, from 0 at the top left
+Node = TypeVar("Node", bound=Hashable)
+
+MOVES: dict[str, Cell] = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
+
+
+def neighbour(cell: Cell, move: str) -> Cell:
+    """The cell one `move` away."""
+    return cell[0] + MOVES[move][0], cell[1] + MOVES[move][1]
+
+
+def distance(one: Cell, other: Cell) -> int:
+    """Manhattan distance in cells."""
+    return abs(one[0] - other[0]) + abs(one[1] - other[1])
+
+
+def parse_rows(text: str, signs: str) -> list[list[str]]:
+    """Rows of signs separated by spaces, all of one length.
+
+    Raises:
+        BadPuzzle: a sign is not in `signs`, or the rows are no rectangle.
+    """
+    rows = [line.split() for line in text.splitlines() if line.strip()]
+    if not rows or len({len(row) for row in rows}) != 1:
+        raise BadPuzzle("expected rows of signs separated by spaces, all of one length")
+    unknown = sorted({sign for row in rows for sign in row} - set(signs))
+    if unknown:
+        raise BadPuzzle(f"unknown sign '{unknown[0]}'; expected one of {' '.join(signs)}")
+    return rows
+
+
+def breadth_first(
+    start: Node, after: Callable[[Node], Iterable[tuple[str, Node]]], found: Callable[[Node], bool]
+) -> list[str] | None:
+    """The fewest actions from `start` to a node that is `found`, None when there are none.
+
+    Args:
+        after: (action, node it leads to) of every action in a node, in a fixed order.
+    """
+    came: dict[Node, tuple[str, Node] | None] = {start: None}
+    queue = deque([start])
+    while queue:
+        node = queue.popleft()
+        if found(node):
+            actions = []
+            step = came[node]
+            while step is not None:
+                actions.append(step[0])
+                step = came[step[1]]
+            return actions[::-1]
+        for action, other in after(node):
+            if other not in came:
+                came[other] = (action, node)
+                queue.append(other)
+    return None

@@ -1,0 +1,296 @@
+"""Sudoku of any square size, 4x4 and 9x9 above all (rewards of Stronger-MAS)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import isqrt
+from random import Random
+
+from rollout.environments.games.game import BadPuzzle, Played, items, parse_rows
+from rollout.environments.games.generator import Owns, replace_one
+
+Cells = tuple[int, ...]  # [size * size] by rows, 0 where empty
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """A puzzle and what is written on it."""
+
+    size: int
+    given: Cells
+    cells: Cells
+    solution: Cells
+    writes: int = 0  # cells changed so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sudoku:
+    """Rewards as in Stronger-MAS's released code, by one equation for whole grids and for single cells.
+
+    r = step·n + [solved] (solved + efficient·e) + [not solved] (progress·Δfilled + constraint·Δkept + [broken] broken)
+
+    n is 1 for a whole grid and else the number of cells; e says that no more cells were changed than were empty; filled
+    is the share of cells with a digit; kept counts, over rows, columns and boxes without a repetition, their digits
+    less one. A grid is broken when a digit repeats, and an action that contradicts a given digit is: it writes nothing.
+    """
+
+    step: float = -0.01
+    solved_reward: float = 2.0
+    efficient: float = 0.5
+    progress: float = 0.5
+    constraint: float = 0.02
+    broken: float = -0.5
+    fail: float = 0.0
+    malformed: float = -1.0
+
+    @property
+    def about(self) -> str:
+        """The rules and the form of an action list."""
+        return (
+            "Fill the empty cells (.) so that every row, every column and every box holds each digit once. Digits that "
+            "are given stay, your own may be written over.\nActions: either the whole grid, a row after the other "
+            "without spaces, for example 1234, 3412, 2143, 4321 for a 4x4 grid; or single cells as row column digit, "
+            "counted from 1 at the top left, for example 1 3 2, 4 4 1"
+        )
+
+    def read(self, puzzle: str) -> Sheet:
+        """The first state.
+
+        Raises:
+            BadPuzzle: the text is no square grid of square size with a solution.
+        """
+        rows = parse_rows(puzzle, ".123456789")
+        size = len(rows)
+        given = tuple(0 if sign == "." else int(sign) for row in rows for sign in row)
+        if size not in (4, 9) or len(rows[0]) != size or max(given) > size:
+            raise BadPuzzle(f"Sudoku: {size} rows of {len(rows[0])}; expected 4 of 4 or 9 of 9, with digits up to that")
+        solution = _solution(given)
+        if solution is None:
+            raise BadPuzzle("Sudoku: the grid has no solution")
+        return Sheet(size=size, given=given, cells=given, solution=solution)
+
+    def show(self, state: Sheet) -> str:
+        """The grid, a sign a cell."""
+        return "\n".join(" ".join(row) for row in self.board(state))
+
+    def board(self, state: Sheet) -> list[list[str]]:
+        """The grid, a sign a cell."""
+        signs = [str(digit) if digit else "." for digit in state.cells]
+        return [signs[i : i + state.size] for i in range(0, len(signs), state.size)]
+
+    def play(self, state: Sheet, actions: str) -> Played[Sheet] | None:
+        """Write a whole grid, or single cells."""
+        found = _writes(items(actions), state.size)
+        if found is None:
+            return None
+        count, writes = found
+        cost = self.step * count
+        contradicted = sum(state.given[index] not in (0, digit) for index, digit in writes)
+        if contradicted:
+            return Played(state=state, reward=cost + self.broken, impossible=contradicted)
+        cells = list(state.cells)
+        changed = 0
+        for index, digit in writes:
+            changed += cells[index] != digit
+            cells[index] = digit
+        after = replace(state, cells=tuple(cells), writes=state.writes + changed)
+        if self.solved(after):
+            thrifty = after.writes <= state.given.count(0)
+            reward = cost + self.solved_reward + (self.efficient if thrifty else 0.0)
+        else:
+            reward = cost + self.progress * (_filled(after.cells) - _filled(state.cells))
+            reward += self.constraint * (_kept(after.cells) - _kept(state.cells))
+            reward += self.broken if _repeats(after.cells) else 0.0
+        return Played(state=after, reward=reward)
+
+    def solved(self, state: Sheet) -> bool:
+        """Whether the grid is full and no digit repeats."""
+        return 0 not in state.cells and not _repeats(state.cells)
+
+    def spent(self, state: Sheet) -> bool:
+        """Never: a cell can be written over."""
+        return False
+
+    def measure(self, state: Sheet) -> Mapping[str, float]:
+        """`progress`: share of the empty cells that now hold their digit."""
+        empty = [index for index, digit in enumerate(state.given) if not digit]
+        right = sum(state.cells[index] == state.solution[index] for index in empty)
+        return {"progress": right / len(empty) if empty else 1.0}
+
+    def solve(self, state: Sheet) -> str | None:
+        """The whole grid."""
+        return grid_action(state.solution)
+
+
+def grid_action(cells: Cells) -> str:
+    """A grid as an action."""
+    size = isqrt(len(cells))
+    return ", ".join("".join(map(str, cells[i : i + size])) for i in range(0, len(cells), size))
+
+
+def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:
+    """Every solution of a grid, in the order of digits or in random order."""
+    size = isqrt(len(given))
+    units = _units(size)
+    used = [0] * (3 * size)  # bits of the digits in each row, column and box
+    cells = list(given)
+    for index, digit in enumerate(cells):
+        if digit:
+            if any(used[unit] >> digit & 1 for unit in units[index]):
+                return
+            for unit in units[index]:
+                used[unit] |= 1 << digit
+    yield from _search(cells, used, units, size, random)
+
+
+def _search(
+    cells: list[int], used: list[int], units: Sequence[Cells], size: int, random: Random | None
+) -> Iterator[Cells]:
+    best, options = -1, size + 1
+    for index, digit in enumerate(cells):
+        if not digit:
+            row, column, box = units[index]
+            free = size - (used[row] | used[column] | used[box]).bit_count()
+            if free < options:
+                best, options = index, free
+    if best < 0:
+        yield tuple(cells)
+        return
+    taken = used[units[best][0]] | used[units[best][1]] | used[units[best][2]]
+    digits = range(1, size + 1)
+    for digit in random.sample(digits, size) if random else digits:
+        if taken >> digit & 1:
+            continue
+        cells[best] = digit
+        for unit in units[best]:
+            used[unit] |= 1 << digit
+        yield from _search(cells, used, units, size, random)
+        cells[best] = 0
+        for unit in units[best]:
+            used[unit] &= ~(1 << digit)
+
+
+@lru_cache(maxsize=4096)
+def _solution(given: Cells) -> Cells | None:
+    return next(solutions(given), None)
+
+
+@lru_cache
+def _units(size: int) -> tuple[Cells, ...]:
+    """The row, column and box, numbered from 0 to 3 size - 1, of each cell."""
+    side = isqrt(size)
+    return tuple(
+        (row, size + column, 2 * size + row // side * side + column // side)
+        for row in range(size)
+        for column in range(size)
+    )
+
+
+def _by_unit(cells: Cells) -> list[list[int]]:
+    """The digits in each row, column and box."""
+    size = isqrt(len(cells))
+    digits: list[list[int]] = [[] for _ in range(3 * size)]
+    for units, digit in zip(_units(size), cells, strict=True):
+        for unit in units:
+            digits[unit] += [digit] if digit else []
+    return digits
+
+
+def _repeats(cells: Cells) -> bool:
+    return any(len(set(unit)) < len(unit) for unit in _by_unit(cells))
+
+
+def _kept(cells: Cells) -> int:
+    return sum(max(len(unit) - 1, 0) for unit in _by_unit(cells) if len(set(unit)) == len(unit))
+
+
+def _filled(cells: Cells) -> float:
+    return 1 - cells.count(0) / len(cells)
+
+
+def _writes(actions: Sequence[str], size: int) -> tuple[int, list[tuple[int, int]]] | None:
+    """(number of steps, (cell index, digit) of each write); None when the actions are neither a grid nor cells."""
+    rows = [action.replace(" ", "") for action in actions]
+    legal = {str(digit) for digit in range(1, size + 1)}
+    if len(rows) == size and all(len(row) == size and set(row) <= legal for row in rows):
+        return 1, list(enumerate(map(int, "".join(rows))))
+    cells = [action.split() for action in actions]
+    if not cells or any(len(cell) != 3 or not set(cell) <= legal for cell in cells):
+        return None
+    return len(cells), [((int(row) - 1) * size + int(column) - 1, int(digit)) for row, column, digit in cells]
+
+
+_GIVENS = {4: 8, 9: 36}
+_LEAST = {4: 4, 9: 17}  # no puzzle with fewer givens has one solution (McGuire et al. 2012 for 9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SudokuSource:
+    """Puzzles of one size; what differs only in the names of the digits has one key.
+
+    For 9 by 9 the key is the solution, so no split has seen another's; 4 by 4 has only 12 solutions up to the names of
+    the digits, so there the puzzle is.
+    """
+
+    size: int = 4
+    givens: int | None = None  # digits that are given; None: 8 of 16, 36 of 81
+
+    def __post_init__(self) -> None:
+        if self.size not in _GIVENS:
+            raise ValueError(f"sudoku: size {self.size}; expected 4 or 9")
+        low, high = _LEAST[self.size], self.size**2 - 1
+        if not low <= self._givens <= high:
+            raise ValueError(f"sudoku: givens {self.givens}; expected {low} to {high} for size {self.size}")
+
+    @property
+    def game(self) -> str:
+        """Name in GAMES."""
+        return "sudoku"
+
+    @property
+    def name(self) -> str:
+        """The data source."""
+        return f"sudoku_{self.size}x{self.size}"
+
+    def draw(self, random: Random, owns: Owns) -> str | None:
+        """A random grid with digits taken out, in random order, as long as one solution is left."""
+        grid = next(solutions((0,) * self.size**2, random))
+        if self.size == 9 and not owns(_named(grid)):
+            return None
+        cells, left = list(grid), self.size**2
+        for index in random.sample(range(len(cells)), len(cells)):
+            if left == self._givens:
+                break
+            digit, cells[index] = cells[index], 0
+            if _unique(tuple(cells)):
+                left -= 1
+            else:
+                cells[index] = digit
+        given = tuple(cells)
+        if left > self._givens or (self.size == 4 and not owns(_named(given))):
+            return None
+        return Sudoku().show(Sheet(size=self.size, given=given, cells=given, solution=grid))
+
+    def everything(self) -> None:
+        """Too many to list."""
+
+    def slip(self, random: Random, actions: str) -> str:
+        """One digit wrong."""
+        return replace_one(random, actions, r"\d", [str(digit) for digit in range(1, self.size + 1)])
+
+    @property
+    def _givens(self) -> int:
+        return _GIVENS[self.size] if self.givens is None else self.givens
+
+
+def _unique(given: Cells) -> bool:
+    found = solutions(given)
+    return next(found, None) is not None and next(found, None) is None
+
+
+def _named(cells: Cells) -> str:
+    """The cells with digits named in the order in which they appear."""
+    names: dict[int, int] = {0: 0}
+    return "".join(str(names.setdefault(digit, len(names))) for digit in cells)

@@ -1,0 +1,156 @@
+"""Math problems with an exact answer in `\\boxed{}`, scored 1 or 0; agents may run programs on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+
+from rollout.base.errors import EnvError, Undecided
+from rollout.environments.math_equality import Comparer, ComparerError, Comparison, Refused, check_answer
+from rollout.environments.protocol import Step, ToolCall
+from rollout.records.trajectory import Task
+
+_BOX = "\\boxed{"
+_THOUGHT = "</think>"
+_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\\?\$|(?P<command>\\[a-zA-Z]+)\s+(?=[a-zA-Z])|\s")
+_INTEGER = re.compile(r"[+-]?\d+|[+-]?\d{1,3}(?:,\d{3})+")
+_SHOWN_CHARS = 60  # of an answer in an error
+_COMPARER = Comparer()
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last `\\boxed{...}` after any thought, with balanced braces, None when there is none.
+
+    A last box that never closes is no answer, even when an earlier one closed.
+    """
+    text = text.rpartition(_THOUGHT)[2]
+    start = text.rfind(_BOX)
+    if start < 0:
+        return None
+    depth = 0
+    for end in range(start + len(_BOX) - 1, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start + len(_BOX) : end].strip()
+    return None
+
+
+def compare_answers(given: str, truth: str) -> Comparison:
+    """Whether an answer is the truth: as normalised text, as integers, or as mathematics.
+
+    A given answer that cannot be understood, or that asks for too much before it is read, is different. Undecided is
+    what the truth itself makes too much, and what ran into a limit of the comparing process.
+
+    Raises:
+        ComparerError: the process that compares mathematics cannot be started.
+    """
+    given, truth = _normalise(given), _normalise(truth)
+    if given == truth and truth:
+        return Comparison.EQUAL
+    if _refused(truth):
+        return Comparison.UNDECIDED
+    if _refused(given):
+        return Comparison.DIFFERENT
+    if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(truth):
+        same = int(given.replace(",", "")) == int(truth.replace(",", ""))
+        return Comparison.EQUAL if same else Comparison.DIFFERENT
+    return _COMPARER.compare(given, truth)
+
+
+class MathEnv:
+    """One step: the text's boxed answer is compared with the task's answers."""
+
+    def __init__(self, run: Callable[[str], Awaitable[ToolCall]] | None = None) -> None:
+        """`run` runs programs; without it there is nothing to run them in."""
+        self._task: Task | None = None
+        self._run = run
+
+    def reset(self, task: Task) -> str:
+        """Start `task`; returns its prompt."""
+        self._task = task
+        return task.prompt
+
+    async def step(self, action: str) -> Step:
+        """Score the solver's text: reward 1 for the right answer, 0 otherwise.
+
+        Metrics: `answered`, whether it had an answer, and `refused`, 1, where that is over a limit and so wrong.
+
+        Raises:
+            EnvError: `reset` was not called, the task has no answer, or answers cannot be compared on this machine;
+                `Undecided` when none of the task's answers is known to be equal and one is not known to be different.
+        """
+        if self._task is None:
+            raise EnvError("MathEnv.step before reset")
+        if not self._task.answers:
+            raise EnvError(f"task {self._task.id} has no answers; a math task needs at least one")
+        given = last_boxed(action) or ""
+        try:
+            found = await asyncio.to_thread(_compare_any, given, self._task.answers) if given else Comparison.DIFFERENT
+        except ComparerError as error:
+            raise EnvError(str(error)) from error
+        if found is Comparison.UNDECIDED:
+            raise Undecided(f"task {self._task.id}: it cannot be decided whether '{_short(given)}' is right")
+        right = found is Comparison.EQUAL
+        metrics = {"answered": float(bool(given))}
+        if given and not right and _refused(_normalise(given)):
+            metrics["refused"] = 1.0
+        return Step(reward=float(right), done=True, answer=_normalise(given), metrics=metrics)
+
+    async def preview(self, action: str) -> Step:
+        """What `step` would answer: nothing is changed by either.
+
+        Raises:
+            EnvError: see `step`.
+        """
+        return await self.step(action)
+
+    async def same(self, answer: str, other: str) -> bool:
+        """Whether two answers are known to be mathematically equal; undecided ones do not agree.
+
+        Raises:
+            EnvError: they cannot be compared on this machine.
+        """
+        try:
+            return await asyncio.to_thread(compare_answers, answer, other) is Comparison.EQUAL
+        except ComparerError as error:
+            raise EnvError(str(error)) from error
+
+    async def run(self, program: str) -> ToolCall:
+        """Run a program.
+
+        Raises:
+            EnvError: the sandbox failed, or there is none.
+        """
+        if self._run is None:
+            raise EnvError("MathEnv has no sandbox to run a program in")
+        return await self._run(program)
+
+
+def _compare_any(given: str, truths: Sequence[str]) -> Comparison:
+    found = Comparison.DIFFERENT
+    for truth in truths:
+        one = compare_answers(given, truth)
+        if one is Comparison.EQUAL:
+            return one
+        if one is Comparison.UNDECIDED:
+            found = one
+    return found
+
+
+def _refused(normalised: str) -> bool:
+    try:
+        check_answer(normalised)
+    except Refused:
+        return True
+    return False
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def _normalise(answer: str) -> str:
+    text = answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("**", "^")
+    text = _SPACING.sub(lambda found: f"{command} " if (command := found["command"]) else "", text)
+    return text.rstrip(".").removeprefix("+")

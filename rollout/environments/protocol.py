@@ -1,0 +1,138 @@
+"""What every environment promises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from rollout.records.trajectory import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One tool call that a step made."""
+
+    tool: str
+    query: str
+    result: str
+    failed: bool = False  # through the agent's own fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What an environment answers to an action."""
+
+    observation: str = ""
+    reward: float = 0.0  # summed over the steps, this is the trajectory's outcome
+    done: bool = False
+    answer: str | None = None  # the team's answer so far, equal ones written equally; "": none yet, None: not reported
+    tools: tuple[ToolCall, ...] = ()
+    passages: tuple[str, ...] = ()  # what a search found, best first, each as the observation shows it
+    metrics: dict[str, float] = field(default_factory=dict)  # `solved`, where there is one, is what evaluation counts
+
+
+class Env(Protocol):
+    """One task's world, used by one trajectory."""
+
+    def reset(self, task: Task) -> str:
+        """Start `task`; returns the problem as the agents see it."""
+
+    async def step(self, action: str) -> Step:
+        """Apply an agent's text.
+
+        Raises:
+            EnvError: a tool failed for good; `Undecided` when it is not known what the text is worth.
+        """
+
+
+@runtime_checkable
+class Previewing(Protocol):
+    """What an environment without side effects can do besides."""
+
+    async def preview(self, action: str) -> Step:
+        """What `step` would answer, with the world left as it is.
+
+        Raises:
+            EnvError: a tool failed for good; `Undecided` when it is not known what the action is worth.
+        """
+
+
+@runtime_checkable
+class Comparing(Protocol):
+    """What an environment can do besides whose answers may be equal and not look alike."""
+
+    async def same(self, answer: str, other: str) -> bool:
+        """Whether two answers are known to be equal.
+
+        Raises:
+            EnvError: answers cannot be compared on this machine.
+        """
+
+
+@runtime_checkable
+class Running(Protocol):
+    """What an environment with a sandbox can do besides, without a step."""
+
+    async def run(self, program: str) -> ToolCall:
+        """Run an agent's Python program; the result is what it printed.
+
+        Raises:
+            EnvError: the sandbox failed.
+        """
+
+
+@runtime_checkable
+class Living(Protocol):
+    """What an environment needs besides that holds something of the machine: a process, a session, a connection."""
+
+    async def open(self, task: Task) -> None:
+        """Take hold of it, before `reset`.
+
+        Raises:
+            EnvError: it cannot be had.
+        """
+
+    async def close(self) -> None:
+        """Let go of it, however the trajectory ended; also when `open` failed or was never called."""
+
+
+@runtime_checkable
+class Keeping(Protocol):
+    """What an environment can do besides whose agents leave files for each other."""
+
+    async def files(self) -> Mapping[str, int]:
+        """Size in bytes of every file, by path.
+
+        Raises:
+            EnvError: the sandbox failed.
+        """
+
+    async def forget(self) -> None:
+        """End the process that programs share: its variables are gone, the files stay."""
+
+
+Case = tuple[str, str]  # what a program is given, and what it should answer, as an agent writes them
+
+
+@runtime_checkable
+class Testing(Protocol):
+    """What an environment of programs can do besides with tests that agents write, without a step."""
+
+    async def check(self, program: str, cases: Sequence[Case]) -> Step:
+        """Run an agent's program on an agent's tests.
+
+        Returns:
+            What went wrong as observation, the run as tool call, and the metric `check_rate`: the share of tests that
+            pass, 0 without any.
+
+        Raises:
+            EnvError: the sandbox failed.
+        """
+
+    async def agreement(self, cases: Sequence[Case]) -> float | None:
+        """The share of an agent's tests that the task's own solution passes, 0 without any; None when it has none.
+
+        Raises:
+            EnvError: the sandbox failed.
+        """

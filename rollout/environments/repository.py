@@ -1,0 +1,265 @@
+"""Repairing a repository: an issue and its files, a patch for them, and hidden tests of what it does."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollout.base.errors import EnvError
+from rollout.base.task_group import together
+from rollout.environments.patches import BadPatch, apply_patch, parse_patch
+from rollout.environments.protocol import Step, ToolCall
+from rollout.records.trajectory import Task
+from rollout.sandbox.judge import CallTest, judge
+from rollout.sandbox.records import Limits, Result, Verdict
+
+if TYPE_CHECKING:
+    from rollout.sandbox import Sandbox
+
+_FORM = """Answer with a unified diff, or with blocks of this form, each under the path of its file:
+
+path/to/file.py
+<<<<<<< SEARCH
+lines as they are
+=======
+lines as they should be
+>>>>>>> REPLACE"""
+_HERE = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
+_PYTEST = f"""{_HERE}import pytest
+raise SystemExit(pytest.main(['-q', '-rA', '-p', 'no:cacheprovider', *sys.stdin.read().split()]))
+"""
+_PASSED = re.compile(r"^PASSED (\S+)", re.MULTILINE)
+_SKIPPED = (".git", "__pycache__", ".tox", "node_modules")
+_MAX_FILE = 1 << 20  # bytes of a checkout's files that are read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckCall:
+    """A hidden test: `function` of `module` is to return `expected`."""
+
+    name: str
+    module: str
+    function: str
+    arguments: tuple[Any, ...]  # JSON values
+    expected: Any  # JSON value; stays outside the sandbox
+    passes: bool  # before the repair: a PASS_TO_PASS test
+
+
+def pack_source(path: str, content: str) -> str:
+    """A file that agents see and may change, as one of a task's `answers`."""
+    return json.dumps({"source": path, "content": content})
+
+
+def pack_check(check: CheckCall) -> str:
+    """A hidden test, as one of a task's `answers`; no model ever sees it."""
+    return json.dumps({"check": asdict(check)})
+
+
+def pack_instance(
+    instance: str,
+    *,
+    fail_to_pass: Sequence[str],
+    pass_to_pass: Sequence[str],
+    test_patch: str,
+    shown: Sequence[str] = (),
+) -> str:
+    """What a row of SWE-bench says of its tests, as one of a task's `answers`; the files are a checkout's.
+
+    Args:
+        shown: paths of the files that agents read; of others they read the names.
+    """
+    tests = {"fail_to_pass": list(fail_to_pass), "pass_to_pass": list(pass_to_pass), "test_patch": test_patch}
+    return json.dumps({"instance": instance, "shown": list(shown), **tests})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Instance:
+    sources: dict[str, str]
+    shown: tuple[str, ...]
+    checks: tuple[CheckCall, ...] = ()
+    fail_to_pass: tuple[str, ...] = ()
+    pass_to_pass: tuple[str, ...] = ()
+    test_patch: str = ""
+
+
+class RepositoryEnv:
+    """One issue, for one trajectory.
+
+    Every step is a patch of the files as they were. It ends when the patch resolves the issue, or with the
+    `max_turns`th; before that, an observation says whether it applies and nothing about the tests. A patch that does
+    not apply, or a text without one, passes no test. Metrics: `solved`, 1 when every test passes, as SWE-bench counts;
+    `fail_to_pass` and `pass_to_pass`, shares that pass; `applied`; `malformed_patches` so far.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        *,
+        max_turns: int = 1,
+        reward: Literal["all", "rate"] = "all",
+        checkouts: Path | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """An environment that runs tests in `sandbox`.
+
+        Args:
+            reward: 1 when every test passes, else 0; or the share that does. Only the last step is paid.
+            checkouts: folder of repositories by instance, for tasks that name one.
+            limits: of each run.
+        """
+        self._sandbox = sandbox
+        self._max_turns = max_turns
+        self._reward = reward
+        self._checkouts = checkouts
+        self._limits = limits
+        self._task: Task | None = None
+        self._instance: _Instance | None = None
+        self._turns = 0
+        self._malformed = 0
+
+    def reset(self, task: Task) -> str:
+        """Start `task`; returns the issue, the files and the form of a patch.
+
+        Raises:
+            EnvError: the task's answers cannot be read, or its checkout is missing.
+        """
+        self._task, self._turns, self._malformed = task, 0, 0
+        self._instance = _read(task, self._checkouts)
+        sources = self._instance.sources
+        named = "\n".join(sorted(path for path in sources if path not in self._instance.shown))
+        shown = [f"## {path}\n```\n{sources[path]}```" for path in self._instance.shown if path in sources]
+        listed = "\n\n".join([*([named] if named else []), *shown])
+        return f"# Issue\n{task.prompt}\n\n# Files\n{listed}\n\n# Form of a patch\n{_FORM}"
+
+    async def step(self, action: str) -> Step:
+        """Apply a patch, and test it.
+
+        Raises:
+            EnvError: `reset` was not called, or the sandbox failed.
+        """
+        instance = self._instance
+        if instance is None:
+            raise EnvError("RepositoryEnv.step before reset")
+        self._turns += 1
+        passed: dict[str, bool] = {}
+        try:
+            files = apply_patch(instance.sources, parse_patch(action))
+            passed = await self._test(instance, files)
+            observation, applied = "The patch applies.", True
+        except BadPatch as error:
+            self._malformed += 1
+            observation, applied = str(error), False
+        rates = {kind: _share(names, passed) for kind, names in _tests(instance).items()}
+        solved = all(rate == 1 for rate in rates.values())
+        done = solved or self._turns == self._max_turns
+        names = [name for kind in _tests(instance).values() for name in kind]
+        paid = float(solved) if self._reward == "all" else _share(names, passed)
+        counts = {"applied": float(applied), "malformed_patches": float(self._malformed)}
+        return Step(
+            observation=observation if not done else "",
+            reward=paid if done else 0.0,
+            done=done,
+            answer=action.strip() if applied else "",
+            tools=(ToolCall(tool="patch", query=action, result=observation, failed=not applied),),
+            metrics={"solved": float(solved), **rates, **counts},
+        )
+
+    async def _test(self, instance: _Instance, files: Mapping[str, str]) -> dict[str, bool]:
+        """Which tests pass, by name.
+
+        Raises:
+            SandboxError: nothing is known about one of them.
+        """
+        if not instance.test_patch:
+            runner = _InFolder(self._sandbox, files)
+            judged = await together(judge(runner, *_as_call(check), limits=self._limits) for check in instance.checks)
+            return {c.name: j.verdict is Verdict.OK for c, j in zip(instance.checks, judged, strict=True)}
+        try:
+            tested = apply_patch(files, parse_patch(instance.test_patch))
+        except BadPatch:  # the agent has changed what the tests change
+            return {}
+        names = [*instance.fail_to_pass, *instance.pass_to_pass]
+        modules = " ".join(sorted({name.split(":", 1)[0] for name in names}))
+        result = await _InFolder(self._sandbox, tested).run(_PYTEST, stdin=modules, limits=self._limits)
+        return dict.fromkeys(_PASSED.findall(result.stdout), True)
+
+
+class _InFolder:
+    """A sandbox whose programs find the repository's files in their working folder."""
+
+    def __init__(self, sandbox: Sandbox, files: Mapping[str, str]) -> None:
+        self._sandbox = sandbox
+        self._files = {path: content.encode() for path, content in files.items()}
+
+    async def run(self, source: str, *, stdin: str | bytes = b"", limits: Limits | None = None) -> Result:
+        try:
+            return await self._sandbox.run(source, stdin=stdin, limits=limits, files=self._files)
+        except (OSError, ValueError) as error:  # a file where a folder is, or a name that is none
+            raise BadPatch("The patched files cannot be written.") from error
+
+
+def _as_call(check: CheckCall) -> tuple[str, CallTest]:
+    source = f"{_HERE}from {check.module} import {check.function}\n"
+    return source, CallTest(function=check.function, arguments=check.arguments, accepted=(check.expected,))
+
+
+def _tests(instance: _Instance) -> dict[str, Sequence[str]]:
+    return {
+        "fail_to_pass": [*instance.fail_to_pass, *(check.name for check in instance.checks if not check.passes)],
+        "pass_to_pass": [*instance.pass_to_pass, *(check.name for check in instance.checks if check.passes)],
+    }
+
+
+def _share(names: Sequence[str], passed: Mapping[str, bool]) -> float:
+    return sum(passed.get(name, False) for name in names) / len(names) if names else 1.0
+
+
+def _read(task: Task, checkouts: Path | None) -> _Instance:
+    sources: dict[str, str] = {}
+    checks: list[CheckCall] = []
+    rest: dict[str, Any] = {}
+    try:
+        for text in task.answers:
+            fields = json.loads(text)
+            if "source" in fields:
+                sources[fields["source"]] = fields["content"]
+            elif "check" in fields:
+                check = fields["check"]
+                checks.append(CheckCall(**{**check, "arguments": tuple(check["arguments"])}))
+            else:
+                sources |= _checkout(checkouts, fields["instance"])
+                rest = {key: tuple(fields[key]) for key in ("fail_to_pass", "pass_to_pass", "shown")}
+                rest["test_patch"] = fields["test_patch"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EnvError(
+            f"task {task.id}: its answers are no files and tests ({type(error).__name__}: {error})"
+        ) from error
+    instance = _Instance(**{"sources": sources, "shown": tuple(sorted(sources)), "checks": tuple(checks), **rest})
+    if not sources or not any(_tests(instance)["fail_to_pass"]):
+        raise EnvError(f"task {task.id} has no files or no test that fails; a repair needs both")
+    return instance
+
+
+def _checkout(checkouts: Path | None, instance: str) -> dict[str, str]:
+    """The text files of a repository at the commit of an instance."""
+    root = checkouts / instance if checkouts is not None else None
+    if root is None or not root.is_dir():
+        raise EnvError(f"{root or instance}: no such checkout; set env.options.checkouts to a folder that has it")
+    files = {}
+    for path in sorted(root.rglob("*")):
+        parts = path.relative_to(root).parts
+        if (
+            path.is_file()
+            and not path.is_symlink()
+            and not set(parts) & set(_SKIPPED)
+            and path.stat().st_size <= _MAX_FILE
+        ):
+            try:
+                files["/".join(parts)] = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue
+    return files

@@ -1,0 +1,125 @@
+"""Open-book questions: `<search>` asks a retriever, `<answer>` ends the trajectory and is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from typing import Protocol
+
+from retrieval.client import BadRequest, RetrievalError
+from rollout.base.errors import EnvError
+from rollout.base.tags import last_tag
+from rollout.environments.protocol import Step, ToolCall
+from rollout.environments.text_scores import exact_match, normalise, token_f1
+from rollout.records.trajectory import Task
+
+PASSAGE_STYLES: dict[str, str] = {  # how one hit reads inside <information>
+    "search_r1": "Doc {rank}(Title: {title}) {text}\n",
+    "verl": "Doc {rank} (Title: {title})\n{text}\n\n",
+    "text": "{text}\n",
+}
+
+REWARDS: dict[str, Callable[[str, Iterable[str]], float]] = {"exact_match": exact_match, "token_f1": token_f1}
+
+_MAX_QUERY_CHARS = 500  # a longer one is a reply gone wrong, and retrievers refuse it
+
+
+class Hit(Protocol):
+    """One retrieved passage."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+
+class Retriever(Protocol):
+    """Whatever finds passages: the HTTP client, or an index in memory."""
+
+    async def search(self, query: str, k: int) -> Sequence[Hit]:
+        """The best `k` passages for `query`, best first.
+
+        Raises:
+            BadRequest: no retriever would take this query.
+            RetrievalError: the retriever failed.
+        """
+
+
+class SearchEnv:
+    """One question over one corpus, for one trajectory.
+
+    A search with no query, or one over 500 characters, finds nothing and is counted in the metric `invalid_searches`.
+    The outcome is `reward`, one of REWARDS; all of them are metrics. A trajectory that never answers has outcome 0.
+    """
+
+    def __init__(
+        self, retriever: Retriever, *, top_k: int = 3, style: str = "search_r1", reward: str = "exact_match"
+    ) -> None:
+        """`top_k` passages a search, written in the `style` named in PASSAGE_STYLES."""
+        if style not in PASSAGE_STYLES:
+            raise ValueError(f"unknown passage style '{style}'; known: {', '.join(PASSAGE_STYLES)}")
+        if reward not in REWARDS:
+            raise ValueError(f"unknown reward of an answer '{reward}'; known: {', '.join(REWARDS)}")
+        self._retriever = retriever
+        self._reward = reward
+        self._top_k = top_k
+        self._passage = PASSAGE_STYLES[style]
+        self._answers: tuple[str, ...] = ()
+        self._searches = 0
+        self._invalid = 0
+
+    def reset(self, task: Task) -> str:
+        """Start `task`; returns its question."""
+        self._answers = task.answers
+        self._searches = 0
+        self._invalid = 0
+        return task.prompt
+
+    async def step(self, action: str) -> Step:
+        """Apply `<search>…</search>` or `<answer>…</answer>`; the answer wins when there are both.
+
+        Raises:
+            EnvError: the retriever failed; nothing of its message reaches a model.
+        """
+        answer = last_tag(action, "answer")
+        if answer is not None:
+            return self._score(answer)
+        query = last_tag(action, "search")
+        if not query or len(query) > _MAX_QUERY_CHARS:
+            return self._nothing()
+        try:
+            hits = await self._retriever.search(query, self._top_k)
+        except BadRequest:
+            return self._nothing()
+        except RetrievalError as failure:
+            raise EnvError(f"the retriever failed: {failure}") from failure
+        self._searches += 1
+        passages = [
+            self._passage.format(rank=rank, title=hit.title, text=hit.text) for rank, hit in enumerate(hits, start=1)
+        ]
+        observation = f"<information> {''.join(passages).strip()} </information>"
+        call = ToolCall(tool="search", query=query, result=observation)
+        return Step(
+            observation=observation,
+            answer="",
+            tools=(call,),
+            passages=tuple(passage.strip() for passage in passages),
+            metrics=self._counts(),
+        )
+
+    async def preview(self, action: str) -> Step:
+        """What `step` would answer, with nothing counted; of an answer, what it would score."""
+        return await copy(self).step(action)
+
+    def _nothing(self) -> Step:
+        self._invalid += 1
+        return Step(observation="<information> </information>", answer="", metrics=self._counts())
+
+    def _score(self, answer: str) -> Step:
+        scores = {name: score(answer, self._answers) for name, score in REWARDS.items()}
+        reward = scores[self._reward]
+        return Step(reward=reward, done=True, answer=normalise(answer), metrics=self._counts() | scores)
+
+    def _counts(self) -> dict[str, float]:
+        return {"searches": float(self._searches), "invalid_searches": float(self._invalid)}

@@ -1,0 +1,196 @@
+"""Preallocated fused weight buffers, filled by Hugging Face name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout.base.errors import EngineError
+from rollout.models.architecture import Architecture
+from rollout.models.checksums import checksum
+from rollout.models.tensors import Rows, blocks_of, cut, shape_of, whole
+
+_TIED = ("model.embed_tokens.weight", "lm_head.weight")
+_ALIGNED = 16  # elements: every buffer starts on a cache line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One decoder layer; the rotated dimensions of a head are stored as neighbouring pairs."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(H + 2 KV) * D, hidden]
+    qkv_bias: Tensor | None  # [(H + 2 KV) * D]
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    out: Tensor  # [hidden, H * D]
+    post_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+
+
+class Weights:
+    """All weights of a decoder, in buffers that live as long as the engine."""
+
+    def __init__(self, shape: Architecture, storage: Tensor | None = None) -> None:
+        """Lay the buffers out in `storage`, float32 of `elements(shape)`; in memory of their own without it."""
+        self.storage = torch.empty(self.elements(shape)) if storage is None else storage
+        empty = _Shelf(self.storage)
+        self.embed = empty(shape.vocab_size, shape.hidden_size)
+        self.head = self.embed if shape.tied else empty(shape.vocab_size, shape.hidden_size)
+        self.norm = empty(shape.hidden_size)
+        self.layers = [_allocate(shape, empty) for _ in range(shape.layers)]
+        self._tied = shape.tied
+        # name -> (shape in the stream, view of a buffer with the same elements in the same order)
+        self.places: dict[str, tuple[torch.Size, Tensor]] = {
+            "model.embed_tokens.weight": (self.embed.shape, self.embed),
+            "model.norm.weight": (self.norm.shape, self.norm),
+        }
+        if not shape.tied:
+            self.places["lm_head.weight"] = (self.head.shape, self.head)
+        for index, layer in enumerate(self.layers):
+            for name, place in _places(layer, shape).items():
+                self.places[f"model.layers.{index}.{name}"] = place
+
+    @staticmethod
+    def elements(shape: Architecture) -> int:
+        """Float32 numbers that a storage for `shape` holds."""
+        shelf = _Shelf(torch.empty(0, device="meta"))
+        hidden, vocab = shape.hidden_size, shape.vocab_size
+        for _ in range(1 if shape.tied else 2):
+            shelf(vocab, hidden)
+        shelf(hidden)
+        for _ in range(shape.layers):
+            _allocate(shape, shelf)
+        return shelf.used
+
+    @staticmethod
+    def names(shape: Architecture) -> tuple[str, ...]:
+        """Hugging Face names of what `tensors` gives, in its order."""
+        return tuple(Weights(shape, torch.empty(0, device="meta")).places)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of all that is in the buffers; a tied head is its embedding alone."""
+        for name, (shape, view) in self.places.items():
+            yield name, view.reshape(shape)
+
+    def checksum(self, name: str) -> str:
+        """Checksum of one tensor by its Hugging Face name, as `rollout.models.checksums` has it."""
+        shape, view = self.places[name]
+        return checksum(view.reshape(shape))
+
+    def checksums(self) -> dict[str, str]:
+        """Checksum of every tensor."""
+        return {name: self.checksum(name) for name in self.places}
+
+    def fill(self, stream: Iterable[tuple[str, Rows]]) -> None:
+        """Copy a full set of named tensors into the buffers, converting to float32.
+
+        Raises:
+            EngineError: as `placed`. The buffers are then a mixture of old and new.
+        """
+        for _, rows, place in self.placed(stream):
+            blocks = blocks_of(rows)
+            for block, part in zip(blocks, cut(place, blocks), strict=True):
+                part.copy_(block.detach().reshape(part.shape))
+
+    def placed(self, stream: Iterable[tuple[str, Rows]]) -> Iterator[tuple[str, Rows, Tensor]]:
+        """(name, tensor, place) of a full set of named tensors; the place has the same elements in the same order.
+
+        Raises:
+            EngineError: names the tensor that is missing, unknown, repeated or of another shape.
+        """
+        left = dict(self.places)
+        tied: dict[str, Tensor] = {}
+        for name, rows in stream:
+            if self._tied and name in _TIED:
+                tied[name] = whole(rows).detach()
+                if name not in self.places:
+                    continue
+            if name not in left:
+                raise EngineError(
+                    f"tensor '{name}' {'comes twice' if name in self.places else 'is unknown to this model'}"
+                )
+            shape, view = left.pop(name)
+            if shape_of(rows) != shape:
+                raise EngineError(f"tensor '{name}' has shape {list(shape_of(rows))}; expected {list(shape)}")
+            yield name, rows, view
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise EngineError(f"tensor '{next(iter(left))}'{more} is missing from the update")
+        if len(tied) == 2 and not _same(*tied.values()):
+            raise EngineError("tensor 'lm_head.weight' differs from the embedding to which this model's head is tied")
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+
+
+class _Shelf:
+    """Hands out consecutive, aligned pieces of one storage in place of `torch.empty`."""
+
+    def __init__(self, storage: Tensor) -> None:
+        self._storage = storage
+        self.used = 0
+
+    def __call__(self, *size: int) -> Tensor:
+        count = math.prod(size)
+        start, self.used = self.used, self.used + _ALIGNED * math.ceil(count / _ALIGNED)
+        if self._storage.is_meta:
+            return torch.empty(size, device="meta")
+        return self._storage[start : start + count].view(size)
+
+
+def _allocate(shape: Architecture, empty: Callable[..., Tensor]) -> Layer:
+    hidden, rows = shape.hidden_size, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return Layer(
+        input_norm=empty(hidden),
+        qkv=empty(rows, hidden),
+        qkv_bias=empty(rows) if shape.qkv_bias else None,
+        q_norm=empty(shape.head_dim) if shape.qk_norm else None,
+        k_norm=empty(shape.head_dim) if shape.qk_norm else None,
+        out=empty(hidden, shape.heads * shape.head_dim),
+        post_norm=empty(hidden),
+        gate_up=empty(2 * shape.intermediate_size, hidden),
+        down=empty(hidden, shape.intermediate_size),
+    )
+
+
+def _places(layer: Layer, shape: Architecture) -> dict[str, tuple[torch.Size, Tensor]]:
+    q, kv, mlp, half = (
+        shape.heads * shape.head_dim,
+        shape.kv_heads * shape.head_dim,
+        shape.intermediate_size,
+        shape.head_dim // 2,
+    )
+
+    def plain(buffer: Tensor) -> tuple[torch.Size, Tensor]:
+        return buffer.shape, buffer
+
+    def paired(buffer: Tensor) -> tuple[torch.Size, Tensor]:
+        # Hugging Face rotates dimension i with i + D/2; here they are neighbours, so a rotation is one complex product.
+        return buffer.shape, buffer.unflatten(0, (-1, half, 2)).transpose(1, 2)
+
+    places = {
+        "input_layernorm.weight": plain(layer.input_norm),
+        "self_attn.q_proj.weight": paired(layer.qkv[:q]),
+        "self_attn.k_proj.weight": paired(layer.qkv[q : q + kv]),
+        "self_attn.v_proj.weight": plain(layer.qkv[q + kv :]),
+        "self_attn.o_proj.weight": plain(layer.out),
+        "post_attention_layernorm.weight": plain(layer.post_norm),
+        "mlp.gate_proj.weight": plain(layer.gate_up[:mlp]),
+        "mlp.up_proj.weight": plain(layer.gate_up[mlp:]),
+        "mlp.down_proj.weight": plain(layer.down),
+    }
+    if layer.qkv_bias is not None:
+        places["self_attn.q_proj.bias"] = paired(layer.qkv_bias[:q])
+        places["self_attn.k_proj.bias"] = paired(layer.qkv_bias[q : q + kv])
+        places["self_attn.v_proj.bias"] = plain(layer.qkv_bias[q + kv :])
+    if layer.q_norm is not None and layer.k_norm is not None:
+        places["self_attn.q_norm.weight"] = paired(layer.q_norm)
+        places["self_attn.k_norm.weight"] = paired(layer.k_norm)
+    return places

@@ -1,0 +1,1 @@
+"""Records that every part exchanges: tasks, completions, turns, trajectories and groups."""

@@ -1,0 +1,305 @@
+"""The currency of the whole system: tasks, turns, trajectories and groups, with their Arrow schemas.
+
+Records are frozen. Tokens are written once, by the engine that sampled them, and never re-tokenised. Every row carries
+every id, so any grouping is one key function over a row (see `mcore_mas.credit.samples`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollout.records.completion import VersionSpan
+
+
+class RecordError(ValueError):
+    """A file of records cannot be read: says which file, what is wrong and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem for a team."""
+
+    id: str
+    prompt: str
+    answers: tuple[str, ...]  # every accepted ground truth
+    env: str  # name in ENVS
+    source: str  # data source, the unit in which results are reported
+    split: str  # train | validation | test
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One chat message."""
+
+    role: str  # system | user | assistant
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """One conversation in which an agent replies as it should: material for a cold start."""
+
+    agent: str
+    messages: tuple[Message, ...]  # the loss is on the assistant's messages
+
+
+class Status(enum.StrEnum):
+    """How a trajectory ended; only COMPLETED trajectories may train or count as evidence."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"  # an engine, tool or environment failed: masked, never a zero reward
+    LATE = "late"  # a call, a tool or the whole took longer than it may
+    ABORTED = "aborted"  # given up: its batch was late, or its group was full without it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One LLM call of one agent.
+
+    Names in `scores`, absent where not measured: `team` is what the environment gave in the step that followed, beside
+    that step's metrics; `local` is what the orchestra gave to this turn, with `undecided` in its place when nobody can
+    say; `branch` is what a tree chose by.
+    """
+
+    index: int  # position in the trajectory, from 0
+    round: int = 0  # which step of the environment followed, from 0; turns before one step share it
+    agent: str
+    policy: str
+    policy_version: int  # version of the weights that sampled the completion's end
+    versions: tuple[VersionSpan, ...] = ()  # which of them sampled which tokens; (): `policy_version` all
+    node: str  # branch numbers from the root, as "0.2.1"; "" outside tree sampling
+    state_key: str  # digest of what the agent saw
+    messages: tuple[Message, ...]
+    prompt_ids: tuple[int, ...]  # [P]
+    completion_ids: tuple[int, ...]  # [C], the stop token included
+    logprobs: tuple[float, ...]  # [C] natural log, after temperature
+    temperature: float
+    text: str  # decoded completion without special tokens
+    finish_reason: str  # stop | length | abort
+    valid: bool  # the role's parser accepted the text
+    seed: int  # of this call's sampling stream
+    scores: Mapping[str, float] = field(default_factory=dict)  # what was measured of this turn, by name
+    reward: float | None = None  # set by a reward allocator
+    masked: bool = False  # does not train: nothing can be said of this turn; its reward is None
+    started_s: float = field(default=0.0, compare=False)  # Unix time
+    took_s: float = field(default=0.0, compare=False)  # until the reply was there, waiting for a slot included
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled its tokens."""
+        return min((span.version for span in self.versions), default=self.policy_version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolEvent:
+    """One tool call made by the environment on behalf of an agent."""
+
+    after_turn: int  # index of the turn that caused it
+    node: str = ""  # that turn's node
+    tool: str
+    query: str
+    result: str
+    failed: bool = False  # through the agent's own fault
+    started_s: float = field(default=0.0, compare=False)  # Unix time
+    took_s: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """All turns of a team on one task, in order; with tree sampling also those of the branches that did not go on."""
+
+    id: str
+    task_id: str
+    source: str
+    sample: int  # which of the task's group members, from 0
+    step: int  # training step, -1 in evaluation
+    turns: tuple[Turn, ...]
+    tools: tuple[ToolEvent, ...] = ()
+    outcome: float | None = None  # the environment's score of the whole trajectory
+    answer: str | None = None  # the final answer, equal ones written equally; "": none given, None: not reported
+    leaf: str = ""  # node of the branch that went on to the end, "" outside tree sampling
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    status: Status = Status.COMPLETED
+    error: str = ""  # why status is not COMPLETED
+
+    @property
+    def success(self) -> float:
+        """What evaluation counts: the metric `solved` where the environment measures it, else the outcome."""
+        return self.metrics.get("solved", self.outcome or 0.0)
+
+    @property
+    def path(self) -> tuple[Turn, ...]:
+        """The turns that led to the outcome: all of them outside tree sampling."""
+        return tuple(turn for turn in self.turns if f"{self.leaf}.".startswith(f"{turn.node}." if turn.node else ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Trajectories of the same task."""
+
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+
+
+TASK_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("prompt", pa.string()),
+        ("answers", pa.list_(pa.string())),
+        ("env", pa.string()),
+        ("source", pa.string()),
+        ("split", pa.string()),
+    ]
+)
+
+_SPAN = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+_TURN = pa.struct(
+    [
+        ("index", pa.int32()),
+        ("round", pa.int32()),
+        ("agent", pa.string()),
+        ("policy", pa.string()),
+        ("policy_version", pa.int64()),
+        ("versions", pa.list_(_SPAN)),
+        ("node", pa.string()),
+        ("state_key", pa.string()),
+        ("messages", pa.list_(_MESSAGE)),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("completion_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("temperature", pa.float32()),
+        ("text", pa.string()),
+        ("finish_reason", pa.string()),
+        ("valid", pa.bool_()),
+        ("seed", pa.uint64()),
+        ("scores", pa.map_(pa.string(), pa.float64())),
+        ("reward", pa.float64()),
+        ("masked", pa.bool_()),
+        ("started_s", pa.float64()),
+        ("took_s", pa.float64()),
+    ]
+)
+_TOOL = pa.struct(
+    [
+        ("after_turn", pa.int32()),
+        ("node", pa.string()),
+        ("tool", pa.string()),
+        ("query", pa.string()),
+        ("result", pa.string()),
+        ("failed", pa.bool_()),
+        ("started_s", pa.float64()),
+        ("took_s", pa.float64()),
+    ]
+)
+
+TRAJECTORY_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("task_id", pa.string()),
+        ("source", pa.string()),
+        ("sample", pa.int32()),
+        ("step", pa.int64()),
+        ("turns", pa.list_(_TURN)),
+        ("tools", pa.list_(_TOOL)),
+        ("outcome", pa.float64()),
+        ("answer", pa.string()),
+        ("leaf", pa.string()),
+        ("metrics", pa.map_(pa.string(), pa.float64())),
+        ("status", pa.string()),
+        ("error", pa.string()),
+    ]
+)
+
+
+def write_tasks(path: Path, tasks: Sequence[Task]) -> None:
+    """Write tasks as parquet, complete or not at all."""
+    _write(path, pa.Table.from_pylist([asdict(task) for task in tasks], schema=TASK_SCHEMA))
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """Read tasks written by `write_tasks`, or by anyone with the same columns.
+
+    Raises:
+        RecordError: the file is missing, is not parquet, or lacks a column.
+    """
+    rows = _read(path, TASK_SCHEMA)
+    return [Task(**{**row, "answers": tuple(row["answers"])}) for row in rows]
+
+
+def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
+    """Write trajectories as parquet with every id and token, complete or not at all."""
+    rows = []
+    for trajectory in trajectories:
+        row = asdict(trajectory)
+        row["metrics"] = list(trajectory.metrics.items())
+        for turn in row["turns"]:
+            turn["scores"] = list(turn["scores"].items())
+        rows.append(row)
+    _write(path, pa.Table.from_pylist(rows, schema=TRAJECTORY_SCHEMA))
+
+
+def read_trajectories(path: Path) -> list[Trajectory]:
+    """Read trajectories written by `write_trajectories`, also of a version that recorded less of turns and tools.
+
+    Raises:
+        RecordError: the file is missing, is not parquet, or lacks a column.
+    """
+    return [_trajectory(row) for row in _read(path, TRAJECTORY_SCHEMA)]
+
+
+def _trajectory(row: dict[str, Any]) -> Trajectory:
+    turns = tuple(
+        Turn(
+            **{
+                **_known(turn),
+                "versions": tuple(VersionSpan(**span) for span in turn["versions"] or ()),
+                "messages": tuple(Message(**message) for message in turn["messages"]),
+                "prompt_ids": tuple(turn["prompt_ids"]),
+                "completion_ids": tuple(turn["completion_ids"]),
+                "logprobs": tuple(turn["logprobs"]),
+                "scores": dict(turn["scores"]),
+            }
+        )
+        for turn in row["turns"]
+    )
+    tools = tuple(ToolEvent(**_known(tool)) for tool in row["tools"])
+    rest = {"turns": turns, "tools": tools, "metrics": dict(row["metrics"]), "status": Status(row["status"])}
+    return Trajectory(**{**row, **rest})
+
+
+def _known(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what an older file does not have, for which the record has a default."""
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _write(path: Path, table: pa.Table) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    pq.write_table(table, temporary, compression="zstd")
+    temporary.replace(path)
+
+
+def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise RecordError(f"{path}: no such file; expected a parquet file with columns {', '.join(schema.names)}")
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise RecordError(f"{path}: not a readable parquet file ({reason}); name another, or make it again") from error
+    missing = [name for name in schema.names if name not in table.column_names]
+    if missing:
+        raise RecordError(f"{path}: no column {', '.join(missing)}; expected {', '.join(schema.names)}")
+    try:
+        rows: list[dict[str, Any]] = table.select(schema.names).cast(schema).to_pylist()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise RecordError(f"{path}: a column has another type than expected ({error}); make the file again") from error
+    return rows

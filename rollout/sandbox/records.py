@@ -1,0 +1,85 @@
+"""What a sandbox is asked and what it answers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from rollout.base.errors import EnvError
+
+MIB = 1 << 20
+
+
+class Verdict(enum.StrEnum):
+    """How a program ended, in the words of programming contests."""
+
+    OK = "OK"  # it ended with status 0, or, where something is expected of it, its output is right
+    WA = "WA"  # it ended with status 0 and its output is wrong
+    RE = "RE"  # it ended with another status, an exception or a signal
+    TLE = "TLE"  # out of processor or wall time
+    MLE = "MLE"  # out of memory
+    OLE = "OLE"  # too much output, or too many or too large files
+    SE = "SE"  # the sandbox failed: nothing is known about the program. Raised as SandboxError, never scored
+
+
+class SandboxError(EnvError):
+    """The sandbox failed, not the program: the trajectory is masked, never scored 0."""
+
+    verdict = Verdict.SE
+
+
+class SandboxUnavailable(SandboxError):
+    """This machine cannot run programs isolated, or not in the tier that was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one program may use."""
+
+    wall_s: float = 12.0  # generous: on a busy machine processor time is the fair measure
+    cpu_s: int = 6  # of one process
+    memory_mb: int = 512  # address space of one process beyond the interpreter's
+    processes: int = 32  # at once, threads included
+    output_kb: int = 1024  # of stdout, and of stderr
+    file_mb: int = 16  # of one file
+    disk_mb: int = 64  # of all files
+    files: int = 2048  # at once, folders included
+    open_files: int = 64
+
+    def __post_init__(self) -> None:
+        bad = [f"{name} is {value}" for name, value in asdict(self).items() if not value > 0]
+        if bad:
+            raise ValueError(f"limits of the sandbox: {', '.join(bad)}; each must be positive")
+        if self.output_kb > 1024 * self.file_mb:
+            raise ValueError(
+                f"limits of the sandbox: output_kb is {self.output_kb}, more than file_mb ({self.file_mb})"
+            )
+
+    def wire(self) -> dict[str, float]:
+        """The limits in bytes and seconds, as the guest reads them."""
+        return {
+            "wall_s": self.wall_s,
+            "cpu_s": self.cpu_s,
+            "memory_bytes": self.memory_mb * MIB,
+            "processes": self.processes,
+            "file_bytes": self.file_mb * MIB,
+            "disk_bytes": self.disk_mb * MIB,
+            "files": self.files,
+            "open_files": self.open_files,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How one run ended."""
+
+    verdict: Verdict
+    stdout: str  # at most output_kb, bytes that are no UTF-8 replaced
+    stderr: str
+    exit_code: int  # negative: minus the signal that ended it
+    wall_s: float
+    cpu_s: float = 0.0  # of all its processes
+    memory_mb: float = 0.0  # resident at the peak, of its largest process
+    files: Mapping[str, bytes] = field(default_factory=dict)  # of those asked for, the ones it left behind
+    fresh: bool = True  # nothing of an earlier cell was there: always so outside a session

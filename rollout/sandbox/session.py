@@ -1,0 +1,139 @@
+"""A process that keeps its variables and files from one cell to the next."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import Any
+
+from rollout.sandbox.execute import judge_end
+from rollout.sandbox.guest import wire
+from rollout.sandbox.jail import Jail, as_file, readable, take_text
+from rollout.sandbox.records import Limits, Result, SandboxError, Verdict
+
+_INTERRUPT_S = 1.0  # for a cell to give in to an interrupt before its process is killed
+
+
+class Session:
+    """Cells in one jail, one at a time; made by `Sandbox.session`.
+
+    A cell that runs out of time is interrupted and leaves what it had reached. If its process has to be killed, or
+    ends by itself, variables are gone and files stay; the next cell starts a new process, and its result is `fresh`.
+    """
+
+    def __init__(self, jail: Jail, limits: Limits, slot: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        """`slot` is entered for every cell, so that sessions share the processors with everybody."""
+        self._jail = jail
+        self._limits = limits
+        self._slot = slot
+        self._cells: socket.socket | None = None
+        self._turn = asyncio.Lock()
+
+    async def run(self, source: str, *, wall_s: float | None = None) -> Result:
+        """Run one cell; the value of a last expression is shown as in a notebook.
+
+        A call that is cancelled ends the process.
+
+        Raises:
+            SandboxError: the sandbox failed.
+        """
+        async with self._turn, self._slot():
+            fresh = self._cells is None
+            cells = self._cells or self._start()
+            handles = [as_file(content) for content in (source, None, None)]
+            try:
+                return await self._run(cells, handles, wall_s or self._limits.wall_s, fresh)
+            except BaseException:
+                self.end()
+                raise
+            finally:
+                for handle in handles:
+                    os.close(handle)
+
+    async def put(self, name: str, content: bytes) -> None:
+        """Write a file of the box.
+
+        Raises:
+            OSError: it does not fit, or a link is in the way.
+            ValueError: the path leads out of the box.
+        """
+        async with self._turn:
+            await self._jail.put(name, content)
+
+    async def get(self, name: str) -> bytes | None:
+        """A file of the box, up to `file_mb`; None if there is no regular file of that name."""
+        async with self._turn:
+            return await self._jail.get(name, self._limits.file_mb << 20)
+
+    async def files(self) -> dict[str, int]:
+        """Size in bytes of every regular file in the box, by path."""
+        async with self._turn:
+            return await self._jail.files()
+
+    def end(self) -> None:
+        """End the process; files stay."""
+        if self._cells is not None:
+            self._cells.close()
+            self._cells = None
+            with suppress(SandboxError):  # its warden is gone, and it with that
+                self._jail.kill()
+
+    def _start(self) -> socket.socket:
+        self._cells, theirs = wire.pair()
+        self._cells.setblocking(False)
+        with theirs:
+            self._jail.start("cells", [theirs.fileno()])
+        return self._cells
+
+    async def _run(self, cells: socket.socket, handles: list[int], wall_s: float, fresh: bool) -> Result:
+        began = time.monotonic()
+        late = False
+        ended: dict[str, Any] = {}
+        try:
+            wire.send(cells, {}, handles)
+            error = await _answer(cells, wall_s)
+            if error is None:
+                late = True
+                self._jail.interrupt()
+                error = await _answer(cells, _INTERRUPT_S)
+            if error is None:
+                self._jail.kill()
+                raise EOFError
+        except (EOFError, ConnectionError):
+            ended = await self._jail.ended()
+            error = ""
+            cells.close()
+            self._cells = None
+        stdout, stderr = (take_text(handle, self._limits.output_kb << 10) for handle in handles[1:])
+        if ended:
+            verdict = judge_end(ended, self._limits, stdout.complete and stderr.complete)
+        elif not (stdout.complete and stderr.complete):
+            verdict = Verdict.OLE
+        else:
+            verdict = {"": Verdict.OK, "MemoryError": Verdict.MLE}.get(error, Verdict.RE)
+        return Result(
+            verdict=Verdict.TLE if late else verdict,
+            stdout=stdout.text,
+            stderr=stderr.text,
+            exit_code=ended.get("exit", int(bool(error))),
+            wall_s=time.monotonic() - began,
+            fresh=fresh,
+        )
+
+
+async def _answer(cells: socket.socket, patience_s: float) -> str | None:
+    """The name of the exception that ended a cell, "" for none; None if it does not end in time.
+
+    Raises:
+        EOFError: its process is gone.
+    """
+    try:
+        async with asyncio.timeout(patience_s):
+            await readable(cells)
+    except TimeoutError:
+        return None
+    return str(wire.receive(cells)[0].get("error"))

@@ -1,0 +1,174 @@
+"""The embedded engine's weight buffers in memory that the trainer maps too, and writes into."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout.base.errors import EngineError
+from rollout.models.architecture import Architecture
+from rollout.models.checksums import Checksum, copy, flat_bytes
+from rollout.models.fused_weights import Weights
+from rollout.models.tensors import Rows, blocks_of, shape_of
+from rollout.sync.protocol import Handover, Route
+
+_PAGE = 4096  # bytes: the halves start on a page of their own
+_LOOK_S = (5e-5, 2e-3)  # between two looks at what the trainer has written: at first, and after long idling
+
+
+class SharedWeights:
+    """Two halves, each all weights of a decoder: one the engine computes from, one the next version is written into."""
+
+    def __init__(self, file: Path, shape: Architecture, *, create: bool = False) -> None:
+        """Map `file`, made first with `create`.
+
+        Raises:
+            EngineError: there is no room for it, or no such file.
+        """
+        half = Weights.elements(shape)
+        names = Weights.names(shape)
+        header = _PAGE * math.ceil((16 + 16 * len(names)) / _PAGE)
+        size = header + 2 * half * 4
+        try:
+            if create:
+                room = os.statvfs(file.parent)
+                if size > room.f_bavail * room.f_frsize:
+                    raise EngineError(
+                        f"{file.parent}: {room.f_bavail * room.f_frsize >> 20} MiB are free, two copies of the weights "
+                        f"take {size >> 20}; make it larger or set engine.transport to disk"
+                    )
+                with file.open("xb") as made:
+                    os.posix_fallocate(made.fileno(), 0, size)
+            with file.open("r+b") as opened:
+                memory = mmap.mmap(opened.fileno(), size)
+        except OSError as error:
+            raise EngineError(f"{file}: the shared weights cannot be mapped ({error})") from error
+        self.file = file
+        # the version in each half, -1 where there is none or one is being written
+        self.versions = np.frombuffer(memory, dtype=np.int64, count=2)
+        # of each tensor of each half the bytes that have been written since the engine asked for new ones
+        self.written = np.frombuffer(memory, dtype=np.int64, count=2 * len(names), offset=16).reshape(2, -1)
+        self.numbers = {name: number for number, name in enumerate(names)}
+        flat = torch.frombuffer(memory, dtype=torch.float32, offset=header)
+        self.halves = (Weights(shape, flat[:half]), Weights(shape, flat[half:]))
+        if create:
+            self.versions[:] = -1
+
+
+class SharedCheck:
+    """Checksums of one half as the engine maps it: of every byte soon after the trainer has written it.
+
+    Whoever asks for new weights unmarks those of the half, before either side starts.
+    """
+
+    def __init__(self, shared: SharedWeights, half: int) -> None:
+        self._written = shared.written[half]
+        self._parts = [_Follower(shape, view) for shape, view in shared.halves[half].places.values()]
+        self._names = tuple(shared.numbers)
+        self.read = np.zeros(len(self._parts), dtype=np.int64)  # bytes of each tensor so far
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped.set()
+
+    def finish(self) -> dict[str, str]:
+        """The checksum of every tensor by Hugging Face name; all must have been written."""
+        self.stop()
+        self._thread.join()
+        return {name: part.finish() for name, part in zip(self._names, self._parts, strict=True)}
+
+    def _follow(self) -> None:
+        wait, longest = _LOOK_S
+        while not self._stopped.wait(wait):
+            more = np.flatnonzero(self._written > self.read)
+            for at in more:
+                self.read[at] = self._parts[at].follow(int(self._written[at]))
+            wait = _LOOK_S[0] if len(more) else min(2 * wait, longest)
+
+
+class _Follower:
+    """The checksum of one tensor that is being written."""
+
+    def __init__(self, shape: torch.Size, view: torch.Tensor) -> None:
+        self._digest = Checksum(shape)
+        # what does not lie in the order of the indices is read when all of it is there
+        self._flat = flat_bytes(view) if view.is_contiguous() else None
+        self._view = view
+        self._read = 0
+
+    def follow(self, written: int) -> int:
+        """Read on, up to this many bytes; returns them."""
+        if self._flat is not None:
+            self._digest.add(self._flat[self._read : written])
+            self._read = written
+        elif self._read < written == self._view.nbytes:
+            self._digest.add(flat_bytes(self._view.contiguous()))
+            self._read = written
+        return written
+
+    def finish(self) -> str:
+        """Read the rest."""
+        self.follow(self._view.nbytes)
+        return self._digest.text()
+
+
+class SharedSender:
+    """Rank 0 writes full tensors into the half that the engine does not use: one copy, in the engine's order, that
+    also takes the checksums.
+    """
+
+    def __init__(self, route: Route, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
+        self._route = route
+        shape = Architecture.read(Path(route.model))
+        self._shared = SharedWeights(Path(route.place), shape) if rank == 0 else None
+
+    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> Handover:
+        """Fill the half `state["half"]` (see `Sender`)."""
+        began = time.perf_counter()
+        size = 0
+
+        def counted() -> Iterator[tuple[str, Rows]]:
+            nonlocal size
+            for name, rows in weights:
+                size += sum(block.nbytes for block in blocks_of(rows))
+                yield name, rows
+
+        if self._shared is None:
+            for _ in weights:
+                pass
+            sums: dict[str, str] = {}
+        else:
+            half = int(state["half"])
+            self._shared.versions[half] = -1
+            sums = _fill(self._shared, half, counted())
+            self._shared.versions[half] = version
+        return Handover(
+            version=version,
+            transport=self._route.transport,
+            place=self._route.place,
+            checksums=sums,
+            bytes=size,
+            seconds=time.perf_counter() - began,
+        )
+
+
+def _fill(shared: SharedWeights, half: int, weights: Iterable[tuple[str, Rows]]) -> dict[str, str]:
+    sums = {}
+    for name, rows, place in shared.halves[half].placed(weights):
+        digest, number = Checksum(shape_of(rows)), shared.numbers[name]
+        for written in copy(rows, place, digest):
+            shared.written[half, number] = written
+        sums[name] = digest.text()
+    return sums

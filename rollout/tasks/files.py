@@ -1,0 +1,206 @@
+"""Data files as tasks: their rows, their published formats, and how they are read."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from rollout.base.registry import lookup
+from rollout.records.trajectory import RecordError, Task, read_tasks
+from rollout.tasks.fields import BadRow, Fields, Format, Problem, bare_question, final_answer
+from rollout.tasks.programs import STYLES, Programs, SweBench
+
+_MATH = Fields(
+    env="math",
+    question=("question", "problem", "query", "extra_info.question", "extra_info.raw_problem", "prompt", "raw_prompt"),
+    answers=(
+        *("reward_model.ground_truth", "reward_model.answer", "reward_model.target"),
+        *("answer", "ground_truth", "target", "final_answer", "solution"),
+    ),
+    name=("query_id", "uid", "unique_id", "id", "_id", "idx", "problem_idx", "extra_info.index"),
+    read_question=bare_question,
+    read_answer=final_answer,
+)
+_BENCHMARK = replace(_MATH, question=("problem", "question"), answers=("answer", "solution"))
+_SEARCH = Fields(
+    env="search",
+    question=("question", "query", "extra_info.question"),
+    answers=(
+        *("golden_answers", "reward_model.ground_truth.target", "reward_model.ground_truth"),
+        *("answers", "answer", "possible_answers"),
+    ),
+    name=("id", "_id", "question_id", "extra_info.index"),
+)
+_MULTI_HOP = replace(_SEARCH, question=("question",), answers=("golden_answers", "answer"))
+
+FORMATS: dict[str, Format] = {
+    # any file of math problems, verl's columns included
+    "math": _MATH,
+    "aime": _BENCHMARK,  # 1983 to 2024
+    "aime_2024": _BENCHMARK,
+    "aime_2025": _BENCHMARK,
+    "amc_23": _BENCHMARK,
+    "dapo": replace(
+        _MATH,
+        question=("extra_info.question", "extra_info.raw_problem", "prompt"),
+        answers=("reward_model.ground_truth", "solution"),
+        name=("extra_info.index",),
+    ),
+    "deepscaler": replace(_MATH, question=("problem",), answers=("answer",)),
+    "gsm8k": replace(_MATH, question=("question",), answers=("answer",)),
+    "math_500": replace(_MATH, question=("problem",), answers=("answer",), name=("unique_id",)),
+    "minerva": _BENCHMARK,
+    "olympiad_bench": replace(
+        _MATH, question=("question", "problem"), answers=("final_answer", "answer"), context=("context",), all_of=True
+    ),
+    "polaris": replace(_MATH, question=("problem",), answers=("answer",)),
+    # any file of questions over passages: Search-R1's and FlashRAG's columns, and the data sets' own
+    "search": _SEARCH,
+    "nq": replace(_SEARCH, question=("question",), answers=("golden_answers", "answers", "answer")),
+    "hotpotqa": _MULTI_HOP,
+    "triviaqa": replace(
+        _SEARCH,
+        question=("question",),
+        answers=("golden_answers", "answer.value"),
+        aliases=("answer.aliases",),
+        name=("id", "question_id", "questionid"),
+    ),
+    "popqa": replace(_SEARCH, question=("question",), answers=("golden_answers", "possible_answers")),
+    "2wikimultihopqa": _MULTI_HOP,
+    "musique": replace(_MULTI_HOP, aliases=("answer_aliases",)),
+    "bamboogle": _MULTI_HOP,
+    "swe_bench": SweBench(),
+    # programs and their tests
+    **{name: Programs(read=read) for name, read in STYLES.items()},
+}
+
+_BATCH_ROWS = 256
+_MAX_CELL_CHARS = 1 << 24
+
+
+def rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The rows of `path` in their order, read as they are asked for.
+
+    Raises:
+        RecordError: the file is missing, is not what its name says, or holds something that is no row.
+    """
+    if path.suffix not in READERS:
+        raise RecordError(f"{path}: expected a file named {', '.join(READERS)}")
+    try:
+        for number, row in enumerate(READERS[path.suffix](path)):
+            if not isinstance(row, Mapping):
+                raise RecordError(f"{path}: row {number} is a {type(row).__name__}; expected an object with columns")
+            yield row
+    except FileNotFoundError as error:
+        raise RecordError(f"{path}: no such file") from error
+    except RecordError:
+        raise
+    except (OSError, ValueError, csv.Error) as error:
+        raise RecordError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            yield from batch.to_pylist()
+
+
+def _json(path: Path) -> Iterator[Any]:
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in ("data", "Data") if isinstance(value.get(key), list)), value)
+    if not isinstance(value, list):
+        raise RecordError(f"{path}: expected a list of rows, or an object with one under 'data'")
+    yield from value
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise RecordError(f"{path}: line {number} cannot be read ({error})") from error
+
+
+def _csv(path: Path) -> Iterator[Any]:
+    csv.field_size_limit(_MAX_CELL_CHARS)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
+    ".parquet": _parquet,
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+}
+
+OWN = "tasks"  # the format of `rollout.records.trajectory.write_tasks`
+READABLE: dict[str, Format | None] = {OWN: None, **FORMATS}
+
+Placed = tuple[str, Task]  # where a task is from, "file: row 7"
+
+
+def read(path: Path, *, format: str, split: str, source: str = "") -> Iterator[Placed]:
+    """The tasks of a file with the rows they are from, counted from 0; rows with nothing to score are left out.
+
+    A task's id is its source, the row's own id if there is one, and a digest of the question. Files of the format
+    `tasks` bring ids, sources and splits of their own.
+
+    Args:
+        format: a name in READABLE, or the import path of a Format.
+        split: train, validation or test.
+        source: the data source to report under; "" is the row's own, or the format's name.
+
+    Raises:
+        RecordError: the file or a row of it is not of that format: says which, and what was expected.
+        UnknownName: no such format.
+    """
+    known = lookup("data format", format, READABLE)
+    if known is None:
+        for number, task in enumerate(read_tasks(path)):
+            yield f"{path}: row {number}", task
+        return
+    for number, row in enumerate(rows(path)):
+        try:
+            problem = known.problem(row)
+        except BadRow as error:
+            raise RecordError(f"{path}: row {number} of format {format} {error}") from error
+        if problem is not None:
+            label = source or problem.source or format.rpartition(":")[2]
+            yield f"{path}: row {number}", _task(problem, known.env, split, label)
+
+
+def distinct(placed: Iterable[Placed], seen: dict[str, Placed], *, drop: bool) -> Iterator[Task]:
+    """Tasks whose ids are not in `seen`, which learns them; with `drop` the same task again is passed over.
+
+    Raises:
+        RecordError: an id comes again, and either `drop` is off or the task is another one.
+    """
+    for place, task in placed:
+        if task.id not in seen:
+            seen[task.id] = (place, task)
+            yield task
+            continue
+        first, same = seen[task.id]
+        if (same.prompt, same.answers) != (task.prompt, task.answers):
+            raise RecordError(f"{place}: task {task.id} is in {first} with another prompt or answer; keep one of them")
+        elif not drop:
+            raise RecordError(f"{place}: task {task.id} is in {first} already; set data.duplicates: drop to keep one")
+
+
+def _task(problem: Problem, env: str, split: str, source: str) -> Task:
+    digest = hashlib.blake2b(problem.question.encode(), digest_size=6).hexdigest()
+    name = f"{problem.name}-{digest}" if problem.name else digest
+    return Task(
+        id=f"{source}/{name}", prompt=problem.prompt, answers=problem.answers, env=env, source=source, split=split
+    )

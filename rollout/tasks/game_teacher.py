@@ -1,0 +1,98 @@
+"""Demonstrations of a game: the real orchestra and environment, played by agents that know a solution and slip."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from itertools import count
+from random import Random
+from typing import Any
+
+from rollout.base.seeds import derive_seed
+from rollout.environments.games import GAMES
+from rollout.environments.games.draw import as_task
+from rollout.environments.games.game import GameEnv
+from rollout.environments.games.generator import Source, split_of
+from rollout.orchestras.game_team import DECIDED, LISTED, game_team
+from rollout.orchestras.single import single
+from rollout.records.trajectory import Demonstration, Message, Task
+from rollout.teams.team import Reply, Role, Seat, Team
+
+CARELESS: Mapping[str, float] = {"tool": 0.5, "planner": 0.5, "player": 0.5}
+
+
+def demonstrate(
+    source: Source,
+    seed: int,
+    n: int,
+    *,
+    roles: Mapping[str, Role],
+    slips: Mapping[str, float] = CARELESS,
+    max_turns: int = 2,
+) -> Iterator[Demonstration]:
+    """`n` turns on training puzzles of `source`, in the order they were spoken.
+
+    Roles `tool` and `planner` play the orchestra `game_team`, a role `player` plays `single`. Each agent slips with
+    probability `slips[agent]` a turn: the tool agent and the player make one mistake in a right list of actions, the
+    planner passes a proposal on unread. A policy that imitates them perfectly is legal but far from right: by default
+    half of the proposals are wrong, and half of those are taken.
+
+    Args:
+        seed: of the puzzles and of the slips.
+        n: number of demonstrations.
+        roles: the roles as the rollout will use them, by agent name.
+        slips: probability of a slip, in [0, 1], by agent; 0 for an agent that is not named.
+        max_turns: as at rollout.
+    """
+    orchestra = game_team if "planner" in roles else single
+    spoken = 0
+    for episode in count():
+        random = Random(derive_seed(seed, source.name, "demonstration", episode))
+        puzzle = source.draw(random, lambda key: split_of(key) == "train")
+        if puzzle is None:
+            continue
+        task = as_task(source, puzzle, "train")
+        teacher = _Teacher(source, task, roles, slips, random)
+        asyncio.run(orchestra(task, teacher, GameEnv(GAMES[source.game](), max_turns=max_turns), max_turns=max_turns))
+        for demonstration in teacher.demonstrations:
+            if spoken == n:
+                return
+            yield demonstration
+            spoken += 1
+
+
+class _Teacher(Seat):
+    """A team that knows a solution from wherever it stands, slips, and writes down what it said."""
+
+    def __init__(
+        self, source: Source, task: Task, roles: Mapping[str, Role], slips: Mapping[str, float], random: Random
+    ) -> None:
+        super().__init__(Team({}, {}), ())
+        self._source = source
+        self._game: Any = GAMES[source.game]()
+        self._state = self._game.read(task.prompt)
+        self._roles = roles
+        self._slips = slips
+        self._random = random
+        self.demonstrations: list[Demonstration] = []
+
+    async def act(self, name: str, /, **slots: object) -> Reply:
+        role = self._roles[name]
+        actions = self._actions(name, str(slots.get("proposal", "")))
+        text = f"{LISTED if name == 'tool' else DECIDED} {actions}"
+        reply = Message(role="assistant", content=text)
+        self.demonstrations.append(Demonstration(agent=name, messages=(*role.messages(**slots), reply)))
+        if name != "tool":
+            self._state = self._game.play(self._state, actions).state
+        return Reply(text=text, value=role.parse(text), turn=len(self.demonstrations) - 1)
+
+    def score(self, index: int, /, **scores: float) -> None:
+        """Demonstrations are not scored."""
+
+    def _actions(self, name: str, proposal: str) -> str:
+        right = self._game.solve(self._state)
+        if right is None:  # a room that a slip has lost
+            return proposal or self._random.choice("UDLR")
+        if self._random.random() >= self._slips.get(name, 0.0):
+            return str(right)
+        return proposal or self._source.slip(self._random, right)

@@ -1,0 +1,1 @@
+"""Teams of agents: roles, sessions, episodes, trees of turns, and the collection of trajectories."""

@@ -1,0 +1,155 @@
+"""Collection: every trajectory is its own coroutine over a team and an environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from rollout.base.deadlines import LEFT, Late, Limits
+from rollout.base.errors import Undecided
+from rollout.base.task_group import stop, together
+from rollout.base.watchdog import Watchdog
+from rollout.environments.protocol import Env
+from rollout.records.trajectory import Group, Status, Task, Trajectory
+from rollout.teams.episode import Line, Orchestra
+from rollout.teams.team import Team
+from rollout.teams.tree import Branching, Tree
+
+_ANY_TIME = Limits()
+
+
+async def collect(
+    tasks: Sequence[Task],
+    team: Team,
+    make_env: Callable[[Task], Env],
+    orchestra: Orchestra,
+    *,
+    group_size: int,
+    seed: int,
+    step: int,
+    tree: Branching | None = None,
+    temperature: float | None = None,
+    limits: Limits = _ANY_TIME,
+    began: float | None = None,
+    surplus: int = 0,
+    watchdog: Watchdog | None = None,
+    done: Callable[[Trajectory], None] = lambda _: None,
+) -> list[Group]:
+    """Play each task until `group_size` trajectories are completed and return one group per task, in their order.
+
+    A trajectory whose engine or environment fails is kept with status FAILED and its error, one of which something is
+    late with LATE, one that is given up with ABORTED; the others go on. Any other exception ends the collection: it is
+    a bug of the orchestra.
+
+    Args:
+        tree: every trajectory is grown as a tree; None: as one line.
+        temperature: of every agent, in place of its own; 0 is greedy.
+        limits: how long tools, a trajectory and all of them may take. What is not done in time is cancelled.
+        began: when the batch began that `tasks` are a part of, on the event loop's clock; None: now.
+        surplus: trajectories of each task that are started beyond `group_size`; the slowest are given up.
+        watchdog: sees what is being played.
+        done: called with each trajectory as it ends.
+    """
+    if temperature is not None:
+        team = team.at_temperature(temperature)
+    began = asyncio.get_running_loop().time() if began is None else began
+    ends = None if limits.batch_s is None else began + limits.batch_s
+
+    async def play(task: Task, sample: int, quota: _Quota | None) -> Trajectory:
+        place = (seed, step, task.id, sample)
+        name = f"{step}/{task.id}/{sample}"
+        played: Line | Tree
+        if tree is None:
+            played = Line(task, team.seat(*place), make_env(task), orchestra, tool_s=limits.tool_s)
+        else:
+            played = Tree(tree, task, team, place, make_env, orchestra, tool_s=limits.tool_s)
+        with watchdog.over(name, played) if watchdog else nullcontext():
+            ending = await _play(played, limits, ends, quota)
+        trajectory = Trajectory(
+            id=name,
+            task_id=task.id,
+            source=task.source,
+            sample=sample,
+            step=step,
+            turns=played.turns,
+            tools=tuple(played.tools),
+            outcome=None if ending.error else played.outcome,
+            answer=None if ending.error else played.answer,
+            leaf=played.leaf,
+            metrics=dict.fromkeys(ending.counted, 1.0) | played.metrics,
+            status=ending.status,
+            error=ending.error,
+        )
+        done(trajectory)
+        return trajectory
+
+    quotas = [_Quota(group_size) if surplus else None for _ in tasks]
+    size = group_size + surplus
+    played = await together(
+        play(task, sample, quota) for task, quota in zip(tasks, quotas, strict=True) for sample in range(size)
+    )
+    return [Group(task=task, trajectories=tuple(played[i * size : (i + 1) * size])) for i, task in enumerate(tasks)]
+
+
+class _Quota:
+    """How many trajectories a group still lacks."""
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+        self.met: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def count(self) -> None:
+        self._wanted -= 1
+        if not self._wanted:
+            self.met.set_result(None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a trajectory ended."""
+
+    status: Status
+    error: str  # why not well
+    counted: tuple[str, ...] = ()  # `undecided`, or `late/` and an agent, a tool, `trajectory` or `batch`
+
+
+async def _play(played: Line | Tree, limits: Limits, ends: float | None, quota: _Quota | None) -> _Ending:
+    """Play to the end, to a deadline, or until the group is full; what is not done then is cancelled."""
+    if limits.trajectory_s is None and ends is None and quota is None:
+        await played.play()
+        return _ending(played)
+    left = None if ends is None else ends - asyncio.get_running_loop().time()
+    patience = min((s for s in (left, limits.trajectory_s) if s is not None), default=None)
+    task = asyncio.create_task(played.play())
+    try:
+        first = {task, quota.met} if quota else {task}
+        await asyncio.wait(first, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        if quota and quota.met.done():
+            ending = _Ending(Status.ABORTED, f"its group was full while it waited for {played.waiting}")
+        elif task.done():
+            task.result()
+            if quota and not played.error:
+                quota.count()
+            return _ending(played)
+        else:
+            late, status, seconds = (
+                ("batch", Status.ABORTED, limits.batch_s)
+                if patience == left
+                else ("trajectory", Status.LATE, limits.trajectory_s)
+            )
+            why = f"the {late}'s deadline of {seconds:g} s passed while it waited for {played.waiting}"
+            ending = _Ending(status, why, (f"late/{late}",))
+    finally:
+        ended = await stop([task])
+    return ending if ended else replace(ending, error=ending.error + LEFT)
+
+
+def _ending(played: Line | Tree) -> _Ending:
+    if not played.error:
+        return _Ending(Status.COMPLETED, "")
+    if isinstance(played.failure, Late):
+        return _Ending(Status.LATE, played.error, (f"late/{played.failure.what}",))
+    counted = ("undecided",) if isinstance(played.failure, Undecided) else ()
+    return _Ending(Status.FAILED, played.error, counted)

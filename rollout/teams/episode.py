@@ -1,0 +1,207 @@
+"""One play of an orchestra on a task, and what it left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from rollout.base.deadlines import Late, LateTool, within
+from rollout.base.errors import EngineError, EnvError
+from rollout.base.watchdog import Wait
+from rollout.environments.protocol import (
+    Case,
+    Comparing,
+    Env,
+    Keeping,
+    Living,
+    Previewing,
+    Running,
+    Step,
+    Testing,
+    ToolCall,
+)
+from rollout.records.trajectory import Task, ToolEvent, Turn
+from rollout.teams.team import Call, Seat
+
+Orchestra = Callable[[Task, Seat, Env], Awaitable[None]]
+Ability = TypeVar("Ability")
+T = TypeVar("T")
+
+
+@contextmanager
+def _blamed(tool: str) -> Iterator[None]:
+    """What an environment's or a tool's own code raises becomes an EnvError: it fails one trajectory, not the run."""
+    try:
+        yield
+    except (EngineError, EnvError, Late):
+        raise
+    except Exception as error:
+        raise EnvError(f"{tool}: {type(error).__name__}: {error}") from error
+
+
+class Line:
+    """A task played once, from its start to its end.
+
+    It stands in for the environment, to write down the steps.
+    """
+
+    def __init__(self, task: Task, seat: Seat, env: Env, orchestra: Orchestra, *, tool_s: float | None = None) -> None:
+        """`tool_s` is how long one call of the environment may take, in seconds."""
+        self.seat = seat
+        self.rewards: list[float] = []  # of every step
+        self.tools: list[ToolEvent] = []
+        self.answer: str | None = None  # as the latest step that reported one left it
+        self.metrics: dict[str, float] = {}  # each as the latest step left it
+        self.error = ""  # why it failed
+        self.failure: EngineError | EnvError | None = None  # who is to blame, if not the orchestra
+        self._task = task
+        self._env = env
+        self._orchestra = orchestra
+        self._tool_s = tool_s
+
+    async def play(self) -> None:
+        """Run the orchestra. A failure of an engine or the environment becomes `error`; the rest are its own bugs."""
+        try:
+            if isinstance(self._env, Living):
+                await self._use("open", self._env.open, self._task)
+            await self._orchestra(self._task, self.seat, self)
+            if self.outcome is None:
+                self.error = "the orchestra ended without a step in the environment"
+        except (EngineError, EnvError) as failure:
+            self._fail(failure)
+        finally:
+            try:
+                await self.seat.close()
+            finally:
+                if isinstance(self._env, Living):
+                    await self._let_go(self._env)
+
+    def _fail(self, failure: EngineError | EnvError) -> None:
+        self.failure, self.error = failure, f"{type(failure).__name__}: {failure}"
+
+    async def _let_go(self, env: Living) -> None:
+        try:
+            await self._timed(f"{self._task.env}.close", env.close)
+        except EnvError as failure:
+            if not self.error:
+                self._fail(failure)
+
+    def reset(self, task: Task) -> str:
+        with _blamed(f"{self._task.env}.reset"):
+            return self._env.reset(task)
+
+    async def step(self, action: str) -> Step:
+        began = time.time()
+        step = await self._use("step", self._env.step, action)
+        self.seat.credit(step.reward, step.metrics)
+        self.rewards.append(step.reward)
+        self.answer = self.answer if step.answer is None else step.answer
+        self.metrics.update(step.metrics)
+        for call in step.tools:
+            self._note(call, self.seat.last, began)
+        return step
+
+    async def preview(self, action: str) -> Step:
+        env = self._able(Previewing, "preview an action")
+        return await self._use("preview", env.preview, action)
+
+    async def same(self, answer: str, other: str) -> bool:
+        env = self._able(Comparing, "compare two answers")
+        return await self._use("same", env.same, answer, other)
+
+    async def run(self, program: str) -> ToolCall:
+        env = self._able(Running, "run a program")
+        began = time.time()
+        call = await self._use("run", env.run, program)
+        self._note(call, self.seat.own, began)
+        return call
+
+    async def check(self, program: str, cases: Sequence[Case]) -> Step:
+        env = self._able(Testing, "run an agent's tests")
+        began = time.time()
+        step = await self._use("check", env.check, program, cases)
+        for call in step.tools:
+            self._note(call, self.seat.own, began)
+        return step
+
+    async def agreement(self, cases: Sequence[Case]) -> float | None:
+        env = self._able(Testing, "judge an agent's tests")
+        return await self._use("agreement", env.agreement, cases)
+
+    async def files(self) -> Mapping[str, int]:
+        env = self._able(Keeping, "keep files")
+        began = time.time()
+        files = await self._use("files", env.files)
+        self._note(ToolCall(tool="files", query="", result="\n".join(files)), self.seat.own, began)
+        return files
+
+    async def forget(self) -> None:
+        env = self._able(Keeping, "keep files")
+        await self._use("forget", env.forget)
+
+    def _able(self, what: type[Ability], action: str) -> Ability:
+        env: Any = self._env
+        if not isinstance(env, what):
+            raise EnvError(f"{type(env).__name__} cannot {action}; use a team that does not ask for it")
+        return env
+
+    async def _use(self, method: str, call: Callable[..., Awaitable[T]], *arguments: object) -> T:
+        tool = f"{self._task.env}.{method}"
+        with self.seat.waits(tool):
+            return await self._timed(tool, call, *arguments)
+
+    async def _timed(self, tool: str, call: Callable[..., Awaitable[T]], *arguments: object) -> T:
+        try:
+            with _blamed(tool):
+                return await within(self._tool_s, call(*arguments))
+        except Late as late:
+            raise LateTool(f"{tool}: {late}", f"tool/{tool}") from None
+
+    def _note(self, call: ToolCall, turn: Turn | None, began: float) -> None:
+        index, node = (turn.index, turn.node) if turn else (-1, "")
+        self.tools.append(
+            ToolEvent(
+                after_turn=index,
+                node=node,
+                tool=call.tool,
+                query=call.query,
+                result=call.result,
+                failed=call.failed,
+                started_s=began,
+                took_s=time.time() - began,
+            )
+        )
+
+    @property
+    def leaf(self) -> str:
+        """Where a tree of the orchestra's own ended, "" without one."""
+        return self.seat.leaf
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns so far."""
+        return self.seat.turns
+
+    @property
+    def outcome(self) -> float | None:
+        """The sum of the rewards, None before the first step."""
+        return sum(self.rewards, 0.0) if self.rewards else None
+
+    @property
+    def waiting(self) -> str:
+        """Whom or what the orchestra waits for."""
+        return ", ".join(str(what) for what, _ in self.seat.waiting.values()) or "the orchestra"
+
+    def waits(self) -> list[Wait]:
+        """What its tasks wait for, for a watchdog."""
+        last = self.seat.last
+        after = f" after turn {last.index} of {last.agent}" if last else ""
+        return [
+            Wait(
+                what=f"{what} waits for policy {what.agent.policy}" if isinstance(what, Call) else f"{what}{after}",
+                since=since,
+            )
+            for what, since in self.seat.waiting.values()
+        ]

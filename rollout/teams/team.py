@@ -1,0 +1,319 @@
+"""A team: agents with their roles, bound to the policies they play, and its session in one trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from rollout.base.deadlines import LateCall, within
+from rollout.base.errors import EngineError
+from rollout.base.seeds import derive_seed
+from rollout.base.task_group import stop
+from rollout.engines.protocol import Engine
+from rollout.models.chat_template import Renderer
+from rollout.records.completion import Completion, Sampling
+from rollout.records.trajectory import Message, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """A role with its sampling and the policy it plays."""
+
+    name: str
+    role: Role
+    policy: str
+    sampling: Sampling  # stop and seed are filled in per call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What a policy said in a chat."""
+
+    text: str
+    prompt_ids: tuple[int, ...]  # [P]
+    completion: Completion
+    trainable: bool = True  # False: there are no tokens, only text
+
+
+class Voice(Protocol):
+    """A policy's rollout side, as a seat needs it."""
+
+    async def say(self, messages: Sequence[Message], sampling: Sampling) -> Said:
+        """Go on with a chat.
+
+        Raises:
+            EngineError: no reply can be had.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Player:
+    """The voice of a policy that trains here: where its tokens come from and how its chats are written."""
+
+    engine: Engine
+    renderer: Renderer
+    slots: AbstractAsyncContextManager[object] = field(default_factory=nullcontext)  # a semaphore bounds its calls
+    deadline_s: float | None = None  # of a reply, once it has a slot
+
+    async def say(self, messages: Sequence[Message], sampling: Sampling) -> Said:
+        """Go on with a chat, token by token (see `Voice`).
+
+        Raises:
+            EngineError: no reply can be had; `LateCall` that there was none in time, and the engine was told to stop.
+        """
+        prompt_ids = self.renderer.render(messages)
+        sampling = replace(sampling, stop=self.renderer.stop)
+        async with self.slots:
+            completion = await within(self.deadline_s, self.engine.generate(prompt_ids, sampling), LateCall)
+        if completion.finish_reason == "abort":
+            raise EngineError(f"the engine gave the reply up after {len(completion.token_ids)} tokens")
+        text = self.renderer.decode(completion.token_ids)
+        return Said(text=text, prompt_ids=tuple(prompt_ids), completion=completion)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What an agent said."""
+
+    text: str
+    value: str | None  # the parser's result, None when the reply is malformed
+    turn: int  # index of the turn
+
+
+Answer = tuple[Turn, Reply]  # what is written down, and what the orchestra gets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """An agent that is asked for a turn."""
+
+    index: int  # of the turn
+    agent: Agent
+    messages: tuple[Message, ...]
+    state_key: str  # digest of the messages
+
+    def __str__(self) -> str:
+        return f"{self.agent.name} (turn {self.index})"
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Who can act, shared by all trajectories of a run."""
+
+    agents: Mapping[str, Agent]
+    players: Mapping[str, Voice]  # by policy
+
+    def seat(self, *place: int | str) -> Seat:
+        """The team as one trajectory sees it; `place` is where in the run it happens and seeds its sampling."""
+        return Seat(self, place)
+
+    def at_temperature(self, temperature: float) -> Team:
+        """The same team with every agent sampling at `temperature`; 0 is greedy."""
+        agents = {
+            name: replace(agent, sampling=replace(agent.sampling, temperature=temperature))
+            for name, agent in self.agents.items()
+        }
+        return replace(self, agents=agents)
+
+
+class Seat:
+    """A team in one trajectory: `act` asks one agent and writes down the turn."""
+
+    def __init__(self, team: Team, place: tuple[int | str, ...]) -> None:
+        # which task of this trajectory waits for what, and since when on the event loop's clock, in seconds
+        self.waiting: dict[asyncio.Future[Any], tuple[object, float]] = {}
+        self.leaf = ""  # node at which a tree of the orchestra's own ended
+        self._team = team
+        self._place = place
+        self._asked = 0
+        self._turns: dict[int, Turn] = {}
+        self.scores: dict[int, dict[str, float]] = {}  # by turn
+        self._rounds: dict[int, int] = {}  # by turn
+        self._by_task: dict[object, int] = {}  # the latest turn that each task of this trajectory asked for
+        self._recent: list[int] = []  # the turns that the environment's next step belongs to
+        self._round = 0  # environment steps so far that turns came after
+        self._stepped = False  # whether it has stepped since the last of them
+        self._closed = False
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns so far with their scores, in the order in which they were asked for."""
+        return tuple(
+            replace(turn, round=self._rounds[index], scores=self.scores[index])
+            for index, turn in sorted(self._turns.items())
+        )
+
+    @property
+    def last(self) -> Turn | None:
+        """The latest turn."""
+        return self._turns[max(self._turns)] if self._turns else None
+
+    @property
+    def own(self) -> Turn | None:
+        """The latest turn that the running task asked for; the latest of all if it asked for none."""
+        index = self._by_task.get(asyncio.current_task())
+        return self.last if index is None else self._turns[index]
+
+    async def act(self, name: str, /, **slots: object) -> Reply:
+        """Ask agent `name`, with its user template's slots filled by `slots`.
+
+        Raises:
+            KeyError: the team has no such agent, or its template has a slot that was not given.
+            EngineError: the engine could not answer.
+        """
+        agent = self._team.agents[name]
+        messages = agent.role.messages(**slots)
+        call = Call(index=self._asked, agent=agent, messages=messages, state_key=_digest(messages))
+        self._asked += 1
+        with self.waits(call):
+            turn, reply = await self._answer(call)
+        if self._stepped:
+            self._recent.clear()
+            self._stepped = False
+            self._round += 1
+        self._turns[call.index] = turn
+        self._by_task[asyncio.current_task()] = call.index
+        self._rounds[call.index] = self._round
+        self.scores[call.index] = {}
+        self._recent.append(call.index)
+        return reply
+
+    def score(self, turn: int, /, **scores: float) -> None:
+        """Write down what was measured of one turn, by name: for example `team.score(reply.turn, local=0.5)`.
+
+        Raises:
+            KeyError: there is no such turn.
+        """
+        if turn not in self.scores:
+            raise KeyError(f"no turn {turn} to score; turns: {', '.join(map(str, sorted(self.scores))) or 'none'}")
+        self.scores[turn].update(scores)
+
+    def seed(self, *what: int | str) -> int:
+        """A seed for a choice that the orchestra makes itself, the same whenever this trajectory is played."""
+        return derive_seed(*self._place, "orchestra", *what)
+
+    def place(self, turn: int, /, node: str) -> None:
+        """Say which node of a tree that the orchestra grows by itself a turn is; `leaf` says where the tree ended.
+
+        Raises:
+            KeyError: there is no such turn.
+        """
+        self._turns[turn] = replace(self._turns[turn], node=node)
+
+    def credit(self, reward: float, metrics: Mapping[str, float]) -> None:
+        """The environment stepped: its reward and metrics are scores of every turn since it stepped before.
+
+        The reward is the score `team`. Steps without a turn between them belong to the same turns, and add up.
+        """
+        for index in self._recent:
+            scores = self.scores[index]
+            scores.update(metrics)
+            scores["team"] = scores.get("team", 0.0) + reward
+        self._stepped = True
+
+    @contextmanager
+    def waits(self, what: object) -> Iterator[None]:
+        """Says that the running task waits for `what`, for as long as it does."""
+        task = asyncio.current_task()
+        if self._closed or task is None:
+            raise asyncio.CancelledError  # the orchestra has ended and left this task behind
+        self.waiting[task] = what, asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            del self.waiting[task]
+
+    async def close(self) -> None:
+        """End the tasks that an orchestra left behind in `act` or in a step: it has ended."""
+        self._closed = True
+        await stop(self.waiting)
+
+    async def _answer(self, call: Call) -> Answer:
+        return await self._ask(call)
+
+    async def _ask(self, call: Call, node: str = "") -> Answer:
+        """The engine's answer. Branches of a tree sample apart; the first of each round samples as without a tree."""
+        agent = call.agent
+        branch = (node,) if node.strip("0.") else ()
+        seed = derive_seed(*self._place, agent.name, call.index, *branch)
+        started = time.time()
+        sampling = replace(agent.sampling, seed=seed, session="/".join(map(str, self._place)))
+        try:
+            said = await self._team.players[agent.policy].say(call.messages, sampling)
+        except LateCall as late:
+            raise LateCall(f"{call}: {late}", f"agent/{agent.name}") from None
+        completion = said.completion
+        value = agent.role.parse(said.text) if completion.finish_reason == "stop" else None
+        turn = Turn(
+            index=call.index,
+            agent=agent.name,
+            policy=agent.policy,
+            policy_version=completion.versions[-1].version,
+            versions=completion.versions,
+            node=node,
+            state_key=call.state_key,
+            messages=call.messages,
+            prompt_ids=said.prompt_ids,
+            completion_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            temperature=agent.sampling.temperature,
+            text=said.text,
+            finish_reason=completion.finish_reason,
+            valid=value is not None,
+            seed=seed,
+            masked=not said.trainable,
+            started_s=started,
+            took_s=time.time() - started,
+        )
+        return turn, Reply(text=said.text, value=value, turn=call.index)
+
+
+def _digest(messages: tuple[Message, ...]) -> str:
+    parts = (f"{len(m.role)}:{m.role}{len(m.content)}:{m.content}" for m in messages)
+    return hashlib.blake2b("".join(parts).encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
+
+Parser = Callable[[str], str | None]  # reply text -> its value, None when the reply is malformed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """A system prompt, a user template with named slots, and the parser of the reply."""
+
+    name: str
+    system: str
+    user: str  # str.format template; the orchestra fills the slots
+    parse: Parser
+
+    def messages(self, **slots: object) -> tuple[Message, ...]:
+        """The conversation up to the reply: the system prompt, when there is one, and the filled user template.
+
+        Raises:
+            KeyError: the template has a slot that was not given.
+        """
+        texts = (("system", self.system), ("user", self.user.format(**slots)))
+        return tuple(Message(role=role, content=content) for role, content in texts if content)
+
+
+ROLES: dict[str, Role] = {}
+
+
+def register_agent(name: str, *, system: str, user: str) -> Callable[[Parser], Parser]:
+    """Register the decorated parser, with its prompts, as the role `name`.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def register(parse: Parser) -> Parser:
+        if name in ROLES:
+            raise ValueError(f"agent role '{name}' is registered twice")
+        ROLES[name] = Role(name=name, system=system, user=user, parse=parse)
+        return parse
+
+    return register
