@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from benchmarks.support.training import start_trainer
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.step.trainer_group import Gang
+from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.training.weight_sync import hand_over
 from rollout.base.shared_memory import fresh_place
 from rollout.engines.embedded.engine import HostedEngine
@@ -92,7 +92,7 @@ def transfer(folder: Path) -> float:
 async def hand_over_checked(folder: Path) -> None:
     """Alternate hand-overs and copies, and print both."""
     spec = TrainerSpec(model=str(folder), lr=1e-3, objective=Objective(loss="cross_entropy"))
-    gang = Gang("p", spec, threads=1)
+    gang = TrainerGroup("p", spec, threads=1)
     engine = HostedEngine(folder, max_length=64, rows=8)
     await gang.ready()
     await engine.stats()

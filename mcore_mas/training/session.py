@@ -21,7 +21,7 @@ from rollout.teams.team import Team
 
 if TYPE_CHECKING:
     from mcore_mas.megatron.batch import Microbatch
-    from mcore_mas.megatron.step.trainer_group import Gang
+    from mcore_mas.megatron.step.trainer_group import TrainerGroup
     from mcore_mas.training.checkpoint import Checkpoints
     from rollout.engines.protocol import TrainedEngine
     from rollout.teams.external import ExternalVoice
@@ -45,8 +45,8 @@ class Run:
     make_env: Callable[[Task], Env]
     schedule: Schedule
     validation: tuple[Task, ...]
-    trainers: Mapping[str, Gang]  # by policy
-    critics: Mapping[str, Gang]  # by policy, of those that have one
+    trainers: Mapping[str, TrainerGroup]  # by policy
+    critics: Mapping[str, TrainerGroup]  # by policy, of those that have one
     engines: Mapping[str, TrainedEngine]  # by policy with a model
     remotes: Mapping[str, ExternalVoice]  # by policy without a model
     coach: Coach | None  # who scores turns before rewards are allocated
@@ -65,6 +65,6 @@ class Run:
         """The factor of the KL term or penalty of `policy` in this step."""
         return self.kl[policy].coefficient if policy in self.kl else self.config.loss.kl.coef
 
-    def packed(self, trainer: Gang, samples: Sequence[Sample]) -> list[Microbatch]:
+    def packed(self, trainer: TrainerGroup, samples: Sequence[Sample]) -> list[Microbatch]:
         """The samples as micro-batches for that trainer."""
         return pack(samples, self.config.trainer.microbatch_tokens, trainer.shares)

@@ -14,7 +14,7 @@ import ray
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.equations.kl import AdaptiveKL
-from mcore_mas.megatron.step.trainer_group import Gang
+from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.training.checkpoint import Checkpoints, Saved, identity_of
 from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
 from mcore_mas.training.logbook import open_logbook
@@ -107,12 +107,12 @@ def _checkpoints(config: RunConfig, folder: Path) -> Checkpoints:
     return Checkpoints(folder / "checkpoints", identity_of(config), keep=keep, best=best)
 
 
-def _gangs(part: Part, config: RunConfig, places: Mapping[Place, Sequence[Options]]) -> dict[str, Gang]:
+def _gangs(part: Part, config: RunConfig, places: Mapping[Place, Sequence[Options]]) -> dict[str, TrainerGroup]:
     """By policy, the ranks of those that have this part."""
     spec_of, suffix = {"trainer": (policy_spec, ""), "critic": (critic_spec, "-critic")}[part]
     threads = config.cluster.threads_per_process
     return {
-        name: Gang(f"{name}{suffix}", spec_of(name, config), threads=threads, places=places[name, part])
+        name: TrainerGroup(f"{name}{suffix}", spec_of(name, config), threads=threads, places=places[name, part])
         for name in config.trained
         if (name, part) in places
     }
@@ -167,7 +167,7 @@ async def _restore(run: Run, saved: Saved) -> None:
         await critic.restore(saved.folder / f"{policy}.critic")
 
 
-async def _resend(trainer: Gang, engine: TrainedEngine) -> None:
+async def _resend(trainer: TrainerGroup, engine: TrainedEngine) -> None:
     async with trainer.awake():
         await hand_over(trainer, engine, engine.version)
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from rollout.base.errors import EngineError
 
 if TYPE_CHECKING:
-    from mcore_mas.megatron.step.trainer_group import Gang
+    from mcore_mas.megatron.step.trainer_group import TrainerGroup
     from rollout.engines.protocol import TrainedEngine
     from rollout.sync.protocol import Handover
 
 
-async def hand_over(trainer: Gang, engine: TrainedEngine, version: int) -> dict[str, float]:
+async def hand_over(trainer: TrainerGroup, engine: TrainedEngine, version: int) -> dict[str, float]:
     """Have `engine` serve the trainer's present weights as `version`; returns what that took.
 
     Raises:
@@ -29,7 +29,7 @@ async def hand_over(trainer: Gang, engine: TrainedEngine, version: int) -> dict[
     }
 
 
-async def _handed_over(trainer: Gang, engine: TrainedEngine, version: int) -> Handover:
+async def _handed_over(trainer: TrainerGroup, engine: TrainedEngine, version: int) -> Handover:
     """Once, or again whenever a death of the engine's that it survives was in the way."""
     route = await engine.route()
     while True:

@@ -100,7 +100,7 @@ def meeting_address(nodes: Sequence[str]) -> str:
     return _LOOPBACK if len(set(nodes)) == 1 else nodes[0]
 
 
-class Gang:
+class TrainerGroup:
     """A policy's trainer, spread over `spec.ranks` Ray actors that make the same calls."""
 
     def __init__(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_mas.megatron.step.trainer_group import Gang
+from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.packing.pack import pack, unpack
 from rollout.engines.embedded.decoder import read_folder
 from rollout.sync.protocol import Route
@@ -21,7 +21,7 @@ def test_two_data_parallel_actors_score_train_and_export(running_ray: None, tmp_
     batches = pack(samples, 12)
 
     async def play() -> tuple[list[torch.Tensor], dict[str, float], list[torch.Tensor], dict[str, torch.Tensor]]:
-        gang = Gang("p", ranks.spec_of(str(tmp_path / "model"), dp=2), threads=1)
+        gang = TrainerGroup("p", ranks.spec_of(str(tmp_path / "model"), dp=2), threads=1)
         await gang.ready()
         start = await gang.score(batches)
         metrics = await gang.update(batches)
