@@ -12,7 +12,7 @@ from rollout.base.errors import EngineError
 from rollout.base.task_group import stop, together
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
-from rollout.teams.episode import Line, Orchestra
+from rollout.teams.episode import Episode, Orchestra
 from rollout.teams.team import Answer, Call, Seat, Team
 
 _SETTLE = 8  # turns of the event loop in which nested gathers start their calls and hand results on
@@ -84,7 +84,7 @@ class Branch:
     def __init__(
         self, task: Task, seat: BranchSeat, env: Env, orchestra: Orchestra, *, tool_s: float | None = None
     ) -> None:
-        self.line = Line(task, seat, env, orchestra, tool_s=tool_s)
+        self.line = Episode(task, seat, env, orchestra, tool_s=tool_s)
         self.node = ""
         self.rounds: list[list[Asked]] = []
         self.resting = False

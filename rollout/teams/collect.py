@@ -13,7 +13,7 @@ from rollout.base.task_group import stop, together
 from rollout.base.watchdog import Watchdog
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Group, Status, Task, Trajectory
-from rollout.teams.episode import Line, Orchestra
+from rollout.teams.episode import Episode, Orchestra
 from rollout.teams.team import Team
 from rollout.teams.tree import Branching, Tree
 
@@ -60,9 +60,9 @@ async def collect(
     async def play(task: Task, sample: int, quota: _Quota | None) -> Trajectory:
         place = (seed, step, task.id, sample)
         name = f"{step}/{task.id}/{sample}"
-        played: Line | Tree
+        played: Episode | Tree
         if tree is None:
-            played = Line(task, team.seat(*place), make_env(task), orchestra, tool_s=limits.tool_s)
+            played = Episode(task, team.seat(*place), make_env(task), orchestra, tool_s=limits.tool_s)
         else:
             played = Tree(tree, task, team, place, make_env, orchestra, tool_s=limits.tool_s)
         with watchdog.over(name, played) if watchdog else nullcontext():
@@ -115,7 +115,7 @@ class _Ending:
     counted: tuple[str, ...] = ()  # `undecided`, or `late/` and an agent, a tool, `trajectory` or `batch`
 
 
-async def _play(played: Line | Tree, limits: Limits, ends: float | None, quota: _Quota | None) -> _Ending:
+async def _play(played: Episode | Tree, limits: Limits, ends: float | None, quota: _Quota | None) -> _Ending:
     """Play to the end, to a deadline, or until the group is full; what is not done then is cancelled."""
     if limits.trajectory_s is None and ends is None and quota is None:
         await played.play()
@@ -146,7 +146,7 @@ async def _play(played: Line | Tree, limits: Limits, ends: float | None, quota: 
     return ending if ended else replace(ending, error=ending.error + LEFT)
 
 
-def _ending(played: Line | Tree) -> _Ending:
+def _ending(played: Episode | Tree) -> _Ending:
     if not played.error:
         return _Ending(Status.COMPLETED, "")
     if isinstance(played.failure, Late):

@@ -41,7 +41,7 @@ def _blamed(tool: str) -> Iterator[None]:
         raise EnvError(f"{tool}: {type(error).__name__}: {error}") from error
 
 
-class Line:
+class Episode:
     """A task played once, from its start to its end.
 
     It stands in for the environment, to write down the steps.

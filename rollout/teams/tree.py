@@ -20,7 +20,7 @@ from rollout.base.watchdog import Wait
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task, ToolEvent, Turn
 from rollout.teams.branch import Branch, BranchError, BranchSeat
-from rollout.teams.episode import Line, Orchestra
+from rollout.teams.episode import Episode, Orchestra
 from rollout.teams.team import Team
 
 
@@ -172,7 +172,7 @@ class Tree:
         return [wait for branch in self._branches if not branch.resting for wait in branch.line.waits()]
 
 
-def _reasons(line: Line) -> list[str]:
+def _reasons(line: Episode) -> list[str]:
     if not line.error:
         return []
     late: list[str] = [f"late/{line.failure.what}"] if isinstance(line.failure, Late) else []
