@@ -15,7 +15,7 @@ from rollout.environments.math import last_boxed
 from rollout.environments.protocol import Env, Previewing
 from rollout.orchestras.coder_tester import fenced
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 _ATTEMPT = """# Problem
 {problem}
@@ -61,7 +61,7 @@ class GradedEnv(Env, Previewing, Protocol):
 
 async def ab_mcts(
     task: Task,
-    team: Seat,
+    team: TeamSession,
     env: GradedEnv,
     *,
     agents: Sequence[str] = ("generator",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollout.base.tags import after_thought
 from rollout.orchestras.answers import AnswerEnv, boxed, grade, parse_boxed
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 _SYSTEM = "You are a member of a team that solves problems one after the other."
 
@@ -57,7 +57,7 @@ by step, and put the final answer within \\boxed{{}}.""",
 )(parse_boxed)
 
 
-async def chain(task: Task, team: Seat, env: AnswerEnv) -> None:
+async def chain(task: Task, team: TeamSession, env: AnswerEnv) -> None:
     """Ask `generator`, `verifier` and `refiner` in this order; the refiner's answer is final.
 
     Templates may use the slots `problem`, the verifier's and the refiner's also `solution`, the refiner's also

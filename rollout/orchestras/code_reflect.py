@@ -9,7 +9,7 @@ from rollout.environments.protocol import Env, Previewing
 from rollout.orchestras.coder_tester import fenced, pass_rate
 from rollout.orchestras.reason_tool import parse_program
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 _SYSTEM = "You are a member of a team that solves programming problems."
 
@@ -71,7 +71,7 @@ class GradedEnv(Env, Previewing, Protocol):
     """A world in which programs can be tried and graded."""
 
 
-async def code_reflect(task: Task, team: Seat, env: GradedEnv, *, max_turns: int = 3) -> None:
+async def code_reflect(task: Task, team: TeamSession, env: GradedEnv, *, max_turns: int = 3) -> None:
     """Ask `planner`, then `coder` and `reflector` in turn, until a program passes the visible tests or `max_turns`
     programs are spent. The last program is final, and nobody reflects on it.
 

@@ -12,7 +12,7 @@ from rollout.base.tags import after_thought
 from rollout.environments.protocol import Case, Env, Previewing, Testing
 from rollout.orchestras.reason_tool import parse_program
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 _CASE = re.compile(r"<input>(.*?)</input>\s*<output>(.*?)</output>", re.DOTALL)
 _SYSTEM = "You are a member of a team of two that solves programming problems."
@@ -57,7 +57,7 @@ class TestedEnv(Env, Previewing, Testing, Protocol):
 
 
 async def coder_tester(
-    task: Task, team: Seat, env: TestedEnv, *, max_turns: int = 5, max_cases: int = 8, malformed: float = -2.0
+    task: Task, team: TeamSession, env: TestedEnv, *, max_turns: int = 5, max_cases: int = 8, malformed: float = -2.0
 ) -> None:
     """Ask `coder` and `tester` side by side until the program passes all the tests, or `max_turns` are spent.
 

@@ -9,7 +9,7 @@ from rollout.base.seeds import derive_seed
 from rollout.base.tags import after_thought
 from rollout.orchestras.answers import AnswerEnv, boxed, grade, parse_boxed, vote
 from rollout.records.trajectory import Task
-from rollout.teams.team import Reply, Seat, register_agent
+from rollout.teams.team import Reply, TeamSession, register_agent
 
 register_agent(
     "debater",
@@ -28,7 +28,7 @@ politeness. Then solve the problem step by step, and put your final answer withi
 
 async def debate(
     task: Task,
-    team: Seat,
+    team: TeamSession,
     env: AnswerEnv,
     *,
     debaters: Sequence[str] = ("debater_1", "debater_2", "debater_3"),

@@ -11,7 +11,7 @@ from rollout.environments.data_science import SUBMIT
 from rollout.environments.protocol import Env, Keeping, Running
 from rollout.orchestras.reason_tool import parse_program
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 ARTEFACTS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
@@ -70,7 +70,7 @@ class WorkshopEnv(Env, Running, Keeping, Protocol):
 
 async def dsbench(
     task: Task,
-    team: Seat,
+    team: TeamSession,
     env: WorkshopEnv,
     *,
     max_turns: int = 4,

@@ -7,7 +7,7 @@ import asyncio
 from rollout.base.tags import after_thought
 from rollout.orchestras.answers import ProgramEnv, boxed, compute, grade, parse_boxed
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 register_agent(
     "judge",
@@ -25,7 +25,9 @@ within \\boxed{{}}.""",
 )(parse_boxed)
 
 
-async def ensemble_judge(task: Task, team: Seat, env: ProgramEnv, *, reasoners: int = 2, tool_users: int = 1) -> None:
+async def ensemble_judge(
+    task: Task, team: TeamSession, env: ProgramEnv, *, reasoners: int = 2, tool_users: int = 1
+) -> None:
     """Ask `reasoner` and `tool_user` so many times side by side, then `judge`, whose answer is final.
 
     Templates may use the slots `problem` and `history`, which is always "" (the roles are those of `reason_tool`), the

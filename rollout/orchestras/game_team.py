@@ -10,7 +10,7 @@ from rollout.base.errors import EnvError
 from rollout.environments.code import last_program
 from rollout.environments.protocol import Env, Previewing, Running
 from rollout.records.trajectory import Task
-from rollout.teams.team import Reply, Seat, register_agent
+from rollout.teams.team import Reply, TeamSession, register_agent
 
 LISTED = "**Actions List**:"  # what a proposal starts with, in a reply as in the output of a program
 DECIDED = "####"  # what the final actions start with
@@ -113,7 +113,7 @@ PROPOSALS: dict[str, Callable[[Reply, Env], Awaitable[str]]] = {"actions": _stat
 
 async def game_team(
     task: Task,
-    team: Seat,
+    team: TeamSession,
     env: Env,
     *,
     max_turns: int = 5,

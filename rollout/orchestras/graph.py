@@ -9,10 +9,10 @@ from typing import Any
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 from rollout.teams.graph import Graph, Node, read_graph
-from rollout.teams.team import Seat
+from rollout.teams.team import TeamSession
 
 
-async def graph(task: Task, team: Seat, env: Env, *, graph: Mapping[str, Any], max_steps: int = 16) -> None:
+async def graph(task: Task, team: TeamSession, env: Env, *, graph: Mapping[str, Any], max_steps: int = 16) -> None:
     """Play one task along `graph`, in at most `max_steps` waves.
 
     The first wave is the nodes in `start`. In a wave every node sees what there was before it: agents are asked side

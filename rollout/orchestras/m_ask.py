@@ -10,10 +10,10 @@ from rollout.base.tags import last_tag
 from rollout.environments.protocol import Env, Previewing
 from rollout.orchestras.search_team import parse_answer
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 
-async def m_ask(task: Task, team: Seat, env: Env, *, max_turns: int = 5) -> None:
+async def m_ask(task: Task, team: TeamSession, env: Env, *, max_turns: int = 5) -> None:
     """Play one question: a plan with an answer, then up to `max_turns` times search, summarise, update and answer.
 
     The agents are named `planner`, `searcher`, `summariser`, `updater` and `answerer`. Templates may use the slot

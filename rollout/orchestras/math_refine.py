@@ -6,7 +6,7 @@ from rollout.base.tags import after_thought, last_tag
 from rollout.environments.protocol import Env
 from rollout.orchestras.answers import boxed, parse_boxed
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 STATUSES = ("correct", "incorrect")
 _SYSTEM = "You are a member of a team of four that solves math problems."
@@ -81,7 +81,7 @@ put it within \\boxed{{}}.""",
 )(parse_boxed)
 
 
-async def math_refine(task: Task, team: Seat, env: Env) -> None:
+async def math_refine(task: Task, team: TeamSession, env: Env) -> None:
     """Ask `solver`, `verifier`, `refiner` and `finalizer` once each, without a way out; the last answer is final.
 
     Templates may use the slots `problem` and, of those who spoke before, `solution`, `review` and `refined`. Solutions

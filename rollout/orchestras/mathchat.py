@@ -8,7 +8,7 @@ from rollout.base.tags import after_thought
 from rollout.orchestras.answers import ProgramEnv, boxed, parse_boxed
 from rollout.orchestras.reason_tool import parse_program
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 _SYSTEM = "You are a member of a team of three that solves math problems."
 
@@ -59,7 +59,7 @@ You are the verifier. Weigh what you have against each other and decide. Put the
 
 async def mathchat(
     task: Task,
-    team: Seat,
+    team: TeamSession,
     env: ProgramEnv,
     *,
     max_programs: int = 2,

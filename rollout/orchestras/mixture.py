@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rollout.base.tags import after_thought
 from rollout.orchestras.answers import AnswerEnv, boxed, grade, parse_boxed
 from rollout.records.trajectory import Task
-from rollout.teams.team import Reply, Seat, register_agent
+from rollout.teams.team import Reply, TeamSession, register_agent
 
 register_agent(
     "proposer",
@@ -34,7 +34,7 @@ within \\boxed{{}}.""",
 
 async def mixture(
     task: Task,
-    team: Seat,
+    team: TeamSession,
     env: AnswerEnv,
     *,
     proposers: Sequence[str] = ("proposer_1", "proposer_2", "proposer_3"),

@@ -7,7 +7,7 @@ import asyncio
 from rollout.base.tags import last_tag
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 MAX_QUERIES = 3
 
@@ -35,7 +35,7 @@ def parse_queries(text: str) -> str | None:
     return "\n".join(queries) if different and not set("<>") & set(block) else None
 
 
-async def search_parts(team: Seat, env: Env, question: str) -> list[tuple[str, str]]:
+async def search_parts(team: TeamSession, env: Env, question: str) -> list[tuple[str, str]]:
     """Let the decomposer split the question and the environment search for the parts, in their order.
 
     Returns:
@@ -48,7 +48,7 @@ async def search_parts(team: Seat, env: Env, question: str) -> list[tuple[str, s
     return [(query, (await env.step(f"<search> {query} </search>")).observation) for query in queries]
 
 
-async def qa_decompose(task: Task, team: Seat, env: Env) -> None:
+async def qa_decompose(task: Task, team: TeamSession, env: Env) -> None:
     """Play one question: up to three queries at once, then the answer from all that they found.
 
     The agents are named `decomposer` and `answerer`. Their templates may use the slot `question`, the answerer's also
@@ -84,7 +84,7 @@ def parse_evidence(text: str) -> str | None:
     return last_tag(text, "evidence") or None
 
 
-async def qa_evidence(task: Task, team: Seat, env: Env) -> None:
+async def qa_evidence(task: Task, team: TeamSession, env: Env) -> None:
     """Play one question: up to three queries at once, the evidence of each, then the answer from the evidence.
 
     The agents are named `decomposer`, `extractor` and `answerer`. The extractor is asked once for each query, for all

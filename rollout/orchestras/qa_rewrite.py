@@ -8,7 +8,7 @@ from rollout.base.tags import last_tag
 from rollout.environments.protocol import Env
 from rollout.orchestras.search_team import parse_query
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 _SYSTEM = "You are a member of a team that answers questions with the help of a search engine."
 _NONE = "none"
@@ -57,7 +57,7 @@ def select(passages: tuple[str, ...], selection: str | None) -> list[str]:
     return [passages[int(number) - 1] for number in selection.split(",") if int(number) <= len(passages)]
 
 
-async def qa_rewrite(task: Task, team: Seat, env: Env) -> None:
+async def qa_rewrite(task: Task, team: TeamSession, env: Env) -> None:
     """Play one question: one query, a selection of what it found, then the answer from the selection.
 
     The agents are named `rewriter`, `selector` and `answerer`. Templates may use the slot `question`, the selector's

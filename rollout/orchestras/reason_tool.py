@@ -8,7 +8,7 @@ from rollout.base.tags import after_thought
 from rollout.environments.code import last_program
 from rollout.orchestras.answers import ProgramEnv, boxed, compute, grade, parse_boxed
 from rollout.records.trajectory import Task
-from rollout.teams.team import Reply, Seat, register_agent
+from rollout.teams.team import Reply, TeamSession, register_agent
 
 _SYSTEM = "You are a member of a team of two that solves math problems."
 _USER = """# Problem
@@ -42,7 +42,7 @@ def parse_program(text: str) -> str | None:
     return last_program(text)
 
 
-async def reason_tool(task: Task, team: Seat, env: ProgramEnv, *, max_turns: int = 4) -> None:
+async def reason_tool(task: Task, team: TeamSession, env: ProgramEnv, *, max_turns: int = 4) -> None:
     """Ask `tool_user` and `reasoner` side by side until their answers are equal or `max_turns` are spent.
 
     The reasoner's last answer is final. Templates may use the slots `problem` and `history`, all turns before: what

@@ -7,7 +7,7 @@ from typing import Literal
 from rollout.base.tags import last_tag
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 _SYSTEM = "You are a member of a team that answers questions with the help of a search engine."
 
@@ -76,7 +76,7 @@ def parse_answer(text: str) -> str | None:
 
 async def search_team(
     task: Task,
-    team: Seat,
+    team: TeamSession,
     env: Env,
     *,
     max_turns: int = 4,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollout.base.tags import after_thought
 from rollout.orchestras.answers import AnswerEnv, boxed, grade, parse_boxed
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 register_agent(
     "self_verifier",
@@ -23,7 +23,7 @@ your final answer within \\boxed{{}}.""",
 )(parse_boxed)
 
 
-async def self_verify(task: Task, team: Seat, env: AnswerEnv, *, max_turns: int = 3) -> None:
+async def self_verify(task: Task, team: TeamSession, env: AnswerEnv, *, max_turns: int = 3) -> None:
     """Let the agent `solver` answer, and answer again with its own reply in sight, until it gives the same answer twice
     in a row or `max_turns` are spent. Its last answer is final.
 

@@ -8,7 +8,7 @@ from rollout.environments.patches import BadPatch, parse_patch
 from rollout.environments.protocol import Env
 from rollout.orchestras.game_team import PROPOSALS, parse_decided
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 _ASSISTANT = "You are a helpful and harmless assistant."
 
@@ -114,7 +114,7 @@ def parse_repair(text: str) -> str | None:
     return after_thought(text)
 
 
-async def single(task: Task, team: Seat, env: Env, *, max_turns: int = 5, tool: str = "actions") -> None:
+async def single(task: Task, team: TeamSession, env: Env, *, max_turns: int = 5, tool: str = "actions") -> None:
     """Let the agent `player` act until the environment has ended or `max_turns` are spent.
 
     The environment is stepped with what the role's parser made of the reply, "" when it is malformed. Templates may use

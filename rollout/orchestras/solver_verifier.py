@@ -8,7 +8,7 @@ from rollout.base.tags import last_tag
 from rollout.environments.math import last_boxed
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
-from rollout.teams.team import Seat, register_agent
+from rollout.teams.team import TeamSession, register_agent
 
 VERDICTS = ("approve", "reject")
 _ASSISTANT = "You are a helpful and harmless assistant."
@@ -64,7 +64,7 @@ def slots(problem: str, said: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 
 async def solver_verifier(
-    task: Task, team: Seat, env: Env, *, max_loops: int = 2, malformed_verdict: str = "reject"
+    task: Task, team: TeamSession, env: Env, *, max_loops: int = 2, malformed_verdict: str = "reject"
 ) -> None:
     """Let the solver try up to `max_loops` times; its last text is the team's answer.
 

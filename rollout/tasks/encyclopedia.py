@@ -17,7 +17,7 @@ from rollout.base.seeds import derive_seed
 from rollout.environments.search import SearchEnv
 from rollout.orchestras.search_team import search_team
 from rollout.records.trajectory import Demonstration, Message, Task
-from rollout.teams.team import Reply, Role, Seat, Team
+from rollout.teams.team import Reply, Role, Team, TeamSession
 
 _QUESTIONS = {
     "trade": ("one_hop", "What is the trade of {name}?"),
@@ -156,7 +156,7 @@ class _Book:
         return list(dict.fromkeys([*exact, *similar, self._first]))[:k]
 
 
-class _Guide(Seat):
+class _Guide(TeamSession):
     """A team that knows the answer, slips now and then, and writes down what it said."""
 
     def __init__(

@@ -16,7 +16,7 @@ from rollout.environments.games.generator import Source, split_of
 from rollout.orchestras.game_team import DECIDED, LISTED, game_team
 from rollout.orchestras.single import single
 from rollout.records.trajectory import Demonstration, Message, Task
-from rollout.teams.team import Reply, Role, Seat, Team
+from rollout.teams.team import Reply, Role, Team, TeamSession
 
 CARELESS: Mapping[str, float] = {"tool": 0.5, "planner": 0.5, "player": 0.5}
 
@@ -61,7 +61,7 @@ def demonstrate(
             spoken += 1
 
 
-class _Teacher(Seat):
+class _Teacher(TeamSession):
     """A team that knows a solution from wherever it stands, slips, and writes down what it said."""
 
     def __init__(

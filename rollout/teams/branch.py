@@ -13,7 +13,7 @@ from rollout.base.task_group import stop, together
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 from rollout.teams.episode import Episode, Orchestra
-from rollout.teams.team import Answer, Call, Seat, Team
+from rollout.teams.team import Answer, Call, Team, TeamSession
 
 _SETTLE = 8  # turns of the event loop in which nested gathers start their calls and hand results on
 
@@ -32,7 +32,7 @@ class Asked:
     answer: Answer | EngineError
 
 
-class BranchSeat(Seat):
+class BranchSeat(TeamSession):
     """A seat whose calls stand open until the tree answers them."""
 
     def __init__(self, team: Team, place: tuple[int | str, ...]) -> None:

@@ -23,9 +23,9 @@ from rollout.environments.protocol import (
     ToolCall,
 )
 from rollout.records.trajectory import Task, ToolEvent, Turn
-from rollout.teams.team import Call, Seat
+from rollout.teams.team import Call, TeamSession
 
-Orchestra = Callable[[Task, Seat, Env], Awaitable[None]]
+Orchestra = Callable[[Task, TeamSession, Env], Awaitable[None]]
 Ability = TypeVar("Ability")
 T = TypeVar("T")
 
@@ -47,7 +47,9 @@ class Episode:
     It stands in for the environment, to write down the steps.
     """
 
-    def __init__(self, task: Task, seat: Seat, env: Env, orchestra: Orchestra, *, tool_s: float | None = None) -> None:
+    def __init__(
+        self, task: Task, seat: TeamSession, env: Env, orchestra: Orchestra, *, tool_s: float | None = None
+    ) -> None:
         """`tool_s` is how long one call of the environment may take, in seconds."""
         self.seat = seat
         self.rewards: list[float] = []  # of every step

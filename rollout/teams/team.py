@@ -108,9 +108,9 @@ class Team:
     agents: Mapping[str, Agent]
     players: Mapping[str, Voice]  # by policy
 
-    def seat(self, *place: int | str) -> Seat:
+    def seat(self, *place: int | str) -> TeamSession:
         """The team as one trajectory sees it; `place` is where in the run it happens and seeds its sampling."""
-        return Seat(self, place)
+        return TeamSession(self, place)
 
     def at_temperature(self, temperature: float) -> Team:
         """The same team with every agent sampling at `temperature`; 0 is greedy."""
@@ -121,7 +121,7 @@ class Team:
         return replace(self, agents=agents)
 
 
-class Seat:
+class TeamSession:
     """A team in one trajectory: `act` asks one agent and writes down the turn."""
 
     def __init__(self, team: Team, place: tuple[int | str, ...]) -> None:

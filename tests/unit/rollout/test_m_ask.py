@@ -9,7 +9,7 @@ import pytest
 from rollout.base.errors import EnvError
 from rollout.orchestras.m_ask import Plan, m_ask, parse_change, parse_plan, parse_search, read_plan
 from rollout.records.trajectory import Task, Trajectory
-from rollout.teams.team import Seat, Team
+from rollout.teams.team import Team, TeamSession
 from tests.support.play import Adder
 from tests.support.shipped import Library, play_shipped, seen
 
@@ -92,7 +92,7 @@ def test_a_malformed_answer_loses_what_was_known() -> None:
 
 
 def test_what_cannot_be_played_is_refused() -> None:
-    seat = Seat(Team({}, {}), ())
+    seat = TeamSession(Team({}, {}), ())
     with pytest.raises(ValueError, match="m_ask: max_turns is 0; expected at least 1"):
         asyncio.run(m_ask(TASK, seat, Adder(TASK), max_turns=0))
     with pytest.raises(EnvError, match="m_ask: Adder cannot preview an answer; name search in env"):

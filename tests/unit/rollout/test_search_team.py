@@ -10,14 +10,14 @@ from rollout.environments.search import SearchEnv
 from rollout.orchestras.search_team import parse_answer, parse_query, parse_verdict, search_team
 from rollout.records.trajectory import Task
 from rollout.tasks.encyclopedia import Entry
-from rollout.teams.team import ROLES, Reply, Seat, Team
+from rollout.teams.team import ROLES, Reply, Team, TeamSession
 
 TASK = Task(id="t", prompt="Who?", answers=("Otter",), env="search", source="one_hop", split="test")
 ROLE_OF = {"verifier": "search_verifier", "searcher": "searcher", "answerer": "answerer"}
 YES, NO = "<verify>yes</verify>", "<verify>no</verify>"
 
 
-class Script(Seat):
+class Script(TeamSession):
     """A seat whose agents say their lines in order."""
 
     def __init__(self, *lines: str) -> None:
