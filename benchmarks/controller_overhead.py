@@ -14,7 +14,7 @@ from rollout.orchestras.solver_verifier import solver_verifier
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Task
 from rollout.teams.collect import collect
-from rollout.teams.team import ROLES, Agent, Player, Team
+from rollout.teams.team import ROLES, Agent, EngineClient, Team
 from rollout.teams.tree import Branching
 
 TASKS, GROUP, LOOPS, REPEATS, GOAL = 64, 8, 4, 5, 10_000
@@ -56,7 +56,7 @@ def turns_per_second(repeat: int, tree: Branching | None = None) -> float:
     agents = {
         name: Agent(name=name, role=ROLES[name], policy="p", sampling=sampling) for name in ("solver", "verifier")
     }
-    team = Team(agents, {"p": Player(engine=ScriptedEngine({PROMPT: REPLY}), renderer=Constant())})
+    team = Team(agents, {"p": EngineClient(engine=ScriptedEngine({PROMPT: REPLY}), renderer=Constant())})
     tasks = [
         Task(id=str(n), prompt=f"{n}: {TEXT}", answers=("1",), env="yes", source="s", split="train")
         for n in range(TASKS)

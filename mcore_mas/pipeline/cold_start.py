@@ -32,7 +32,7 @@ from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Demonstration, Task, read_tasks
 from rollout.tasks import GENERATORS
 from rollout.teams.collect import collect
-from rollout.teams.team import Player
+from rollout.teams.team import EngineClient
 
 _POLICY = "cold start"
 _BETAS = (0.9, 0.98)  # of Adam: a cold start is short
@@ -73,7 +73,7 @@ class _Team:
     def __init__(self, config: RunConfig, base_dir: Path, renderer: Renderer, make_env: Callable[[Task], Env]) -> None:
         assert config.cold_start is not None
         self.engine = LocalEngine(base_dir, rows=config.engine.slots, max_length=config.engine.max_length)
-        player = Player(engine=self.engine, renderer=renderer)
+        player = EngineClient(engine=self.engine, renderer=renderer)
         self._team = build_team(config.agents, dict.fromkeys(config.policies, player))
         self._orchestra = build_orchestra(config.orchestra)
         self._make_env = make_env

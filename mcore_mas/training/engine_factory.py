@@ -15,17 +15,17 @@ from rollout.engines.remote.protocol import hide
 from rollout.environments.protocol import Env
 from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Task
-from rollout.teams.external import ExternalVoice
-from rollout.teams.team import Voice
+from rollout.teams.external import RemoteClient
+from rollout.teams.team import PolicyClient
 
 
-def open_remotes(config: RunConfig, folder: Path) -> dict[str, ExternalVoice]:
+def open_remotes(config: RunConfig, folder: Path) -> dict[str, RemoteClient]:
     """The remote models, by policy, with their replies kept below `folder`; before any child process starts.
 
     Raises:
         RemoteError: no key, or a folder in use.
     """
-    return {name: ExternalVoice.open(remote, folder / name) for name, remote in config.remotes.items()}
+    return {name: RemoteClient.open(remote, folder / name) for name, remote in config.remotes.items()}
 
 
 def make_engines(
@@ -77,7 +77,9 @@ def make_engines(
     return engines
 
 
-def make_players(config: RunConfig, engines: Mapping[str, Any], models: Mapping[str, str | Path]) -> dict[str, Voice]:
+def make_players(
+    config: RunConfig, engines: Mapping[str, Any], models: Mapping[str, str | Path]
+) -> dict[str, PolicyClient]:
     """The voices of the policies that have an engine."""
     return {
         name: build_player(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mcore_mas.megatron.step.trainer_group import TrainerGroup
     from mcore_mas.training.checkpoint import Checkpoints
     from rollout.engines.protocol import TrainedEngine
-    from rollout.teams.external import ExternalVoice
+    from rollout.teams.external import RemoteClient
 
 
 class TrainingError(RuntimeError):
@@ -48,7 +48,7 @@ class Run:
     trainers: Mapping[str, TrainerGroup]  # by policy
     critics: Mapping[str, TrainerGroup]  # by policy, of those that have one
     engines: Mapping[str, TrainedEngine]  # by policy with a model
-    remotes: Mapping[str, ExternalVoice]  # by policy without a model
+    remotes: Mapping[str, RemoteClient]  # by policy without a model
     coach: Coach | None  # who scores turns before rewards are allocated
     kl: dict[str, AdaptiveKL]  # by policy, of those whose coefficient adapts; each step replaces its controller
     checkpoints: Checkpoints

@@ -22,7 +22,7 @@ from rollout.records.trajectory import Group, Task, Turn
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.penalties import PENALTIES, penalise
 from rollout.teams.collect import Orchestra
-from rollout.teams.team import ROLES, Agent, Player, Role, Team
+from rollout.teams.team import ROLES, Agent, EngineClient, Role, Team
 
 
 def build_role(name: str, config: AgentConfig) -> Role:
@@ -32,7 +32,7 @@ def build_role(name: str, config: AgentConfig) -> Role:
     return replace(role, **{field: text for field, text in prompts.items() if text is not None})
 
 
-def build_team(agents: Mapping[str, AgentConfig], players: Mapping[str, Player]) -> Team:
+def build_team(agents: Mapping[str, AgentConfig], players: Mapping[str, EngineClient]) -> Team:
     """The team of `agents`, each playing its policy's player."""
     return Team(
         {
@@ -55,10 +55,10 @@ def build_team(agents: Mapping[str, AgentConfig], players: Mapping[str, Player])
 
 def build_player(
     engine: Engine, renderer: Renderer, *, deadline_s: float | None = None, max_in_flight: int | None = None
-) -> Player:
+) -> EngineClient:
     """A player with at most `max_in_flight` calls under way at once, first come, first served."""
     slots = asyncio.Semaphore(max_in_flight) if max_in_flight else nullcontext()
-    return Player(engine=engine, renderer=renderer, slots=slots, deadline_s=deadline_s)
+    return EngineClient(engine=engine, renderer=renderer, slots=slots, deadline_s=deadline_s)
 
 
 def build_orchestra(config: OrchestraConfig) -> Orchestra:

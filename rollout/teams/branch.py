@@ -13,7 +13,7 @@ from rollout.base.task_group import stop, together
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 from rollout.teams.episode import Episode, Orchestra
-from rollout.teams.team import Answer, Call, Team, TeamSession
+from rollout.teams.team import Call, Team, TeamSession, TurnReply
 
 _SETTLE = 8  # turns of the event loop in which nested gathers start their calls and hand results on
 
@@ -29,7 +29,7 @@ class Asked:
     """A call of an earlier round and how it was answered."""
 
     call: Call
-    answer: Answer | EngineError
+    answer: TurnReply | EngineError
 
 
 class BranchSeat(TeamSession):
@@ -37,7 +37,7 @@ class BranchSeat(TeamSession):
 
     def __init__(self, team: Team, place: tuple[int | str, ...]) -> None:
         super().__init__(team, place)
-        self.open: dict[int, tuple[Call, asyncio.Future[Answer]]] = {}  # by turn
+        self.open: dict[int, tuple[Call, asyncio.Future[TurnReply]]] = {}  # by turn
         self.stirred = asyncio.Event()  # a call was made, or something that was waited for has come
         self.tasks: set[asyncio.Task[Any] | None] = set()  # that ever called
 
@@ -58,8 +58,8 @@ class BranchSeat(TeamSession):
         """
         raise ValueError(f"turn {turn} cannot be node {node}: the orchestra grows its own tree; set no branching")
 
-    async def _answer(self, call: Call) -> Answer:
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    async def _answer(self, call: Call) -> TurnReply:
+        future: asyncio.Future[TurnReply] = asyncio.get_running_loop().create_future()
         self.open[call.index] = call, future
         self.stirred.set()
         try:
@@ -67,7 +67,7 @@ class BranchSeat(TeamSession):
         finally:
             self.open.pop(call.index, None)
 
-    async def ask(self, call: Call, node: str) -> Answer | EngineError:
+    async def ask(self, call: Call, node: str) -> TurnReply | EngineError:
         try:
             return await self._ask(call, node)
         except EngineError as failure:

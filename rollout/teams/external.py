@@ -14,12 +14,12 @@ from rollout.engines.remote.config import RemoteConfig
 from rollout.engines.remote.protocol import CallFailed, CallRefused, Settings
 from rollout.records.completion import Completion, Sampling, VersionSpan
 from rollout.records.trajectory import Message
-from rollout.teams.team import Said
+from rollout.teams.team import PolicyReply
 
 _FROZEN = VersionSpan(version=0, start=0, end=0)
 
 
-class ExternalVoice:
+class RemoteClient:
     """Stands in a team's `players` where a policy's `Player` would. Its tokens are not known, so there are none.
 
     The seed of a call is part of what is kept of it: a run that goes on hears what it heard before.
@@ -31,7 +31,7 @@ class ExternalVoice:
         self._tally = Tally()
 
     @classmethod
-    def open(cls, config: RemoteConfig, cache_folder: Path) -> ExternalVoice:
+    def open(cls, config: RemoteConfig, cache_folder: Path) -> RemoteClient:
         """Read the key, and open the replies and the spending kept in `cache_folder`.
 
         Raises:
@@ -39,7 +39,7 @@ class ExternalVoice:
         """
         return cls(config, Caller(config, cache_folder))
 
-    async def say(self, messages: Sequence[Message], sampling: Sampling) -> Said:
+    async def say(self, messages: Sequence[Message], sampling: Sampling) -> PolicyReply:
         """The model's reply (see `Voice`). `top_k` is not sent: OpenAI's protocol has none.
 
         Raises:
@@ -60,7 +60,7 @@ class ExternalVoice:
             except (CallFailed, CallRefused) as failure:
                 raise EngineError(f"{self._config.model}: {failure}") from failure
         silence = Completion(token_ids=(), logprobs=(), finish_reason=answer.finish_reason, versions=(_FROZEN,))
-        return Said(text=answer.text, prompt_ids=(), completion=silence, trainable=False)
+        return PolicyReply(text=answer.text, prompt_ids=(), completion=silence, trainable=False)
 
     def metrics(self) -> dict[str, float]:
         """What asking has taken since the last call of `metrics`."""

@@ -31,7 +31,7 @@ class Agent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class PolicyReply:
     """What a policy said in a chat."""
 
     text: str
@@ -40,10 +40,10 @@ class Said:
     trainable: bool = True  # False: there are no tokens, only text
 
 
-class Voice(Protocol):
+class PolicyClient(Protocol):
     """A policy's rollout side, as a seat needs it."""
 
-    async def say(self, messages: Sequence[Message], sampling: Sampling) -> Said:
+    async def say(self, messages: Sequence[Message], sampling: Sampling) -> PolicyReply:
         """Go on with a chat.
 
         Raises:
@@ -52,7 +52,7 @@ class Voice(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Player:
+class EngineClient:
     """The voice of a policy that trains here: where its tokens come from and how its chats are written."""
 
     engine: Engine
@@ -60,8 +60,8 @@ class Player:
     slots: AbstractAsyncContextManager[object] = field(default_factory=nullcontext)  # a semaphore bounds its calls
     deadline_s: float | None = None  # of a reply, once it has a slot
 
-    async def say(self, messages: Sequence[Message], sampling: Sampling) -> Said:
-        """Go on with a chat, token by token (see `Voice`).
+    async def say(self, messages: Sequence[Message], sampling: Sampling) -> PolicyReply:
+        """Go on with a chat, token by token (see `PolicyClient`).
 
         Raises:
             EngineError: no reply can be had; `LateCall` that there was none in time, and the engine was told to stop.
@@ -73,7 +73,7 @@ class Player:
         if completion.finish_reason == "abort":
             raise EngineError(f"the engine gave the reply up after {len(completion.token_ids)} tokens")
         text = self.renderer.decode(completion.token_ids)
-        return Said(text=text, prompt_ids=tuple(prompt_ids), completion=completion)
+        return PolicyReply(text=text, prompt_ids=tuple(prompt_ids), completion=completion)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class Reply:
     turn: int  # index of the turn
 
 
-Answer = tuple[Turn, Reply]  # what is written down, and what the orchestra gets
+TurnReply = tuple[Turn, Reply]  # what is written down, and what the orchestra gets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Team:
     """Who can act, shared by all trajectories of a run."""
 
     agents: Mapping[str, Agent]
-    players: Mapping[str, Voice]  # by policy
+    players: Mapping[str, PolicyClient]  # by policy
 
     def seat(self, *place: int | str) -> TeamSession:
         """The team as one trajectory sees it; `place` is where in the run it happens and seeds its sampling."""
@@ -233,10 +233,10 @@ class TeamSession:
         self._closed = True
         await stop(self.waiting)
 
-    async def _answer(self, call: Call) -> Answer:
+    async def _answer(self, call: Call) -> TurnReply:
         return await self._ask(call)
 
-    async def _ask(self, call: Call, node: str = "") -> Answer:
+    async def _ask(self, call: Call, node: str = "") -> TurnReply:
         """The engine's answer. Branches of a tree sample apart; the first of each round samples as without a tree."""
         agent = call.agent
         branch = (node,) if node.strip("0.") else ()

@@ -1,4 +1,4 @@
-"""An engine, canned replies and a remote model all keep the promises of `rollout.teams.team.Voice`."""
+"""An engine, canned replies and a remote model all keep the promises of `rollout.teams.team.PolicyClient`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rollout.engines import engine_class
 from rollout.engines.remote.config import RemoteConfig
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Message
-from rollout.teams.external import ExternalVoice
-from rollout.teams.team import Said, Voice
+from rollout.teams.external import RemoteClient
+from rollout.teams.team import PolicyClient, PolicyReply
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.tiny import MAX_LENGTH, make_model
 
@@ -63,7 +63,7 @@ def voiced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
 
             async def play(function: Any) -> Any:
                 config = RemoteConfig(model="friend", url=server.url, retries=0, timeout_s=5.0)
-                voice = ExternalVoice.open(config, tmp_path)
+                voice = RemoteClient.open(config, tmp_path)
                 try:
                     return await function(voice, lambda: [_asked(body) for body in server.bodies])
                 finally:
@@ -98,7 +98,7 @@ def chat(text: str) -> list[Message]:
     return [Message(role="user", content=text)]
 
 
-def whole(said: Said, sampling: Sampling) -> None:
+def whole(said: PolicyReply, sampling: Sampling) -> None:
     """What every reply is, with or without tokens."""
     completion = said.completion
     assert said.text
@@ -114,7 +114,7 @@ def whole(said: Said, sampling: Sampling) -> None:
 
 
 def test_every_reply_is_sampled_as_its_agent_wants(voiced: Open) -> None:
-    async def run(voice: Voice, asked: Any) -> None:
+    async def run(voice: PolicyClient, asked: Any) -> None:
         replies = await asyncio.gather(*(voice.say(chat(f"say {n}"), s) for n, s in enumerate(SAMPLINGS)))
         for said, sampling in zip(replies, SAMPLINGS, strict=True):
             whole(said, sampling)
@@ -124,7 +124,7 @@ def test_every_reply_is_sampled_as_its_agent_wants(voiced: Open) -> None:
 
 
 def test_equal_questions_and_seeds_have_equal_answers(voiced: Open) -> None:
-    async def run(voice: Voice, asked: Any) -> None:
+    async def run(voice: PolicyClient, asked: Any) -> None:
         again = replace(SAMPLINGS[1], max_tokens=6)
         first, second = [await voice.say(chat("say it"), again) for _ in range(2)]
         assert (first.text, first.completion.token_ids) == (second.text, second.completion.token_ids)
@@ -134,7 +134,7 @@ def test_equal_questions_and_seeds_have_equal_answers(voiced: Open) -> None:
 
 
 def test_a_refusal_is_an_engine_error_and_the_askers_alone(voiced: Open) -> None:
-    async def run(voice: Voice, asked: Any) -> None:
+    async def run(voice: PolicyClient, asked: Any) -> None:
         refused, said = await asyncio.gather(
             voice.say(chat(REFUSED), SAMPLINGS[0]), voice.say(chat("hi"), SAMPLINGS[1]), return_exceptions=True
         )
@@ -146,7 +146,7 @@ def test_a_refusal_is_an_engine_error_and_the_askers_alone(voiced: Open) -> None
 
 
 def test_who_leaves_disturbs_nobody(voiced: Open) -> None:
-    async def run(voice: Voice, asked: Any) -> None:
+    async def run(voice: PolicyClient, asked: Any) -> None:
         leaves = asyncio.create_task(voice.say(chat("slowly"), replace(SAMPLINGS[0], max_tokens=100)))
         stays = asyncio.create_task(voice.say(chat("hi"), SAMPLINGS[1]))
         await asyncio.sleep(0)

@@ -15,7 +15,7 @@ from rollout.orchestras import ORCHESTRAS
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.collect import collect
-from rollout.teams.team import ROLES, Agent, Player, Team
+from rollout.teams.team import ROLES, Agent, EngineClient, Team
 from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, Bytes, seeded
 
@@ -28,7 +28,7 @@ def make_team(engine: object, roles: Mapping[str, str]) -> Team:
         name: Agent(name=name, role=replace(ROLES[role], system=""), policy="p", sampling=Sampling(max_tokens=999))
         for name, role in roles.items()
     }
-    return Team(agents, {"p": Player(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
+    return Team(agents, {"p": EngineClient(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
 
 
 def play(

@@ -34,7 +34,7 @@ from rollout.records.completion import Sampling
 from rollout.records.trajectory import Message, Status, Task
 from rollout.sandbox.judge import StdinTest
 from rollout.teams.collect import collect
-from rollout.teams.team import Agent, Player, Said
+from rollout.teams.team import Agent, EngineClient, PolicyReply
 from tests.support import worlds
 from tests.support.shipped import Library
 
@@ -170,9 +170,9 @@ def team_config(team: str, model: str, results: Path) -> RunConfig:
 class Interpreter:
     """A player whose replies are read by their first token."""
 
-    player: Player
+    player: EngineClient
 
-    async def say(self, messages: Sequence[Message], sampling: Sampling) -> Said:
+    async def say(self, messages: Sequence[Message], sampling: Sampling) -> PolicyReply:
         said = await self.player.say(messages, sampling)
         right, wrong = SAYS[messages[0].content.splitlines()[-1]]
         text = wrong if said.completion.token_ids[0] % 2 else right
@@ -200,7 +200,7 @@ async def _teach(config: RunConfig, model: str) -> list[dict[str, Any]]:
     trainers = {policy: MegatronTrainer(spec) for policy in config.policies}
     engines = {policy: LocalEngine(model, max_length=_MAX_LENGTH, rows=16) for policy in config.policies}
     renderer = Renderer(model)
-    voices = {p: Interpreter(player=Player(engine=e, renderer=renderer)) for p, e in engines.items()}
+    voices = {p: Interpreter(player=EngineClient(engine=e, renderer=renderer)) for p, e in engines.items()}
     team = build_team(config.agents, voices)  # type: ignore[arg-type]
     team = replace(team, agents={name: introduced(agent, config.env.name) for name, agent in team.agents.items()})
     tools = {"retriever": Library()} if config.env.name == "search" else {}

@@ -10,7 +10,7 @@ from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.protocol import Step, ToolCall
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Message, Task
-from rollout.teams.team import Agent, Player, Role, Team
+from rollout.teams.team import Agent, EngineClient, Role, Team
 
 SEED, STEP = 7, 3
 TASK = Task(id="t", prompt="say numbers", answers=("0",), env="adder", source="sums", split="train")
@@ -63,7 +63,7 @@ def make_team(engine: object) -> Team:
         )
         for name in AGENTS
     }
-    return Team(agents, {"p": Player(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
+    return Team(agents, {"p": EngineClient(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
 
 
 def seeded(

@@ -9,7 +9,7 @@ from mcore_mas.training.session import Run
 from rollout.config.build import build_env, build_orchestra, build_team
 from rollout.engines.scripted import Script, ScriptedEngine
 from rollout.records.trajectory import Task
-from rollout.teams.team import Player
+from rollout.teams.team import EngineClient
 
 
 class Bytes:
@@ -32,7 +32,7 @@ def make_run(tmp_path: Path, script: Script, *overrides: str) -> Run:
     tasks = [
         Task(id=str(n), prompt=f"task {n}", answers=(str(n),), env="math", source="s", split="train") for n in range(8)
     ]
-    player = Player(engine=ScriptedEngine(script), renderer=Bytes())
+    player = EngineClient(engine=ScriptedEngine(script), renderer=Bytes())
     return Run(
         config=config,
         team=build_team(config.agents, dict.fromkeys(config.policies, player)),

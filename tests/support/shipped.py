@@ -15,7 +15,7 @@ from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Task, Trajectory
 from rollout.tasks.encyclopedia import Entry
 from rollout.teams.collect import collect
-from rollout.teams.team import Player
+from rollout.teams.team import EngineClient
 from tests.support.play import Bytes
 
 
@@ -45,7 +45,7 @@ def play_shipped(
     orchestra = OrchestraConfig(**values["orchestra"])
     reward.check_agents(agents)
     engine = ScriptedEngine(lambda _, call: (*replies[call].encode(), 0))
-    team = build_team(agents, {"shared": Player(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
+    team = build_team(agents, {"shared": EngineClient(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
     env = build_env(EnvConfig(**values["env"]), **tools)
     played = collect([task], team, env, build_orchestra(orchestra), group_size=1, seed=1, step=0)
     (group,) = asyncio.run(played)

@@ -11,7 +11,7 @@ from rollout.engines.remote.ledger import BudgetExhausted
 from rollout.engines.scripted import ScriptedEngine
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Message
-from rollout.teams.external import ExternalVoice
+from rollout.teams.external import RemoteClient
 from rollout.teams.team import Team
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.play import make_team
@@ -30,7 +30,7 @@ def mixed_team(voice) -> Team:
 
 def play(config, folder, *place):
     async def run():
-        voice = ExternalVoice.open(config, folder)
+        voice = RemoteClient.open(config, folder)
         try:
             seat = mixed_team(voice).seat(*place)
             first = await seat.act("a", said="1")
@@ -63,7 +63,7 @@ def test_a_team_of_a_policy_and_a_frozen_model(tmp_path) -> None:
 
 def test_failures_are_the_engines_and_an_empty_purse_stops(tmp_path) -> None:
     async def say(config):
-        voice = ExternalVoice.open(config, tmp_path)
+        voice = RemoteClient.open(config, tmp_path)
         try:
             await voice.say([Message(role="user", content="?")], Sampling())
         finally:

@@ -25,7 +25,7 @@ from rollout.tasks.encyclopedia import Entry
 from rollout.tasks.game_teacher import demonstrate
 from rollout.teams.collect import collect
 from rollout.teams.episode import Orchestra
-from rollout.teams.team import ROLES, Agent, Player, Role, Team
+from rollout.teams.team import ROLES, Agent, EngineClient, Role, Team
 from rollout.teams.tree import Branching
 from tests.support.canned import Canned
 from tests.support.play import SEED, STEP, Adder, Bytes, seeded
@@ -53,7 +53,7 @@ def make_team(engine: ScriptedEngine, *names: str) -> Team:
         name: Agent(name=name, role=role, policy="p", sampling=Sampling(max_tokens=99))
         for name, role in roles(*names).items()
     }
-    return Team(agents, {"p": Player(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
+    return Team(agents, {"p": EngineClient(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
 
 
 def play(orchestra: Orchestra, names: tuple[str, ...], *replies: str, task: Task = TASK, **env: Any) -> Any:
@@ -197,7 +197,7 @@ def test_one_agent_alone_on_other_tasks() -> None:
     def alone(role: str, task: Task, *replies: str, **tools: Any) -> tuple[Trajectory, list[str]]:
         engine = ScriptedEngine(lambda prompt, call: (*replies[call].encode(), 0))
         agent = Agent(name="player", role=ROLES[role], policy="p", sampling=Sampling(max_tokens=99))
-        team = Team({"player": agent}, {"p": Player(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
+        team = Team({"player": agent}, {"p": EngineClient(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
         make_env = partial(ENVS[task.env], **tools)
         [group] = asyncio.run(collect([task], team, make_env, single, group_size=1, seed=0, step=0))
         return group.trajectories[0], [bytes(prompt).decode() for prompt, _ in engine.calls]

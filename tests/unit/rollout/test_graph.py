@@ -18,7 +18,7 @@ from rollout.orchestras.search_team import search_team
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.collect import collect
 from rollout.teams.graph import GraphError, check_agents, read_graph
-from rollout.teams.team import Player
+from rollout.teams.team import EngineClient
 from tests.support.play import TASK, Adder, Bytes, make_team
 from tests.support.shipped import Library, play_shipped
 
@@ -31,7 +31,7 @@ ALICE = "<answer>Alice</answer>"
 def by_hand(replies: list[str]) -> Trajectory:
     engine = ScriptedEngine(lambda _, call: (*replies[call].encode(), 0))
     agents = {name: AgentConfig(**config) for name, config in SHIPPED["agents"].items()}
-    team = build_team(agents, {"shared": Player(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
+    team = build_team(agents, {"shared": EngineClient(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
     played = collect([QUESTION], team, lambda _: SearchEnv(Library()), search_team, group_size=1, seed=1, step=0)
     return asyncio.run(played)[0].trajectories[0]
 

@@ -12,7 +12,7 @@ from rollout.orchestras.solver_verifier import parse_solution, parse_verdict, sl
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Status, Task
 from rollout.teams.collect import collect
-from rollout.teams.team import ROLES, Agent, Player, Team
+from rollout.teams.team import ROLES, Agent, EngineClient, Team
 
 TASK = Task(id="t", prompt="What is 3+4?", answers=("7",), env="math", source="sums", split="train")
 RIGHT, WRONG, NONE = "so \\boxed{7}", "so \\boxed{8}", "no idea"
@@ -38,7 +38,7 @@ def play(*replies, max_tokens=99, **options):
         name: Agent(name=name, role=ROLES[name], policy="p", sampling=Sampling(max_tokens=max_tokens))
         for name in ("solver", "verifier")
     }
-    team = Team(agents, {"p": Player(engine=engine, renderer=Bytes())})
+    team = Team(agents, {"p": EngineClient(engine=engine, renderer=Bytes())})
     orchestra = partial(solver_verifier, **options)
     [group] = asyncio.run(collect([TASK], team, ENVS["math"], orchestra, group_size=1, seed=0, step=0))
     return group.trajectories[0], [bytes(prompt).decode() for prompt, _ in engine.calls]

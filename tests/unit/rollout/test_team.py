@@ -8,7 +8,7 @@ import pytest
 
 from rollout.engines.scripted import ScriptedEngine
 from rollout.records.completion import Sampling
-from rollout.teams.team import Agent, Player, Role, Team
+from rollout.teams.team import Agent, EngineClient, Role, Team
 from tests.support.play import Bytes, make_team
 
 
@@ -21,7 +21,7 @@ def state(system: str, user: str) -> str:
         def render(self, messages):
             return (1,)
 
-    seat = Team({"r": agent}, {"p": Player(engine=ScriptedEngine({(1,): (0,)}), renderer=Blind())}).seat(0)
+    seat = Team({"r": agent}, {"p": EngineClient(engine=ScriptedEngine({(1,): (0,)}), renderer=Blind())}).seat(0)
     asyncio.run(seat.act("r", user=user))
     return seat.turns[0].state_key
 

@@ -18,7 +18,7 @@ from mcore_mas.training.step import train_steps
 from rollout.base.task_group import PATIENCE_S
 from rollout.config.build import build_team
 from rollout.records.trajectory import Status, read_trajectories
-from rollout.teams.team import Player
+from rollout.teams.team import EngineClient
 from tests.support.played import failed, group, trajectory, turn
 from tests.support.simulated import SimulatedEngine, Text, simulated_run
 from tests.support.virtual_time import run_virtually
@@ -212,7 +212,7 @@ def test_a_signal_is_not_held_up_by_what_ignores_its_cancellation(tmp_path):
     run = simulated_run(tmp_path, *SHAPE, "trainer.steps=3", tokens=lambda _: 12)
     deaf = Deaf(lambda _: 12)
     engines = dict.fromkeys(run.engines, deaf)
-    players = {name: Player(engine=deaf, renderer=Text()) for name in engines}
+    players = {name: EngineClient(engine=deaf, renderer=Text()) for name in engines}
     run = replace(run, engines=engines, team=build_team(run.config.agents, players))
 
     async def main():

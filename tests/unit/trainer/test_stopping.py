@@ -15,7 +15,7 @@ from mcore_mas.training.session import Run, Stopped
 from mcore_mas.training.step import train_steps
 from rollout.config.build import build_team
 from rollout.engines.scripted import ScriptedEngine
-from rollout.teams.team import Player
+from rollout.teams.team import EngineClient
 from tests.support.scripted_run import Bytes, box, make_run, task_of
 from tests.support.simulated import SimulatedGang
 
@@ -42,7 +42,9 @@ def stuck(tmp_path: Path, at: int, rows: list[Any], *overrides: str, validation:
     run = make_run(tmp_path, script, "trainer.steps=4", *overrides)
     engine = StuckEngine(script)
     engine.at = at
-    team = build_team(run.config.agents, dict.fromkeys(run.config.policies, Player(engine=engine, renderer=Bytes())))
+    team = build_team(
+        run.config.agents, dict.fromkeys(run.config.policies, EngineClient(engine=engine, renderer=Bytes()))
+    )
     tasks = tuple(run.schedule.batch(0)[:validation])
     gangs: Any = {policy: SimulatedGang(lambda _: 0.0) for policy in run.config.policies}
     return replace(
