@@ -10,7 +10,7 @@ from rollout.base.errors import EngineError
 if TYPE_CHECKING:
     from mcore_mas.megatron.step.trainer_group import TrainerGroup
     from rollout.engines.protocol import TrainedEngine
-    from rollout.sync.protocol import Handover
+    from rollout.sync.protocol import WeightUpdate
 
 
 async def hand_over(trainer: TrainerGroup, engine: TrainedEngine, version: int) -> dict[str, float]:
@@ -29,7 +29,7 @@ async def hand_over(trainer: TrainerGroup, engine: TrainedEngine, version: int) 
     }
 
 
-async def _handed_over(trainer: TrainerGroup, engine: TrainedEngine, version: int) -> Handover:
+async def _handed_over(trainer: TrainerGroup, engine: TrainedEngine, version: int) -> WeightUpdate:
     """Once, or again whenever a death of the engine's that it survives was in the way."""
     route = await engine.route()
     while True:

@@ -11,7 +11,7 @@ from rollout.records.completion import Completion, Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollout.sync.protocol import Handover, Route
+    from rollout.sync.protocol import SyncRoute, WeightUpdate
 
 Tag = Literal["weights", "kv_cache"]  # what an engine can do without while it sleeps
 
@@ -38,10 +38,10 @@ class TrainedEngine(Engine, Protocol):
     starts: int  # of its processes so far
     resend: Callable[[], Awaitable[None]] | None  # has the trainer send its weights again, after a death that lost them
 
-    async def route(self) -> Route:
+    async def route(self) -> SyncRoute:
         """Where the next weights should be written, and how."""
 
-    async def load_weights_from(self, handover: Handover) -> None:
+    async def load_weights_from(self, handover: WeightUpdate) -> None:
         """Take the weights that lie where `route` said, and compare their checksums.
 
         Raises:

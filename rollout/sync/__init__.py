@@ -1,6 +1,6 @@
 """How a trainer's weights reach an engine: senders by name, and what both sides agree on.
 
-- `handover`   what an engine asks for (`Route`) and what it is told (`Handover`)
+- `handover`   what an engine asks for (`SyncRoute`) and what it is told (`Handover`)
 - `blocks`     of rows, in which full tensors travel
 - `checksum`   of one tensor, by its bytes;  `gpu_hash`: SGLang's own
 - `digest`     the checksums of a stream, as its engine holds it
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.base.registry import lookup
-from rollout.sync.protocol import Route, Sender
+from rollout.sync.protocol import SyncRoute, WeightSender
 
 # Import paths: a sender loads only what it needs.
 SENDERS = {
@@ -36,13 +36,13 @@ def alone(value: Any) -> list[Any]:
     return [value]
 
 
-def make_sender(route: Route, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> Sender:
+def make_sender(route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> WeightSender:
     """The trainer's side of `route` on one of its ranks; `exchange` gives every rank what each of them gave.
 
     Raises:
         UnknownName: no such transport.
     """
-    made: Sender = lookup("transport", lookup("transport", route.transport, SENDERS), {})(
+    made: WeightSender = lookup("transport", lookup("transport", route.transport, SENDERS), {})(
         route, rank=rank, exchange=exchange
     )
     return made

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollout.models.checksums import checksum, gpu_hash
-from rollout.sync.protocol import Route
+from rollout.sync.protocol import SyncRoute
 
 
 class Digest(Protocol):
@@ -154,7 +154,7 @@ def kind_of(name: str) -> str:
     return _LAYER.sub(".*.", name, count=1)
 
 
-def digest_of(route: Route) -> Digest:
+def digest_of(route: SyncRoute) -> Digest:
     """The digest that the engine at the end of `route` is compared by."""
     wanted = route.options.get("digest", "plain")
     if wanted == "sglang":

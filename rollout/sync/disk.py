@@ -17,7 +17,7 @@ from torch import Tensor
 from rollout.base.errors import EngineError
 from rollout.models.tensors import Rows, complete, read_manifest
 from rollout.sync.digests import digest_of
-from rollout.sync.protocol import Handover, Route
+from rollout.sync.protocol import SyncRoute, WeightUpdate
 
 _FILE_BYTES = 1 << 30  # of one file: what a rank holds of the model besides its shard
 
@@ -25,12 +25,12 @@ _FILE_BYTES = 1 << 30  # of one file: what a rank holds of the model besides its
 class FolderSender:
     """Writes every version into a folder of its own below the route's place; the one before it is kept no longer."""
 
-    def __init__(self, route: Route, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
         self._route = route
         self._writes = rank == 0
         self._manifest = read_manifest(route.model)
 
-    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> Handover:
+    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
         """Write `v<version>/` (see `Sender`)."""
         began = time.perf_counter()
         final = Path(self._route.place) / f"v{version:06d}"
@@ -63,7 +63,7 @@ class FolderSender:
             for old in final.parent.glob("v[0-9]*"):
                 if old.name != final.name and old.name != state.get("keep"):
                     shutil.rmtree(old, ignore_errors=True)
-        return Handover(
+        return WeightUpdate(
             version=version,
             transport=self._route.transport,
             place=str(final),
@@ -86,7 +86,7 @@ class FolderSender:
 class ChangedSender(FolderSender):
     """Writes only tensors that differ from the last version sent, if the engine holds that one; else all."""
 
-    def __init__(self, route: Route, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
         super().__init__(route, rank=rank, exchange=exchange)
         self._last: dict[str, Tensor] = {}
         self._version: int | None = None
@@ -127,14 +127,14 @@ class DeltaSender:
     the engine holds another version than the last one sent. Nothing is rounded.
     """
 
-    def __init__(self, route: Route, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
         self._route = route
         self._writes = rank == 0
         self._manifest = read_manifest(route.model)
         self._last: dict[str, Tensor] = {}
         self._version: int | None = None
 
-    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> Handover:
+    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
         """Write `v<version>.safetensors` (see `Sender`)."""
         began = time.perf_counter()
         base = self._version if self._version is not None and state.get("base") == self._version else None
@@ -158,7 +158,7 @@ class DeltaSender:
                 if old != file:
                     old.unlink()
         self._version = version
-        return Handover(
+        return WeightUpdate(
             version=version,
             transport=self._route.transport,
             place=str(file),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class SyncRoute:
     """Where an engine wants its next weights and how; plain values, so that it travels anywhere."""
 
     transport: str  # name in SENDERS
@@ -22,7 +22,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handover:
+class WeightUpdate:
     """Weights that lie where the engine wanted them."""
 
     version: int
@@ -33,10 +33,10 @@ class Handover:
     seconds: float = 0.0  # that sending took
 
 
-class Sender(Protocol):
+class WeightSender(Protocol):
     """A trainer's side of a transport; every rank has one and makes the same calls."""
 
-    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> Handover:
+    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
         """Drain a stream of (Hugging Face name, full tensor or its blocks) into the route's place.
 
         Raises:

@@ -24,7 +24,7 @@ from torch import Tensor
 from rollout.base.errors import EngineError
 from rollout.models.tensors import Rows, complete, read_manifest
 from rollout.sync.digests import Digest, digest_of
-from rollout.sync.protocol import Handover, Route
+from rollout.sync.protocol import SyncRoute, WeightUpdate
 
 _TIMEOUT_S = 600.0
 _LOOPBACK = "127.0.0.1"
@@ -37,7 +37,7 @@ class _Push:
     that went on would gather with nobody, or with the next update.
     """
 
-    def __init__(self, route: Route, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
         self._route = route
         self._leads = rank == 0
         self._exchange = exchange
@@ -47,7 +47,7 @@ class _Push:
         self._http = httpx.Client(headers=headers, trust_env=False, timeout=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(max_workers=len(self._urls) + 1)
 
-    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> Handover:
+    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
         """Push bucket by bucket (see `Sender`); a failure leaves servers with a mixture, and says so."""
         began = time.perf_counter()
         digest = digest_of(self._route)
@@ -57,7 +57,7 @@ class _Push:
             for bucket in buckets(_noted(complete(weights, self._manifest), digest, self._leads), limit):
                 written += sum(tensor.nbytes for _, tensor in bucket)
                 self._bucket(bucket, version)
-        return Handover(
+        return WeightUpdate(
             version=version,
             transport=self._route.transport,
             place=self._route.place,
@@ -137,12 +137,12 @@ class TensorSender(_Push):
     after that torch keeps its memory until the server, whose stream it waits for, has let go of it.
     """
 
-    def __init__(self, route: Route, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
         super().__init__(route, rank=rank, exchange=exchange)
         self._tp = int(route.options.get("tp", 1))
         self._kept: Tensor | None = None
 
-    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> Handover:
+    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
         """As `_Push.send`; afterwards this rank holds no bucket."""
         try:
             return super().send(weights, version, state)
@@ -171,7 +171,7 @@ class TensorSender(_Push):
 class GroupSender(_Push):
     """Rank 0 broadcasts to every rank of every server over a group of their own; for servers on other GPUs."""
 
-    def __init__(self, route: Route, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
         super().__init__(route, rank=rank, exchange=exchange)
         self._name = ""
         self._group: dist.ProcessGroup | None = None

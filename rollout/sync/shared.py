@@ -19,7 +19,7 @@ from rollout.models.architecture import Architecture
 from rollout.models.checksums import Checksum, copy, flat_bytes
 from rollout.models.fused_weights import Weights
 from rollout.models.tensors import Rows, blocks_of, shape_of
-from rollout.sync.protocol import Handover, Route
+from rollout.sync.protocol import SyncRoute, WeightUpdate
 
 _PAGE = 4096  # bytes: the halves start on a page of their own
 _LOOK_S = (5e-5, 2e-3)  # between two looks at what the trainer has written: at first, and after long idling
@@ -129,12 +129,12 @@ class SharedSender:
     also takes the checksums.
     """
 
-    def __init__(self, route: Route, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
         self._route = route
         shape = Architecture.read(Path(route.model))
         self._shared = SharedWeights(Path(route.place), shape) if rank == 0 else None
 
-    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> Handover:
+    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
         """Fill the half `state["half"]` (see `Sender`)."""
         began = time.perf_counter()
         size = 0
@@ -154,7 +154,7 @@ class SharedSender:
             self._shared.versions[half] = -1
             sums = _fill(self._shared, half, counted())
             self._shared.versions[half] = version
-        return Handover(
+        return WeightUpdate(
             version=version,
             transport=self._route.transport,
             place=self._route.place,

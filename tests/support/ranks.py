@@ -23,7 +23,7 @@ from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
 from rollout.models.tensors import whole as whole_of
 from rollout.sync import make_sender
-from rollout.sync.protocol import Route
+from rollout.sync.protocol import SyncRoute
 
 LR = 1e-3
 EPS = 1e-4
@@ -97,7 +97,7 @@ def train(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample], steps:
         (out / "history.json").write_text(json.dumps(history))
 
 
-def export(rank: int, spec: TrainerSpec, routes: dict[int, Route]) -> None:
+def export(rank: int, spec: TrainerSpec, routes: dict[int, SyncRoute]) -> None:
     """Send the weights over every route, by version; rank 0 writes beside each place what it says of them."""
     trainer = MegatronTrainer(spec)
     for version, route in routes.items():

@@ -17,7 +17,7 @@ from rollout.base.seeds import derive_seed
 from rollout.config.build import build_env, build_orchestra, build_player, build_team
 from rollout.records.completion import Completion, Sampling, VersionSpan
 from rollout.records.trajectory import Task
-from rollout.sync.protocol import Handover, Route
+from rollout.sync.protocol import SyncRoute, WeightUpdate
 
 TOKEN_S = 0.1  # of decoding one token
 
@@ -84,18 +84,18 @@ class SimulatedEngine:
             ),
         )
 
-    async def route(self) -> Route:
-        return Route(transport="simulated", place="", model="")
+    async def route(self) -> SyncRoute:
+        return SyncRoute(transport="simulated", place="", model="")
 
-    async def load_weights_from(self, handover: Handover) -> None:
+    async def load_weights_from(self, handover: WeightUpdate) -> None:
         await asyncio.sleep(self._hand_over_s)
         self.version = handover.version
         self._handed.append((asyncio.get_running_loop().time(), handover.version))
 
 
-def handed_over(version: int) -> Handover:
+def handed_over(version: int) -> WeightUpdate:
     """Weights without bytes."""
-    return Handover(version=version, transport="simulated", place="", checksums={}, bytes=0)
+    return WeightUpdate(version=version, transport="simulated", place="", checksums={}, bytes=0)
 
 
 class SimulatedGang:
@@ -113,7 +113,7 @@ class SimulatedGang:
         self.updates.append(list(microbatches))
         return {"grad_norm": 1.0, "skipped_updates": 0.0}
 
-    async def export(self, route: Route, version: int) -> Handover:
+    async def export(self, route: SyncRoute, version: int) -> WeightUpdate:
         return handed_over(version)
 
     async def save(self, folder: Path) -> None:

@@ -20,7 +20,7 @@ from mcore_mas.megatron.step.balance import Shares
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from rollout.base.files import Digest
 from rollout.sync import make_sender
-from rollout.sync.protocol import Handover, Route, Sender
+from rollout.sync.protocol import SyncRoute, WeightSender, WeightUpdate
 
 _LOOPBACK = "127.0.0.1"
 
@@ -33,7 +33,7 @@ class _Rank:
         self._rank = rank
         self._threads = threads
         self._store: Any = None
-        self._sender: tuple[Route, Sender] | None = None
+        self._sender: tuple[SyncRoute, WeightSender] | None = None
 
     def node(self) -> str:
         """The address of the node that this rank is on."""
@@ -68,7 +68,7 @@ class _Rank:
         scores = self._trainer.score(microbatches, reference=reference)
         return [score.numpy() for score in scores] if send else []
 
-    def export(self, route: Route, version: int) -> Handover:
+    def export(self, route: SyncRoute, version: int) -> WeightUpdate:
         """Gather all weights with the other ranks and send them where the engine wants them."""
         lasting = replace(route, state={})
         if self._sender is None or self._sender[0] != lasting:
@@ -143,7 +143,7 @@ class TrainerGroup:
         # what comes out of the object store is read-only, and torch has no tensors of that kind
         return [torch.from_numpy(score.copy()) for score in [await ref for ref in refs][0]]
 
-    async def export(self, route: Route, version: int) -> Handover:
+    async def export(self, route: SyncRoute, version: int) -> WeightUpdate:
         """Send all weights over an engine's `route`; their bytes do not pass through this process.
 
         Raises:

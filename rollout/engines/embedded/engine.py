@@ -21,7 +21,7 @@ from rollout.engines.protocol import BUSY, Tag
 from rollout.models.architecture import Architecture
 from rollout.records.completion import Completion, Sampling, VersionSpan
 from rollout.sync import make_sender
-from rollout.sync.protocol import Handover, Route
+from rollout.sync.protocol import SyncRoute, WeightUpdate
 from rollout.sync.shared import SharedWeights
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class HostedEngine:
         route = await self.route()
         await self.load_weights_from(make_sender(route).send(tensors, version, route.state))
 
-    async def route(self) -> Route:
+    async def route(self) -> SyncRoute:
         """The half of the shared weights that is free, which the actor watches from now on, or the folder."""
         if self._transport == "shared":
             if self._shared is None:
@@ -209,12 +209,12 @@ class HostedEngine:
                 self._shared.written[self._free] = 0
                 self._host.follow.remote(self._free)  # not waited for: what it does not see, `adopt` reads
             state = {"half": self._free}
-            return Route(transport="shared", place=str(self._file), model=self._folder, state=state)
-        return Route(
+            return SyncRoute(transport="shared", place=str(self._file), model=self._folder, state=state)
+        return SyncRoute(
             transport=self._transport, place=str(self._weights_folder), model=self._folder, state={"base": self.version}
         )
 
-    async def load_weights_from(self, handover: Handover) -> None:
+    async def load_weights_from(self, handover: WeightUpdate) -> None:
         """Compute from the weights of `handover` (see `TrainedEngine`).
 
         Raises:

@@ -22,7 +22,7 @@ from rollout.engines.sglang.server import Replica
 from rollout.engines.sglang.settings import PUSHED, Settings
 from rollout.records.completion import Completion, Sampling
 from rollout.sync import make_sender
-from rollout.sync.protocol import Handover, Route
+from rollout.sync.protocol import SyncRoute, WeightUpdate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ class SGLangEngine:
         self._fleet = Fleet(self._settings, tell=tell, weigh=self._weigh, restore=self._restore)
         self._replicas = self._fleet.replicas
         self._checks = Checks(self._settings, tell)
-        self._last: Handover | None = None  # that the servers took; None: their weights are the folder's
+        self._last: WeightUpdate | None = None  # that the servers took; None: their weights are the folder's
         self._update: _Update | None = None  # under way, between `route` and `load_weights_from`
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -98,7 +98,7 @@ class SGLangEngine:
         handover = await asyncio.to_thread(make_sender(route).send, tensors, version, route.state)
         await self.load_weights_from(handover)
 
-    async def route(self) -> Route:
+    async def route(self) -> SyncRoute:
         """The folder to write to; or the servers themselves, which then pause until `load_weights_from`."""
         await self._fleet.alive()
         await self._learn()
@@ -108,13 +108,13 @@ class SGLangEngine:
         if self._transport not in PUSHED:
             known = self._last is not None and not any(replica.stale for replica in self._replicas)
             state = {"base": self.version if known else None}
-            return Route(place=str(self._place), options=self._settings.digest, state=state, **common)
+            return SyncRoute(place=str(self._place), options=self._settings.digest, state=state, **common)
         options = self._settings.digest | {"tp": self._settings.tp, "key": self._settings.key, "starts": self.starts}
         options["sessions"] = await self._replicas[0].client.has("/begin_weight_update")
         await self._fleet.all("/pause_generation", {"mode": "retract"})
-        return Route(place=" ".join(replica.client.url for replica in self._replicas), options=options, **common)
+        return SyncRoute(place=" ".join(replica.client.url for replica in self._replicas), options=options, **common)
 
-    async def load_weights_from(self, handover: Handover) -> None:
+    async def load_weights_from(self, handover: WeightUpdate) -> None:
         """Serve the weights of `handover` (see `TrainedEngine`); running requests go on with the new ones.
 
         Raises:
@@ -148,7 +148,7 @@ class SGLangEngine:
             except Lost as error:
                 await self._fleet.revive(replica, starts, error)
 
-    async def _take(self, replica: Replica, handover: Handover) -> None:
+    async def _take(self, replica: Replica, handover: WeightUpdate) -> None:
         """Have one server serve the weights of `handover`; one that dies of it gets them when it is back."""
         starts = replica.starts
         try:
@@ -176,7 +176,7 @@ class SGLangEngine:
                 raise EngineError(f"SGLang: restarted, but transport '{self._transport}' keeps no weights to resend")
             await self.resend()
 
-    async def _apply(self, replica: Replica, handover: Handover) -> None:
+    async def _apply(self, replica: Replica, handover: WeightUpdate) -> None:
         if handover.transport in PUSHED:
             await replica.client.call("/continue_generation", {})
         else:

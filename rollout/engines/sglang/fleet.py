@@ -18,7 +18,7 @@ from rollout.sync.digests import SGLang, kind_of, layer_of, of_rank
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollout.sync.protocol import Handover
+    from rollout.sync.protocol import WeightUpdate
 
 
 class Fleet:
@@ -173,7 +173,7 @@ class Checks:
         if left := sorted(kinds - self._kinds):
             self._tell(f"SGLang: {left[0]} and {len(left) - 1} more kinds are in a form of its own and not compared")
 
-    async def check(self, replica: Replica, handover: Handover) -> None:
+    async def check(self, replica: Replica, handover: WeightUpdate) -> None:
         """Compare.
 
         Raises:

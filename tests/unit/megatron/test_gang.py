@@ -9,7 +9,7 @@ import torch
 from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.packing.pack import pack, unpack
 from rollout.engines.embedded.decoder import read_folder
-from rollout.sync.protocol import Route
+from rollout.sync.protocol import SyncRoute
 from tests.support import precision, ranks, reference
 
 
@@ -26,7 +26,7 @@ def test_two_data_parallel_actors_score_train_and_export(running_ray: None, tmp_
         start = await gang.score(batches)
         metrics = await gang.update(batches)
         frozen = await gang.score(batches, reference=True)
-        route = Route(transport="disk", place=str(tmp_path / "sent"), model=str(tmp_path / "model"))
+        route = SyncRoute(transport="disk", place=str(tmp_path / "sent"), model=str(tmp_path / "model"))
         handover = await gang.export(route, 1)
         weights = dict(read_folder(Path(handover.place)))
         return start, metrics, frozen, weights

@@ -21,7 +21,7 @@ from rollout.models.architecture import Architecture
 from rollout.models.checksums import checksum
 from rollout.records.completion import Sampling
 from rollout.sync import make_sender
-from rollout.sync.protocol import Route, Sender
+from rollout.sync.protocol import SyncRoute, WeightSender
 from rollout.sync.shared import SharedWeights
 from tests.support import ranks, reference
 
@@ -43,7 +43,7 @@ def test_every_layout_hands_over_bit_for_bit(tmp_path: Path) -> None:
             routes = {}
             for version, (transport, at) in enumerate((("shared", place), ("disk", tmp_path / f"disk{number}")), 1):
                 options = {"report": str(tmp_path / f"{number}_{transport}.json")}
-                routes[version] = Route(
+                routes[version] = SyncRoute(
                     transport=transport, place=str(at), options=options, state={"half": number % 2}, **common
                 )
             spec = ranks.spec_of(str(tmp_path / "model"), tp=tp, pp=pp, dp=dp)
@@ -141,7 +141,7 @@ def test_an_engine_that_dies_goes_on_with_the_changes_it_was_sent(running_ray: N
     engine = HostedEngine(tmp_path / "model", max_length=64, rows=4, transport="delta", tell=told.append)
     sampling = Sampling(max_tokens=20, seed=3)
 
-    async def send(sender: Sender, version: int, *, dies: bool = False, spoilt: bool = False) -> int:
+    async def send(sender: WeightSender, version: int, *, dies: bool = False, spoilt: bool = False) -> int:
         weights["model.norm.weight"][:2] += 3.0  # the rest is not in the file
         route = await engine.route()
         handover = sender.send(weights.items(), version, route.state)

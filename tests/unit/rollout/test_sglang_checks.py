@@ -14,7 +14,7 @@ from rollout.engines.embedded.decoder import read_folder
 from rollout.engines.sglang.fleet import Checks
 from rollout.engines.sglang.settings import Settings
 from rollout.sync.digests import SGLang, kind_of
-from rollout.sync.protocol import Handover
+from rollout.sync.protocol import WeightUpdate
 from tests.support import reference
 
 QKV = "model.layers.{}.self_attn.qkv_proj.weight of rank {}"
@@ -45,8 +45,8 @@ class Server:
         return {"ranks": ranks}
 
 
-def handed_over(sums: dict[str, str]) -> Handover:
-    return Handover(version=4, transport="disk", place="", checksums=sums, bytes=1)
+def handed_over(sums: dict[str, str]) -> WeightUpdate:
+    return WeightUpdate(version=4, transport="disk", place="", checksums=sums, bytes=1)
 
 
 @pytest.fixture

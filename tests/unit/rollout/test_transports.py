@@ -26,7 +26,7 @@ from rollout.models.tensors import Rows, compare, complete, read_manifest, shape
 from rollout.sync import alone, make_sender, push
 from rollout.sync.digests import SGLang
 from rollout.sync.disk import changes, patched
-from rollout.sync.protocol import Route
+from rollout.sync.protocol import SyncRoute
 from rollout.sync.push import GroupSender, TensorSender, buckets, flatten
 from rollout.sync.shared import SharedCheck, SharedWeights
 from tests.support.tiny import make_model
@@ -51,8 +51,8 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def route(transport: str, model: Path, place: Path) -> Route:
-    return Route(transport=transport, place=str(place), model=str(model))
+def route(transport: str, model: Path, place: Path) -> SyncRoute:
+    return SyncRoute(transport=transport, place=str(place), model=str(model))
 
 
 def identical(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> bool:
@@ -163,7 +163,7 @@ def test_shared_weights_are_checked_while_the_next_ones_are_written(tmp_path: Pa
                 yield name, tensor
             assert check.read.sum() >= size - tensor.nbytes  # all but the last were read before it was sent
 
-        sender = make_sender(Route(transport="shared", place=str(place), model=str(tmp_path)))
+        sender = make_sender(SyncRoute(transport="shared", place=str(place), model=str(tmp_path)))
         handover = sender.send(stream(), 7, {"half": 1})
         assert shared.versions.tolist() == [-1, 7]
         assert check.finish() == handover.checksums == {name: checksum(tensor) for name, tensor in weights.items()}
@@ -295,7 +295,7 @@ def test_a_session_is_ended_however_a_push_ends(model: Path, refused: str) -> No
         refuses = request.url.path == refused
         return httpx.Response(400 if refuses else 200, json={"success": not refuses, "message": "not now"})
 
-    to = Route(transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"digest": "nothing"})
+    to = SyncRoute(transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"digest": "nothing"})
     sender = TensorSender(to, rank=0, exchange=alone)
     sender._http = httpx.Client(transport=httpx.MockTransport(answer))
     if refused:
@@ -347,7 +347,7 @@ def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
     monkeypatch.setattr(push.dist, "broadcast", lambda *_, **__: Sent())
     monkeypatch.setattr(push.torch.cuda, "is_available", lambda: False)
     options = {"digest": "nothing", "bucket_bytes": 1}  # a bucket for every tensor
-    to = Route(transport="t", place="http://127.0.0.1:9", model=str(model), options=options)
+    to = SyncRoute(transport="t", place="http://127.0.0.1:9", model=str(model), options=options)
     drawn: dict[int, list[str]] = {0: [], 1: []}
 
     def stream(rank: int) -> Iterator[tuple[str, Tensor]]:

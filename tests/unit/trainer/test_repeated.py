@@ -17,7 +17,7 @@ from rollout.config.build import build_player, build_team
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.engine import LocalEngine, settle
 from rollout.records.trajectory import Trajectory, read_trajectories
-from rollout.sync.protocol import Handover, Route
+from rollout.sync.protocol import SyncRoute, WeightUpdate
 from tests.support.replay import sample_again
 from tests.support.simulated import TOKEN_S, simulated_run
 from tests.support.virtual_time import run_virtually
@@ -55,10 +55,10 @@ class TimedEngine(LocalEngine):
         super().__init__(folder, max_length=LENGTH, rows=1)
         self.core = EmbeddedEngine.from_folder(folder, max_length=LENGTH, rows=32, deterministic=True)
 
-    async def route(self) -> Route:
-        return Route(transport="simulated", place="", model="")
+    async def route(self) -> SyncRoute:
+        return SyncRoute(transport="simulated", place="", model="")
 
-    async def load_weights_from(self, handover: Handover) -> None:
+    async def load_weights_from(self, handover: WeightUpdate) -> None:
         await self.load_weights(weights(handover.version).state_dict().items(), handover.version)
 
     async def _run(self) -> None:
