@@ -27,28 +27,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Ahead:
+class AsyncRollouts:
     """Collections under way, ended with the block that they are for."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._under_way: dict[int, asyncio.Task[Experience]] = {}  # by step
+        self._under_way: dict[int, asyncio.Task[RolloutBatch]] = {}  # by step
 
-    async def take(self, step: int) -> Experience:
+    async def take(self, step: int) -> RolloutBatch:
         """The experience of `step`, which is about to be trained. Later steps' begins as far as staleness allows.
 
         Raises:
-            TrainingError, CreditError: as `gather`, when the step it happened in is taken.
+            TrainingError, CreditError: as `collect_batch`, when the step it happened in is taken.
         """
         config = self._run.config
         for later in takewhile(lambda later: config.may_collect(later, step), range(step, config.trainer.steps)):
             if later not in self._under_way:
-                self._under_way[later] = asyncio.create_task(gather(self._run, later))
+                self._under_way[later] = asyncio.create_task(collect_batch(self._run, later))
         experience = await self._under_way[step]
         del self._under_way[step]
         return experience
 
-    async def __aenter__(self) -> Ahead:
+    async def __aenter__(self) -> AsyncRollouts:
         return self
 
     async def __aexit__(
@@ -58,7 +58,7 @@ class Ahead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experience:
+class RolloutBatch:
     """What a step has to learn from."""
 
     groups: tuple[Group, ...]  # all that were collected, rewarded
@@ -66,7 +66,7 @@ class Experience:
     batches: int  # of tasks that were collected
 
 
-async def gather(run: Run, step: int) -> Experience:
+async def collect_batch(run: Run, step: int) -> RolloutBatch:
     """Collect the step's tasks, and with a filter further ones until enough tasks have turns left.
 
     Raises:
@@ -91,7 +91,7 @@ async def gather(run: Run, step: int) -> Experience:
         if len(tasks) >= run.config.trainer.tasks_per_step:
             break
     trained = set(tasks[: run.config.trainer.tasks_per_step])
-    return Experience(
+    return RolloutBatch(
         groups=tuple(groups), samples=tuple(sample for sample in samples if sample.task in trained), batches=batches
     )
 

@@ -16,11 +16,11 @@ from typing import Any, NoReturn, TypeVar
 from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.advantages import NEEDS
-from mcore_mas.training.async_rollout import Ahead, Experience
+from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
 from mcore_mas.training.checkpoint import CheckpointError
 from mcore_mas.training.metrics import credit_metrics, losses, rollout_metrics, staleness_metrics, validation_metrics
 from mcore_mas.training.session import Run, Stopped, TrainingError
-from mcore_mas.training.update import judge, update
+from mcore_mas.training.update import score_samples, update
 from rollout.base.errors import EngineError
 from rollout.base.files import Digest
 from rollout.base.task_group import stop, together
@@ -61,7 +61,7 @@ async def train_steps(run: Run, first: int, unreported: Mapping[str, float] | No
             if start is None:
                 await _leave(run, 0)
             run.report(-1, start)
-        async with Ahead(run) as ahead:
+        async with AsyncRollouts(run) as ahead:
             for step in range(first, run.config.trainer.steps):
                 await _step(run, told, step, ahead)
     except BaseException:
@@ -71,7 +71,7 @@ async def train_steps(run: Run, first: int, unreported: Mapping[str, float] | No
     await run.checkpoints.finish()
 
 
-async def _step(run: Run, told: asyncio.Event, step: int, ahead: Ahead) -> None:
+async def _step(run: Run, told: asyncio.Event, step: int, ahead: AsyncRollouts) -> None:
     trainer = run.config.trainer
     began = time.perf_counter()
     acted = await _unless(told, _act(run, step, ahead))
@@ -120,19 +120,19 @@ async def _leave(
     raise Stopped(f"stopped by a signal after step {steps}; the same command goes on from its checkpoint")
 
 
-async def _act(run: Run, step: int, ahead: Ahead) -> tuple[Experience, list[Sample], float]:
-    """Act, reward and filter; let reference and critics judge; also the seconds of the former."""
+async def _act(run: Run, step: int, ahead: AsyncRollouts) -> tuple[RolloutBatch, list[Sample], float]:
+    """Act, reward and filter; let reference and critics score_samples; also the seconds of the former."""
     began = time.perf_counter()
     trained = run.config.in_turn(step)
     async with _acting(run, trained):
         experience = await ahead.take(step)
     collected = time.perf_counter() - began
     samples = _aged(run, _compared(run, experience.samples, trained))
-    return experience, await judge(run, samples, trained), collected
+    return experience, await score_samples(run, samples, trained), collected
 
 
 async def _learn(
-    run: Run, step: int, experience: Experience, samples: Sequence[Sample], collected: float, began: float
+    run: Run, step: int, experience: RolloutBatch, samples: Sequence[Sample], collected: float, began: float
 ) -> dict[str, float]:
     """Estimate advantages and update every policy, side by side; the step's metrics."""
     config = run.config

@@ -82,7 +82,7 @@ def _check_agreement(run: Run, policy: str, metrics: Mapping[str, float]) -> Non
             )
 
 
-async def judge(run: Run, samples: Sequence[Sample], trained: Sequence[str]) -> list[Sample]:
+async def score_samples(run: Run, samples: Sequence[Sample], trained: Sequence[str]) -> list[Sample]:
     """The samples with what the frozen reference and the critics say of their tokens, where a policy asks for it."""
     policies = sorted({sample.policy for sample in samples})
     judged = await asyncio.gather(

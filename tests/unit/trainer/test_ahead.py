@@ -14,7 +14,7 @@ from hypothesis import example, given, settings, strategies
 
 from mcore_mas.config.run import ConfigError, resolve
 from mcore_mas.credit.samples import Sample
-from mcore_mas.training.async_rollout import gather
+from mcore_mas.training.async_rollout import collect_batch
 from mcore_mas.training.metrics import staleness_metrics
 from mcore_mas.training.session import Stopped, TrainingError
 from mcore_mas.training.step import train_steps
@@ -152,7 +152,7 @@ def test_without_staleness_a_step_trains_what_it_collects_and_nothing_runs_besid
 
     async def by_hand():
         for step in range(3):
-            await gather(plain, step)
+            await collect_batch(plain, step)
             for engine in plain.engines.values():
                 await engine.load_weights_from(handed_over(step + 1))
 

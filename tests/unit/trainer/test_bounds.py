@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.config.run import ConfigError, RunConfig, resolve
-from mcore_mas.training.async_rollout import gather
+from mcore_mas.training.async_rollout import collect_batch
 from mcore_mas.training.metrics import losses, success, validation_metrics
 from mcore_mas.training.session import Stopped
 from mcore_mas.training.step import train_steps
@@ -112,7 +112,7 @@ def timed(run, step=0):
     """The experience of a step, and how long it took."""
 
     async def main():
-        return await gather(run, step), asyncio.get_running_loop().time()
+        return await collect_batch(run, step), asyncio.get_running_loop().time()
 
     return run_virtually(main())
 
