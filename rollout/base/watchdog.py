@@ -53,7 +53,7 @@ class Watchdog:
         self._say = say
         self._shown = shown
         self._watched: dict[object, tuple[str, Waiter]] = {}
-        self._pulse: Pulse | None = None
+        self._pulse: EventLoopMonitor | None = None
         self._progress = 0.0  # when something began or ended last, as far as was seen
         self._patience = quiet_s
         self._timer: asyncio.TimerHandle | None = None
@@ -67,7 +67,7 @@ class Watchdog:
         self._stir(loop.time())
         if self._timer is None:
             self._timer = loop.call_later(self._quiet_s / 4, self._look)
-            self._pulse = Pulse(self._quiet_s, self._say)
+            self._pulse = EventLoopMonitor(self._quiet_s, self._say)
         try:
             yield
         finally:
@@ -112,7 +112,7 @@ class Watchdog:
 _FRAMES = 4  # of the code that blocks, the innermost last
 
 
-class Pulse:
+class EventLoopMonitor:
     """Watches the thread that made it, until `end`.
 
     After `quiet_s` without a `beat` one line goes to `say`, again after twice the time, four times, and so on.
