@@ -1,7 +1,5 @@
 """The asynchronous retrieval client that agents and environments use; imports no torch and no FAISS."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -92,7 +90,7 @@ class RetrievalClient:
             await self._http.aclose()
             self._http = self._loop = None
 
-    async def __aenter__(self) -> RetrievalClient:
+    async def __aenter__(self) -> "RetrievalClient":
         return self
 
     async def __aexit__(

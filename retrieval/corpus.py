@@ -1,7 +1,5 @@
 """Passage corpora in Search-R1's JSON-lines format, where a passage's row number is its vector id."""
 
-from __future__ import annotations
-
 import json
 import mmap
 from array import array
@@ -25,7 +23,7 @@ class Passage:
     score: float | None = None  # inner product with the query; None where no query is involved
 
     @classmethod
-    def compose(cls, id: str, title: str, text: str) -> Passage:
+    def compose(cls, id: str, title: str, text: str) -> "Passage":
         """The passage with this title and text, in the corpus's own layout."""
         return cls(id=id, contents=f'"{title}"\n{text}')
 

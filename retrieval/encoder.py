@@ -1,7 +1,5 @@
 """Text encoders: a local Hugging Face folder becomes a function from strings to float32 vectors."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence
@@ -80,7 +78,7 @@ class Encoder:
         )
 
     @classmethod
-    def minilm(cls) -> Encoder:
+    def minilm(cls) -> "Encoder":
         """all-MiniLM-L6-v2 (384 dimensions) from its pinned PyPI package; raises RetrievalError on any other bytes."""
         return cls(minilm_folder(), name="all-MiniLM-L6-v2", pooling="mean", sha256=MINILM_SHA256)
 

@@ -1,7 +1,5 @@
 """Files that appear whole or not at all, and their fingerprints."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

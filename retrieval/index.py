@@ -1,7 +1,5 @@
 """An exact inner-product index over a corpus, in a folder that proves what it holds."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from os.path import relpath
@@ -90,7 +88,7 @@ class Index:
         self._vectors = vectors
 
     @classmethod
-    def open(cls, index_dir: Path | str, *, encoder: EncoderIdentity | None = None) -> Index:
+    def open(cls, index_dir: Path | str, *, encoder: EncoderIdentity | None = None) -> "Index":
         """Opens and verifies a folder; raises RetrievalError naming the first thing that is not as its manifest says.
 
         `encoder` is the identity that will encode the queries.

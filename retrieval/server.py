@@ -1,7 +1,5 @@
 """The retrieval server: `python -m retrieval.server --index DIR --ready-file PATH`."""
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import ipaddress

@@ -1,7 +1,5 @@
 """The retrieval server as a child process that cannot outlive its parent."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
