@@ -12,7 +12,7 @@ from mcore_mas.cli.main import app
 from mcore_mas.credit.explain import explain
 from mcore_mas.credit.samples import CreditError
 from rollout.records.trajectory import write_trajectories
-from tests.unit.trainer.test_samples import trajectory, turn
+from tests.unit.credit.test_samples import trajectory, turn
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from rollout.sandbox import box as box_module
 from rollout.sandbox.pool import BOXES, Zygote
 from tests.support.sandboxes import run, started
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 NAMED = (
     "import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name}', 0, 0, 0)\nprint('on', flush=True)\ntime.sleep({s})\n"
 )
