@@ -1,4 +1,4 @@
-"""Credit: samples as columns for the estimators, and their advantages back on the samples."""
+"""Credit assignment: samples as columns for the estimators, and their advantages back on the samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.equations.advantages import ESTIMATORS, NEEDS
 from mcore_mas.equations.filters import FILTERS
 from mcore_mas.equations.kl import kl_penalty
-from mcore_mas.equations.turns import Turns, advantages_and_returns
+from mcore_mas.equations.turns import Advantages, Turns
 from rollout.base.registry import lookup
 from rollout.config.sections import Choice
 
@@ -97,14 +97,27 @@ def estimate(samples: Sequence[Sample], rules: Mapping[str, Choice]) -> list[Sam
         # what needs more than rewards compares with nobody, and the others' turns may lack it
         seen = own if rule.name in NEEDS else list(range(len(samples)))
         turns = columns([samples[i] for i in seen])
-        _check_needs(turns, rule)
-        advantages = _rows(turns, lookup("advantage", rule.name, ESTIMATORS)(turns, **rule.options))
-        returns = _rows(turns, _targets(turns, rule)) if NEEDS.get(rule.name) == "values" else None
+        made = assess(turns, rule)
+        advantages = _rows(turns, made.values)
+        returns = None if made.returns is None else _rows(turns, made.returns)
         for place, i in enumerate(seen):
             if rules[samples[i].agent] == rule:
                 target = returns[place] if returns else None
                 done[i] = replace(samples[i], advantages=advantages[place], returns=target)
     return done
+
+
+def assess(turns: Turns, rule: Choice) -> Advantages:
+    """What the estimator `rule` makes of the turns; one of a user's own may give the values alone.
+
+    Raises:
+        CreditError: the turns lack what it needs.
+    """
+    need = NEEDS.get(rule.name)
+    if need is not None and getattr(turns, need) is None:
+        raise CreditError(f"advantage '{rule.name}' needs {need} of every turn, and a turn has none")
+    made = lookup("advantage", rule.name, ESTIMATORS)(turns, **rule.options)
+    return made if isinstance(made, Advantages) else Advantages(made)
 
 
 def by_place(samples: Sequence[Sample]) -> dict[tuple[str, str, int], float]:
@@ -144,17 +157,6 @@ def _distinct(samples: Sequence[Sample], rules: Mapping[str, Choice]) -> list[Ch
         if rules[sample.agent] not in distinct:
             distinct.append(rules[sample.agent])
     return distinct
-
-
-def _check_needs(turns: Turns, rule: Choice) -> None:
-    need = NEEDS.get(rule.name)
-    if need is not None and getattr(turns, need) is None:
-        raise CreditError(f"advantage '{rule.name}' needs {need} of every turn, and a turn has none")
-
-
-def _targets(turns: Turns, rule: Choice) -> Tensor:
-    settings = {name: value for name, value in rule.options.items() if name in ("gamma", "lam", "across")}
-    return advantages_and_returns(turns, **settings)[1]
 
 
 def _rows(turns: Turns, values: Tensor) -> list[tuple[float, ...]]:

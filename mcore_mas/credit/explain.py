@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mcore_mas.credit.assign import columns, estimate
+from mcore_mas.credit.assign import assess, columns, estimate
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
-from mcore_mas.equations.advantages import ESTIMATORS, Ballot, Comparison, compared
+from mcore_mas.equations.advantages import ESTIMATORS
+from mcore_mas.equations.turns import GroupStatistics
 from rollout.config.sections import Choice
 from rollout.records.trajectory import Group, Task, Trajectory, read_trajectories
 
@@ -41,16 +42,15 @@ def explain(file: Path, name: str, options: Mapping[str, Any], task: str | None,
             f"{file}: no completed turn is of task '{task}'; the first task is '{(tasks or ['none'])[0]}'"
         )
     shown = [task] if task is not None else tasks[:limit]
-    found = compared(name, columns(samples), **rule.options)
-    ballots = {label: ballot for label, (_, ballot) in found.items()}
+    groups = assess(columns(samples), rule).groups
     for one in shown:
         rows = [i for i, sample in enumerate(samples) if sample.task == one]
         console.print(Text(f"\ntask {one}   {name}{_said(options)}", style="bold"))
-        for label, (comparison, ballot) in found.items():
-            alike, vote = ", ".join(comparison.peers), ", ".join(comparison.vote)
+        for label, group in groups.items():
+            alike, vote = ", ".join(group.grouping.peers), ", ".join(group.grouping.vote)
             console.print(Text(f"{label}: turns alike in {alike}; one vote per {vote}", style="italic"))
-            console.print(_groups_table(comparison, ballot, samples, rows))
-        console.print(_turns_table(ballots, samples, rows))
+            console.print(_groups_table(group, samples, rows))
+        console.print(_turns_table(groups, samples, rows))
     if len(shown) < len(tasks):
         console.print(Text(f"{len(shown)} of {len(tasks)} tasks; --task and --limit show others", style="dim"))
 
@@ -72,32 +72,32 @@ def _said(options: Mapping[str, Any]) -> str:
     return "".join(f" {key}={value}" for key, value in options.items())
 
 
-def _groups_table(comparison: Comparison, ballot: Ballot, samples: Sequence[Sample], rows: Sequence[int]) -> Table:
+def _groups_table(statistics: GroupStatistics, samples: Sequence[Sample], rows: Sequence[int]) -> Table:
     """One line per peer group: its votes, each once, with their mean and deviation."""
     table = Table(show_edge=False)
     for heading in ("group", "votes", "n", "μ", "σ"):
         table.add_column(heading, justify="left" if heading in ("group", "votes") else "right")
     seen: dict[int, list[int]] = {}
     for i in rows:
-        group = int(ballot.box[ballot.row[i]])
+        group = int(statistics.group_of[statistics.vote[i]])
         seen.setdefault(group, []).append(i)
     for own in seen.values():
         first = own[0]
-        votes = {int(ballot.row[i]): f"{float(ballot.own[i]):g}" for i in own}
+        votes = {int(statistics.vote[i]): f"{float(statistics.own[i]):g}" for i in own}
         table.add_row(
-            _named(samples[first], comparison.peers),
+            _named(samples[first], statistics.grouping.peers),
             ", ".join(votes.values()),
-            str(int(ballot.size[first])),
-            f"{float(ballot.mean[first]):.4g}",
-            f"{float(ballot.std[first]):.4g}",
+            str(int(statistics.size[first])),
+            f"{float(statistics.mean[first]):.4g}",
+            f"{float(statistics.std[first]):.4g}",
         )
     return table
 
 
-def _turns_table(ballots: Mapping[str, Ballot], samples: Sequence[Sample], rows: Sequence[int]) -> Table:
+def _turns_table(groups: Mapping[str, GroupStatistics], samples: Sequence[Sample], rows: Sequence[int]) -> Table:
     """One line per turn: its reward, the vote it is part of in each comparison, and its advantage."""
     table = Table(show_edge=False)
-    for heading in ("trajectory", "node", "turn", "agent", "reward", *(f"vote ({label})" for label in ballots)):
+    for heading in ("trajectory", "node", "turn", "agent", "reward", *(f"vote ({label})" for label in groups)):
         table.add_column(heading, justify="right" if heading in ("turn", "reward") or "vote" in heading else "left")
     table.add_column("advantage", justify="right")
     for i in rows:
@@ -110,7 +110,7 @@ def _turns_table(ballots: Mapping[str, Ballot], samples: Sequence[Sample], rows:
             str(sample.turn),
             sample.agent,
             f"{sample.reward:g}",
-            *(f"{float(ballot.own[i]):g}" for ballot in ballots.values()),
+            *(f"{float(group.own[i]):g}" for group in groups.values()),
             f"{low:+.4f}" if low == high else f"{low:+.4f} … {high:+.4f}",
         )
     return table

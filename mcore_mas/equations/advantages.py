@@ -1,115 +1,64 @@
-"""Advantages of turns: whom is a turn compared with (peers), what counts once (vote), and against what (baseline).
+"""Credit assignment: estimators of advantages, group-relative (GRPO's kin), of trees, by token, and with a critic.
 
-Every estimator is a callable from `Turns` and keyword options to advantages [n] by turn, or [T] by token where it says
-so, in float64. `ESTIMATORS` is the table of all.
+A group-relative one says whom a turn is compared with (peers), what counts once (vote), and against what (baseline).
+Every estimator is a callable from `Turns` and keyword options to `Advantages`: values in float64, [n] by turn or, where
+it says so, [T] by token, and the groups that it compared. `ESTIMATORS` is the table of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mcore_mas.equations.turns import (
-    Turns,
-    average,
-    gae,
-    number,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    reverse_scan,
-    total,
-)
+from mcore_mas.equations.turns import Advantages, Grouping, GroupStatistics, Turns, average, reverse_scan, total
 
-Keys = tuple[str, ...]
 Lone = Literal["zero", "raw"]  # what a vote without peers gets
-_TASK: Keys = ("task",)
-_TRAJECTORY: Keys = ("trajectory",)
-_TURN: Keys = ("trajectory", "node", "turn")
+_TURN = ("trajectory", "node", "turn")
 
 
-@dataclass(frozen=True, slots=True)
-class Ballot:
-    """The votes of each peer group, seen from every turn."""
-
-    own: Tensor  # [n] the score of the turn's vote: the mean over the turns of that vote
-    mean: Tensor  # [n] over the votes of its group
-    std: Tensor  # [n]
-    size: Tensor  # [n] votes in its group
-    votes: Tensor  # [m] the score of each (group, vote)
-    box: Tensor  # [m] its group
-    row: Tensor  # [n] which of the m votes a turn belongs to
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Who is compared with whom: turns that agree in `peers`, of which those that agree in `vote` count once."""
-
-    peers: Keys
-    vote: Keys
-
-    def ballot(self, turns: Turns, ddof: int = 1) -> Ballot:
-        """Count each vote once in each group that it has turns in; σ divides by (votes - `ddof`)."""
-        return _count(turns, turns.key(*self.vote), turns.key(*self.peers), ddof)
-
-
-def _count(turns: Turns, own: Tensor, group: Tensor, ddof: int) -> Ballot:
-    groups, voters = int(group.max()) + 1, int(own.max()) + 1
-    score = average(turns.scores, own, voters)[own]
-    row = number(group * voters + own)
-    votes = torch.empty(int(row.max()) + 1, dtype=score.dtype)
-    votes[row] = score
-    box = torch.empty(len(votes), dtype=torch.int64)
-    box[row] = group
-    size = box.bincount(minlength=groups)
-    mean = average(votes, box, groups)
-    squares = total((votes - mean[box]) ** 2, box, groups)
-    std = (squares / (size - ddof).clamp(min=1)).sqrt()
-    return Ballot(score, mean[group], std[group], size[group], votes, box, row)
-
-
-def standardise(b: Ballot, eps: float) -> Tensor:
+def standardise(b: GroupStatistics, eps: float) -> Tensor:
     """[n] A = (r - μ) / (σ + ε)   GRPO: DeepSeekMath, arXiv 2402.03300."""
     return (b.own - b.mean) / (b.std + eps)
 
 
-def centre(b: Ballot, _eps: float) -> Tensor:
+def centre(b: GroupStatistics, _eps: float) -> Tensor:
     """[n] A = r - μ   Dr. GRPO, arXiv 2503.20783."""
     return b.own - b.mean
 
 
-def leave_one_out(b: Ballot, _eps: float) -> Tensor:
+def leave_one_out(b: GroupStatistics, _eps: float) -> Tensor:
     """[n] A = r - mean of the other votes = (r - μ) n / (n - 1)   RLOO, arXiv 2402.14740."""
     return (b.own - b.mean) * b.size / (b.size - 1).clamp(min=1)
 
 
-def best_of_k(b: Ballot, eps: float) -> Tensor:
+def best_of_k(b: GroupStatistics, eps: float) -> Tensor:
     """[n] The best vote alone: A = (r_max - r_second) / (σ + ε), all others 0   arXiv 2503.19595, as verl has it."""
     order = torch.argsort(b.votes, descending=True, stable=True)
-    order = order[torch.argsort(b.box[order], stable=True)]  # by group, best first
+    order = order[torch.argsort(b.group_of[order], stable=True)]  # by group, best first
     first = torch.ones(len(order), dtype=torch.bool)
-    first[1:] = b.box[order][1:] != b.box[order][:-1]
+    first[1:] = b.group_of[order][1:] != b.group_of[order][:-1]
     best = order[first]
     follows = torch.nonzero(first).flatten() + 1
-    has_second = (follows < len(order)) & (b.box[order[follows.clamp(max=len(order) - 1)]] == b.box[best])
+    has_second = (follows < len(order)) & (b.group_of[order[follows.clamp(max=len(order) - 1)]] == b.group_of[best])
     second = b.votes[order[follows.clamp(max=len(order) - 1)]]
     advantage = torch.zeros_like(b.votes)
     advantage[best] = torch.where(has_second, b.votes[best] - second, 0.0)
-    return advantage[b.row] / (b.std + eps)
+    return advantage[b.vote] / (b.std + eps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relative:
     """One row of the table of group-relative estimators."""
 
-    comparison: Comparison
-    baseline: Callable[[Ballot, float], Tensor]
+    grouping: Grouping
+    baseline: Callable[[GroupStatistics, float], Tensor]
     source: str
 
-    def __call__(self, turns: Turns, *, eps: float = 1e-6, ddof: int = 1, lone: Lone = "zero") -> Tensor:
+    def __call__(self, turns: Turns, *, eps: float = 1e-6, ddof: int = 1, lone: Lone = "zero") -> Advantages:
         """Advantages [n].
 
         Args:
@@ -117,11 +66,12 @@ class Relative:
             ddof: σ divides by (votes - ddof).
             lone: what a vote without peers gets: "zero", or "raw", its own score, as Dr. MAS's released code does.
         """
-        b = self.comparison.ballot(turns, ddof)
-        return _lone(b, self.baseline(b, eps), lone)
+        b = self.grouping.statistics(turns, ddof)
+        return Advantages(_singletons(b, self.baseline(b, eps), lone), {"peers": b})
 
 
-_DRMAS = {"agent": Comparison(peers=("task", "agent"), vote=_TURN), "team": Comparison(peers=_TASK, vote=_TRAJECTORY)}
+_TEAM = Grouping(peers=("task",), vote=("trajectory",))
+_DRMAS = {"agent": Grouping(peers=("task", "agent"), vote=_TURN), "team": _TEAM}
 
 
 def drmas(
@@ -132,19 +82,20 @@ def drmas(
     eps: float = 1e-6,
     ddof: int = 1,
     lone: Lone = "zero",
-) -> Tensor:
+) -> Advantages:
     """Advantages [n] normalised agent by agent: A^k = (r - μ_k) / (σ_k + ε)   Dr. MAS, arXiv 2602.08847, eq. 5.
 
     `mean` and `std` choose each statistic's key by itself, which gives the four rows of its Table 3: "agent" takes the
     agent's turns on the task, every turn a vote; "team" the task's trajectories, each a vote by the mean of its turns,
     and ("team", "team") is GRPO.
     """
-    mu = _DRMAS[mean].ballot(turns, ddof)
-    sigma = mu if std == mean else _DRMAS[std].ballot(turns, ddof)
-    return _lone(mu, (mu.own - mu.mean) / (sigma.std + eps), lone)
+    mu = _DRMAS[mean].statistics(turns, ddof)
+    sigma = mu if std == mean else _DRMAS[std].statistics(turns, ddof)
+    groups = {"peers": mu} if std == mean else {"mean": mu, "std": sigma}
+    return Advantages(_singletons(mu, (mu.own - mu.mean) / (sigma.std + eps), lone), groups)
 
 
-_GIGPO = {"episode": _DRMAS["team"], "step": Comparison(peers=("task", "state"), vote=_TURN)}
+_STEP = Grouping(peers=("task", "state"), vote=_TURN)
 
 
 def gigpo(
@@ -157,7 +108,7 @@ def gigpo(
     eps: float = 1e-6,
     ddof: int = 1,
     lone: Lone = "zero",
-) -> Tensor:
+) -> Advantages:
     """Advantages [n] of the episode, plus `weight` times those among turns that stood at the same state of the task.
 
     A = A_E(τ) + ω A_S(s, a)   GiGPO, arXiv 2505.10978. A_S compares discounted returns from the turn's round on,
@@ -165,9 +116,11 @@ def gigpo(
     `similarity` < 1 joins states that are at least so alike (difflib's ratio).
     """
     baseline = standardise if scale else centre
-    episode = _GIGPO["episode"].ballot(turns, ddof)
-    step = _GIGPO["step"].ballot(_anchored(turns, gamma, similarity), ddof)
-    return _lone(episode, baseline(episode, eps), lone) + weight * _lone(step, baseline(step, eps), "zero")
+    episode = _TEAM.statistics(turns, ddof)
+    step = _STEP.statistics(_anchored(turns, gamma, similarity), ddof)
+    of_episode = _singletons(episode, baseline(episode, eps), lone)
+    of_step = _singletons(step, baseline(step, eps), "zero")
+    return Advantages(of_episode + weight * of_step, {"episode": episode, "step": step})
 
 
 def _anchored(turns: Turns, gamma: float, similarity: float) -> Turns:
@@ -198,7 +151,7 @@ def discounted_returns(turns: Turns, gamma: float) -> Tensor:
     return reverse_scan(reward, gamma, lengths)[row]
 
 
-def remax(turns: Turns) -> Tensor:
+def remax(turns: Turns) -> Advantages:
     """Advantages [n]: A = r - r(greedy trajectory of the same task)   ReMax, arXiv 2310.10505.
 
     Raises:
@@ -206,20 +159,20 @@ def remax(turns: Turns) -> Tensor:
     """
     if turns.greedy is None:
         raise ValueError("remax needs the outcome of a greedy trajectory of every task, which is not there")
-    return turns.scores - turns.greedy
+    return Advantages(turns.scores - turns.greedy)
 
 
-_SIBLINGS = Comparison(peers=("trajectory", "parent"), vote=("trajectory", "node"))
-_NODES = Comparison(peers=_TRAJECTORY, vote=("trajectory", "node"))
+_SIBLINGS = Grouping(peers=("trajectory", "parent"), vote=("trajectory", "node"))
+_NODES = Grouping(peers=("trajectory",), vote=("trajectory", "node"))
 
 
-def tree_baseline(turns: Turns, lam: float) -> tuple[Tensor, Tensor]:
-    """(score of each turn's node [n], its baseline [n]): (1-λ)·parent + λ·mean of its other siblings   MARTI, MARS².
+def tree_baseline(turns: Turns, lam: float) -> tuple[GroupStatistics, Tensor]:
+    """(siblings' statistics, each turn's baseline [n]): (1-λ)·parent + λ·mean of the other siblings   MARTI, MARS².
 
     A node's score is the mean over its turns. Without a parent the siblings count alone, without siblings the parent;
     with neither the baseline is the node's own score.
     """
-    b = _SIBLINGS.ballot(turns)
+    b = _SIBLINGS.statistics(turns)
     by_node = torch.full((int(turns.keys["node"].max()) + 2,), torch.nan, dtype=torch.float64)
     by_node[turns.keys["node"]] = b.own  # the last place stays empty: it is the root's, which -1 stands for
     parent = by_node[turns.keys["parent"]]
@@ -228,13 +181,13 @@ def tree_baseline(turns: Turns, lam: float) -> tuple[Tensor, Tensor]:
     both = (1 - lam) * parent + lam * siblings
     either = torch.where(parent.isnan(), siblings, parent)
     baseline = torch.where(both.isnan(), either, both)
-    return b.own, torch.where(baseline.isnan(), b.own, baseline)
+    return b, torch.where(baseline.isnan(), b.own, baseline)
 
 
-def mcts(turns: Turns, *, lam: float = 0.5) -> Tensor:
+def mcts(turns: Turns, *, lam: float = 0.5) -> Advantages:
     """Advantages [n] of tree nodes: A = r - baseline, with `tree_baseline`'s of MARTI."""
-    own, baseline = tree_baseline(turns, lam)
-    return own - baseline
+    siblings, baseline = tree_baseline(turns, lam)
+    return Advantages(siblings.own - baseline, {"siblings": siblings})
 
 
 def mars2(
@@ -245,41 +198,120 @@ def mars2(
     eps: float = 1e-6,
     ddof: int = 1,
     lone: Lone = "zero",
-) -> Tensor:
+) -> Advantages:
     """Advantages [n]: rewards shaped by the tree, r + γ (r - baseline), standardised over the nodes of the tree.
 
     MARS², MARTI's multi-agent tree search; the baseline is `tree_baseline`'s.
     """
-    b = _NODES.ballot(_shaped(turns, gamma, lam), ddof)
-    return _lone(b, standardise(b, eps), lone)
+    siblings, baseline = tree_baseline(turns, lam)
+    shaped = replace(turns, scores=siblings.own + gamma * (siblings.own - baseline))
+    tree = _NODES.statistics(shaped, ddof)
+    return Advantages(_singletons(tree, standardise(tree, eps), lone), {"tree": tree})
 
 
-def _shaped(turns: Turns, gamma: float, lam: float) -> Turns:
-    own, baseline = tree_baseline(turns, lam)
-    return Turns(scores=own + gamma * (own - baseline), keys=turns.keys, lengths=turns.lengths)
-
-
-def _lone(b: Ballot, advantages: Tensor, lone: str) -> Tensor:
+def _singletons(b: GroupStatistics, advantages: Tensor, lone: Lone) -> Tensor:
+    """The advantages [n], but for votes without peers."""
     return torch.where(b.size > 1, advantages, b.own if lone == "raw" else torch.zeros_like(b.own))
 
 
-Estimator = Callable[..., Tensor]  # (Turns, **options) -> [n] or [T]
+Across = Literal["turn", "agent"]
+Whitened = Literal["batch", "policy", "agent"]
+# whose tokens are whitened together
+_WHITEN: dict[str, tuple[str, ...]] = {"batch": (), "policy": ("policy",), "agent": ("agent",)}
 
-_TEAM = _DRMAS["team"]
+
+def whiten(values: Tensor, group: Tensor, eps: float = 1e-8) -> Tensor:
+    """[T] (x - mean) / sqrt(var + ε) over the tokens of each `group` [T]; var divides by (tokens - 1)."""
+    count = group.bincount()
+    centred = values - average(values, group, len(count))[group]
+    variance = total(centred**2, group, len(count)) / (count - 1).clamp(min=1)
+    return centred * (variance + eps).rsqrt()[group]
+
+
+def _whitened(turns: Turns, values: Tensor, over: Whitened) -> Tensor:
+    return whiten(values, turns.by_token(turns.key(*_WHITEN[over])))
+
+
+_TURNS_OF_TASK = Grouping(peers=("task",), vote=_TURN)
+
+
+def reinforce_pp(turns: Turns, *, gamma: float = 1.0, whitened: Whitened = "policy") -> Advantages:
+    """Advantages [T]: each token's return to go in its turn, whitened   REINFORCE++, arXiv 2501.03262.
+
+    `whitened` says over whose tokens: the whole "batch", those of a "policy" or of an "agent" (MARTI).
+    """
+    returns = reverse_scan(turns.token_rewards(), gamma, turns.lengths)
+    return Advantages(_whitened(turns, returns, whitened))
+
+
+def reinforce_pp_baseline(turns: Turns, *, whitened: Whitened = "policy") -> Advantages:
+    """Advantages [T]: the turn's score less its task's mean, whitened   REINFORCE++-baseline, arXiv 2501.03262."""
+    task = turns.key("task")
+    mean = average(turns.scores, task, int(task.max()) + 1)
+    values = _whitened(turns, turns.by_token(turns.scores - mean[task]), whitened)
+    return Advantages(values, {"peers": _TURNS_OF_TASK.statistics(turns)})
+
+
+def gae(
+    turns: Turns,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    across: Across = "turn",
+    whitened: Whitened = "policy",
+) -> Advantages:
+    """Advantages [T] against a critic, whitened: A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} - V_t.
+
+    GAE, arXiv 1506.02438; for teams as UnityMAS-O uses it. `across` ends an episode at the end of each "turn"
+    (UnityMAS-O), or joins the turns of one "agent" in a trajectory in their order.
+    """
+    advantages, returns = advantages_and_returns(turns, gamma=gamma, lam=lam, across=across)
+    return Advantages(_whitened(turns, advantages, whitened), returns=returns)
+
+
+def advantages_and_returns(
+    turns: Turns, *, gamma: float = 1.0, lam: float = 1.0, across: Across = "turn"
+) -> tuple[Tensor, Tensor]:
+    """(A_t [T] before whitening, the critic's targets A_t + V_t [T]).
+
+    Raises:
+        ValueError: the turns have no values.
+    """
+    if turns.values is None:
+        raise ValueError("gae needs a critic's values, which are not there")
+    rewards, values = turns.token_rewards(), turns.values
+    order = torch.arange(len(values))
+    lengths = turns.lengths
+    if across == "agent":  # tokens of an agent's turns in a trajectory, one after the other
+        place = turns.by_token(turns.key("trajectory", "agent")) * (int(turns.keys["turn"].max()) + 1)
+        order = torch.argsort(place + turns.by_token(turns.keys["turn"]), stable=True)
+        owner = turns.by_token(turns.key("trajectory", "agent"))
+        lengths = owner.bincount()
+    rewards, values = rewards[order], values[order]
+    after = torch.zeros_like(values)
+    after[:-1] = values[1:]
+    after[lengths.cumsum(0) - 1] = 0.0  # an episode is worth nothing beyond its end
+    advantages = reverse_scan(rewards + gamma * after - values, gamma * lam, lengths)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return advantages[back], (advantages + values)[back]
+
+
+Estimator = Callable[..., Advantages]  # of (Turns, **options)
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Relative(comparison=_TEAM, baseline=standardise, source="DeepSeekMath, arXiv 2402.03300"),
-    "dr_grpo": Relative(comparison=_TEAM, baseline=centre, source="Dr. GRPO, arXiv 2503.20783"),
+    "grpo": Relative(grouping=_TEAM, baseline=standardise, source="DeepSeekMath, arXiv 2402.03300"),
+    "dr_grpo": Relative(grouping=_TEAM, baseline=centre, source="Dr. GRPO, arXiv 2503.20783"),
     "drmas": drmas,
     "at_grpo": Relative(
-        comparison=Comparison(peers=("task", "state", "agent", "turn"), vote=_TURN),
+        grouping=Grouping(peers=("task", "state", "agent", "turn"), vote=_TURN),
         baseline=standardise,
         source="Stronger-MAS, arXiv 2510.11062",
     ),
     "gigpo": gigpo,
-    "rloo": Relative(comparison=_TEAM, baseline=leave_one_out, source="RLOO, arXiv 2402.14740"),
-    "grpo_passk": Relative(comparison=_TEAM, baseline=best_of_k, source="arXiv 2503.19595"),
+    "rloo": Relative(grouping=_TEAM, baseline=leave_one_out, source="RLOO, arXiv 2402.14740"),
+    "grpo_passk": Relative(grouping=_TEAM, baseline=best_of_k, source="arXiv 2503.19595"),
     "m_grpo": Relative(
-        comparison=Comparison(peers=("task", "agent"), vote=("trajectory", "agent")),
+        grouping=Grouping(peers=("task", "agent"), vote=("trajectory", "agent")),
         baseline=standardise,
         source="M-GRPO, arXiv 2511.13288",
     ),
@@ -294,27 +326,3 @@ ESTIMATORS: dict[str, Estimator] = {
 NEEDS = {"gae": "values", "remax": "greedy"}
 # who compares a turn with something else than its task's other trajectories
 UNGROUPED = frozenset({"gae", "remax", "reinforce_pp"})
-
-
-def compared(name: str, turns: Turns, **options: Any) -> dict[str, tuple[Comparison, Ballot]]:
-    """Whom the estimator `name` compares with whom, and the votes it counts, by statistic; {} where with nobody."""
-    estimator = ESTIMATORS.get(name)
-    ddof = options.get("ddof", 1)
-    if isinstance(estimator, Relative):
-        rows = {"peers": (estimator.comparison, turns)}
-    elif estimator is drmas:
-        mean, std = options.get("mean", "agent"), options.get("std", "agent")
-        both = {"mean": (_DRMAS[mean], turns), "std": (_DRMAS[std], turns)}
-        rows = both if mean != std else {"peers": both["mean"]}
-    elif estimator is gigpo:
-        anchored = _anchored(turns, options.get("gamma", 0.95), options.get("similarity", 1.0))
-        rows = {"episode": (_GIGPO["episode"], turns), "step": (_GIGPO["step"], anchored)}
-    elif estimator is mcts:
-        rows = {"siblings": (_SIBLINGS, turns)}
-    elif estimator is mars2:
-        rows = {"tree": (_NODES, _shaped(turns, options.get("gamma", 0.3), options.get("lam", 0.5)))}
-    elif estimator is reinforce_pp_baseline:
-        rows = {"peers": (Comparison(peers=_TASK, vote=_TURN), turns)}
-    else:
-        rows = {}
-    return {label: (comparison, comparison.ballot(own, ddof)) for label, (comparison, own) in rows.items()}

@@ -12,12 +12,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mcore_mas.equations.advantages import Ballot, Comparison
-from mcore_mas.equations.turns import Turns
+from mcore_mas.equations.turns import Grouping, GroupStatistics, Turns
 
 _PEERS = {
-    "task": Comparison(peers=("task",), vote=("trajectory",)),
-    "state": Comparison(peers=("task", "state", "agent", "turn"), vote=("trajectory", "node", "turn")),
+    "task": Grouping(peers=("task",), vote=("trajectory",)),
+    "state": Grouping(peers=("task", "state", "agent", "turn"), vote=("trajectory", "node", "turn")),
 }
 
 
@@ -41,9 +40,9 @@ def lowest_mean(turns: Turns, *, ratio: float = 0.5, by: Literal["task", "state"
 def lowest_spread(turns: Turns, *, ratio: float = 0.5, by: Literal["task", "state"] = "task") -> Tensor:
     """All groups but the share `ratio` of them with the lowest variance / range²   Stronger-MAS, filter_method std."""
     b = _votes(turns, by)
-    groups = int(b.box.max()) + 1
-    highest = torch.full((groups,), -torch.inf, dtype=torch.float64).scatter_reduce(0, b.box, b.votes, "amax")
-    lowest = torch.full((groups,), torch.inf, dtype=torch.float64).scatter_reduce(0, b.box, b.votes, "amin")
+    groups = int(b.group_of.max()) + 1
+    highest = torch.full((groups,), -torch.inf, dtype=torch.float64).scatter_reduce(0, b.group_of, b.votes, "amax")
+    lowest = torch.full((groups,), torch.inf, dtype=torch.float64).scatter_reduce(0, b.group_of, b.votes, "amin")
     group = turns.key(*_PEERS[by].peers)
     span = (highest - lowest)[group]
     spread = torch.where(span > 0, b.std**2 / span.clamp(min=1e-12) ** 2, 0.0)
@@ -58,8 +57,8 @@ def outliers(turns: Turns, *, ratio: float = 0.1, by: Literal["task", "state"] =
     return keep
 
 
-def _votes(turns: Turns, by: str) -> Ballot:
-    return _PEERS[by].ballot(turns)
+def _votes(turns: Turns, by: str) -> GroupStatistics:
+    return _PEERS[by].statistics(turns)
 
 
 def _best_groups(value: Tensor, group: Tensor, ratio: float) -> Tensor:

@@ -1,10 +1,9 @@
-"""What an estimator may look at: the turns of a step as columns, and sums over groups of them."""
+"""Turns of a step as columns for credit assignment, and the statistics of groups of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -92,76 +91,48 @@ def reverse_scan(values: Tensor, decay: float, lengths: Tensor) -> Tensor:
     return result
 
 
-Across = Literal["turn", "agent"]
-Whitened = Literal["batch", "policy", "agent"]
-# whose tokens are whitened together
-_WHITEN: dict[str, tuple[str, ...]] = {"batch": (), "policy": ("policy",), "agent": ("agent",)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grouping:
+    """Who is compared with whom: turns that agree in `peers`, of which those that agree in `vote` count once."""
+
+    peers: tuple[str, ...]  # key columns
+    vote: tuple[str, ...]
+
+    def statistics(self, turns: Turns, ddof: int = 1) -> GroupStatistics:
+        """Count each vote once in each group that it has turns in; σ divides by (votes - `ddof`)."""
+        own, group = turns.key(*self.vote), turns.key(*self.peers)
+        groups, voters = int(group.max()) + 1, int(own.max()) + 1
+        score = average(turns.scores, own, voters)[own]
+        vote = number(group * voters + own)
+        votes = torch.empty(int(vote.max()) + 1, dtype=score.dtype)
+        votes[vote] = score
+        group_of = torch.empty(len(votes), dtype=torch.int64)
+        group_of[vote] = group
+        size = group_of.bincount(minlength=groups)
+        mean = average(votes, group_of, groups)
+        squares = total((votes - mean[group_of]) ** 2, group_of, groups)
+        std = (squares / (size - ddof).clamp(min=1)).sqrt()
+        return GroupStatistics(self, score, mean[group], std[group], size[group], vote, votes, group_of)
 
 
-def whiten(values: Tensor, group: Tensor, eps: float = 1e-8) -> Tensor:
-    """[T] (x - mean) / sqrt(var + ε) over the tokens of each `group` [T]; var divides by (tokens - 1)."""
-    count = group.bincount()
-    centred = values - average(values, group, len(count))[group]
-    variance = total(centred**2, group, len(count)) / (count - 1).clamp(min=1)
-    return centred * (variance + eps).rsqrt()[group]
+@dataclass(frozen=True, slots=True)
+class GroupStatistics:
+    """The votes of each peer group, seen from every turn."""
+
+    grouping: Grouping
+    own: Tensor  # [n] the score of the turn's vote: the mean over the turns of that vote
+    mean: Tensor  # [n] over the votes of its group
+    std: Tensor  # [n]
+    size: Tensor  # [n] votes in its group
+    vote: Tensor  # [n] which of the m votes a turn belongs to
+    votes: Tensor  # [m] the score of each (group, vote)
+    group_of: Tensor  # [m] its group
 
 
-def reinforce_pp(turns: Turns, *, gamma: float = 1.0, whitened: Whitened = "policy") -> Tensor:
-    """Advantages [T]: each token's return to go in its turn, whitened   REINFORCE++, arXiv 2501.03262.
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """What an estimator made of the turns, and of what."""
 
-    `whitened` says over whose tokens: the whole "batch", those of a "policy" or of an "agent" (MARTI).
-    """
-    returns = reverse_scan(turns.token_rewards(), gamma, turns.lengths)
-    return whiten(returns, turns.by_token(turns.key(*_WHITEN[whitened])))
-
-
-def reinforce_pp_baseline(turns: Turns, *, whitened: Whitened = "policy") -> Tensor:
-    """Advantages [T]: the turn's score less its task's mean, whitened   REINFORCE++-baseline, arXiv 2501.03262."""
-    task = turns.key("task")
-    mean = average(turns.scores, task, int(task.max()) + 1)
-    return whiten(turns.by_token(turns.scores - mean[task]), turns.by_token(turns.key(*_WHITEN[whitened])))
-
-
-def gae(
-    turns: Turns,
-    *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    across: Across = "turn",
-    whitened: Whitened = "policy",
-) -> Tensor:
-    """Advantages [T] against a critic, whitened: A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} - V_t.
-
-    GAE, arXiv 1506.02438; for teams as UnityMAS-O uses it. `across` ends an episode at the end of each "turn"
-    (UnityMAS-O), or joins the turns of one "agent" in a trajectory in their order.
-    """
-    advantages, _ = advantages_and_returns(turns, gamma=gamma, lam=lam, across=across)
-    return whiten(advantages, turns.by_token(turns.key(*_WHITEN[whitened])))
-
-
-def advantages_and_returns(
-    turns: Turns, *, gamma: float = 1.0, lam: float = 1.0, across: Across = "turn"
-) -> tuple[Tensor, Tensor]:
-    """(A_t [T] before whitening, the critic's targets A_t + V_t [T]).
-
-    Raises:
-        ValueError: the turns have no values.
-    """
-    if turns.values is None:
-        raise ValueError("gae needs a critic's values, which are not there")
-    rewards, values = turns.token_rewards(), turns.values
-    order = torch.arange(len(values))
-    lengths = turns.lengths
-    if across == "agent":  # tokens of an agent's turns in a trajectory, one after the other
-        place = turns.by_token(turns.key("trajectory", "agent")) * (int(turns.keys["turn"].max()) + 1)
-        order = torch.argsort(place + turns.by_token(turns.keys["turn"]), stable=True)
-        owner = turns.by_token(turns.key("trajectory", "agent"))
-        lengths = owner.bincount()
-    rewards, values = rewards[order], values[order]
-    after = torch.zeros_like(values)
-    after[:-1] = values[1:]
-    after[lengths.cumsum(0) - 1] = 0.0  # an episode is worth nothing beyond its end
-    advantages = reverse_scan(rewards + gamma * after - values, gamma * lam, lengths)
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order))
-    return advantages[back], (advantages + values)[back]
+    values: Tensor  # [n] by turn, or [T] by token; float64
+    groups: Mapping[str, GroupStatistics] = field(default_factory=dict)  # that it compared, by statistic; {}: none
+    returns: Tensor | None = None  # [T] targets of a critic

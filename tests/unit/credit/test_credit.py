@@ -5,7 +5,8 @@ import torch
 
 from mcore_mas.credit.assign import columns, estimate, keep
 from mcore_mas.credit.samples import CreditError, Sample
-from mcore_mas.equations.turns import whiten
+from mcore_mas.equations.advantages import whiten
+from mcore_mas.equations.turns import Turns
 from rollout.config.sections import Choice
 
 
@@ -93,6 +94,18 @@ def test_alike_states_join_the_first_that_is_near_enough() -> None:
 def test_an_agent_without_a_rule_is_named() -> None:
     with pytest.raises(CreditError, match=r"trajectory a, turn 1: agent 'verifier' has no estimator; agents: solver"):
         estimate(team(), {"solver": Choice(name="grpo")})
+
+
+def own_estimator(turns: Turns, *, factor: float = 2.0) -> torch.Tensor:
+    """A user's, which gives the values alone."""
+    return factor * turns.scores
+
+
+def test_an_estimator_of_ones_own_may_give_values_alone() -> None:
+    rule = Choice(name="tests.unit.credit.test_credit:own_estimator", options={"factor": 3.0})
+    got = estimate([sample("a", 0, "solver", 0.5)], {"solver": rule})[0]
+    assert got.advantages == (1.5, 1.5)
+    assert got.returns is None
 
 
 def test_nothing_is_nothing() -> None:

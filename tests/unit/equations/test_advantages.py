@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from mcore_mas.equations.advantages import (
     ESTIMATORS,
     NEEDS,
-    Comparison,
     discounted_returns,
     drmas,
     gigpo,
     tree_baseline,
 )
-from mcore_mas.equations.turns import Turns, reverse_scan
+from mcore_mas.equations.turns import Grouping, Turns, reverse_scan
 from tests.support.turns import make_turns
 
 
@@ -40,7 +39,7 @@ def group(*scores: float) -> Turns:
 
 
 def test_drmas_compares_every_agent_with_itself() -> None:
-    got = ESTIMATORS["drmas"](two_scales()).tolist()
+    got = ESTIMATORS["drmas"](two_scales()).values.tolist()
     # solver: votes 1, 0: μ 1/2, σ √(1/2).  verifier: votes 5, 5, 5, 4: μ 4.75, σ 1/2
     assert got[0] == pytest.approx(0.5 / 0.5**0.5, rel=1e-5)
     assert got[4] == pytest.approx(-0.5 / 0.5**0.5, rel=1e-5)
@@ -50,19 +49,20 @@ def test_drmas_compares_every_agent_with_itself() -> None:
 
 def test_grpo_gives_every_turn_the_value_of_its_trajectory() -> None:
     # votes: a = (1 + 5 + 5 + 5) / 4 = 4, b = (0 + 4) / 2 = 2: μ 3, σ √2
-    assert ESTIMATORS["grpo"](two_scales()).tolist() == pytest.approx([0.5**0.5] * 4 + [-(0.5**0.5)] * 2, rel=1e-5)
+    got = ESTIMATORS["grpo"](two_scales()).values.tolist()
+    assert got == pytest.approx([0.5**0.5] * 4 + [-(0.5**0.5)] * 2, rel=1e-5)
     # σ over n instead of n - 1 is 1
-    assert ESTIMATORS["grpo"](two_scales(), ddof=0, eps=0.0).tolist() == [1.0] * 4 + [-1.0] * 2
+    assert ESTIMATORS["grpo"](two_scales(), ddof=0, eps=0.0).values.tolist() == [1.0] * 4 + [-1.0] * 2
 
 
 def test_dr_grpo_only_centres() -> None:
-    assert ESTIMATORS["dr_grpo"](two_scales()).tolist() == pytest.approx([1.0] * 4 + [-1.0] * 2)
+    assert ESTIMATORS["dr_grpo"](two_scales()).values.tolist() == pytest.approx([1.0] * 4 + [-1.0] * 2)
 
 
 def test_the_four_variants_of_drmas_table_3() -> None:
     turns = two_scales()
     got = {
-        (mean, std): drmas(turns, mean=mean, std=std, eps=0.0)
+        (mean, std): drmas(turns, mean=mean, std=std, eps=0.0).values
         for mean in ("agent", "team")
         for std in ("agent", "team")
     }
@@ -71,7 +71,7 @@ def test_the_four_variants_of_drmas_table_3() -> None:
         0.5**0.5,
         0.5,
     )  # the three σ: of trajectories, of the solver's, the verifier's turns
-    assert got["team", "team"].tolist() == pytest.approx(ESTIMATORS["grpo"](turns, eps=0.0).tolist())
+    assert got["team", "team"].tolist() == pytest.approx(ESTIMATORS["grpo"](turns, eps=0.0).values.tolist())
     # (μ_k, σ): the turn against its agent's mean, over the deviation of trajectories
     assert got["agent", "team"].tolist() == pytest.approx([v / team for v in (0.5, 0.25, 0.25, 0.25, -0.5, -0.75)])
     # (μ, σ_k): the trajectory against the task's mean, over the deviation of the agent's turns
@@ -88,14 +88,14 @@ def test_at_grpo_compares_the_branches_of_one_state() -> None:
     rows += [
         {"node": f"2.{b}", "state": "s2", "turn": 2, "agent": "b", "score": score} for b, score in enumerate((1.0, 2.0))
     ]
-    got = ESTIMATORS["at_grpo"](make_turns(rows), eps=0.0).tolist()
+    got = ESTIMATORS["at_grpo"](make_turns(rows), eps=0.0).values.tolist()
     # σ: 1; √((1 + 1 + 4) / 2) = √3; √(1/2)
     assert got == pytest.approx([-1.0, 0.0, 1.0, -1 / 3**0.5, -1 / 3**0.5, 2 / 3**0.5, -(0.5**0.5), 0.5**0.5])
 
 
 def test_rloo_leaves_one_out() -> None:
     # each against the mean of the other two
-    assert ESTIMATORS["rloo"](group(1.0, 2.0, 6.0)).tolist() == pytest.approx([-3.0, -1.5, 4.5])
+    assert ESTIMATORS["rloo"](group(1.0, 2.0, 6.0)).values.tolist() == pytest.approx([-3.0, -1.5, 4.5])
 
 
 def test_only_the_best_of_k_is_rewarded_by_its_lead() -> None:
@@ -105,7 +105,7 @@ def test_only_the_best_of_k_is_rewarded_by_its_lead() -> None:
         + [{"task": "v", "trajectory": 5, "score": 9.0}]
     )
     sigma = (((1 - 7 / 3) ** 2 + (4 - 7 / 3) ** 2 + (2 - 7 / 3) ** 2) / 2) ** 0.5
-    got = ESTIMATORS["grpo_passk"](turns, eps=0.0001).tolist()
+    got = ESTIMATORS["grpo_passk"](turns, eps=0.0001).values.tolist()
     assert got == pytest.approx([0.0, 2 / (sigma + 0.0001), 0.0, 0.0, 0.0, 0.0])
 
 
@@ -113,16 +113,14 @@ def test_m_grpo_takes_a_sub_agents_calls_in_a_trajectory_as_one_vote() -> None:
     rows = [{"trajectory": "a", "agent": "main", "score": 1.0}, {"trajectory": "b", "agent": "main", "score": 0.0}]
     rows += [{"trajectory": "a", "agent": "sub", "turn": i, "score": s} for i, s in ((1, 2.0), (2, 4.0))]
     rows += [{"trajectory": "b", "agent": "sub", "turn": 1, "score": 1.0}]
-    got = ESTIMATORS["m_grpo"](make_turns(rows), eps=0.0).tolist()
+    got = ESTIMATORS["m_grpo"](make_turns(rows), eps=0.0).values.tolist()
     # main: 1, 0.  sub: votes 3 and 1
     assert got == pytest.approx([0.5**0.5, -(0.5**0.5), 0.5**0.5, 0.5**0.5, -(0.5**0.5)])
 
 
 def test_remax_subtracts_the_greedy_outcome() -> None:
-    assert ESTIMATORS["remax"](replace(group(1.0, 0.0), greedy=torch.tensor([0.25, 0.25]).double())).tolist() == [
-        0.75,
-        -0.25,
-    ]
+    turns = replace(group(1.0, 0.0), greedy=torch.tensor([0.25, 0.25]).double())
+    assert ESTIMATORS["remax"](turns).values.tolist() == [0.75, -0.25]
 
 
 def test_gigpo_adds_the_step_advantage_among_equal_states() -> None:
@@ -136,9 +134,9 @@ def test_gigpo_adds_the_step_advantage_among_equal_states() -> None:
     turns = make_turns(rows, steps=[0.0, 1.0, 0.5, 0.0])
     assert discounted_returns(turns, 0.5).tolist() == [0.5, 1.0, 0.5, 0.0]
     # episode: votes 1, 0 centred; step: x has returns 0.5 and 0.5, the other states are alone
-    assert gigpo(turns, scale=False, gamma=0.5).tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert gigpo(turns, scale=False, gamma=0.5).values.tolist() == [0.5, 0.5, -0.5, -0.5]
     # with γ = 1 the returns at x are 1 and 0.5
-    assert gigpo(turns, scale=False, gamma=1.0, weight=2.0).tolist() == [1.0, 0.5, -1.0, -0.5]
+    assert gigpo(turns, scale=False, gamma=1.0, weight=2.0).values.tolist() == [1.0, 0.5, -1.0, -0.5]
 
 
 def test_a_round_of_two_agents_counts_its_step_once() -> None:
@@ -149,14 +147,14 @@ def test_a_round_of_two_agents_counts_its_step_once() -> None:
 def test_gigpo_joins_states_that_are_alike() -> None:
     rows = [{"trajectory": t, "state": t, "score": 0.0} for t in ("a", "b")]
     turns = make_turns(rows, steps=[1.0, 0.0])
-    assert gigpo(turns, scale=False).tolist() == [0.0, 0.0]
+    assert gigpo(turns, scale=False).values.tolist() == [0.0, 0.0]
     asked = []
 
     def alike(similarity: float) -> torch.Tensor:
         asked.append(similarity)
         return torch.tensor([0, 0])
 
-    assert gigpo(replace(turns, alike=alike), scale=False, similarity=0.9).tolist() == [0.5, -0.5]
+    assert gigpo(replace(turns, alike=alike), scale=False, similarity=0.9).values.tolist() == [0.5, -0.5]
     assert asked == [0.9]
     with pytest.raises(ValueError, match="similarity below 1 needs the texts"):
         gigpo(turns, similarity=0.9)
@@ -169,41 +167,67 @@ def tree() -> Turns:
 
 
 def test_the_tree_baseline_mixes_parent_and_siblings() -> None:
-    own, baseline = tree_baseline(tree(), lam=0.25)
-    assert own.tolist() == [1.0, 3.0, 2.0, 4.0, 9.0, 5.0]
+    siblings, baseline = tree_baseline(tree(), lam=0.25)
+    assert siblings.own.tolist() == [1.0, 3.0, 2.0, 4.0, 9.0, 5.0]
     # roots: the other root; children of 1: 0.75 * 3 + 0.25 * mean of the other two; the only child: its parent
     assert baseline.tolist() == [3.0, 1.0, 2.25 + 1.625, 2.25 + 1.375, 2.25 + 0.75, 1.0]
-    assert ESTIMATORS["mcts"](tree(), lam=0.25).tolist() == (own - baseline).tolist()
+    assert ESTIMATORS["mcts"](tree(), lam=0.25).values.tolist() == (siblings.own - baseline).tolist()
 
 
 def test_mars2_standardises_shaped_rewards_over_the_tree() -> None:
-    own, baseline = tree_baseline(tree(), lam=0.5)
-    shaped = own + 0.3 * (own - baseline)
+    siblings, baseline = tree_baseline(tree(), lam=0.5)
+    shaped = siblings.own + 0.3 * (siblings.own - baseline)
     expected = (shaped - shaped.mean()) / (shaped.std() + 1e-6)
-    assert ESTIMATORS["mars2"](tree()).tolist() == pytest.approx(expected.tolist())
+    assert ESTIMATORS["mars2"](tree()).values.tolist() == pytest.approx(expected.tolist())
 
 
 def test_a_lone_vote_is_zero_or_raw() -> None:
     rows = [{"agent": "solver", "score": 0.7}, {"agent": "verifier", "turn": 1, "score": 0.2}]
-    assert ESTIMATORS["drmas"](make_turns(rows)).tolist() == [0.0, 0.0]
-    assert ESTIMATORS["drmas"](make_turns(rows), lone="raw").tolist() == [0.7, 0.2]
+    assert ESTIMATORS["drmas"](make_turns(rows)).values.tolist() == [0.0, 0.0]
+    assert ESTIMATORS["drmas"](make_turns(rows), lone="raw").values.tolist() == [0.7, 0.2]
     for name in ("grpo", "dr_grpo", "rloo"):
-        assert ESTIMATORS[name](group(0.7)).tolist() == [0.0]
-        assert ESTIMATORS[name](group(0.7), lone="raw").tolist() == [0.7]
+        assert ESTIMATORS[name](group(0.7)).values.tolist() == [0.0]
+        assert ESTIMATORS[name](group(0.7), lone="raw").values.tolist() == [0.7]
 
 
 def test_a_vote_counts_once_in_each_of_its_groups() -> None:
-    b = Comparison(peers=("task", "agent"), vote=("trajectory",)).ballot(two_scales())
+    b = Grouping(peers=("task", "agent"), vote=("trajectory",)).statistics(two_scales())
     assert b.size.tolist() == [2] * 6  # two trajectories in both agents' groups
     assert b.mean.tolist() == [3.0] * 6
+
+
+def test_an_estimator_says_whom_it_compared() -> None:
+    turns = replace(two_scales(), steps=torch.zeros(6).double())
+    compared = {
+        name: {of: (group.grouping.peers, group.grouping.vote) for of, group in ESTIMATORS[name](turns).groups.items()}
+        for name in sorted(set(ESTIMATORS) - set(NEEDS))
+    }
+    turn, team = ("trajectory", "node", "turn"), (("task",), ("trajectory",))
+    assert compared == {
+        "at_grpo": {"peers": (("task", "state", "agent", "turn"), turn)},
+        "dr_grpo": {"peers": team},
+        "drmas": {"peers": (("task", "agent"), turn)},
+        "gigpo": {"episode": team, "step": (("task", "state"), turn)},
+        "grpo": {"peers": team},
+        "grpo_passk": {"peers": team},
+        "m_grpo": {"peers": (("task", "agent"), ("trajectory", "agent"))},
+        "mars2": {"tree": (("trajectory",), ("trajectory", "node"))},
+        "mcts": {"siblings": (("trajectory", "parent"), ("trajectory", "node"))},
+        "reinforce_pp": {},
+        "reinforce_pp_baseline": {"peers": (("task",), turn)},
+        "rloo": {"peers": team},
+    }
+    both = drmas(turns, mean="agent", std="team", ddof=0).groups
+    assert both["mean"].mean.tolist() == [0.5] + [4.75] * 3 + [0.5, 4.75]
+    assert both["std"].std.tolist() == [1.0] * 6  # of the trajectories' 4 and 2
 
 
 @pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - set(NEEDS) - {"reinforce_pp", "reinforce_pp_baseline"}))
 def test_groups_of_other_tasks_do_not_matter(name: str) -> None:
     rows = [{"trajectory": i, "node": str(i), "score": s, "task": "t"} for i, s in enumerate((1.0, 3.0, 4.0))]
     other = [{"trajectory": 7 + i, "node": str(i), "score": s, "task": "u"} for i, s in enumerate((100.0, -100.0))]
-    alone = ESTIMATORS[name](make_turns(rows, steps=[1.0, 2.0, 3.0]))
-    among = ESTIMATORS[name](make_turns(rows + other, steps=[1.0, 2.0, 3.0, 9.0, 9.0]))
+    alone = ESTIMATORS[name](make_turns(rows, steps=[1.0, 2.0, 3.0])).values
+    among = ESTIMATORS[name](make_turns(rows + other, steps=[1.0, 2.0, 3.0, 9.0, 9.0])).values
     assert among[:3].tolist() == pytest.approx(alone.tolist())
 
 
@@ -212,7 +236,7 @@ def test_groups_of_other_tasks_do_not_matter(name: str) -> None:
 def test_equal_scores_have_advantages_of_exactly_zero(name: str, score: float) -> None:
     for n in (2, 3, 7, 11):
         rows = [{"trajectory": i, "node": str(i), "score": score} for i in range(n)]
-        assert ESTIMATORS[name](make_turns(rows, steps=[score] * n)).tolist() == [0.0] * n
+        assert ESTIMATORS[name](make_turns(rows, steps=[score] * n)).values.tolist() == [0.0] * n
 
 
 ROWS = st.lists(
@@ -247,11 +271,11 @@ def needed(rows: list[dict]) -> dict[str, list[float]]:
 @given(rows=ROWS, random=st.randoms(use_true_random=False))
 def test_the_order_of_turns_does_not_matter(name: str, rows, random) -> None:  # type: ignore[no-untyped-def]
     turns = played(rows)
-    plain = ESTIMATORS[name](make_turns(turns, **needed(turns))).tolist()
+    plain = ESTIMATORS[name](make_turns(turns, **needed(turns))).values.tolist()
     order = list(range(len(turns)))
     random.shuffle(order)
     shuffled = [turns[i] for i in order]
-    got = ESTIMATORS[name](make_turns(shuffled, **needed(shuffled))).tolist()
+    got = ESTIMATORS[name](make_turns(shuffled, **needed(shuffled))).values.tolist()
     assert got == pytest.approx([plain[i] for i in order], abs=1e-6)
 
 
@@ -266,7 +290,7 @@ def test_the_order_of_turns_does_not_matter(name: str, rows, random) -> None:  #
 @given(rows=ROWS)
 def test_advantages_sum_to_zero_among_peers(name: str, columns: tuple[str, ...], rows) -> None:  # type: ignore[no-untyped-def]
     turns = played(rows)
-    got = ESTIMATORS[name](make_turns(turns)).tolist()
+    got = ESTIMATORS[name](make_turns(turns)).values.tolist()
     sums: dict[tuple[object, ...], float] = {}
     for row, advantage in zip(turns, got, strict=True):
         key = tuple(row[column] for column in columns)
@@ -278,7 +302,7 @@ def test_advantages_sum_to_zero_among_peers(name: str, columns: tuple[str, ...],
 @given(rows=ROWS)
 def test_trajectory_votes_sum_to_zero_over_a_task(name: str, rows) -> None:  # type: ignore[no-untyped-def]
     turns = played(rows)
-    got = ESTIMATORS[name](make_turns(turns)).tolist()
+    got = ESTIMATORS[name](make_turns(turns)).values.tolist()
     votes = {(row["task"], row["trajectory"]): advantage for row, advantage in zip(turns, got, strict=True)}
     for task in {row["task"] for row in turns}:
         assert sum(v for (t, _), v in votes.items() if t == task) == pytest.approx(0.0, abs=1e-6)
@@ -287,9 +311,9 @@ def test_trajectory_votes_sum_to_zero_over_a_task(name: str, rows) -> None:  # t
 @given(rows=ROWS, scale=st.floats(0.5, 50), shift=st.floats(-50, 50))
 def test_drmas_is_blind_to_an_agents_affine_reward_scale(rows, scale: float, shift: float) -> None:  # type: ignore[no-untyped-def]
     turns = played(rows)
-    plain = drmas(make_turns(turns)).tolist()
+    plain = drmas(make_turns(turns)).values.tolist()
     scaled = [row | {"score": row["score"] * scale + shift} if row["agent"] == 0 else row for row in turns]
-    assert drmas(make_turns(scaled)).tolist() == pytest.approx(plain, abs=1e-4)
+    assert drmas(make_turns(scaled)).values.tolist() == pytest.approx(plain, abs=1e-4)
 
 
 @given(rows=ROWS)
@@ -298,8 +322,8 @@ def test_a_tree_of_width_one_is_a_plain_trajectory(rows) -> None:  # type: ignor
     tree = [row | {"node": ".".join("0" * (row["turn"] + 1))} for row in plain]
     for name in sorted(set(ESTIMATORS) - {"mcts", "mars2"}):  # these two compare nodes
         columns = needed(plain)
-        got = ESTIMATORS[name](make_turns(tree, **columns))
-        assert got.tolist() == pytest.approx(ESTIMATORS[name](make_turns(plain, **columns)).tolist(), abs=1e-9), name
+        got, wanted = (ESTIMATORS[name](make_turns(those, **columns)).values for those in (tree, plain))
+        assert got.tolist() == pytest.approx(wanted.tolist(), abs=1e-9), name
 
 
 @given(rows=ROWS, lengths=st.lists(st.integers(1, 9), min_size=24, max_size=24))
@@ -308,8 +332,8 @@ def test_the_length_of_replies_does_not_change_a_turns_statistics(rows, lengths)
     longer = [row | {"tokens": n} for row, n in zip(turns, lengths, strict=False)]
     columns = {name: values for name, values in needed(turns).items() if name != "values"}
     for name in sorted(set(ESTIMATORS) - {"gae", "reinforce_pp", "reinforce_pp_baseline"}):  # which weigh by tokens
-        got = ESTIMATORS[name](make_turns(longer, **columns))
-        assert got.tolist() == ESTIMATORS[name](make_turns(turns, **columns)).tolist(), name
+        got = ESTIMATORS[name](make_turns(longer, **columns)).values
+        assert got.tolist() == ESTIMATORS[name](make_turns(turns, **columns)).values.tolist(), name
 
 
 @given(

@@ -123,9 +123,9 @@ def test_the_nodes_are_what_the_tree_estimators_compare() -> None:
         sides = [by_node[parent]] if parent in by_node else []
         sides += [sum(beside) / len(beside)] if beside else []
         wanted.append(grade - (sum(sides) / len(sides) if sides else grade))  # λ = 0.5
-    assert mcts(turns).tolist() == pytest.approx(wanted)
+    assert mcts(turns).values.tolist() == pytest.approx(wanted)
     shaped = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64) + 0.3 * torch.tensor(wanted, dtype=torch.float64)
-    assert mars2(turns).tolist() == pytest.approx(((shaped - shaped.mean()) / (shaped.std() + 1e-6)).tolist())
+    assert mars2(turns).values.tolist() == pytest.approx(((shaped - shaped.mean()) / (shaped.std() + 1e-6)).tolist())
 
 
 @pytest.mark.parametrize(
