@@ -23,15 +23,16 @@ from rollout.records.completion import Sampling
 ROWS, CONTEXT, STEPS, REPEATS, GOAL = 32, 256, 12, 7, 0.5
 SHAPE = (
     Architecture(  # 66 million parameters, 260 MB: no layer's weights are still in the cache when it is reached again
-        vocab_size=8192,
-        hidden_size=768,
-        intermediate_size=2304,
+        vocab=8192,
+        hidden=768,
+        ffn=2304,
         layers=8,
         heads=12,
         kv_heads=4,
         head_dim=64,
         norm_eps=1e-6,
-        rope={"rope_type": "default", "rope_theta": 1e4},
+        rope_theta=1e4,
+        positions=512,
         tied=True,
         qkv_bias=True,
         qk_norm=False,
@@ -53,7 +54,7 @@ def random_decoder() -> Decoder:
 def running_engine(decoder: Decoder) -> EmbeddedEngine:
     """An engine in which `ROWS` different requests, `CONTEXT` tokens long, are decoding."""
     engine = EmbeddedEngine(decoder, rows=ROWS)
-    prompts = np.random.default_rng(0).integers(1, SHAPE.vocab_size, (ROWS, CONTEXT)).tolist()
+    prompts = np.random.default_rng(0).integers(1, SHAPE.vocab, (ROWS, CONTEXT)).tolist()
     for number, prompt in enumerate(prompts):
         engine.submit(number, prompt, Sampling(max_tokens=STEPS * (REPEATS + 2), seed=number))
     engine.step()
@@ -62,9 +63,9 @@ def running_engine(decoder: Decoder) -> EmbeddedEngine:
 
 def products(weights: Weights) -> Callable[[], object]:
     """The matrix products of one step with the weights that it uses, in its order; nothing else."""
-    hidden = torch.randn(ROWS, SHAPE.hidden_size)
+    hidden = torch.randn(ROWS, SHAPE.hidden)
     mixed = torch.randn(ROWS, SHAPE.heads * SHAPE.head_dim)
-    wide = torch.randn(ROWS, SHAPE.intermediate_size)
+    wide = torch.randn(ROWS, SHAPE.ffn)
 
     @torch.inference_mode()
     def step() -> None:

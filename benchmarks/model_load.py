@@ -105,10 +105,11 @@ class Peak:
 def load(rank: int, folder: Path) -> None:
     """Load one rank's shard; writes what that took to rank<n>.json."""
     from mcore_mas.megatron import parallel
-    from mcore_mas.megatron.model.build import build_model, read_architecture
+    from mcore_mas.megatron.model.build import build_model
     from mcore_mas.megatron.spec import TrainerSpec
     from mcore_mas.megatron.state.sources import SafeTensors
     from mcore_mas.megatron.state.weight_import import scatter
+    from rollout.models.architecture import read_architecture
 
     parallel.start(rank=rank, tp=TP, threads=1, store=dist.FileStore(str(folder / "store"), TP))
     architecture = read_architecture(folder)

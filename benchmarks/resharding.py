@@ -26,7 +26,7 @@ from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.training.weight_sync import hand_over
 from rollout.base.shared_memory import fresh_place
 from rollout.engines.embedded.engine import HostedEngine
-from rollout.models.architecture import Architecture
+from rollout.models.architecture import read_architecture
 from rollout.sync.shared import SharedWeights
 
 REPEATS = 7
@@ -64,7 +64,7 @@ def seconds(do: Callable[[], object]) -> float:
 def transfer(folder: Path) -> float:
     """Memcpy's seconds over those of gathering all weights and writing them in the engine's order, alternating."""
     trainer = start_trainer(folder, Objective(loss="cross_entropy"))
-    shared = SharedWeights(fresh_place(), Architecture.read(folder), create=True)
+    shared = SharedWeights(fresh_place(), read_architecture(folder, dense=True), create=True)
     source = [tensor.clone() for _, tensor in trainer.weights()]
     target = [torch.zeros_like(tensor) for tensor in source]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.megatron.model.build import read_architecture
 from mcore_mas.training.session import TrainingError
 from rollout.base.files import Digest, sha256, sync_folder, write_json
+from rollout.models.architecture import read_architecture
 
 FORMAT = 1  # of what a checkpoint's folder holds
 _MANIFEST = "manifest.json"

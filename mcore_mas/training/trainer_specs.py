@@ -8,9 +8,11 @@ from typing import Any
 from mcore_mas.config.policy import RateConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.equations.losses import Objective, ValueObjective
-from mcore_mas.megatron.model.build import ModelError, check_layers, read_architecture
+from mcore_mas.megatron.model.layout_checks import check_adapters, check_layers, check_layout
 from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
+from rollout.base.errors import ModelError
 from rollout.base.seeds import derive_seed
+from rollout.models.architecture import read_architecture
 
 
 def policy_spec(name: str, config: RunConfig) -> TrainerSpec:
@@ -85,11 +87,11 @@ def check_layouts(config: RunConfig) -> None:
         policy = config.policies[name]
         try:
             architecture = read_architecture(Path(model))
-            architecture.check_layout(
-                policy.tp, policy.pp, policy.vpp, dp=policy.dp, ep=policy.ep, sp=policy.sp, cp=policy.cp
+            check_layout(
+                architecture, policy.tp, policy.pp, policy.vpp, dp=policy.dp, ep=policy.ep, sp=policy.sp, cp=policy.cp
             )
             if policy.lora is not None:
-                architecture.check_adapters(policy.lora.targets)
+                check_adapters(architecture, policy.lora.targets)
             check_layers(policy.layers)
         except ModelError as error:
             raise ModelError(f"policies.{name}: {error}") from None

@@ -1,15 +1,14 @@
-"""Errors of engines and environments, which fail one trajectory and never a run."""
+"""Exceptions of engines, models and environments, which fail one trajectory and never a run."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 class EngineError(RuntimeError):
     """A generation or a weight update failed; the engine keeps its old weights."""
+
+
+class ModelError(EngineError, ValueError):
+    """A model folder cannot be computed or trained as asked: says what, where, expected, what to do."""
 
 
 class EnvError(RuntimeError):

@@ -1,4 +1,4 @@
-"""The shape of a supported decoder, read from a Hugging Face config.json."""
+"""Model architecture: the one reader of a Hugging Face config.json, for rollout engines and the trainer alike."""
 
 from __future__ import annotations
 
@@ -12,106 +12,170 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.base.errors import EngineError
+from rollout.base.errors import ModelError
 
-FAMILIES = {  # model_type -> what its attention has
-    "qwen2": {"qkv_bias": True, "qk_norm": False},
-    "qwen3": {"qkv_bias": False, "qk_norm": True},
-    "llama": {"qkv_bias": False, "qk_norm": False},
+FAMILIES = {  # model_type -> (biases of queries, keys and values; norms of queries and keys)
+    "llama": (False, False),
+    "qwen2": (True, False),
+    "qwen3": (False, True),
+    "qwen3_moe": (False, True),
 }
-ROPES = {  # rope_type -> its own numbers
-    "default": (),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+_SPARSE = ("qwen3_moe",)
 _REFUSED = ("attention_bias", "mlp_bias", "use_sliding_window")  # settings that must be absent or false
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Mixture of experts: the feed-forward part of the sparse layers; there is no shared expert."""
+
+    count: int  # E, of one layer
+    per_token: int  # k, that see a token
+    ffn: int  # of one expert
+    normalised: bool  # the k probabilities are scaled to a sum of 1; else they are what softmax over all E gives
+    sparse: tuple[bool, ...]  # by layer; the others have a dense feed-forward part
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Experts:
+        """From the config.json of a Qwen3-MoE, as transformers 4 or 5 writes it."""
+        # transformers 5 writes the count under the name that all its mixtures share
+        count = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+        dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+        return cls(
+            count=count,
+            per_token=config["num_experts_per_tok"],
+            ffn=config["moe_intermediate_size"],
+            normalised=config.get("norm_topk_prob", False),
+            sparse=tuple(
+                layer not in dense and (layer + 1) % step == 0 for layer in range(config["num_hidden_layers"])
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Sizes of a dense decoder with grouped-query attention, rotary positions and a gated MLP."""
+    """Sizes of a decoder with grouped-query attention, rotary positions and gated MLPs, dense or mixtures of experts.
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
+    A checkpoint's fingerprint holds every field by its name.
+    """
+
     layers: int
+    hidden: int
     heads: int
     kv_heads: int
     head_dim: int
-    norm_eps: float
-    rope: Mapping[str, Any]  # rope_type, rope_theta and the type's own numbers
-    tied: bool  # the output head is the embedding
+    ffn: int  # feed-forward width
+    vocab: int
+    tied: bool  # the output layer is the embedding
     qkv_bias: bool
     qk_norm: bool
+    norm_eps: float
+    rope_theta: float
+    rope_factor: float | None = None  # by which Llama 3 stretches long wavelengths; None: plain rotary positions
+    rope_bands: tuple[float, float, int] | None = None  # Llama 3's low and high frequency factor, original positions
+    positions: int
+    init_std: float = 0.02  # of random weights
+    experts: Experts | None = None  # None: every layer is dense
 
-    @classmethod
-    def read(cls, folder: Path) -> Architecture:
-        """Read `folder`/config.json.
-
-        Raises:
-            EngineError: the file is missing or describes a model that this decoder does not compute.
-        """
-        path = folder / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise EngineError(f"{path}: not readable ({error}); expected a Hugging Face model folder") from error
-        return cls.from_config(config, str(path))
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], where: str) -> Architecture:
-        """Take the sizes from the content of a config.json; `where` is named in errors."""
-        family = config.get("model_type")
-        if family not in FAMILIES:
-            raise EngineError(f"{where}: model_type '{family}' is not supported; known: {', '.join(sorted(FAMILIES))}")
-        refused = [key for key in _REFUSED if config.get(key)]
-        if refused or config.get("hidden_act", "silu") != "silu":
-            raise EngineError(
-                f"{where}: {refused[0] if refused else 'hidden_act'} is set; this engine does not support it"
-            )
-        if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-            raise EngineError(f"{where}: layer_types has more than full_attention; this engine does not support it")
-        rope = _rope(config, where)
-        try:
-            heads = config["num_attention_heads"]
-            return cls(
-                vocab_size=config["vocab_size"],
-                hidden_size=config["hidden_size"],
-                intermediate_size=config["intermediate_size"],
-                layers=config["num_hidden_layers"],
-                heads=heads,
-                kv_heads=config.get("num_key_value_heads") or heads,
-                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-                norm_eps=config.get("rms_norm_eps", 1e-6),
-                rope=rope,
-                tied=config.get("tie_word_embeddings", False),
-                **FAMILIES[family],
-            )
-        except KeyError as error:
-            raise EngineError(f"{where}: no key {error}; expected a Hugging Face config.json") from error
+    def vocab_padded(self, tp: int) -> int:
+        """Rows of the embedding once it divides by `tp`."""
+        return -(-self.vocab // tp) * tp
 
     def inverse_frequencies(self) -> Tensor:
         """Radians per position of each rotated pair, float32 [head_dim / 2]."""
         exponent = torch.arange(0, self.head_dim, 2).float() / self.head_dim
-        frequencies: Tensor = 1.0 / (self.rope["rope_theta"] ** exponent)
-        if self.rope.get("rope_type", "default") == "default":
+        frequencies: Tensor = 1.0 / (self.rope_theta**exponent)
+        if self.rope_factor is None or self.rope_bands is None:
             return frequencies
         # Llama 3: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
-        factor, low, high, original = (self.rope[key] for key in ROPES["llama3"])
+        low, high, original = self.rope_bands
         turns = original * frequencies / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
-        scaled: Tensor = kept * frequencies + (1 - kept) * frequencies / factor
+        scaled: Tensor = kept * frequencies + (1 - kept) * frequencies / self.rope_factor
         return scaled
 
 
-def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """rope_type, rope_theta and the type's own numbers, which have had three places in a config.json."""
+def read_config(folder: Path | str) -> dict[str, Any]:
+    """The content of `folder`/config.json.
+
+    Raises:
+        ModelError: the file is missing or no JSON object.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{path}: not readable ({error}); expected a Hugging Face model folder") from error
+
+
+def read_architecture(folder: Path | str, *, dense: bool = False) -> Architecture:
+    """Read `folder`/config.json, as written by transformers 4 or 5.
+
+    Args:
+        dense: refuse a mixture of experts, which the embedded engine does not compute.
+
+    Raises:
+        ModelError: the file is missing or describes another kind of model.
+    """
+    found = architecture_of(read_config(folder), f"{Path(folder) / 'config.json'}")
+    if dense and found.experts:
+        raise ModelError(f"{folder}: a mixture of experts, which this engine does not compute; use engine.name: sglang")
+    return found
+
+
+def architecture_of(config: Mapping[str, Any], where: str) -> Architecture:
+    """The sizes in the content of a config.json; `where` is named in errors.
+
+    Raises:
+        ModelError: it describes another kind of model, or lacks a key.
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ModelError(f"{where}: model_type '{family}' is not supported; known: {', '.join(FAMILIES)}")
+    refused = [key for key in _REFUSED if config.get(key)]
+    if refused or config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"{where}: {refused[0] if refused else 'hidden_act'} is set; it is not supported here")
+    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        raise ModelError(f"{where}: layer_types has more than full_attention; it is not supported here")
+    qkv_bias, qk_norm = FAMILIES[family]
+    theta, factor, bands = _rope(config, where)
+    try:
+        heads = config["num_attention_heads"]
+        return Architecture(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            ffn=config["intermediate_size"],
+            vocab=config["vocab_size"],
+            tied=config.get("tie_word_embeddings", False),
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_factor=factor,
+            rope_bands=bands,
+            positions=config["max_position_embeddings"],
+            init_std=config.get("initializer_range", 0.02),
+            experts=Experts.of(config) if family in _SPARSE else None,
+        )
+    except KeyError as error:
+        raise ModelError(f"{where}: no key {error}; expected a Hugging Face config.json") from error
+
+
+def _rope(config: Mapping[str, Any], where: str) -> tuple[float, float | None, tuple[float, float, int] | None]:
+    """(theta, Llama 3's factor, its bands) of rotary positions, which have had three places in a config.json."""
     given = {"rope_theta": config.get("rope_theta", 1e4)}
     given |= config.get("rope_scaling") or {}
     given |= config.get("rope_parameters") or {}
     kind = given.get("rope_type") or given.get("type") or "default"  # `type` before transformers 4.43
-    if kind not in ROPES:
-        raise EngineError(f"{where}: rope_type '{kind}' is not supported; known: {', '.join(ROPES)}")
-    missing = [key for key in ROPES[kind] if key not in given]
+    if kind == "default":
+        return given["rope_theta"], None, None
+    if kind != "llama3":
+        raise ModelError(f"{where}: rope_type '{kind}' is not supported; known: default, llama3")
+    missing = [key for key in _LLAMA3 if key not in given]
     if missing:
-        raise EngineError(f"{where}: rope_type '{kind}' needs {missing[0]}")
-    return {"rope_type": kind, "rope_theta": given["rope_theta"]} | {key: given[key] for key in ROPES[kind]}
+        raise ModelError(f"{where}: rope_type 'llama3' needs {missing[0]}")
+    factor, *bands = (given[key] for key in _LLAMA3)
+    return given["rope_theta"], factor, (bands[0], bands[1], bands[2])

@@ -40,9 +40,9 @@ class Weights:
         """Lay the buffers out in `storage`, float32 of `elements(shape)`; in memory of their own without it."""
         self.storage = torch.empty(self.elements(shape)) if storage is None else storage
         empty = _Shelf(self.storage)
-        self.embed = empty(shape.vocab_size, shape.hidden_size)
-        self.head = self.embed if shape.tied else empty(shape.vocab_size, shape.hidden_size)
-        self.norm = empty(shape.hidden_size)
+        self.embed = empty(shape.vocab, shape.hidden)
+        self.head = self.embed if shape.tied else empty(shape.vocab, shape.hidden)
+        self.norm = empty(shape.hidden)
         self.layers = [_allocate(shape, empty) for _ in range(shape.layers)]
         self._tied = shape.tied
         # name -> (shape in the stream, view of a buffer with the same elements in the same order)
@@ -60,7 +60,7 @@ class Weights:
     def elements(shape: Architecture) -> int:
         """Float32 numbers that a storage for `shape` holds."""
         shelf = _Shelf(torch.empty(0, device="meta"))
-        hidden, vocab = shape.hidden_size, shape.vocab_size
+        hidden, vocab = shape.hidden, shape.vocab
         for _ in range(1 if shape.tied else 2):
             shelf(vocab, hidden)
         shelf(hidden)
@@ -146,7 +146,7 @@ class _Shelf:
 
 
 def _allocate(shape: Architecture, empty: Callable[..., Tensor]) -> Layer:
-    hidden, rows = shape.hidden_size, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    hidden, rows = shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return Layer(
         input_norm=empty(hidden),
         qkv=empty(rows, hidden),
@@ -155,8 +155,8 @@ def _allocate(shape: Architecture, empty: Callable[..., Tensor]) -> Layer:
         k_norm=empty(shape.head_dim) if shape.qk_norm else None,
         out=empty(hidden, shape.heads * shape.head_dim),
         post_norm=empty(hidden),
-        gate_up=empty(2 * shape.intermediate_size, hidden),
-        down=empty(hidden, shape.intermediate_size),
+        gate_up=empty(2 * shape.ffn, hidden),
+        down=empty(hidden, shape.ffn),
     )
 
 
@@ -164,7 +164,7 @@ def _places(layer: Layer, shape: Architecture) -> dict[str, tuple[torch.Size, Te
     q, kv, mlp, half = (
         shape.heads * shape.head_dim,
         shape.kv_heads * shape.head_dim,
-        shape.intermediate_size,
+        shape.ffn,
         shape.head_dim // 2,
     )
 

@@ -1,16 +1,17 @@
-"""Tensors of a model: their names and shapes (the manifest), and full tensors in blocks of neighbouring rows."""
+"""Model weights: tensors in safetensors files, the shapes that a model has, and full tensors in blocks of rows."""
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rollout.base.errors import EngineError
+from rollout.base.errors import EngineError, ModelError
 
 Rows = Tensor | Sequence[Tensor]  # a full tensor, or blocks of its rows in their order
 
@@ -42,31 +43,80 @@ def cut(target: Tensor, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
     return parts
 
 
-def read_manifest(folder: Path | str) -> dict[str, tuple[int, ...]]:
-    """Shape by name of every tensor in the safetensors of `folder`, from their headers alone.
+class TensorFiles:
+    """The tensors in safetensors files, by Hugging Face name; what is read of them is what is sliced."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Map `files`.
+
+        Raises:
+            ModelError: one cannot be read.
+        """
+        self.where = files[0].parent
+        self._files: dict[str, Any] = {}  # opened file by the name of each tensor in it
+        for file in files:
+            try:
+                opened = safe_open(str(file), "pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{file}: not a readable safetensors file ({error})") from error
+            self._files |= dict.fromkeys(opened.keys(), opened)
+
+    @classmethod
+    def of_folder(cls, folder: Path | str) -> TensorFiles:
+        """Those of a Hugging Face folder: what its index names, else all of them.
+
+        Raises:
+            ModelError: there are none, or one cannot be read.
+        """
+        index = Path(folder) / "model.safetensors.index.json"
+        if index.is_file():
+            files = {index.with_name(name) for name in json.loads(index.read_text())["weight_map"].values()}
+        else:
+            files = set(Path(folder).glob("*.safetensors"))
+        if not files:
+            raise ModelError(f"{folder}: no *.safetensors file; expected a Hugging Face model folder")
+        return cls(sorted(files))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def sliced(self, name: str) -> Any:
+        """The tensor as safetensors cuts it: `get_shape()`, and `[slices]` for a part."""
+        return self._files[name].get_slice(name)
+
+
+def read_tensors(folder: Path | str) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of all in a folder, one at a time.
 
     Raises:
-        EngineError: there are none, or one cannot be read.
+        ModelError: there are none, or a file cannot be read.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise EngineError(f"{folder}: no *.safetensors file; expected a Hugging Face model folder")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        try:
-            with file.open("rb") as opened:
-                (size,) = struct.unpack("<Q", opened.read(8))
-                header = json.loads(opened.read(size))
-        except (OSError, ValueError, struct.error) as error:
-            raise EngineError(f"{file}: not readable as safetensors ({error})") from error
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return shapes
+    files = TensorFiles.of_folder(folder)
+    return ((name, files.read(name)) for name in files)
+
+
+def tensor_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
+    """Shape by name of every tensor of a folder, from the files' headers alone.
+
+    Raises:
+        ModelError: there are none, or a file cannot be read.
+    """
+    files = TensorFiles.of_folder(folder)
+    return {name: tuple(files.sliced(name).get_shape()) for name in files}
 
 
 def complete(
     weights: Iterable[tuple[str, Rows]], manifest: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass on full tensors as long as they are what `manifest` says; a second name of a tied head is left out.
+    """Pass on full tensors as long as `manifest` has their names and shapes; a tied head's second name is left out.
 
     Raises:
         EngineError: names the tensor that is missing, unknown, repeated or of another shape.

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollout.base.errors import EngineError
-from rollout.models.tensors import Rows, complete, read_manifest
+from rollout.models.tensors import Rows, complete, tensor_shapes
 from rollout.sync.digests import digest_of
 from rollout.sync.protocol import SyncRoute, WeightUpdate
 
@@ -28,7 +28,7 @@ class FolderSender:
     def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
         self._route = route
         self._writes = rank == 0
-        self._manifest = read_manifest(route.model)
+        self._manifest = tensor_shapes(route.model)
 
     def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
         """Write `v<version>/` (see `Sender`)."""
@@ -130,7 +130,7 @@ class DeltaSender:
     def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
         self._route = route
         self._writes = rank == 0
-        self._manifest = read_manifest(route.model)
+        self._manifest = tensor_shapes(route.model)
         self._last: dict[str, Tensor] = {}
         self._version: int | None = None
 

@@ -22,7 +22,7 @@ import torch.multiprocessing  # teaches ForkingPickler how tensors travel
 from torch import Tensor
 
 from rollout.base.errors import EngineError
-from rollout.models.tensors import Rows, complete, read_manifest
+from rollout.models.tensors import Rows, complete, tensor_shapes
 from rollout.sync.digests import Digest, digest_of
 from rollout.sync.protocol import SyncRoute, WeightUpdate
 
@@ -42,7 +42,7 @@ class _Push:
         self._leads = rank == 0
         self._exchange = exchange
         self._urls = route.place.split()
-        self._manifest = read_manifest(route.model)
+        self._manifest = tensor_shapes(route.model)
         headers = {"Authorization": f"Bearer {route.options['key']}"} if route.options.get("key") else {}
         self._http = httpx.Client(headers=headers, trust_env=False, timeout=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(max_workers=len(self._urls) + 1)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rollout.base.errors import EngineError
-from rollout.models.architecture import Architecture
+from rollout.models.architecture import Architecture, read_architecture
 from rollout.models.checksums import Checksum, copy, flat_bytes
 from rollout.models.fused_weights import Weights
 from rollout.models.tensors import Rows, blocks_of, shape_of
@@ -131,7 +131,7 @@ class SharedSender:
 
     def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
         self._route = route
-        shape = Architecture.read(Path(route.model))
+        shape = read_architecture(route.model, dense=True)
         self._shared = SharedWeights(Path(route.place), shape) if rank == 0 else None
 
     def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> WeightUpdate:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from collections.abc import Collection
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,154 +11,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_mas.megatron.model.decoder import Decoder
-from mcore_mas.megatron.model.experts import Experts
 from mcore_mas.megatron.model.layers import layer_specs
-from mcore_mas.megatron.spec import Projection, TrainerSpec
-
-
-class ModelError(ValueError):
-    """A model folder cannot be trained as asked: says what, where, expected, what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """A decoder, dense or with mixtures of experts, as its Hugging Face config.json describes it."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    tied: bool  # the output layer is the embedding
-    qkv_bias: bool
-    qk_norm: bool
-    norm_eps: float
-    rope_theta: float
-    rope_factor: float | None  # llama3 frequency scaling
-    positions: int
-    init_std: float = 0.02  # of random weights
-    experts: Experts | None = None  # None: every layer is dense
-
-    def vocab_padded(self, tp: int) -> int:
-        """Rows of the embedding once it divides by `tp`."""
-        return -(-self.vocab // tp) * tp
-
-    def check_layout(
-        self, tp: int, pp: int = 1, vpp: int = 1, *, dp: int = 1, ep: int = 1, sp: bool = False, cp: int = 1
-    ) -> None:
-        """Refuse a tensor-, context-, pipeline- or expert-parallel size that cannot cut this model.
-
-        Raises:
-            ModelError: with the sizes that can.
-        """
-        sizes = {"heads": self.heads, "key/value heads": self.kv_heads, "feed-forward width": self.ffn}
-        if self.experts:
-            sizes["expert width"] = self.experts.ffn
-        for what, size in sizes.items():
-            if size % tp:
-                valid = [n for n in range(1, min(sizes.values()) + 1) if all(s % n == 0 for s in sizes.values())]
-                raise ModelError(
-                    f"tp: {tp} does not divide the model's {size} {what}; valid here: {valid}, nearest: "
-                    f"{_nearest(tp, valid)}"
-                )
-        if self.heads % (tp * cp):
-            valid = [n for n in range(1, self.heads + 1) if self.heads % (tp * n) == 0]
-            raise ModelError(
-                f"cp: {cp} does not divide the {self.heads // tp} heads that tp: {tp} leaves to each rank; "
-                f"valid here: {valid}, nearest: {_nearest(cp, valid)}"
-            )
-        stages = pp * vpp
-        if self.layers % stages:
-            valid = [n for n in range(1, self.layers + 1) if self.layers % n == 0]
-            what = f"pp: {pp}" if vpp == 1 else f"pp · vpp: {pp} · {vpp}"
-            raise ModelError(
-                f"{what} does not divide the model's {self.layers} layers; valid here: {valid}, nearest: "
-                f"{_nearest(stages, valid)}"
-            )
-        if vpp > 1 and pp == 1:
-            raise ModelError(f"vpp: {vpp} stages on each pipeline rank need pp of 2 or more; use vpp: 1, or pp: 2")
-        if sp and tp == 1:
-            raise ModelError("sp: cutting by sequence needs tp of 2 or more; use sp: false, or tp: 2")
-        if self.experts is None and ep > 1:
-            raise ModelError(
-                f"ep: {ep} on a model without experts; valid here: [1], nearest: 1 (dp is what repeats it)"
-            )
-        refusal = self.experts.refusal(tp=tp, dp=dp, ep=ep, sp=sp, cp=cp) if self.experts else None
-        if refusal:
-            raise ModelError(refusal)
-
-    def check_adapters(self, targets: Collection[Projection]) -> None:
-        """Refuse adapters that this model cannot have.
-
-        Raises:
-            ModelError: with the projections that can have some.
-        """
-        refusal = self.experts.adapter_refusal(targets) if self.experts else None
-        if refusal:
-            raise ModelError(refusal)
-
-
-def _nearest(wanted: int, valid: list[int]) -> int:
-    return min(valid, key=lambda size: abs(size - wanted))
-
-
-# (query/key/value biases, query/key norms) by Hugging Face model_type
-_FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "llama": (False, False), "qwen3_moe": (False, True)}
-_SPARSE = ("qwen3_moe",)
-
-
-def read_architecture(folder: Path) -> Architecture:
-    """Read `folder`/config.json, as written by transformers 4 or 5.
-
-    Raises:
-        ModelError: there is no such folder, or the family or its rope scaling is not supported.
-    """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ModelError(f"{folder}: no model here (config.json is missing); expected a Hugging Face model folder")
-    config: dict[str, Any] = json.loads(path.read_text())
-    family = config.get("model_type")
-    if family not in _FAMILIES:
-        raise ModelError(f"{path}: model_type '{family}' is not supported; supported: {', '.join(_FAMILIES)}")
-    qkv_bias, qk_norm = _FAMILIES[family]
-    # transformers 5 moved the rope settings into one dictionary
-    rope = config.get("rope_parameters") or {**(config.get("rope_scaling") or {}), "rope_theta": config["rope_theta"]}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ModelError(f"{path}: rope type '{kind}' is not supported; supported: default, llama3")
-    return Architecture(
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        ffn=config["intermediate_size"],
-        vocab=config["vocab_size"],
-        tied=config.get("tie_word_embeddings", False),
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-        norm_eps=config["rms_norm_eps"],
-        rope_theta=rope["rope_theta"],
-        rope_factor=rope["factor"] if kind == "llama3" else None,
-        positions=config["max_position_embeddings"],
-        init_std=config.get("initializer_range", 0.02),
-        experts=Experts.of(config) if family in _SPARSE else None,
-    )
-
-
-def check_layers(layers: str) -> None:
-    """Refuse layers that cannot be made here.
-
-    Raises:
-        ModelError: Transformer Engine is asked for and not there.
-    """
-    if layers == "te" and importlib.util.find_spec("transformer_engine") is None:
-        raise ModelError(
-            "layers: te needs Transformer Engine, which is not installed here; use layers: local, or install "
-            "transformer-engine[pytorch]"
-        )
+from mcore_mas.megatron.spec import TrainerSpec
+from rollout.models.architecture import Architecture
 
 
 def equal_lengths(spec: TrainerSpec) -> bool:

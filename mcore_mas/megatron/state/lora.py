@@ -20,17 +20,17 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Parameter
 
-from mcore_mas.megatron.model.build import Architecture, ModelError
 from mcore_mas.megatron.model.decoder import Decoder
 from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
 from mcore_mas.megatron.state.names import LINEARS
 from mcore_mas.megatron.state.sources import SafeTensors
+from rollout.base.errors import ModelError
 from rollout.base.seeds import derive_seed
+from rollout.models.architecture import Architecture
 
 _PEFT = re.compile(r"\.(\w+)_proj\.lora_([AB])\.weight$")
 
@@ -252,8 +252,7 @@ class AdapterFolder(SafeTensors):
             if not file.is_file():
                 raise ModelError(f"{folder}: no adapter here ({file.name} is missing); expected a folder as PEFT saves")
         _check(config, json.loads(config.read_text()), lora)
-        with safe_open(str(tensors), "pt") as held:
-            super().__init__(folder, dict.fromkeys(held.keys(), _TENSORS))
+        super().__init__([tensors])
 
 
 def _check(path: Path, config: dict[str, Any], lora: LoraSpec) -> None:

@@ -9,10 +9,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mcore_mas.megatron.model.build import Architecture
 from mcore_mas.megatron.model.decoder import EXPERT, LAYER
 from mcore_mas.megatron.spec import Projection
 from mcore_mas.megatron.state.sources import Source
+from rollout.models.architecture import Architecture
 from rollout.models.tensors import shape_of
 
 

@@ -11,9 +11,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from mcore_mas.megatron.model.build import Architecture
 from mcore_mas.megatron.state.names import Entry
 from mcore_mas.megatron.state.sources import Source
+from rollout.models.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mcore_mas.megatron.model.build import Architecture
 from mcore_mas.megatron.state.sources import Source
 from mcore_mas.megatron.state.weight_import import scatter
+from rollout.models.architecture import Architecture
 
 
 class Reference:

@@ -14,12 +14,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.model.build import Architecture, ModelError
 from mcore_mas.megatron.state.names import entries
 from mcore_mas.megatron.state.optimizer import OptimizerState
 from mcore_mas.megatron.state.pieces import Piece, pieces_of
 from mcore_mas.megatron.state.weight_import import tensor_parallel
+from rollout.base.errors import ModelError
 from rollout.base.files import Digest, write_chunks
+from rollout.models.architecture import Architecture
 
 _RECORD = "trainer.json"
 

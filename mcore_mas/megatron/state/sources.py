@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from mcore_mas.megatron.model.build import ModelError
+from rollout.base.errors import ModelError
+from rollout.models.tensors import TensorFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,37 +37,8 @@ _EXPERT = re.compile(r"(?P<stack>.*\.experts\.)(?P<expert>\d+)\.(?P<projection>g
 _STACKS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
-class SafeTensors:
-    """Tensors of safetensors files, opened when first read; what is read of them is what is sliced."""
-
-    def __init__(self, folder: Path, files: dict[str, str]) -> None:
-        """`files` in `folder` by the name of the tensor that each holds."""
-        self._folder = folder
-        self._files = files
-        self._open: dict[str, Any] = {}
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> SafeTensors:
-        """A Hugging Face folder, sharded or not.
-
-        Raises:
-            ModelError: it holds no safetensors.
-        """
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            return cls(folder, json.loads(index.read_text())["weight_map"])
-        if (folder / "model.safetensors").is_file():
-            return cls.of_file(folder / "model.safetensors")
-        raise ModelError(f"{folder}: no weights here; expected model.safetensors or its index")
-
-    @classmethod
-    def of_file(cls, path: Path) -> SafeTensors:
-        """One file."""
-        with safe_open(str(path), "pt") as tensors:
-            return cls(path.parent, dict.fromkeys(tensors.keys(), path.name))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
+class SafeTensors(TensorFiles):
+    """Tensors of safetensors files as sources; what is read of them is what is sliced."""
 
     def __call__(self, name: str) -> Source:
         """The tensor of this name, also where it is one expert's place in a stack.
@@ -78,19 +46,16 @@ class SafeTensors:
         Raises:
             ModelError: there is none.
         """
-        if name in self._files:
+        if name in self:
             return self._slice(name)
         expert = _EXPERT.fullmatch(name)
         stack = expert["stack"] + _STACKS[expert["projection"]] if expert else name
-        if expert is None or stack not in self._files:
-            raise ModelError(f"{self._folder}: no tensor '{name}'; is config.json of the same model?")
+        if expert is None or stack not in self:
+            raise ModelError(f"{self.where}: no tensor '{name}'; is config.json of the same model?")
         return _place(self._slice(stack), int(expert["expert"]), expert["projection"])
 
     def _slice(self, name: str) -> Source:
-        file = self._files[name]
-        if file not in self._open:
-            self._open[file] = safe_open(str(self._folder / file), "pt").__enter__()
-        tensor = self._open[file].get_slice(name)
+        tensor = self.sliced(name)
         return Source(shape=tuple(tensor.get_shape()), part=tensor.__getitem__)
 
 

@@ -12,9 +12,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.model.build import Architecture
 from mcore_mas.megatron.model.decoder import EXPERT, renumbered
 from mcore_mas.megatron.state.names import Entry, entries
+from rollout.models.architecture import Architecture
 
 BUCKET_BYTES = 64 << 20  # of one rank's shards that travel together
 

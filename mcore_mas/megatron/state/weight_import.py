@@ -12,9 +12,10 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_mas.megatron.model.build import Architecture, ModelError
 from mcore_mas.megatron.state.names import Entry, entries
 from mcore_mas.megatron.state.sources import Source
+from rollout.base.errors import ModelError
+from rollout.models.architecture import Architecture
 
 
 def scatter(local: Mapping[str, Tensor], architecture: Architecture, source: Callable[[str], Source]) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_mas.megatron.batch import Microbatch, pairs
-from mcore_mas.megatron.model.build import Architecture, read_architecture
 from mcore_mas.megatron.spec import TrainerSpec
+from rollout.models.architecture import Architecture, read_architecture
 
 _PER_STAGE = 2  # micro-batches of a rank, up to which more of them shorten the wait for the first and the last stage
 

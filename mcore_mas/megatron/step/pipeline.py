@@ -14,12 +14,13 @@ from torch import Tensor
 from mcore_mas.equations.losses import Tokens, ValueTokens
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.model.build import Architecture, equal_lengths
+from mcore_mas.megatron.model.build import equal_lengths
 from mcore_mas.megatron.model.context_parallel import Share, join
 from mcore_mas.megatron.model.decoder import Decoder
 from mcore_mas.megatron.model.tree_layout import PackedTrees
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.balance import deal, flops
+from rollout.models.architecture import Architecture
 
 Rows = dict[str, Tensor]  # statistics by name, each [N]
 _Output = tuple[Tensor, ...]  # log-probabilities and entropies, or values, each [n]

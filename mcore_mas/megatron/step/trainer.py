@@ -18,8 +18,9 @@ from torch import Tensor
 from mcore_mas.equations.statistics import SpikeMonitor
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.model.build import ModelError, build_model, check_layers, read_architecture
+from mcore_mas.megatron.model.build import build_model
 from mcore_mas.megatron.model.decoder import Decoder
+from mcore_mas.megatron.model.layout_checks import check_adapters, check_layers, check_layout
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.lora import (
     Adapter,
@@ -41,7 +42,9 @@ from mcore_mas.megatron.state.weight_import import scatter, shapes, write_folder
 from mcore_mas.megatron.step.lr_schedule import Rates
 from mcore_mas.megatron.step.pipeline import Pipeline
 from mcore_mas.megatron.step.statistics import summarise
+from rollout.base.errors import ModelError
 from rollout.base.files import Digest
+from rollout.models.architecture import read_architecture
 from rollout.models.tensors import whole
 
 _POLICY = ""  # the spike monitor of the whole gradient, beside those of the agents
@@ -58,10 +61,10 @@ class MegatronTrainer:
         """
         self.spec = spec
         self.architecture = read_architecture(Path(spec.model))
-        self.architecture.check_layout(spec.tp, spec.pp, spec.vpp, dp=spec.dp, ep=spec.ep, sp=spec.sp, cp=spec.cp)
+        check_layout(self.architecture, spec.tp, spec.pp, spec.vpp, dp=spec.dp, ep=spec.ep, sp=spec.sp, cp=spec.cp)
         check_layers(spec.layers)
         if spec.lora is not None:
-            self.architecture.check_adapters(spec.lora.targets)
+            check_adapters(self.architecture, spec.lora.targets)
         stages = [
             build_model(self.architecture, spec, vp_stage if spec.vpp > 1 else None).to(parallel.device())
             for vp_stage in range(spec.vpp)

@@ -96,7 +96,7 @@ class EmbeddedEngine:
 
     def submit(self, request_id: int, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Queue one generation. What is wrong with it comes back from `step` as its EngineError."""
-        problem = problem_of(prompt_ids, sampling, self._decoder.shape.vocab_size, self.max_length)
+        problem = problem_of(prompt_ids, sampling, self._decoder.shape.vocab, self.max_length)
         if self._asleep:
             problem = "the engine sleeps; wake it first"
         if problem:

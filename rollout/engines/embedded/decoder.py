@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollout.base.errors import EngineError
-from rollout.models.architecture import Architecture
+from rollout.models.architecture import Architecture, read_architecture
 from rollout.models.fused_weights import Layer, Weights
+from rollout.models.tensors import read_tensors
 
 _QUERY_BLOCK = 128  # prompt tokens per attention product: bounds its memory, skips most of the masked half
 _BLOCK_COST = 400  # tokens of context that can be read in the time it takes to start another attention product
@@ -96,8 +96,8 @@ class Decoder:
         Raises:
             EngineError: a file is missing, or its architecture or tensors are not what is supported.
         """
-        decoder = cls(Architecture.read(folder), max_length, device=device)
-        decoder.load(read_folder(folder))
+        decoder = cls(read_architecture(folder, dense=True), max_length, device=device)
+        decoder.load(read_tensors(folder))
         return decoder
 
     @property
@@ -279,21 +279,3 @@ class _Block:
         mixed = torch.bmm(scores.softmax(-1), values[self.rows].flatten(0, 1)[:, : self.width])
         mixed = mixed.view(self.window, heads * dim)
         return mixed if self.inside is None else mixed[self.inside]
-
-
-def read_folder(folder: Path) -> Iterable[tuple[str, Tensor]]:
-    """The tensors in the safetensors of `folder`, one at a time.
-
-    Raises:
-        EngineError: there are none, or a file cannot be read.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise EngineError(f"{folder}: no *.safetensors file; expected a Hugging Face model folder")
-    for file in files:
-        try:
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    yield name, tensors.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise EngineError(f"{file}: not a readable safetensors file ({error})") from error

@@ -18,7 +18,7 @@ from rollout.base.shared_memory import fresh_place
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.host import Ask, Host
 from rollout.engines.protocol import BUSY, Tag
-from rollout.models.architecture import Architecture
+from rollout.models.architecture import read_architecture
 from rollout.records.completion import Completion, Sampling, VersionSpan
 from rollout.sync import make_sender
 from rollout.sync.protocol import SyncRoute, WeightUpdate
@@ -160,7 +160,7 @@ class HostedEngine:
 
     def _mapped(self) -> SharedWeights | None:
         try:
-            shape = Architecture.read(Path(self._folder))
+            shape = read_architecture(self._folder, dense=True)
         except EngineError:
             return None  # the actor says so with the first call
         return SharedWeights(self._file, shape, create=True)

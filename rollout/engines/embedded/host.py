@@ -13,10 +13,10 @@ import torch
 
 from rollout.base.errors import EngineError
 from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.embedded.decoder import Decoder, read_folder
+from rollout.engines.embedded.decoder import Decoder
 from rollout.engines.protocol import Tag
-from rollout.models.architecture import Architecture
-from rollout.models.tensors import compare
+from rollout.models.architecture import read_architecture
+from rollout.models.tensors import compare, read_tensors
 from rollout.records.completion import Sampling
 from rollout.sync.disk import patched
 from rollout.sync.shared import SharedCheck, SharedWeights
@@ -41,12 +41,12 @@ class Host:
         device: str,
     ) -> None:
         torch.set_num_threads(threads)
-        shape = Architecture.read(Path(folder))
+        shape = read_architecture(folder, dense=True)
         self._shared = SharedWeights(Path(file), shape)
         decoder = Decoder(shape, max_length, self._shared.halves, device)
         version, half = held
         if half is None:
-            decoder.load(read_folder(Path(folder)))
+            decoder.load(read_tensors(folder))
         else:
             decoder.adopt(half)
         self._core = EmbeddedEngine(decoder, rows=rows, version=version, deterministic=deterministic)
@@ -104,7 +104,7 @@ class Host:
         self._shared.versions[half] = -1
         try:
             self._shared.halves[half].fill(
-                read_folder(path) if path.is_dir() else patched(held, path, self._core.version)
+                read_tensors(path) if path.is_dir() else patched(held, path, self._core.version)
             )
         except EngineError as error:
             return str(error)

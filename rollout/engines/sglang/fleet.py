@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
-
 from rollout.base.errors import EngineError
 from rollout.engines.sglang.client import Lost
 from rollout.engines.sglang.server import Replica, attached, owned
 from rollout.engines.sglang.settings import Settings
-from rollout.models.tensors import compare
+from rollout.models.tensors import TensorFiles, compare
 from rollout.sync.digests import SGLang, kind_of, layer_of, of_rank
 
 if TYPE_CHECKING:
@@ -200,8 +198,5 @@ class Checks:
 
     def _sample(self) -> Iterator[tuple[str, Tensor]]:
         """The first layer's tensors, and those of none."""
-        for file in sorted(self._settings.folder.glob("*.safetensors")):
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    if layer_of(name) in (None, 0):
-                        yield name, tensors.get_tensor(name)
+        files = TensorFiles.of_folder(self._settings.folder)
+        return ((name, files.read(name)) for name in files if layer_of(name) in (None, 0))

@@ -16,7 +16,7 @@ from rollout.base.errors import EngineError
 from rollout.engines.embedded import rows as sampler
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.decoder import Decoder
-from rollout.models.architecture import Architecture
+from rollout.models.architecture import architecture_of
 from rollout.records.completion import Sampling
 
 CONFIG = {
@@ -28,6 +28,7 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "max_position_embeddings": 1024,
 }
 
 
@@ -58,7 +59,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedEngine]:
 
     monkeypatch.setattr(sampler, "choose", chosen)
     with OneDevice():
-        yield EmbeddedEngine(Decoder(Architecture.from_config(CONFIG, "here"), 700, device="meta"), rows=8)
+        yield EmbeddedEngine(Decoder(architecture_of(CONFIG, "here"), 700, device="meta"), rows=8)
 
 
 class _Host:
@@ -128,13 +129,13 @@ def test_sleep_gives_the_gpu_back_and_an_update_brings_the_weights_again(engine:
 
 def test_a_device_that_is_not_there_is_one_line() -> None:
     with pytest.raises(EngineError, match="torch cannot compute on device 'abacus' here"):
-        Decoder(Architecture.from_config(CONFIG, "here"), 16, device="abacus")
+        Decoder(architecture_of(CONFIG, "here"), 16, device="abacus")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_gives_the_cpus_log_probabilities() -> None:
-    shape = Architecture.from_config(CONFIG, "here")
+    shape = architecture_of(CONFIG, "here")
     generator = torch.Generator().manual_seed(0)
     engines = {device: EmbeddedEngine(Decoder(shape, 128, device=device), rows=8) for device in ("cpu", "cuda")}
     weights = [

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rollout.base.errors import EngineError
-from rollout.engines.embedded.decoder import read_folder
 from rollout.engines.sglang.fleet import Checks
 from rollout.engines.sglang.settings import Settings
+from rollout.models.tensors import read_tensors
 from rollout.sync.digests import SGLang, kind_of
 from rollout.sync.protocol import WeightUpdate
 from tests.support import reference
@@ -25,7 +25,7 @@ class Server:
 
     def __init__(self, folder: Path, held: dict[str, Any], paths: tuple[str, ...] = ("/weights_checker",)) -> None:
         digest = SGLang(**held)
-        for name, tensor in read_folder(folder):
+        for name, tensor in read_tensors(folder):
             digest.add(name, tensor)
         self.sums, self.paths, self.asked = digest.finish(), paths, 0
         self.client = self

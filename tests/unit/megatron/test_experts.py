@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from mcore_mas.megatron.model.experts import Experts
+from mcore_mas.megatron.model.layout_checks import adapter_refusal, expert_refusal
+from rollout.models.architecture import Experts
 
 CONFIG = {
     "num_hidden_layers": 6,
@@ -44,29 +45,28 @@ def test_configs_of_transformers_4_and_5_say_the_same() -> None:
     ],
 )
 def test_layouts_that_cannot_share_them_are_refused(sizes: dict, told: str) -> None:
-    refusal = Experts.of(CONFIG).refusal(**{"tp": 1, "dp": 1, "ep": 1, "sp": False, **sizes})
+    refusal = expert_refusal(Experts.of(CONFIG), **{"tp": 1, "dp": 1, "ep": 1, "sp": False, **sizes})
     assert refusal is not None
     assert re.search(told, refusal)
 
 
 def test_layouts_that_can_are_not() -> None:
     experts = Experts.of(CONFIG)
-    assert experts.refusal(tp=2, dp=4, ep=4, sp=True) is None
-    assert experts.refusal(tp=1, dp=3, ep=1, sp=False) is None
+    assert expert_refusal(experts, tp=2, dp=4, ep=4, sp=True) is None
+    assert expert_refusal(experts, tp=1, dp=3, ep=1, sp=False) is None
     # 2 · 2 ranks hold tokens of their own
-    assert experts.refusal(tp=1, dp=2, cp=2, ep=4, sp=False) is None
+    assert expert_refusal(experts, tp=1, dp=2, cp=2, ep=4, sp=False) is None
 
 
 def test_adapters_are_of_attention_alone() -> None:
-    experts = Experts.of(CONFIG)
-    assert experts.adapter_refusal(("q", "v")) is None
-    assert experts.adapter_refusal(("q", "up", "down")) == (
+    assert adapter_refusal(("q", "v")) is None
+    assert adapter_refusal(("q", "up", "down")) == (
         "lora.targets: up, down of a mixture of experts are its experts', which take no adapters; "
         "use targets: [q, k, v, o], or some of them"
     )
 
 
 def test_a_router_that_cannot_learn_is_refused() -> None:
-    refusal = Experts.of(CONFIG | {"num_experts_per_tok": 1}).refusal(tp=1, dp=1, ep=1, sp=False)
+    refusal = expert_refusal(Experts.of(CONFIG | {"num_experts_per_tok": 1}), tp=1, dp=1, ep=1, sp=False)
     assert refusal is not None
     assert "its router cannot learn" in refusal

@@ -8,7 +8,7 @@ import torch
 
 from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.packing.pack import pack, unpack
-from rollout.engines.embedded.decoder import read_folder
+from rollout.models.tensors import read_tensors
 from rollout.sync.protocol import SyncRoute
 from tests.support import precision, ranks, reference
 
@@ -28,7 +28,7 @@ def test_two_data_parallel_actors_score_train_and_export(running_ray: None, tmp_
         frozen = await gang.score(batches, reference=True)
         route = SyncRoute(transport="disk", place=str(tmp_path / "sent"), model=str(tmp_path / "model"))
         handover = await gang.export(route, 1)
-        weights = dict(read_folder(Path(handover.place)))
+        weights = dict(read_tensors(Path(handover.place)))
         return start, metrics, frozen, weights
 
     start, metrics, frozen, weights = asyncio.run(play())

@@ -15,10 +15,10 @@ import torch
 
 from rollout.base.errors import EngineError
 from rollout.base.shared_memory import fresh_place
-from rollout.engines.embedded.decoder import read_folder
 from rollout.engines.embedded.engine import HostedEngine
-from rollout.models.architecture import Architecture
+from rollout.models.architecture import read_architecture
 from rollout.models.checksums import checksum
+from rollout.models.tensors import read_tensors
 from rollout.records.completion import Sampling
 from rollout.sync import make_sender
 from rollout.sync.protocol import SyncRoute, WeightSender
@@ -32,8 +32,8 @@ LAYOUTS = [(tp, pp, dp) for tp in (1, 2) for pp in (1, 2) for dp in (1, 2) if tp
 @pytest.mark.slow
 def test_every_layout_hands_over_bit_for_bit(tmp_path: Path) -> None:
     reference.make_model("qwen2", tmp_path / "model")
-    want = dict(read_folder(tmp_path / "model"))
-    shape = Architecture.read(tmp_path / "model")
+    want = dict(read_tensors(tmp_path / "model"))
+    shape = read_architecture(tmp_path / "model", dense=True)
     jobs, mapped = [], {}
     try:
         for number, (tp, pp, dp) in enumerate(LAYOUTS):
@@ -58,7 +58,7 @@ def test_every_layout_hands_over_bit_for_bit(tmp_path: Path) -> None:
             for name, tensor in half.tensors():
                 assert torch.equal(tensor, want[name]), (LAYOUTS[number], name)
             said = json.loads((tmp_path / f"{number}_disk.json").read_text())
-            written = dict(read_folder(Path(said["place"])))
+            written = dict(read_tensors(Path(said["place"])))
             for name in written:
                 assert torch.equal(written[name], want[name]), (LAYOUTS[number], name)
             assert said["checksums"] == {name: half.checksums()[name] for name in said["checksums"]}
@@ -72,7 +72,7 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, 
     import ray
 
     reference.make_model("qwen2", tmp_path)
-    weights = {name: tensor * 1.1 for name, tensor in read_folder(tmp_path)}
+    weights = {name: tensor * 1.1 for name, tensor in read_tensors(tmp_path)}
     told: list[str] = []
     engine = HostedEngine(tmp_path, max_length=64, rows=4, restarts=2, tell=told.append)
     sampling = Sampling(max_tokens=40, seed=3)
@@ -136,7 +136,7 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, 
 @pytest.mark.slow
 def test_an_engine_that_dies_goes_on_with_the_changes_it_was_sent(running_ray: None, tmp_path: Path) -> None:
     reference.make_model("qwen2", tmp_path / "model")
-    weights = dict(read_folder(tmp_path / "model"))
+    weights = dict(read_tensors(tmp_path / "model"))
     told: list[str] = []
     engine = HostedEngine(tmp_path / "model", max_length=64, rows=4, transport="delta", tell=told.append)
     sampling = Sampling(max_tokens=20, seed=3)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mcore_mas.megatron.model.build import Architecture, ModelError
 from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
 from mcore_mas.megatron.state.lora import AdapterFolder, initial
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
+from rollout.base.errors import ModelError
+from rollout.models.architecture import Architecture
 from tests.support import lora, precision, ranks, reference
 
 LORA = LoraSpec(rank=4, alpha=8.0, targets=("k", "o", "up"), seed=3)

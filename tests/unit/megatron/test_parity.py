@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_mas.megatron.model.build import ModelError, read_architecture
+from mcore_mas.megatron.model.layout_checks import check_layout
+from rollout.base.errors import ModelError
+from rollout.models.architecture import read_architecture
 from tests.support import precision, ranks, reference
 
 STEPS = 3
@@ -70,9 +72,9 @@ def test_checkpoint_of_tp2_continues_at_tp1_and_tp2(runs: Path, tmp_path: Path) 
 def test_layouts_that_cannot_be_cut_are_refused_with_those_that_can(tmp_path: Path) -> None:
     reference.make_model("qwen2", tmp_path)
     architecture = read_architecture(tmp_path)
-    architecture.check_layout(2)
+    check_layout(architecture, 2)
     with pytest.raises(ModelError, match=r"tp: 4 does not divide the model's 2 key/value heads; valid here: \[1, 2\]"):
-        architecture.check_layout(4)
+        check_layout(architecture, 4)
 
 
 def test_rope_is_read_from_configs_of_transformers_4_and_5(tmp_path: Path) -> None:
@@ -87,5 +89,5 @@ def test_rope_is_read_from_configs_of_transformers_4_and_5(tmp_path: Path) -> No
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no model here"):
+    with pytest.raises(ModelError, match=r"nowhere/config\.json: not readable"):
         read_architecture(tmp_path / "nowhere")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from mcore_mas.megatron.model.build import Architecture, read_architecture
 from mcore_mas.megatron.state.names import COLUMNS, VOCAB, WHOLE, Entry, entries
 from mcore_mas.megatron.state.pieces import Piece, pieces_of
 from mcore_mas.megatron.state.sources import Source
+from rollout.models.architecture import Architecture, read_architecture
 from tests.support import reference
 
 PARAMETERS = [

@@ -7,9 +7,9 @@ import torch
 
 from mcore_mas.equations.losses import ValueObjective
 from mcore_mas.megatron.batch import Microbatch, Segment
-from mcore_mas.megatron.model.build import Architecture, read_architecture
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.balance import Shares, deal, flops
+from rollout.models.architecture import Architecture, read_architecture
 from tests.support import reference
 
 

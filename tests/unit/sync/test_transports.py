@@ -19,10 +19,10 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError
 from rollout.base.shared_memory import MEMORY, fresh_place
-from rollout.engines.embedded.decoder import Decoder, read_folder
-from rollout.models.architecture import Architecture
+from rollout.engines.embedded.decoder import Decoder
+from rollout.models.architecture import read_architecture
 from rollout.models.checksums import Checksum, checksum, copy, gpu_hash
-from rollout.models.tensors import Rows, compare, complete, read_manifest, shape_of, whole
+from rollout.models.tensors import Rows, compare, complete, read_tensors, shape_of, tensor_shapes, whole
 from rollout.sync import alone, make_sender, push
 from rollout.sync.digests import SGLang
 from rollout.sync.disk import changes, patched
@@ -147,8 +147,8 @@ def test_a_checksum_is_xxh3_of_shape_and_bytes() -> None:
 
 def test_shared_weights_are_checked_while_the_next_ones_are_written(tmp_path: Path) -> None:
     make_model(0).save_pretrained(tmp_path)
-    weights = dict(read_folder(tmp_path))
-    shape = Architecture.read(tmp_path)
+    weights = dict(read_tensors(tmp_path))
+    shape = read_architecture(tmp_path, dense=True)
     place = fresh_place()
     try:
         shared = SharedWeights(place, shape, create=True)
@@ -189,7 +189,7 @@ def test_shared_weights_are_checked_while_the_next_ones_are_written(tmp_path: Pa
 
 
 def test_a_stream_is_held_to_the_model(model: Path) -> None:
-    manifest = read_manifest(model)
+    manifest = tensor_shapes(model)
     assert manifest == {"a.weight": (50, 20), "b.weight": (10, 64), "c.bias": (3,)}
     head = ("lm_head.weight", torch.zeros(1))
     assert [name for name, _ in complete([*tensors().items(), head], manifest)] == list(NAMES)  # a tied head
@@ -201,7 +201,7 @@ def test_a_stream_is_held_to_the_model(model: Path) -> None:
         with pytest.raises(EngineError, match=message):
             list(complete(spoilt.items(), manifest))
     with pytest.raises(EngineError, match="expected a Hugging Face model folder"):
-        read_manifest(model.parent)
+        tensor_shapes(model.parent)
 
 
 def test_a_difference_is_named() -> None:
@@ -214,7 +214,7 @@ def test_a_folder_holds_one_version_and_only_changes_if_asked(model: Path, tmp_p
     sender = make_sender(route("disk", model, tmp_path / "disk"))
     for version in (3, 4):
         handover = sender.send(tensors(version).items(), version, {})
-        assert identical(dict(read_folder(Path(handover.place))), tensors(version))
+        assert identical(dict(read_tensors(Path(handover.place))), tensors(version))
         assert handover.bytes == 4000 + 1280 + 12
         assert handover.checksums == {name: checksum(tensor) for name, tensor in tensors(version).items()}
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["v000004"]
@@ -222,7 +222,7 @@ def test_a_folder_holds_one_version_and_only_changes_if_asked(model: Path, tmp_p
     sender = make_sender(route("changed", model, tmp_path / "changed"))
     assert sender.send(tensors().items(), 1, {"base": 0}).bytes == 5292  # nothing was sent before
     handover = sender.send({**tensors(), "c.bias": torch.tensor([-0.0, -1.5, 2.0])}.items(), 2, {"base": 1})
-    assert list(dict(read_folder(Path(handover.place)))) == ["c.bias"]  # 0.0 became -0.0
+    assert list(dict(read_tensors(Path(handover.place)))) == ["c.bias"]  # 0.0 became -0.0
     assert sorted(handover.checksums) == sorted(NAMES)  # all are compared
     assert sender.send(tensors().items(), 3, {"base": 1}).bytes == 5292  # the engine holds another version
 
@@ -463,14 +463,14 @@ def decoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_shared_weights_are_written_where_they_are_used(decoder_folder: Path) -> None:
-    shape = Architecture.read(decoder_folder)
+    shape = read_architecture(decoder_folder, dense=True)
     place = fresh_place()
     try:
         engine = SharedWeights(place, shape, create=True)
         decoder = Decoder(shape, 16, engine.halves)
-        decoder.load(read_folder(decoder_folder))
+        decoder.load(read_tensors(decoder_folder))
         assert decoder.half == 1
-        weights = dict(read_folder(decoder_folder))
+        weights = dict(read_tensors(decoder_folder))
         doubled = {name: tensor * 2 for name, tensor in weights.items()}
         sender = make_sender(route("shared", decoder_folder, place))
         handover = sender.send(doubled.items(), 7, {"half": 0})
