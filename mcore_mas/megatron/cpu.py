@@ -81,8 +81,11 @@ def install() -> None:
     """Prepare this process for megatron-core on the CPU; does nothing where CUDA is available, or a second time."""
     if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
         return
-    # TorchScript fusers look for CUDA; this comes before other Megatron modules are imported: their decorators read it.
+    # Megatron's fusers are torch.compile, by decorators that run as soon as the package is imported: its functions stay
+    # as they are on the CPU, and the compiler, which takes as long to import as all of Megatron, is not asked for.
+    compiler, torch.compile = torch.compile, _uncompiled
     importlib.import_module("megatron.core.jit").disable_jit_fuser()
+    torch.compile = compiler
     # Rotary embeddings, DDP buffers and the vocabulary-parallel layers ask for the current device.
     torch.cuda.current_device = _current_device
     # Pipeline stages that tell each other the lengths of micro-batches wait for the GPU in between.
@@ -111,6 +114,10 @@ def install() -> None:
 
 def _current_device() -> torch.device:
     return _DEVICE
+
+
+def _uncompiled(function: Any = None, **_: Any) -> Any:
+    return _uncompiled if function is None else function
 
 
 def _as_asked(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:

@@ -1,6 +1,8 @@
 """What each rank of a multi-process test runs; importable, so that spawned processes find it."""
 
+import gc
 import json
+import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -11,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import spawn
+from torch.multiprocessing import start_processes
 
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import Objective, ValueObjective
@@ -49,11 +51,13 @@ class Job:
 
 
 def play(jobs: Sequence[Job]) -> None:
-    """The jobs one after the other, in one set of processes: starting those is what takes the time."""
-    spawn(_play, args=(jobs,), nprocs=max(job.ranks for job in jobs))
+    """The jobs one after the other, in one set of processes, forked from one that has imported what they need."""
+    multiprocessing.set_forkserver_preload([__name__])
+    start_processes(_play, args=(jobs,), nprocs=max(job.ranks for job in jobs), start_method="forkserver")
 
 
 def _play(rank: int, jobs: Sequence[Job]) -> None:
+    gc.freeze()  # the modules: what jobs leave behind is then found at once
     for job in jobs:
         if rank < job.ranks:
             sizes = {"tp": job.tp, "pp": job.pp, "cp": job.cp, "dp": job.dp, "vpp": job.vpp, "ep": job.ep}
@@ -61,6 +65,7 @@ def _play(rank: int, jobs: Sequence[Job]) -> None:
             parallel.start(rank=rank, **sizes, threads=1, store=store)
             job.function(rank, **job.arguments)
             parallel.stop()
+            gc.collect()  # cycles hold a trainer's groups, each with threads that wake a hundred times a second
 
 
 def spec_of(model: str, **changes: Any) -> TrainerSpec:
