@@ -23,7 +23,7 @@ from benchmarks.support.training import start_trainer
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer_group import TrainerGroup
-from mcore_mas.training.weight_sync import hand_over
+from mcore_mas.training.weight_sync import WeightSync
 from rollout.base.shared_memory import fresh_place
 from rollout.engines.embedded.engine import HostedEngine
 from rollout.models.architecture import read_architecture
@@ -96,13 +96,14 @@ async def hand_over_checked(folder: Path) -> None:
     engine = HostedEngine(folder, max_length=64, rows=8)
     await gang.ready()
     await engine.stats()
-    size = round((await hand_over(gang, engine, 1))["hand_over_mb"] * 1e6)  # the first touches every page
-    await hand_over(gang, engine, 2)
+    sync = WeightSync(gang, engine)
+    size = round((await sync.push(1))["hand_over_mb"] * 1e6)  # the first touches every page
+    await sync.push(2)
     source, target = torch.ones(size // 4), torch.zeros(size // 4)
     whole, pause, copy = [], [], []
     for version in range(3, 3 + REPEATS):
         copy.append(seconds(lambda: target.copy_(source)))
-        metrics = await hand_over(gang, engine, version)
+        metrics = await sync.push(version)
         whole.append(metrics["hand_over_s"])
         pause.append(metrics["engine_pause_s"])
     engine.close()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mcore_mas.megatron.batch import Microbatch
     from mcore_mas.megatron.step.trainer_group import TrainerGroup
     from mcore_mas.training.checkpoint import Checkpoints
+    from mcore_mas.training.weight_sync import WeightSync
     from rollout.engines.protocol import TrainedEngine
     from rollout.teams.external import RemoteClient
 
@@ -56,7 +57,7 @@ class Run:
     models: Path  # folder of the finished policies
     report: Callable[[int, Mapping[str, float]], None]  # told of every finished step
     tracking_run: str  # the tracker's run, saved with every checkpoint
-    handed: dict[str, list[int]] = field(default_factory=dict)  # versions its engine was given, in order, by policy
+    weight_sync: Mapping[str, WeightSync] = field(default_factory=dict)  # by policy that trains
     note: Callable[[str], None] = lambda text: None  # told of what is worth a line
     watchdog: Watchdog | None = None  # sees everything that is played
     trace: Callable[[Sequence[Group], Sequence[Sample]], None] = lambda groups, samples: None  # shown a step's

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -176,11 +175,11 @@ def _looked_at(run: Run, step: int) -> bool:
 
 
 def _aged(run: Run, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with the number of hand-overs since. Versions are numbered by step, and a step may be without one."""
+    """The samples with the number of weight updates since."""
     aged = []
     for sample in samples:
-        handed = run.handed.get(sample.policy, [])
-        age = len(handed) - bisect_right(handed, sample.version)
+        sync = run.weight_sync.get(sample.policy)
+        age = sync.age(sample.version) if sync else 0
         if age > (allowed := run.config.staleness_of(sample.policy)):
             raise TrainingError(
                 f"trajectory {sample.trajectory}, turn {sample.turn} ({sample.agent}): sampled by version "

@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,10 @@ from mcore_mas.training.schedule import Schedule
 from mcore_mas.training.session import Run
 from mcore_mas.training.step import train_steps
 from mcore_mas.training.trainer_specs import check_layouts, critic_spec, policy_spec
-from mcore_mas.training.weight_sync import hand_over
+from mcore_mas.training.weight_sync import WeightSync, watched
 from rollout.base.files import owned, writable, write_json
 from rollout.base.watchdog import Watchdog
 from rollout.config.build import build_orchestra, build_team
-from rollout.engines.protocol import TrainedEngine
 from rollout.records.trajectory import Task, read_tasks
 from rollout.rewards.coach import Coach
 
@@ -87,7 +85,7 @@ def train(config_path: Path) -> None:
             trace=log.trace,
             kl=_controllers(config, saved.get("kl", {})),
             tracking_run=log.tracking_run,
-            handed={name: [first] for name in trainers},
+            weight_sync={name: WeightSync(group, engines[name], first=first) for name, group in trainers.items()},
             note=log.note,
             watchdog=Watchdog(config.collection.stall_s, log.note) if config.collection.stall_s else None,
         )
@@ -144,13 +142,12 @@ async def _train(run: Run, found: Saved | None, told: Callable[[str], None]) -> 
     if found:
         await _restore(run, found)
     else:
-        for policy, trainer in run.trainers.items():
+        for policy in run.trainers:
             lora = run.config.policies[policy].lora
             if lora is not None and lora.adapter is not None:  # its engine has only the base so far
-                await hand_over(trainer, run.engines[policy], 0)
-    for policy, trainer in run.trainers.items():
-        run.engines[policy].resend = partial(_resend, trainer, run.engines[policy])
-    await train_steps(run, found.step if found else 0, found.state["unreported"] if found else None)
+                await run.weight_sync[policy].push(0)
+    async with watched(run.weight_sync.values()):
+        await train_steps(run, found.step if found else 0, found.state["unreported"] if found else None)
     best = run.checkpoints.best(told) if run.config.trainer.final == "best" else None
     if best:
         await _restore(run, best)
@@ -162,14 +159,9 @@ async def _train(run: Run, found: Saved | None, told: Callable[[str], None]) -> 
 async def _restore(run: Run, saved: Saved) -> None:
     for policy, trainer in run.trainers.items():
         await trainer.restore(saved.folder / policy)
-        await hand_over(trainer, run.engines[policy], saved.step)
+        await run.weight_sync[policy].push(saved.step)
     for policy, critic in run.critics.items():
         await critic.restore(saved.folder / f"{policy}.critic")
-
-
-async def _resend(trainer: TrainerGroup, engine: TrainedEngine) -> None:
-    async with trainer.awake():
-        await hand_over(trainer, engine, engine.version)
 
 
 def _controllers(config: RunConfig, saved: Mapping[str, Mapping[str, float]]) -> dict[str, AdaptiveKL]:

@@ -11,7 +11,6 @@ from mcore_mas.credit.samples import Sample, align, split, weigh
 from mcore_mas.packing.pack import tokens_saved, unpack
 from mcore_mas.training.metrics import critic_metrics, merge_updates
 from mcore_mas.training.session import Run, TrainingError
-from mcore_mas.training.weight_sync import hand_over
 
 
 async def update(run: Run, policy: str, samples: list[Sample], step: int) -> dict[str, float]:
@@ -37,8 +36,7 @@ async def update(run: Run, policy: str, samples: list[Sample], step: int) -> dic
     if run.config.engine.sleep:
         await run.engines[policy].wake(("weights",))
     if "grad_norm" in metrics or run.config.engine.sleep:  # who slept has no weights
-        metrics |= await hand_over(run.trainers[policy], run.engines[policy], step + 1)
-        run.handed.setdefault(policy, []).append(step + 1)
+        metrics |= await run.weight_sync[policy].push(step + 1)
     return {name if name.startswith("agent/") else f"policy/{policy}/{name}": value for name, value in metrics.items()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollout.records.completion import Completion, Sampling
@@ -36,17 +36,22 @@ class TrainedEngine(Engine, Protocol):
     version: int  # of the weights it holds
     pause_s: float  # that the last update kept it from decoding
     starts: int  # of its processes so far
-    resend: Callable[[], Awaitable[None]] | None  # has the trainer send its weights again, after a death that lost them
 
-    async def route(self) -> SyncRoute:
-        """Where the next weights should be written, and how."""
+    async def begin_update(self) -> SyncRoute:
+        """Where the next weights should be written, and how; starts again what has died."""
 
-    async def load_weights_from(self, handover: WeightUpdate) -> None:
-        """Take the weights that lie where `route` said, and compare their checksums.
+    async def commit_update(self, update: WeightUpdate) -> None:
+        """Take the weights that lie where `begin_update` said, and compare their checksums.
 
         Raises:
             EngineError: they are not the trainer's; what the engine computes with is then not to be relied on.
         """
+
+    def abort_update(self, error: Exception) -> None:
+        """The weights that were to come will not: calls that wait for them fail with `error`."""
+
+    async def weights_lost(self) -> None:
+        """Wait until a call needs weights that were lost in a death; the present version must then come again."""
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Give memory back until `wake`; an idle engine only. Who sleeps without weights wakes without them."""

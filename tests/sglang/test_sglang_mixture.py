@@ -75,11 +75,11 @@ def test_new_experts_are_used(mixture: Mixture, transport: str, shared_by_name: 
 
 def test_every_expert_of_the_server_is_compared(mixture: Mixture) -> None:
     async def play() -> tuple[dict[str, str], dict[str, str]]:
-        route = await mixture.engine.route()
+        route = await mixture.engine.begin_update()
         handover = make_sender(route).send(iter(reordered(mixture.model)), 70, route.state)
         if not handover.checksums:
             pytest.skip("the server's checksums are its GPU's own")
-        await mixture.engine.load_weights_from(handover)
+        await mixture.engine.commit_update(handover)
         said = await mixture.engine._replicas[0].client.call("/weights_checker", {"action": "checksum"})
         return said["ranks"][0]["checksums"], dict(handover.checksums)
 

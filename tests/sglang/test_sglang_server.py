@@ -167,11 +167,11 @@ def test_a_server_sleeps_and_wakes_by_tags(engine: SGLangEngine, tags: tuple[Tag
 
 def test_every_tensor_of_the_server_is_compared(engine: SGLangEngine) -> None:
     async def play() -> tuple[dict[str, str], dict[str, str]]:
-        route = await engine.route()
+        route = await engine.begin_update()
         handover = make_sender(route).send(weights(3), 22, route.state)
         if not handover.checksums:
             pytest.skip("the server's checksums are its GPU's own")
-        await engine.load_weights_from(handover)
+        await engine.commit_update(handover)
         said = await engine._replicas[0].client.call("/weights_checker", {"action": "checksum"})
         return said["ranks"][0]["checksums"], dict(handover.checksums)
 
@@ -197,7 +197,7 @@ def test_a_push_that_fails_is_told_and_the_next_is_whole(engine: SGLangEngine, s
 def test_tensors_outside_a_session_are_refused(engine: SGLangEngine, shared_by_name: None) -> None:
     async def play() -> None:
         engine._transport = "tensor"
-        route = await engine.route()
+        route = await engine.begin_update()
         route.options["sessions"] = False  # type: ignore[index]  # as for versions that know of none
         await asyncio.to_thread(make_sender(route).send, weights(1), 7, route.state)
 

@@ -58,7 +58,7 @@ def test_everything_in_the_servers_memory_is_compared(engine: SGLangEngine) -> N
     (replica,) = engine._replicas
 
     async def play() -> set[str]:
-        await engine.route()
+        await engine.begin_update()
         return {kind_of(name) for name in await engine._checks._said(replica)}
 
     kinds = asyncio.run(play())
@@ -69,11 +69,11 @@ def test_everything_in_the_servers_memory_is_compared(engine: SGLangEngine) -> N
 
 def test_a_difference_in_the_servers_memory_is_named(engine: SGLangEngine) -> None:
     async def play() -> None:
-        route = await engine.route()
+        route = await engine.begin_update()
         handover = make_sender(route).send(weights(3), 21, route.state)
         sums: Any = dict(handover.checksums)
         sums["model.layers.1.mlp.gate_up_proj.weight"] = "0" * 16
-        await engine.load_weights_from(replace(handover, checksums=sums))
+        await engine.commit_update(replace(handover, checksums=sums))
 
     with pytest.raises(EngineError, match=r"tensor 'model.layers.1.mlp.gate_up_proj.weight': .* at version 21"):
         asyncio.run(play())
@@ -131,12 +131,12 @@ def test_a_server_that_dies_comes_back_with_its_weights(engine: SGLangEngine) ->
 
     async def play() -> Any:
         await engine.load_weights(weights(4), 31)
-        route = await engine.route()
+        route = await engine.begin_update()
         handover = make_sender(route).send(weights(5), 32, route.state)
         pid = await replica.pid()
         assert pid is not None
         os.killpg(pid, signal.SIGKILL)  # between the trainer's writing and the server's reading
-        await engine.load_weights_from(handover)
+        await engine.commit_update(handover)
         return await engine.generate(prompt, Sampling(max_tokens=6))
 
     completion = asyncio.run(play())

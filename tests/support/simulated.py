@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 from mcore_mas.config.run import RunConfig, resolve
 from mcore_mas.training.checkpoint import Checkpoints, Identity
 from mcore_mas.training.schedule import Schedule
 from mcore_mas.training.session import Run
+from mcore_mas.training.weight_sync import WeightSync
 from rollout.base.files import Digest
 from rollout.base.seeds import derive_seed
 from rollout.config.build import build_env, build_orchestra, build_player, build_team
@@ -84,13 +87,19 @@ class SimulatedEngine:
             ),
         )
 
-    async def route(self) -> SyncRoute:
+    async def begin_update(self) -> SyncRoute:
         return SyncRoute(transport="simulated", place="", model="")
 
-    async def load_weights_from(self, handover: WeightUpdate) -> None:
+    async def commit_update(self, update: WeightUpdate) -> None:
         await asyncio.sleep(self._hand_over_s)
-        self.version = handover.version
-        self._handed.append((asyncio.get_running_loop().time(), handover.version))
+        self.version = update.version
+        self._handed.append((asyncio.get_running_loop().time(), update.version))
+
+    def abort_update(self, error: Exception) -> None:
+        pass
+
+    async def weights_lost(self) -> None:
+        await asyncio.Event().wait()
 
 
 def handed_over(version: int) -> WeightUpdate:
@@ -106,7 +115,6 @@ class SimulatedGang:
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self.updates: list[list] = []  # micro-batches of each
         self._seconds = seconds
-        self.handing_over = asyncio.Lock()
 
     async def update(self, microbatches):
         await asyncio.sleep(self._seconds(len(self.updates)))
@@ -145,6 +153,7 @@ def simulated_run(
         )
         for name, policy in config.policies.items()
     }
+    gangs: Any = {name: SimulatedGang(seconds) for name in config.policies}
     return Run(
         config=config,
         team=build_team(config.agents, players),
@@ -152,7 +161,7 @@ def simulated_run(
         make_env=build_env(config.env),
         schedule=Schedule(tasks, config.trainer.tasks_per_step, config.seed),
         validation=(),
-        trainers={name: SimulatedGang(seconds) for name in config.policies},
+        trainers=gangs,
         critics={},
         engines=engines,
         remotes={},
@@ -163,5 +172,14 @@ def simulated_run(
         models=folder / "models",
         report=report,
         tracking_run="",
-        handed={name: [0] for name in config.policies},
+        weight_sync={name: WeightSync(gangs[name], engines[name]) for name in config.policies},
+    )
+
+
+def with_engines(run: Run, engines: Mapping[str, Any]) -> Run:
+    """The same run with other engines, before it begins."""
+    return replace(
+        run,
+        engines=engines,
+        weight_sync={name: WeightSync(group, engines[name]) for name, group in run.trainers.items()},
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -113,7 +112,6 @@ class TrainerGroup:
                 where there are any, and none set aside.
         """
         self.policy = policy
-        self.handing_over = asyncio.Lock()  # held while its weights are on their way
         self._asleep = False
         self.shares = Shares.of(spec)  # what micro-batches are to be packed for
         if places is None:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +137,6 @@ class HostedEngine:
         self.version = version
         self.pause_s = 0.0  # that the last update kept the actor from decoding
         self.starts = 0  # of the actor
-        self.resend: Callable[[], Awaitable[None]] | None = None  # not needed: the weights are where they were
         self.exchanges = 0  # calls made to the actor for generations
         self._folder, self._settings = str(folder), (max_length, rows)
         self._computing = (threads, deterministic, device)
@@ -197,10 +196,10 @@ class HostedEngine:
         Raises:
             EngineError: a tensor is missing, unknown or of another shape (the old weights stay), or the actor has died.
         """
-        route = await self.route()
-        await self.load_weights_from(make_sender(route).send(tensors, version, route.state))
+        route = await self.begin_update()
+        await self.commit_update(make_sender(route).send(tensors, version, route.state))
 
-    async def route(self) -> SyncRoute:
+    async def begin_update(self) -> SyncRoute:
         """The half of the shared weights that is free, which the actor watches from now on, or the folder."""
         if self._transport == "shared":
             if self._shared is None:
@@ -214,23 +213,30 @@ class HostedEngine:
             transport=self._transport, place=str(self._weights_folder), model=self._folder, state={"base": self.version}
         )
 
-    async def load_weights_from(self, handover: WeightUpdate) -> None:
-        """Compute from the weights of `handover` (see `TrainedEngine`).
+    async def commit_update(self, update: WeightUpdate) -> None:
+        """Compute from the weights of `update` (see `TrainedEngine`).
 
         Raises:
             EngineError: their bytes are not the trainer's; the old weights stay.
         """
         began = time.perf_counter()
-        sums = dict(handover.checksums)
-        if handover.transport == "shared":
-            problem = await self._call("adopt", self._free, handover.version, sums)
+        sums = dict(update.checksums)
+        if update.transport == "shared":
+            problem = await self._call("adopt", self._free, update.version, sums)
         else:
-            problem = await self._call("read", self._free, handover.place, handover.version, sums)
+            problem = await self._call("read", self._free, update.place, update.version, sums)
         self.pause_s = time.perf_counter() - began
         if problem:
             raise EngineError(problem)
         self._half, self._free = self._free, 1 - self._free
-        self.version = handover.version
+        self.version = update.version
+
+    def abort_update(self, error: Exception) -> None:
+        """Nothing waits for an update: the old weights are served until it is there."""
+
+    async def weights_lost(self) -> None:
+        """Never: an actor that is started again finds its weights where they were."""
+        await asyncio.Event().wait()
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Give the memory of keys and values and of a GPU's weights back; where the trainer writes, they stay.

@@ -7,7 +7,7 @@ import hashlib
 import shutil
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,14 +54,15 @@ class SGLangEngine:
         self._settings = Settings(folder=Path(folder), **settings)
         self.version = version
         self.pause_s = 0.0  # that the last update kept the servers from decoding
-        self.resend: Callable[[], Awaitable[None]] | None = None  # has the trainer send its weights again
         self._transport = self._settings.transport
         self._place = Path(self._settings.weights_folder or fresh_place())
         self._fleet = Fleet(self._settings, tell=tell, weigh=self._weigh, restore=self._restore)
         self._replicas = self._fleet.replicas
         self._checks = Checks(self._settings, tell)
         self._last: WeightUpdate | None = None  # that the servers took; None: their weights are the folder's
-        self._update: _Update | None = None  # under way, between `route` and `load_weights_from`
+        self._update: _Update | None = None  # under way, between `begin_update` and `commit_update`
+        self._lost: asyncio.Event | None = None  # some call waits for lost weights; None: nobody would send them
+        self._waiting: list[asyncio.Future[None]] = []  # those calls
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -92,21 +93,21 @@ class SGLangEngine:
         """Replace all weights by local tensors, over the engine's own transport.
 
         Raises:
-            EngineError: as `load_weights_from`; a tensor that is missing, unknown or of another shape changes nothing.
+            EngineError: as `commit_update`; a tensor that is missing, unknown or of another shape changes nothing.
         """
-        route = await self.route()
+        route = await self.begin_update()
         handover = await asyncio.to_thread(make_sender(route).send, tensors, version, route.state)
-        await self.load_weights_from(handover)
+        await self.commit_update(handover)
 
-    async def route(self) -> SyncRoute:
-        """The folder to write to; or the servers themselves, which then pause until `load_weights_from`."""
+    async def begin_update(self) -> SyncRoute:
+        """The folder to write to; or the servers themselves, which then pause until `commit_update`."""
         await self._fleet.alive()
         await self._learn()
         began = self._update.began if self._update else time.perf_counter()  # one that failed has left them paused
         self._update = _Update(began, self.starts)
         common: dict[str, Any] = {"transport": self._transport, "model": str(self._settings.folder)}
         if self._transport not in PUSHED:
-            known = self._last is not None and not any(replica.stale for replica in self._replicas)
+            known = self._last is not None and not self._stale()
             state = {"base": self.version if known else None}
             return SyncRoute(place=str(self._place), options=self._settings.digest, state=state, **common)
         options = self._settings.digest | {"tp": self._settings.tp, "key": self._settings.key, "starts": self.starts}
@@ -114,29 +115,30 @@ class SGLangEngine:
         await self._fleet.all("/pause_generation", {"mode": "retract"})
         return SyncRoute(place=" ".join(replica.client.url for replica in self._replicas), options=options, **common)
 
-    async def load_weights_from(self, handover: WeightUpdate) -> None:
-        """Serve the weights of `handover` (see `TrainedEngine`); running requests go on with the new ones.
+    async def commit_update(self, update: WeightUpdate) -> None:
+        """Serve the weights of `update` (see `TrainedEngine`); running requests go on with the new ones.
 
         Raises:
             EngineError: a server refuses them, with its text; one died meanwhile, and what was sent is not whole; or
                 their checksums are not the trainer's.
         """
-        began, update = time.perf_counter(), self._update
-        whole = handover.transport == "disk"
-        if update is not None and not whole:
-            if update.starts != self.starts:
+        began, begun = time.perf_counter(), self._update
+        whole = update.transport == "disk"
+        if begun is not None and not whole:
+            if begun.starts != self.starts:
                 raise EngineError("SGLang: a server was started again while new weights came; they must come again")
-            began = update.began if handover.transport in PUSHED else began
-        self._last, before, self._update = handover, self._last, None
+            began = begun.began if update.transport in PUSHED else began
+        self._last, before, self._update = update, self._last, None
         try:
             for replica in self._replicas:
-                await self._take(replica, handover)
+                await self._take(replica, update)
         except EngineError:
             self._last = before
             raise
         finally:
             self.pause_s = time.perf_counter() - began
-        self.version = handover.version
+        self.version = update.version
+        self._settle()
 
     async def _learn(self) -> None:
         """See what can be compared later, as long as a server has the folder's weights."""
@@ -167,14 +169,42 @@ class SGLangEngine:
         await self._apply(replica, self._last)
         return True
 
+    def abort_update(self, error: Exception) -> None:
+        """Calls that wait for weights that a server lost fail with `error` (see `TrainedEngine`)."""
+        self._update = None
+        self._settle(EngineError(f"SGLang: the weights did not come again: {error}"))
+
+    async def weights_lost(self) -> None:
+        """Wait until a call needs weights that a server lost (see `TrainedEngine`)."""
+        self._lost = asyncio.Event()
+        while not (self._waiting and self._stale()):
+            await self._lost.wait()
+            self._lost.clear()
+
     async def _restore(self) -> None:
-        """Have the trainer send its weights again, once for all who wait; nothing if new ones are on their way."""
-        async with self._fleet.gate(self):
-            if self._update is not None or not any(replica.stale for replica in self._replicas):
-                return
-            if self.resend is None:
-                raise EngineError(f"SGLang: restarted, but transport '{self._transport}' keeps no weights to resend")
-            await self.resend()
+        """Wait until weights that a server lost have come again; nothing if new ones are on their way."""
+        if self._update is not None or not self._stale():
+            return
+        if self._lost is None:
+            raise EngineError(f"SGLang: restarted, but transport '{self._transport}' keeps no weights to resend")
+        self._lost.set()
+        back = asyncio.get_running_loop().create_future()
+        self._waiting.append(back)
+        await back
+
+    def _stale(self) -> bool:
+        return any(replica.stale for replica in self._replicas)
+
+    def _settle(self, error: EngineError | None = None) -> None:
+        """End the wait of all calls that need lost weights."""
+        waiting, self._waiting = self._waiting, []
+        for back in waiting:
+            if back.done():  # the call was cancelled
+                continue
+            if error is None:
+                back.set_result(None)
+            else:
+                back.set_exception(error)
 
     async def _apply(self, replica: Replica, handover: WeightUpdate) -> None:
         if handover.transport in PUSHED:

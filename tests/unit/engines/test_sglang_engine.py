@@ -116,7 +116,7 @@ def test_a_refusal_is_told_and_the_server_goes_on(make: Make, tmp_path: Path) ->
         for file in Path(handover.place).iterdir():
             file.unlink()
         with pytest.raises(EngineError, match=r"/update_weights_from_disk: status 400: Failed to get weights iterator"):
-            await engine.load_weights_from(handover)
+            await engine.commit_update(handover)
         with pytest.raises(EngineError, match="token ids outside"):
             await ask(engine, [96])
         return await ask(engine, [1])
@@ -165,15 +165,17 @@ def test_a_server_that_lost_its_weights_waits_until_they_are_sent_again_once(mak
     engine = make(transport="changed", tell=lambda _: None)
     sent: list[int] = []
 
-    async def resend() -> None:
-        sent.append(engine.version)
-        said = await engine._replicas[0].client.call("/what", {})
-        assert said["calls"] == ["/pause_generation", "/what"]  # nobody is answered by the folder's weights
-        await engine.load_weights(tensors(), engine.version)
+    async def trainer() -> None:
+        while True:
+            await engine.weights_lost()
+            sent.append(engine.version)
+            said = await engine._replicas[0].client.call("/what", {})
+            assert said["calls"] == ["/pause_generation", "/what"]  # nobody is answered by the folder's weights
+            await engine.load_weights(tensors(), engine.version)
 
     async def play() -> list[Completion]:
         await engine.load_weights(tensors(), 7)
-        engine.resend = resend
+        sending = asyncio.create_task(trainer())
         pid = await engine._replicas[0].pid()
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -181,7 +183,9 @@ def test_a_server_that_lost_its_weights_waits_until_they_are_sent_again_once(mak
         await asyncio.sleep(0.1)
         first.cancel()  # who came first may not stay, and the others still get the right weights
         await asyncio.gather(first, return_exceptions=True)
-        return await asyncio.gather(*(ask(engine, [i, 5]) for i in range(8)))
+        answers = await asyncio.gather(*(ask(engine, [i, 5]) for i in range(8)))
+        sending.cancel()
+        return answers
 
     assert {said.versions[0].version for said in asyncio.run(play())} == {7}
     assert sent == [7]
@@ -193,14 +197,14 @@ def test_a_death_amid_an_update_is_told_to_who_sends_it(make: Make) -> None:
 
     async def play() -> Completion:
         await engine.load_weights(tensors(), 1)
-        route = await engine.route()
+        route = await engine.begin_update()
         handover = make_sender(route).send(tensors(), 2, route.state)
         pid = await engine._replicas[0].pid()
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=r"SGLang: .* during an update; the weights must come again"):
-            await engine.load_weights_from(handover)
-        assert (await engine.route()).state == {"base": None}  # all of them
+            await engine.commit_update(handover)
+        assert (await engine.begin_update()).state == {"base": None}  # all of them
         await engine.load_weights(tensors(), 2)
         return await ask(engine, [1])
 

@@ -98,20 +98,20 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, 
         await engine.sleep()  # nothing is left over
         await engine.wake()
         waiting = asyncio.create_task(engine.generate([1, 2, 3], sampling))
-        route = await engine.route()  # and now in the middle of an update
+        route = await engine.begin_update()  # and now in the middle of an update
         await die()
         handover = make_sender(route).send(weights.items(), 5, route.state)
-        await engine.load_weights_from(handover)
+        await engine.commit_update(handover)
         renewed = await waiting
         late = await engine.generate([1, 2, 3], sampling)
-        route = await engine.route()
+        route = await engine.begin_update()
         spoilt = {name: tensor.clone() for name, tensor in weights.items()}
         spoilt["model.layers.1.self_attn.o_proj.weight"].view(torch.int32)[2, 3] ^= 1
         handover = make_sender(route).send(spoilt.items(), 6, route.state)  # one bit is not the trainer's
         right = {name: checksum(tensor) for name, tensor in weights.items()}
         handover = dataclasses.replace(handover, checksums=right)
         with pytest.raises(EngineError, match=r"tensor 'model.layers.1.self_attn.o_proj.weight': the engine's bytes"):
-            await engine.load_weights_from(handover)
+            await engine.commit_update(handover)
         same = await engine.generate([1, 2, 3], sampling)
         await die()
         with pytest.raises(EngineError, match="the engine's actor failed"):
@@ -143,18 +143,18 @@ def test_an_engine_that_dies_goes_on_with_the_changes_it_was_sent(running_ray: N
 
     async def send(sender: WeightSender, version: int, *, dies: bool = False, spoilt: bool = False) -> int:
         weights["model.norm.weight"][:2] += 3.0  # the rest is not in the file
-        route = await engine.route()
+        route = await engine.begin_update()
         handover = sender.send(weights.items(), version, route.state)
         if dies:
             os.kill(await engine._call("pid"), signal.SIGKILL)
         if spoilt:
             sums = dict(handover.checksums) | {"model.norm.weight": "0" * 16}
             handover = dataclasses.replace(handover, checksums=sums)
-        await engine.load_weights_from(handover)
+        await engine.commit_update(handover)
         return handover.bytes
 
     async def play() -> list[Any]:
-        sender = make_sender(await engine.route())
+        sender = make_sender(await engine.begin_update())
         sizes = [await send(sender, 1), await send(sender, 2)]
         assert sizes[0] > 1000 and sizes[1] == 2 * (4 + 4)
         before = await engine.generate([1, 2, 3], sampling)

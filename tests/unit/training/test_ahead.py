@@ -101,7 +101,7 @@ def check_ages(folder, staleness, *, seed, pace, updates_s, hand_over_s, slots, 
 
     def report(step, metrics):
         rows.append(dict(metrics))
-        handed.append({name: list(versions) for name, versions in run.handed.items()})
+        handed.append({name: list(sync.versions) for name, sync in run.weight_sync.items()})
 
     run = replace(run, report=report)
     train(run)
@@ -154,7 +154,7 @@ def test_without_staleness_a_step_trains_what_it_collects_and_nothing_runs_besid
         for step in range(3):
             await collect_batch(plain, step)
             for engine in plain.engines.values():
-                await engine.load_weights_from(handed_over(step + 1))
+                await engine.commit_update(handed_over(step + 1))
 
     run_virtually(by_hand())
     for step in range(3):
@@ -179,7 +179,7 @@ def test_training_stops_before_it_trains_what_is_too_old(tmp_path):
     run = simulated_run(tmp_path, *SHAPE, "trainer.steps=4", "+trainer.staleness=1", seconds=lambda _: 60.0)
 
     class Stuck(SimulatedEngine):
-        async def load_weights_from(self, handover):
+        async def commit_update(self, handover):
             pass  # says that it has them
 
     for engine in run.engines.values():
@@ -211,8 +211,9 @@ def test_a_run_that_is_told_to_stop_goes_on_without_losing_or_repeating_a_step(t
 
     again = simulated_run(tmp_path, *settings, seconds=seconds, report=report)
     for engine in again.engines.values():
-        asyncio.run(engine.load_weights_from(handed_over(2)))
-    again.handed.update({name: [2] for name in again.handed})
+        asyncio.run(engine.commit_update(handed_over(2)))
+    for sync in again.weight_sync.values():
+        sync.versions[:] = [2]
     train(again, first=2)
     assert reported == [0, 1, 2, 3, 4]
     recollected = written(again, 2)

@@ -20,7 +20,7 @@ from rollout.config.build import build_team
 from rollout.records.trajectory import Status, read_trajectories
 from rollout.teams.team import EngineClient
 from tests.support.played import failed, group, trajectory, turn
-from tests.support.simulated import SimulatedEngine, Text, simulated_run
+from tests.support.simulated import SimulatedEngine, Text, simulated_run, with_engines
 from tests.support.virtual_time import run_virtually
 
 SHAPE = ["trainer.tasks_per_step=2", "trainer.group_size=2"]
@@ -69,7 +69,8 @@ def test_bounds_of_single_policies_hold_and_are_met(tmp_path):
         report=lambda step, metrics: rows.append(dict(metrics)),
     )
     run_virtually(train_steps(run, 0))
-    assert run.handed == {"solver": [0, 1, 3, 5], "verifier": [0, 2, 4, 6]}
+    versions = {name: sync.versions for name, sync in run.weight_sync.items()}
+    assert versions == {"solver": [0, 1, 3, 5], "verifier": [0, 2, 4, 6]}
     # step 2 was collected beside the training of step 1, which is the verifier's, and trains the solver, which was not
     # handed over since; its verifier's turns are one hand-over behind, and are not trained
     for step, row in enumerate(rows):
@@ -213,7 +214,7 @@ def test_a_signal_is_not_held_up_by_what_ignores_its_cancellation(tmp_path):
     deaf = Deaf(lambda _: 12)
     engines = dict.fromkeys(run.engines, deaf)
     players = {name: EngineClient(engine=deaf, renderer=Text()) for name in engines}
-    run = replace(run, engines=engines, team=build_team(run.config.agents, players))
+    run = replace(with_engines(run, engines), team=build_team(run.config.agents, players))
 
     async def main():
         with pytest.raises(Stopped, match="after step 1"):

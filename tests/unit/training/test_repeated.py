@@ -19,7 +19,7 @@ from rollout.engines.embedded.engine import LocalEngine, settle
 from rollout.records.trajectory import Trajectory, read_trajectories
 from rollout.sync.protocol import SyncRoute, WeightUpdate
 from tests.support.replay import sample_again
-from tests.support.simulated import TOKEN_S, simulated_run
+from tests.support.simulated import TOKEN_S, simulated_run, with_engines
 from tests.support.virtual_time import run_virtually
 
 STEPS, LENGTH = 4, 320
@@ -55,11 +55,11 @@ class TimedEngine(LocalEngine):
         super().__init__(folder, max_length=LENGTH, rows=1)
         self.core = EmbeddedEngine.from_folder(folder, max_length=LENGTH, rows=32, deterministic=True)
 
-    async def route(self) -> SyncRoute:
+    async def begin_update(self) -> SyncRoute:
         return SyncRoute(transport="simulated", place="", model="")
 
-    async def load_weights_from(self, handover: WeightUpdate) -> None:
-        await self.load_weights(weights(handover.version).state_dict().items(), handover.version)
+    async def commit_update(self, update: WeightUpdate) -> None:
+        await self.load_weights(weights(update.version).state_dict().items(), update.version)
 
     async def _run(self) -> None:
         while self.core.has_work:
@@ -82,7 +82,7 @@ def train(folder: Path, model: Path, staleness: int, *, update_s: float) -> Run:
     )
     engines = {policy: TimedEngine(model) for policy in run.config.policies}
     players = {policy: build_player(engine, Bytes()) for policy, engine in engines.items()}
-    run = replace(run, engines=engines, team=build_team(run.config.agents, players))
+    run = replace(with_engines(run, engines), team=build_team(run.config.agents, players))
     run_virtually(train_steps(run, 0))
     return run
 
