@@ -28,7 +28,6 @@ ROOMS = (
     "rollout.sync",
     "rollout.engines",
     "rollout.sandbox",
-    "rollout.tools",
     "rollout.environments",
     "rollout.teams",
     "rollout.orchestras",
@@ -82,7 +81,6 @@ LIGHT_MODULES = (
     "rollout.orchestras",
     "rollout.environments",
     "rollout.rewards",
-    "rollout.tools",
     "rollout.sandbox",
 )
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from mcore_mas.config.run import RunConfig
 from rollout.config.data import make_tasks
 from rollout.records.trajectory import Task
-from rollout.tasks.files import read
+from rollout.tasks.files import read_task_file
 from rollout.tasks.leaks import Leak, Match, find_leaks
 
 _SHOWN_CHARS = 60  # of a prompt
@@ -49,7 +49,7 @@ def splits_in(files: Sequence[Path], format: str) -> dict[str, list[Task]]:
         name = file.name if names[file.name] == 1 else str(file)
         if name in splits:
             raise ValueError(f"{file} is named twice; name files that should have nothing in common")
-        splits[name] = [task for _, task in read(file, format=format, split="train")]
+        splits[name] = [task for _, task in read_task_file(file, format=format, split="train")]
     return splits
 
 

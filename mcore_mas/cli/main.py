@@ -24,7 +24,6 @@ REGISTRIES = {  # where the names that a config may use stand, by what they are
     "orchestras": "rollout.orchestras:ORCHESTRAS",
     "envs": "rollout.environments:ENVS",
     "roles": "rollout.teams.team:ROLES",
-    "tools": "rollout.tools:TOOLS",
     "tasks": "rollout.tasks:GENERATORS",
     "formats": "rollout.tasks.files:READABLE",
     "allocators": "rollout.rewards:ALLOCATORS",

@@ -14,10 +14,8 @@ from rollout.base.registry import lookup
 from rollout.base.section import Section
 from rollout.records.trajectory import RecordError, Task
 from rollout.tasks import GENERATORS
-from rollout.tasks.files import OWN, READABLE, Placed, distinct, read
-
-Split = Literal["train", "validation", "test"]
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+from rollout.tasks.files import OWN, READABLE, Placed, distinct, read_task_file
+from rollout.tasks.splits import SPLITS, Split
 
 
 class TaskFile(Section):
@@ -105,7 +103,7 @@ def _read_split(data: DataConfig, split: Split) -> list[Task]:
     seen: dict[str, Placed] = {}
     tasks = []
     for file in data.files(split):
-        placed = read(file.path, format=file.format or data.format, split=split, source=file.source)
+        placed = read_task_file(file.path, format=file.format or data.format, split=split, source=file.source)
         found = list(_chosen(distinct(placed, seen, drop=data.duplicates == "drop"), file))
         if not found:
             raise RecordError(f"{file.path}: no task for data.{split} after skipping {file.skip}; see skip and limit")

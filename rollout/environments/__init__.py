@@ -8,15 +8,15 @@ repository   an issue, a patch of files, hidden tests (patches.py)
 search   a retriever to ask, then an answer to give, scored by exact match or token F1
 mcp      tools of MCP servers, then an answer
 worlds   gymnasium, alfworld, webshop: text worlds of other libraries, see worlds/__init__.py
-games    plan_path, sokoban, sudoku, queens, blocksworld: puzzles with exact rewards, see games/__init__.py
+games    plan_path, sokoban, sudoku, blocksworld: puzzles with exact rewards, see games/__init__.py
 """
 
 from __future__ import annotations
 
 import atexit
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import cache, partial
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -175,7 +175,7 @@ def make_webshop(
 
 def game_maker(game: Callable[..., Game[Any]]) -> EnvFactory:
     """The environment of puzzles of one game."""
-    known = [field.name for field in fields(game)]
+    known = list(signature(game).parameters)
 
     def make_game(
         task: Task,

@@ -13,8 +13,7 @@ from rollout.base.tags import last_tag
 from rollout.environments.protocol import Case, Step, ToolCall
 from rollout.records.trajectory import Task
 from rollout.sandbox.judge import COMPARES, CallTest, Judged, Runner, StdinTest, Test, judge_all
-from rollout.sandbox.records import Limits, Verdict
-from rollout.tools.workspace import render
+from rollout.sandbox.records import Limits, Verdict, render_result
 
 _THOUGHT = "</think>"
 _FENCE = re.compile(r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
@@ -280,4 +279,4 @@ async def run_program(sandbox: Runner, program: str, limits: Limits) -> ToolCall
     result = await sandbox.run(program, limits=limits)
     failed = result.verdict is not Verdict.OK
     shown = result if failed else replace(result, stderr="")  # a warning is no part of an answer
-    return ToolCall(tool="python", query=program, result=render(shown, _PRINTED_CHARS), failed=failed)
+    return ToolCall(tool="python", query=program, result=render_result(shown, _PRINTED_CHARS), failed=failed)

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Literal
 
 from rollout.base.errors import EnvError
 from rollout.environments.code import last_program
-from rollout.environments.predictions import METRICS, BadSubmission, Target
+from rollout.environments.predictions import TABLE_METRICS, BadSubmission, Target
 from rollout.environments.protocol import Step, ToolCall
 from rollout.records.trajectory import Task
-from rollout.sandbox.records import Limits, Verdict
-from rollout.tools.workspace import render
+from rollout.sandbox.records import Limits, Verdict, render_result
 
 if TYPE_CHECKING:
     from rollout.sandbox import Sandbox, Session
@@ -83,7 +82,7 @@ class DataScienceEnv:
         Raises:
             EnvError: the task's answers cannot be read, or the sandbox keeps no folders.
         """
-        files, self._target = unpack(task)
+        files, self._target = unpack_files(task)
         if not hasattr(self._sandbox, "session"):
             raise EnvError(f"{type(self._sandbox).__name__} has no sessions; data science needs the local sandbox")
         block = self._sandbox.session(self._limits)
@@ -129,7 +128,7 @@ class DataScienceEnv:
         """
         result = await self._opened().run(program)
         failed = result.verdict is not Verdict.OK
-        return ToolCall(tool="python", query=program, result=render(result, _SHOWN_CHARS), failed=failed)
+        return ToolCall(tool="python", query=program, result=render_result(result, _SHOWN_CHARS), failed=failed)
 
     async def files(self) -> Mapping[str, int]:
         """The folder's files (see `Keeping`).
@@ -163,7 +162,7 @@ class DataScienceEnv:
             raise EnvError(str(error)) from error
         metrics |= {
             target.metric: score,
-            "normalised": METRICS[target.metric].normalise(score),
+            "normalised": TABLE_METRICS[target.metric].normalise(score),
             "solved": float(target.beats_baseline(score)),
         }
         return Step(reward=reward, done=True, answer=f"{score:.6g}", tools=tools, metrics=metrics)
@@ -174,7 +173,7 @@ class DataScienceEnv:
         return self._session
 
 
-def unpack(task: Task) -> tuple[dict[str, bytes], Target]:
+def unpack_files(task: Task) -> tuple[dict[str, bytes], Target]:
     """The files that the team may read, by name, and what it is to predict.
 
     Raises:
@@ -193,7 +192,7 @@ def unpack(task: Task) -> tuple[dict[str, bytes], Target]:
                 files[fields["file"]] = fields["content"].encode()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvError(f"task {task.id}: its answers are no files and target ({error})") from error
-    if target is None or target.metric not in METRICS:
-        known = ", ".join(METRICS)
+    if target is None or target.metric not in TABLE_METRICS:
+        known = ", ".join(TABLE_METRICS)
         raise EnvError(f"task {task.id} has no target, or a metric that is not known; metrics: {known}")
     return files, target

@@ -15,12 +15,15 @@ from rollout.base.task_group import stop
 from rollout.environments.protocol import Step, ToolCall
 from rollout.environments.text_scores import exact_match, normalise, token_f1
 from rollout.records.trajectory import Task
-from rollout.tools.protocol import BadArguments, check_arguments
 
 _SCORES = {"exact_match": exact_match, "token_f1": token_f1}
 _FORM = """Call a tool: <call>{"tool": "name", "arguments": {...}}</call>
 Or end with the answer alone: <answer> your answer </answer>"""
 _END_S = 10.0  # for servers to end
+
+
+class BadArguments(ValueError):
+    """A tool call that cannot be made: the model's mistake, whose message may be shown to it."""
 
 
 class McpEnv:
@@ -159,6 +162,8 @@ class McpEnv:
         return [(name, tool) for name, (_, tool) in self._tools.items()]
 
     def _read(self, call: str | None) -> tuple[str, dict[str, Any]]:
+        import jsonschema
+
         try:
             fields = json.loads(call or "")
             name, arguments = fields["tool"], fields.get("arguments", {})
@@ -170,9 +175,10 @@ class McpEnv:
         if name not in self._tools:
             raise BadArguments(f"There is no tool '{name}'; tools: {', '.join(self._tools)}")
         try:
-            check_arguments(name, self._tools[name][1].input_schema, arguments)
-        except BadArguments:
-            raise
+            jsonschema.validate(arguments, self._tools[name][1].input_schema)
+        except jsonschema.ValidationError as error:
+            place = "/".join(map(str, error.absolute_path)) or "arguments"
+            raise BadArguments(f"{name}: {place}: {error.message}") from error
         except Exception as error:  # of a schema that is none
             raise EnvError(_why(f"the schema of MCP tool '{name}'", error)) from error
         return name, arguments

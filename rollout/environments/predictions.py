@@ -104,7 +104,7 @@ class Metric:
         return score if self.scale is None else math.exp(-score / self.scale)
 
 
-METRICS: dict[str, Metric] = {  # scales are MAPPA's, that of rmsle our own
+TABLE_METRICS: dict[str, Metric] = {  # scales are MAPPA's, that of rmsle our own
     "accuracy": Metric(score=accuracy, numeric=False),
     "f1": Metric(score=f1, numeric=False),
     "auc": Metric(score=auc),
@@ -120,7 +120,7 @@ METRICS: dict[str, Metric] = {  # scales are MAPPA's, that of rmsle our own
 class Target:
     """What is to be predicted, how it is measured, and the truth."""
 
-    metric: str  # name in METRICS
+    metric: str  # name in TABLE_METRICS
     id_column: str
     column: str
     truth: Mapping[str, str] = field(repr=False)  # by id; never in a prompt, never in a sandbox
@@ -134,7 +134,7 @@ class Target:
             BadSubmission: it is not of that form, or has not every id once.
         """
         given = self._read(submission)
-        metric = METRICS[self.metric]
+        metric = TABLE_METRICS[self.metric]
         if metric.numeric:
             for value in given.values():
                 if not _finite(value):
@@ -151,7 +151,7 @@ class Target:
             ValueError: a gap without baseline and ceiling.
         """
         if how == "normalised":
-            return METRICS[self.metric].normalise(score)
+            return TABLE_METRICS[self.metric].normalise(score)
         if self.baseline is None or self.ceiling is None or self.baseline == self.ceiling:
             raise ValueError("reward gap needs a baseline and another ceiling, and the task has none")
         # max(0, (p - b) / (g - b))   DSBench, arXiv 2409.07703, show_results.py
@@ -161,7 +161,7 @@ class Target:
         """Whether a score is better than the baseline's; any is, where there is none."""
         if self.baseline is None:
             return True
-        return score > self.baseline if METRICS[self.metric].scale is None else score < self.baseline
+        return score > self.baseline if TABLE_METRICS[self.metric].scale is None else score < self.baseline
 
     def _read(self, submission: str) -> dict[str, str]:
         rows = csv.DictReader(io.StringIO(submission.lstrip("\ufeff"), newline=""))

@@ -8,8 +8,8 @@ from typing import Protocol
 from rollout.base.errors import Undecided
 from rollout.environments.math import last_boxed
 from rollout.environments.protocol import Comparing, Env, Previewing, Running
+from rollout.sandbox.records import NO_OUTPUT
 from rollout.teams.team import Reply, TeamSession
-from rollout.tools.workspace import NO_OUTPUT
 
 
 class AnswerEnv(Env, Previewing, Comparing, Protocol):

@@ -1,4 +1,4 @@
-"""What a sandbox is asked and what it answers."""
+"""Limits, verdicts and results of sandboxed programs."""
 
 from __future__ import annotations
 
@@ -83,3 +83,27 @@ class Result:
     memory_mb: float = 0.0  # resident at the peak, of its largest process
     files: Mapping[str, bytes] = field(default_factory=dict)  # of those asked for, the ones it left behind
     fresh: bool = True  # nothing of an earlier cell was there: always so outside a session
+
+
+NO_OUTPUT = "[no output]"
+_ENDINGS = {
+    Verdict.TLE: "out of time",
+    Verdict.MLE: "out of memory",
+    Verdict.OLE: "too much output",
+    Verdict.RE: "it failed",
+}
+
+
+def render_result(result: Result, max_chars: int) -> str:
+    """A result as a model reads it: what was printed, then stderr, then how it ended if not well.
+
+    Of longer output the middle is left out.
+    """
+    text = "\n".join(part for part in (result.stdout.rstrip(), result.stderr.rstrip()) if part)
+    if len(text) > max_chars:
+        half = max_chars // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+    ending = _ENDINGS.get(result.verdict)
+    if ending and not (result.verdict is Verdict.RE and result.stderr):
+        text = f"{text}\n[{ending}]".lstrip()
+    return text or NO_OUTPUT

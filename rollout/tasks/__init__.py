@@ -1,27 +1,41 @@
-"""Task sets: what a team is asked, split into train, validation and test.
+"""Task sets (data): what a team is asked, split into train, validation and test.
 
-arithmetic.py    generated sums and word problems with exact answers; columns.py writes their solutions, right and wrong
+arithmetic.py    generated sums and word problems with exact answers, their solutions written right and wrong
 encyclopedia.py  generated people and towns, passages about them, and questions of one and two hops
-tabular.py       generated tables to predict; dsbench.py reads DSBench's own
-repositories.py  generated packages with one bug (of repository_functions.py); swe_bench.py reads SWE-bench's rows
+tabular.py       generated tables to predict, and DSBench's own
+repositories.py  generated packages with one bug (of repository_functions.py)
 worlds.py        games of text worlds: Gymnasium, ALFWorld, WebShop
-games/           generated puzzles: grids, Sokoban rooms, Sudokus, queens, blocks
-files/           published data files: math, questions over passages, programs (programs.py reads their tests)
+games.py         generated puzzles: grids, Sokoban rooms, Sudokus, blocks
+files.py         published data files: math, questions over passages (fields.py), programs and SWE-bench (programs.py)
+splits.py        which split owns what is generated; leaks.py: what two splits share all the same
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
-from rollout.environments.games import SOURCES
-from rollout.environments.games.draw import draw_tasks
-from rollout.environments.games.generator import Source
+from rollout.environments.games import PUZZLES
+from rollout.environments.games.game import PuzzleSource
 from rollout.records.trajectory import Demonstration, Task
-from rollout.tasks import arithmetic, dsbench, encyclopedia, repositories, tabular, worlds
-from rollout.tasks.game_teacher import CARELESS, demonstrate
+from rollout.tasks.arithmetic import arithmetic_demonstrations, arithmetic_tasks
+from rollout.tasks.encyclopedia import Passage, encyclopedia_demonstrations, encyclopedia_tasks, passages
+from rollout.tasks.games import CARELESS, demonstrate, draw_tasks
+from rollout.tasks.repositories import repository_tasks
+from rollout.tasks.tabular import dsbench_tasks, tabular_tasks
+from rollout.tasks.worlds import alfworld_tasks, gymnasium_tasks, webshop_tasks
 from rollout.teams.team import Role
+
+
+def no_demonstrations(seed: int, n: int, **_: Any) -> Iterator[Demonstration]:
+    """Refuse: nobody has written down how a team should reply here.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError("these tasks have no demonstrations; name models that exist and set cold_start=null")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +43,12 @@ class Generator:
     """A world of tasks that is a function of a seed."""
 
     tasks: Callable[..., list[Task]]  # (seed, tasks per split, **options)
-    demonstrations: Callable[..., Iterator[Demonstration]]  # (seed, n, *, roles, **options), on training tasks only
+    demonstrations: Callable[..., Iterator[Demonstration]] = no_demonstrations  # (seed, n, *, roles, **options)
     options: tuple[str, ...] = ()  # names of keyword arguments that say which tasks, taken by both
-    passages: Callable[[int], list[encyclopedia.Entry]] | None = None  # (seed), where the tasks are about passages
+    passages: Callable[[int], list[Passage]] | None = None  # (seed), where the tasks are about passages
 
 
-def game_generator(source: type[Source]) -> Generator:
+def game_generator(source: type[PuzzleSource]) -> Generator:
     """The world of one game's puzzles."""
 
     def tasks(seed: int, sizes: Mapping[str, int], **options: Any) -> list[Task]:
@@ -51,32 +65,17 @@ def game_generator(source: type[Source]) -> Generator:
     ) -> Iterator[Demonstration]:
         return demonstrate(source(**options), seed, n, roles=roles, slips=slips, max_turns=max_turns)
 
-    return Generator(tasks=tasks, demonstrations=demonstrations, options=tuple(field.name for field in fields(source)))
-
-
-def no_demonstrations(seed: int, n: int, **_: Any) -> Iterator[Demonstration]:
-    """Refuse: nobody has written down how a team should reply here.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError("these tasks have no demonstrations; name models that exist and set cold_start=null")
+    return Generator(tasks=tasks, demonstrations=demonstrations, options=tuple(signature(source).parameters))
 
 
 GENERATORS: dict[str, Generator] = {
-    "arithmetic": Generator(tasks=arithmetic.generate, demonstrations=arithmetic.demonstrations),
-    "encyclopedia": Generator(
-        tasks=encyclopedia.generate, demonstrations=encyclopedia.demonstrations, passages=encyclopedia.passages
-    ),
-    "tabular": Generator(
-        tasks=tabular.generate,
-        demonstrations=no_demonstrations,
-        options=("kinds", "features", "train_rows", "test_rows"),
-    ),
-    "dsbench": Generator(tasks=dsbench.generate, demonstrations=no_demonstrations, options=("folder", "metrics")),
-    "repositories": Generator(tasks=repositories.generate, demonstrations=no_demonstrations, options=("modules",)),
-    "gymnasium": Generator(tasks=worlds.gymnasium, demonstrations=no_demonstrations, options=("name", "instructions")),
-    "alfworld": Generator(tasks=worlds.alfworld, demonstrations=no_demonstrations, options=("folder",)),
-    "webshop": Generator(tasks=worlds.webshop, demonstrations=no_demonstrations),
-    **{game: game_generator(source) for game, source in SOURCES.items()},
+    "arithmetic": Generator(tasks=arithmetic_tasks, demonstrations=arithmetic_demonstrations),
+    "encyclopedia": Generator(tasks=encyclopedia_tasks, demonstrations=encyclopedia_demonstrations, passages=passages),
+    "tabular": Generator(tasks=tabular_tasks, options=("kinds", "features", "train_rows", "test_rows")),
+    "dsbench": Generator(tasks=dsbench_tasks, options=("folder", "metrics")),
+    "repositories": Generator(tasks=repository_tasks, options=("modules",)),
+    "gymnasium": Generator(tasks=gymnasium_tasks, options=("name", "instructions")),
+    "alfworld": Generator(tasks=alfworld_tasks, options=("folder",)),
+    "webshop": Generator(tasks=webshop_tasks),
+    **{game: game_generator(source) for game, source in PUZZLES.items()},
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -10,23 +9,23 @@ from random import Random
 from rollout.base.seeds import derive_seed
 from rollout.orchestras.solver_verifier import slots
 from rollout.records.trajectory import Demonstration, Message, Task
+from rollout.tasks.splits import check_splits, split_of
 from rollout.teams.team import ROLES, Role
 
-SPLITS = ("train", "validation", "test")
 _FIRST, _VERDICTS = 0.75, 0.15  # shares of demonstrations; the rest are second attempts
 _PATIENCE = 1000  # draws in a row without a new problem before a source counts as exhausted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """One data source: numbers of a size, put in one of several wordings."""
+class Level:
+    """One data source, a level of difficulty: numbers of a size, put in one of several wordings."""
 
     digits: int
     wordings: Mapping[str, tuple[str, ...]]  # by operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Sum:
     """One drawn problem."""
 
     source: str
@@ -41,10 +40,8 @@ class Problem:
 
     @property
     def split(self) -> str:
-        """The split that owns these numbers, in any order and wording: 80 % train, 10 % validation, 10 % test."""
-        key = f"{self.operation}{sorted(self.numbers)}"
-        bucket = hashlib.blake2b(key.encode(), digest_size=8).digest()[0] % 10
-        return ("validation", "test")[bucket] if bucket < 2 else "train"
+        """The split that owns these numbers, in any order and wording."""
+        return split_of(f"{self.operation}{sorted(self.numbers)}")
 
 
 _PLAIN = {"+": ("What is {sum}?",), "-": ("What is {sum}?",)}
@@ -63,17 +60,17 @@ _STORIES = {
 _NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn")
 _THINGS = ("coins", "cups", "books", "pens", "nuts", "stamps")
 
-SOURCES: dict[str, Source] = {  # in order of difficulty
-    "add_2digit": Source(digits=2, wordings={"+": _PLAIN["+"]}),
-    "sub_2digit": Source(digits=2, wordings={"-": _PLAIN["-"]}),
-    "word_2digit": Source(digits=2, wordings=_STORIES),
-    "add_3digit": Source(digits=3, wordings={"+": _PLAIN["+"]}),
-    "sub_3digit": Source(digits=3, wordings={"-": _PLAIN["-"]}),
-    "word_3digit": Source(digits=3, wordings=_STORIES),
+LEVELS: dict[str, Level] = {  # in order of difficulty
+    "add_2digit": Level(digits=2, wordings={"+": _PLAIN["+"]}),
+    "sub_2digit": Level(digits=2, wordings={"-": _PLAIN["-"]}),
+    "word_2digit": Level(digits=2, wordings=_STORIES),
+    "add_3digit": Level(digits=3, wordings={"+": _PLAIN["+"]}),
+    "sub_3digit": Level(digits=3, wordings={"-": _PLAIN["-"]}),
+    "word_3digit": Level(digits=3, wordings=_STORIES),
 }
 
 
-def generate(seed: int, sizes: Mapping[str, int]) -> list[Task]:
+def arithmetic_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
     """Draw sizes[split] different tasks for each split, shared out evenly over the sources.
 
     No sum, in whatever order or wording, is in two splits. A task's id says what it is and depends on nothing else.
@@ -81,18 +78,16 @@ def generate(seed: int, sizes: Mapping[str, int]) -> list[Task]:
     Raises:
         ValueError: an unknown split, or a source has too few different problems.
     """
-    unknown = sorted(set(sizes) - set(SPLITS))
-    if unknown:
-        raise ValueError(f"arithmetic: unknown split {', '.join(unknown)}; splits: {', '.join(SPLITS)}")
+    check_splits("arithmetic", sizes)
     tasks = []
     for split, size in sizes.items():
-        for rank, source in enumerate(SOURCES):
-            share = size // len(SOURCES) + (rank < size % len(SOURCES))
+        for rank, source in enumerate(LEVELS):
+            share = size // len(LEVELS) + (rank < size % len(LEVELS))
             tasks += _draw_tasks(Random(derive_seed(seed, "arithmetic", split, source)), source, split, share)
     return tasks
 
 
-def demonstrations(
+def arithmetic_demonstrations(
     seed: int, n: int, *, roles: Mapping[str, Role] = ROLES, slips: float = 0.0
 ) -> Iterator[Demonstration]:
     """Yield `n` demonstrations of solver and verifier on training problems, in the words of `roles`.
@@ -103,7 +98,7 @@ def demonstrations(
     """
     for index in range(n):
         random = Random(derive_seed(seed, "arithmetic demonstration", index))
-        problem = _draw(random, random.choice(tuple(SOURCES)), "train")
+        problem = _draw(random, random.choice(tuple(LEVELS)), "train")
         right = work_out(problem.operation, problem.numbers)
         wrong, slip = work_out_wrongly(random, problem.operation, problem.numbers)
         careless = random.random() < slips
@@ -121,7 +116,7 @@ def demonstrations(
 
 
 def _demonstrate(
-    roles: Mapping[str, Role], problem: Problem, said: list[tuple[str, str]], agent: str, reply: str
+    roles: Mapping[str, Role], problem: Sum, said: list[tuple[str, str]], agent: str, reply: str
 ) -> Demonstration:
     messages = roles[agent].messages(**slots(problem.text, said))
     return Demonstration(agent=agent, messages=(*messages, Message(role="assistant", content=reply)))
@@ -153,8 +148,8 @@ def _draw_tasks(random: Random, source: str, split: str, count: int) -> list[Tas
     return list(tasks.values())
 
 
-def _draw(random: Random, name: str, split: str) -> Problem:
-    source = SOURCES[name]
+def _draw(random: Random, name: str, split: str) -> Sum:
+    source = LEVELS[name]
     while True:
         operation = random.choice(tuple(source.wordings))
         low, high = 10 ** (source.digits - 1), 10**source.digits - 1
@@ -168,7 +163,7 @@ def _draw(random: Random, name: str, split: str) -> Problem:
             name=random.choice(_NAMES),
             things=random.choice(_THINGS),
         )
-        problem = Problem(source=name, operation=operation, numbers=tuple(numbers), text=text)
+        problem = Sum(source=name, operation=operation, numbers=tuple(numbers), text=text)
         if problem.split == split:
             return problem
 

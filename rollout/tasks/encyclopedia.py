@@ -34,24 +34,24 @@ _SIBLING = {"trade": "home", "home": "trade", "river": "goods", "goods": "river"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Passage:
     """One passage of the encyclopedia."""
 
     title: str
     text: str
 
 
-def passages(seed: int) -> list[Entry]:
+def passages(seed: int) -> list[Passage]:
     """The whole encyclopedia of `seed`, one passage a person and one a town, in a fixed order."""
-    world = make_world(seed)
-    people = [Entry(title=p.name, text=f"{p.name} is a {p.trade} who lives in {p.home.name}.") for p in world.people]
+    world = make_encyclopedia(seed)
+    people = [Passage(title=p.name, text=f"{p.name} is a {p.trade} who lives in {p.home.name}.") for p in world.people]
     towns = [
-        Entry(title=t.name, text=f"{t.name} lies on the river {t.river} and sells {t.goods}.") for t in world.towns
+        Passage(title=t.name, text=f"{t.name} lies on the river {t.river} and sells {t.goods}.") for t in world.towns
     ]
     return people + towns
 
 
-def generate(seed: int, sizes: Mapping[str, int]) -> list[Task]:
+def encyclopedia_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
     """Questions about the encyclopedia of `seed`: `sizes[split]` of each split, half of them one-hop, none twice.
 
     Raises:
@@ -60,7 +60,7 @@ def generate(seed: int, sizes: Mapping[str, int]) -> list[Task]:
     return [task for split, size in sizes.items() for task in _generate_split(seed, split, size)]
 
 
-def demonstrations(
+def encyclopedia_demonstrations(
     seed: int,
     n: int,
     roles: Mapping[str, Role],
@@ -85,8 +85,8 @@ def demonstrations(
         top_k: passages a search, as at rollout.
         style: how they read, as at rollout (see `rollout.environments.search.PASSAGE_STYLES`).
     """
-    people = [person for person in make_world(seed).people if person.split == "train"]
-    book = _Book([entry for entry in passages(seed) if split_of(entry.title) == "train"])
+    people = [person for person in make_encyclopedia(seed).people if person.split == "train"]
+    book = _Book([entry for entry in passages(seed) if split_of_entity(entry.title) == "train"])
     spoken = 0
     for episode in itertools.count():
         chance = random.Random(derive_seed("encyclopedia demonstration", seed, episode))
@@ -108,7 +108,7 @@ def _kept(demonstration: Demonstration) -> float:
 
 
 def _generate_split(seed: int, split: str, size: int) -> list[Task]:
-    people = [person for person in make_world(seed).people if person.split == split]
+    people = [person for person in make_encyclopedia(seed).people if person.split == split]
     if not people:
         raise ValueError(f"unknown split '{split}'; the encyclopedia has train, validation and test")
     tasks: list[Task] = []
@@ -142,15 +142,15 @@ def _fact(person: Person, fact: str) -> str:
 class _Book:
     """The encyclopedia opened by title: an exact title first, then titles that share a word with the query."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Passage]) -> None:
         self._by_title = {entry.title: entry for entry in entries}
-        self._by_word: dict[str, list[Entry]] = {}
+        self._by_word: dict[str, list[Passage]] = {}
         for entry in entries:
             for word in entry.title.split():
                 self._by_word.setdefault(word, []).append(entry)
         self._first = entries[0]
 
-    async def search(self, query: str, k: int) -> list[Entry]:
+    async def search(self, query: str, k: int) -> list[Passage]:
         exact = [self._by_title[query]] if query in self._by_title else []
         similar = [entry for word in reversed(query.split()) for entry in self._by_word.get(word, [])]
         return list(dict.fromkeys([*exact, *similar, self._first]))[:k]
@@ -268,32 +268,32 @@ class Person:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class Encyclopedia:
     """Everybody and every town of one seed."""
 
     people: tuple[Person, ...]
     towns: tuple[Town, ...]
 
 
-def split_of(name: str) -> str:
+def split_of_entity(name: str) -> str:
     """The split of an entity in every world, by its name's hash: 70 % train, 10 % validation, 20 % test."""
     digit = derive_seed("encyclopedia split", name) % 10
     return "train" if digit < 7 else "validation" if digit < 8 else "test"
 
 
 @lru_cache(maxsize=4)
-def make_world(seed: int) -> World:
+def make_encyclopedia(seed: int) -> Encyclopedia:
     """The world of `seed`: PEOPLE distinct people in TOWNS distinct towns."""
     chance = random.Random(derive_seed("encyclopedia world", seed))
     town_names = chance.sample([f"{first} {last}" for first in _TOWN_FIRST for last in _TOWN_LAST], TOWNS)
     towns = tuple(
-        Town(name=name, split=split_of(name), river=chance.choice(_RIVERS), goods=chance.choice(_GOODS))
+        Town(name=name, split=split_of_entity(name), river=chance.choice(_RIVERS), goods=chance.choice(_GOODS))
         for name in town_names
     )
     homes = {split: [town for town in towns if town.split == split] for split in ("train", "validation", "test")}
     names = chance.sample([f"{first} {last}" for first in _FIRST for last in _LAST], PEOPLE)
     people = tuple(
-        Person(name=name, split=split_of(name), trade=chance.choice(_TRADES), home=chance.choice(homes[split_of(name)]))
-        for name in names
+        Person(name=name, split=split, trade=chance.choice(_TRADES), home=chance.choice(homes[split]))
+        for name, split in ((name, split_of_entity(name)) for name in names)
     )
-    return World(people=people, towns=towns)
+    return Encyclopedia(people=people, towns=towns)

@@ -61,7 +61,7 @@ class Fields:
     read_question: Callable[[str], str] = str.strip
     read_answer: Callable[[str], str] = str.strip
 
-    def problem(self, row: Row) -> Problem:
+    def problem(self, row: DataRow) -> Problem:
         """The question with its context and every accepted answer.
 
         Raises:
@@ -88,18 +88,18 @@ class Fields:
         )
 
 
-def _filled(row: Row, paths: Sequence[str], what: str) -> Any:
+def _filled(row: DataRow, paths: Sequence[str], what: str) -> Any:
     found = _first(row, paths)
     if found is None:
         raise BadRow(f"has no {what}: expected one of {', '.join(paths)} to be filled; its columns: {', '.join(row)}")
     return found
 
 
-def _first(row: Row, paths: Sequence[str]) -> Any:
+def _first(row: DataRow, paths: Sequence[str]) -> Any:
     return next((value for value in (_at(row, path) for path in paths) if value is not None), None)
 
 
-def _at(row: Row, path: str) -> Any:
+def _at(row: DataRow, path: str) -> Any:
     """What is at `path`; None for nothing, which blank text, an empty list and not-a-number are too."""
     value: Any = row
     for part in path.split("."):
@@ -154,7 +154,7 @@ def _json(text: str) -> Any:
         return None
 
 
-Row = Mapping[str, Any]
+DataRow = Mapping[str, Any]
 
 
 class BadRow(ValueError):
@@ -179,7 +179,7 @@ class Format(Protocol):
     def env(self) -> str:
         """The environment that scores such problems, a name in ENVS."""
 
-    def problem(self, row: Row) -> Problem | None:
+    def problem(self, row: DataRow) -> Problem | None:
         """The problem of a row, None where nothing could be scored.
 
         Raises:

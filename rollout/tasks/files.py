@@ -85,7 +85,7 @@ _BATCH_ROWS = 256
 _MAX_CELL_CHARS = 1 << 24
 
 
-def rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
     """The rows of `path` in their order, read as they are asked for.
 
     Raises:
@@ -150,7 +150,7 @@ READABLE: dict[str, Format | None] = {OWN: None, **FORMATS}
 Placed = tuple[str, Task]  # where a task is from, "file: row 7"
 
 
-def read(path: Path, *, format: str, split: str, source: str = "") -> Iterator[Placed]:
+def read_task_file(path: Path, *, format: str, split: str, source: str = "") -> Iterator[Placed]:
     """The tasks of a file with the rows they are from, counted from 0; rows with nothing to score are left out.
 
     A task's id is its source, the row's own id if there is one, and a digest of the question. Files of the format
@@ -170,7 +170,7 @@ def read(path: Path, *, format: str, split: str, source: str = "") -> Iterator[P
         for number, task in enumerate(read_tasks(path)):
             yield f"{path}: row {number}", task
         return
-    for number, row in enumerate(rows(path)):
+    for number, row in enumerate(read_rows(path)):
         try:
             problem = known.problem(row)
         except BadRow as error:

@@ -15,7 +15,7 @@ from rollout.environments.code import unpack_test
 from rollout.records.trajectory import Task
 from rollout.sandbox.judge import StdinTest, Test
 
-Kind = Literal["id", "text", "similar", "tests"]
+LeakKind = Literal["id", "text", "similar", "tests"]
 
 _LATEX = re.compile(r"\\[()\[\],;:! ]|\\(?:left|right)(?![a-zA-Z])|\$|\{\}")
 _TOKEN = re.compile(r"[^\W\d_]+|\d+(?:[.,]\d+)*|[^\w\s]|_")
@@ -35,7 +35,7 @@ class Match:
 class Leak:
     """The tasks of `split` that are known from `earlier`, in one sense of known."""
 
-    kind: Kind
+    kind: LeakKind
     earlier: str  # name of a split; of kind `tests`, the same one
     split: str
     tasks: int  # in `split`
@@ -64,7 +64,7 @@ def find_leaks(splits: Mapping[str, Sequence[Task]], *, words: int = 8, threshol
         before, after = splits[earlier], splits[split]
         same_text = _same([" ".join(t) for t in tokens[earlier]], [" ".join(t) for t in tokens[split]])
         near = _alike(tokens[earlier], tokens[split], words, threshold, skip=set(same_text))
-        found: dict[Kind, dict[int, tuple[int, float]]] = {
+        found: dict[LeakKind, dict[int, tuple[int, float]]] = {
             "id": _same([task.id for task in before], [task.id for task in after]),
             "text": same_text,
             "similar": near,

@@ -15,7 +15,7 @@ from rollout.environments.code import pack_solution, pack_test
 from rollout.environments.patches import BadPatch, parse_patch
 from rollout.environments.repository import pack_instance
 from rollout.sandbox.judge import CallTest, StdinTest, Test
-from rollout.tasks.fields import BadRow, Problem, Row
+from rollout.tasks.fields import BadRow, DataRow, Problem
 
 _STDIN = "Write a Python program that reads from standard input and writes to standard output."
 _CALL = "Write Python code that defines {name} as described{starter}."
@@ -31,10 +31,10 @@ _PLAIN_TEXT = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "SHORT_BINUNICODE", "BINUN
 class Programs:
     """A format of programming problems, whose answers are their tests."""
 
-    read: Callable[[Row], tuple[str, list[Test], list[Test]]]  # row -> question, visible and hidden tests
+    read: Callable[[DataRow], tuple[str, list[Test], list[Test]]]  # row -> question, visible and hidden tests
     env: str = "code"
 
-    def problem(self, row: Row) -> Problem | None:
+    def problem(self, row: DataRow) -> Problem | None:
         """The problem with its tests, None if it has none.
 
         Raises:
@@ -51,36 +51,36 @@ class Programs:
         return replace(problem, answers=(*problem.answers, pack_solution(solution))) if solution else problem
 
 
-def apps(row: Row) -> tuple[str, list[Test], list[Test]]:
+def apps(row: DataRow) -> tuple[str, list[Test], list[Test]]:
     """APPS and TACO: `question`, `input_output` (JSON: inputs, outputs, perhaps fn_name), `starter_code`."""
     return row["question"], [], parse_tests(row["input_output"] or "[]")
 
 
-def code_contests(row: Row) -> tuple[str, list[Test], list[Test]]:
+def code_contests(row: DataRow) -> tuple[str, list[Test], list[Test]]:
     """CodeContests: `description`, and public, private and generated tests as lists of inputs and outputs."""
     hidden = [test for kind in ("private_tests", "generated_tests") for test in _columns(row.get(kind))]
     return row["description"], _columns(row["public_tests"]), hidden
 
 
-def live_code_bench(row: Row) -> tuple[str, list[Test], list[Test]]:
+def live_code_bench(row: DataRow) -> tuple[str, list[Test], list[Test]]:
     """LiveCodeBench: `question_content`, `public_test_cases` and packed `private_test_cases`, `metadata` (JSON)."""
     function = _object(row.get("metadata")).get("func_name")
     visible = parse_tests(row["public_test_cases"], function=function)
     return row["question_content"], visible, parse_tests(unpack_private(row["private_test_cases"]), function=function)
 
 
-def deep_coder(row: Row) -> tuple[str, list[Test], list[Test]]:
+def deep_coder(row: DataRow) -> tuple[str, list[Test], list[Test]]:
     """DeepCoder: `problem`, and `tests` in the form of whichever collection the problem is from."""
     return row["problem"], [], parse_tests(row["tests"], function=_object(row.get("metadata")).get("func_name"))
 
 
-def deep_coder_shown(row: Row) -> tuple[str, list[Test], list[Test]]:
+def deep_coder_shown(row: DataRow) -> tuple[str, list[Test], list[Test]]:
     """DeepCoder with the first three tests visible, as UnityMAS-O (arXiv 2605.26646) shows them; others stay hidden."""
     question, _, tests = deep_coder(row)
     return question, tests[:_SHOWN], tests[_SHOWN:]
 
 
-STYLES: dict[str, Callable[[Row], tuple[str, list[Test], list[Test]]]] = {  # row -> question, visible, hidden tests
+STYLES: dict[str, Callable[[DataRow], tuple[str, list[Test], list[Test]]]] = {  # row -> question, visible, hidden tests
     "apps": apps,
     "taco": apps,
     "code_contests": code_contests,
@@ -137,7 +137,7 @@ def _solution(value: Any) -> str | None:
     return _FENCE.sub(r"\1", texts[0].strip()).strip() + "\n" if texts else None
 
 
-def _entry(entry: Row, function: str | None) -> Test:
+def _entry(entry: DataRow, function: str | None) -> Test:
     name = entry.get("fn_name") or _object(entry.get("metadata")).get("func_name") or function
     kind = entry.get("testtype") or entry.get("type") or ("functional" if name else "stdin")
     if kind in ("functional", "function_call"):
@@ -149,7 +149,7 @@ def _entry(entry: Row, function: str | None) -> Test:
     raise ValueError(f"unknown kind of test '{kind}'")
 
 
-def _columns(value: Row | None) -> list[Test]:
+def _columns(value: DataRow | None) -> list[Test]:
     if not value:
         return []
     return [_stdin(given, wanted) for given, wanted in zip(value["input"], value["output"], strict=True)]
@@ -170,12 +170,12 @@ def _call(name: str, given: Any, wanted: Any) -> CallTest:
     return CallTest(function=name, arguments=tuple(given), accepted=(wanted, *inner))
 
 
-def _object(value: Any) -> Row:
+def _object(value: Any) -> DataRow:
     value = json.loads(value) if isinstance(value, str) and value.strip() else value
     return value if isinstance(value, Mapping) else {}
 
 
-def _problem(row: Row, question: str, visible: Iterable[Test], hidden: Iterable[Test]) -> Problem:
+def _problem(row: DataRow, question: str, visible: Iterable[Test], hidden: Iterable[Test]) -> Problem:
     packed = [pack_test(test, visible=True) for test in visible] + [pack_test(test, visible=False) for test in hidden]
     name = next((row[key] for key in ("problem_id", "question_id", "name", "id") if row.get(key) is not None), "")
     function = next((json.loads(text).get("function") for text in packed), None)
@@ -198,7 +198,7 @@ class SweBench:
 
     env: str = "repository"
 
-    def problem(self, row: Row) -> Problem | None:
+    def problem(self, row: DataRow) -> Problem | None:
         """The issue with its tests, None without a test that it should make pass.
 
         Raises:

@@ -10,10 +10,10 @@ from random import Random
 from typing import Any
 
 from rollout.base.seeds import derive_seed
-from rollout.environments.games.generator import SPLITS, split_of
 from rollout.environments.repository import CheckCall, pack_check, pack_source
 from rollout.records.trajectory import Task
-from rollout.tasks.repository_functions import FAMILIES, Family
+from rollout.tasks.repository_functions import BUGGY_FUNCTIONS, BuggyFunction
+from rollout.tasks.splits import check_splits, split_of
 
 _PACKAGES = ("toolbox", "pantry", "drawer", "shelf", "crate", "basket", "locker", "chest")
 _MODULES = ("core", "basics", "lists", "extra", "shapes", "more")
@@ -22,7 +22,7 @@ _OTHERS = 2  # of every other function
 _PATIENCE = 2000  # draws of arguments
 
 
-def generate(seed: int, sizes: Mapping[str, int], *, modules: int = 2) -> list[Task]:
+def repository_tasks(seed: int, sizes: Mapping[str, int], *, modules: int = 2) -> list[Task]:
     """sizes[split] packages for each split; a bug of a function belongs to one split whatever the seed.
 
     Args:
@@ -31,14 +31,13 @@ def generate(seed: int, sizes: Mapping[str, int], *, modules: int = 2) -> list[T
     Raises:
         ValueError: an option is out of range, or an unknown split.
     """
-    if not 1 <= modules <= len(FAMILIES) // 2:
-        raise ValueError(f"repositories: modules is {modules}; expected 1 to {len(FAMILIES) // 2}")
-    if set(sizes) - set(SPLITS):
-        raise ValueError(f"repositories: unknown split {min(set(sizes) - set(SPLITS))}; splits: {', '.join(SPLITS)}")
+    if not 1 <= modules <= len(BUGGY_FUNCTIONS) // 2:
+        raise ValueError(f"repositories: modules is {modules}; expected 1 to {len(BUGGY_FUNCTIONS) // 2}")
+    check_splits("repositories", sizes)
     tasks: dict[str, Task] = {}
     for split, size in sizes.items():
         random = Random(derive_seed(seed, "repositories", split))
-        own = [(f, bug) for f in FAMILIES for bug in f.bugs if split_of(f"{f.right.__name__}/{bug}") == split]
+        own = [(f, bug) for f in BUGGY_FUNCTIONS for bug in f.bugs if split_of(f"{f.right.__name__}/{bug}") == split]
         first = len(tasks)
         while len(tasks) - first < size:
             task = _draw(random, *random.choice(own), split, modules)
@@ -46,8 +45,8 @@ def generate(seed: int, sizes: Mapping[str, int], *, modules: int = 2) -> list[T
     return list(tasks.values())
 
 
-def _draw(random: Random, family: Family, bug: str, split: str, modules: int) -> Task:
-    others = random.sample([other for other in FAMILIES if other is not family], 2 * modules - 1)
+def _draw(random: Random, family: BuggyFunction, bug: str, split: str, modules: int) -> Task:
+    others = random.sample([other for other in BUGGY_FUNCTIONS if other is not family], 2 * modules - 1)
     functions = random.sample([family, *others], 2 * modules)
     package, names = random.choice(_PACKAGES), random.sample(_MODULES, modules)
     wrong, complaint = family.bugs[bug]
@@ -55,7 +54,7 @@ def _draw(random: Random, family: Family, bug: str, split: str, modules: int) ->
     place = ""
     for number, name in enumerate(names):
         inside = functions[2 * number : 2 * number + 2]
-        sources = [source_of(wrong, family.right.__name__) if f is family else source_of(f.right) for f in inside]
+        sources = [source_of(wrong if f is family else f.right, f.right) for f in inside]
         files[f"{package}/{name}.py"] = f'"""Functions of {package}."""\n\n\n' + "\n\n".join(sources)
         place = f"{package}.{name}" if family in inside else place
         for f in inside:
@@ -79,12 +78,15 @@ def _draw(random: Random, family: Family, bug: str, split: str, modules: int) ->
     )
 
 
-def source_of(function: Callable[..., Any], name: str | None = None) -> str:
-    """A function's own text, under another name if one is given."""
-    return inspect.getsource(function).replace(f"def {function.__name__}(", f"def {name or function.__name__}(", 1)
+def source_of(function: Callable[..., Any], right: Callable[..., Any]) -> str:
+    """The text of a function as agents read it: under the name and with the docstring of the right one."""
+    text = inspect.getsource(function).replace(f"def {function.__name__}(", f"def {right.__name__}(", 1)
+    head, body = text.split("\n", 1)
+    docstring = "" if function is right else inspect.getsource(right).split("\n")[1] + "\n"
+    return f"{head}\n{docstring}{body}"
 
 
-def _checks(random: Random, family: Family, module: str, wrong: Callable[..., Any] | None) -> list[CheckCall]:
+def _checks(random: Random, family: BuggyFunction, module: str, wrong: Callable[..., Any] | None) -> list[CheckCall]:
     """Calls of a function, and whether a bug in it is without effect on them."""
     wanted = {True: _OTHERS} if wrong is None else {True: _EACH, False: _EACH}
     seen: set[str] = set()

@@ -1,4 +1,10 @@
-"""What generated repositories are made of: functions that are right, each with others that have one bug."""
+"""Functions of generated repositories: right ones, each with others that have one bug.
+
+Their text is what agents read, so it carries no types; a function with a bug is shown under the right one's name and
+docstring.
+"""
+
+# mypy: disable-error-code="no-untyped-def, var-annotated"
 
 from __future__ import annotations
 
@@ -14,12 +20,10 @@ def window_sums(values, size):
 
 
 def _window_sums_short(values, size):
-    """The sum of every run of `size` neighbouring values, from left to right."""
     return [sum(values[i : i + size]) for i in range(len(values) - size)]
 
 
 def _window_sums_long(values, size):
-    """The sum of every run of `size` neighbouring values, from left to right."""
     return [sum(values[i : i + size]) for i in range(len(values))]
 
 
@@ -35,7 +39,6 @@ def merge_intervals(intervals):
 
 
 def _merge_intervals_touching(intervals):
-    """Sorted intervals [start, end] that cover the same as `intervals`; touching ones become one."""
     merged = []
     for start, end in sorted(intervals):
         if merged and start < merged[-1][1]:
@@ -46,7 +49,6 @@ def _merge_intervals_touching(intervals):
 
 
 def _merge_intervals_inside(intervals):
-    """Sorted intervals [start, end] that cover the same as `intervals`; touching ones become one."""
     merged = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -62,12 +64,10 @@ def chunks(values, size):
 
 
 def _chunks_dropped(values, size):
-    """The values in lists of `size`; the last one may be shorter."""
     return [values[i : i + size] for i in range(0, len(values) - size + 1, size)]
 
 
 def _chunks_overlapping(values, size):
-    """The values in lists of `size`; the last one may be shorter."""
     return [values[i : i + size] for i in range(0, len(values), size - 1 or 1)]
 
 
@@ -80,7 +80,6 @@ def rotate(values, places):
 
 
 def _rotate_left(values, places):
-    """The values moved to the right by `places`, those at the end to the front."""
     if not values:
         return []
     places %= len(values)
@@ -88,7 +87,6 @@ def _rotate_left(values, places):
 
 
 def _rotate_far(values, places):
-    """The values moved to the right by `places`, those at the end to the front."""
     if not values:
         return []
     return values[len(values) - places :] + values[: len(values) - places]
@@ -104,7 +102,6 @@ def in_base(number, base):
 
 
 def _in_base_zero(number, base):
-    """A number from 0 on, in a base from 2 to 10, as text."""
     digits = ""
     while number:
         digits = str(number % base) + digits
@@ -113,7 +110,6 @@ def _in_base_zero(number, base):
 
 
 def _in_base_reversed(number, base):
-    """A number from 0 on, in a base from 2 to 10, as text."""
     digits = ""
     while number:
         digits = digits + str(number % base)
@@ -131,14 +127,12 @@ def middle(values):
 
 
 def _middle_upper(values):
-    """The median of some numbers: the mean of the two in the middle where their count is even."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half]
 
 
 def _middle_unsorted(values):
-    """The median of some numbers: the mean of the two in the middle where their count is even."""
     half = len(values) // 2
     if len(values) % 2:
         return values[half]
@@ -151,12 +145,10 @@ def clipped(values, low, high):
 
 
 def _clipped_low(values, low, high):
-    """The values, those below `low` as `low` and those above `high` as `high`."""
     return [min(value, high) for value in values]
 
 
 def _clipped_out(values, low, high):
-    """The values, those below `low` as `low` and those above `high` as `high`."""
     return [value for value in values if low <= value <= high]
 
 
@@ -172,7 +164,6 @@ def runs(text):
 
 
 def _runs_ones(text):
-    """Each run of equal letters as the letter and how often it stands there: "aab" is "a2b1"."""
     found = []
     for letter in text:
         if found and found[-1][0] == letter:
@@ -183,7 +174,6 @@ def _runs_ones(text):
 
 
 def _runs_apart(text):
-    """Each run of equal letters as the letter and how often it stands there: "aab" is "a2b1"."""
     found = {}
     for letter in text:
         found[letter] = found.get(letter, 0) + 1
@@ -200,7 +190,7 @@ def _intervals(random: Random) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class BuggyFunction:
     """A function, what its arguments look like, and its bugs with what users say of them."""
 
     right: Callable[..., Any]
@@ -208,8 +198,8 @@ class Family:
     bugs: dict[str, tuple[Callable[..., Any], str]]  # by name
 
 
-FAMILIES: tuple[Family, ...] = (
-    Family(
+BUGGY_FUNCTIONS: tuple[BuggyFunction, ...] = (
+    BuggyFunction(
         right=window_sums,
         draw=lambda r: (_numbers(r), r.randint(1, 4)),
         bugs={
@@ -217,7 +207,7 @@ FAMILIES: tuple[Family, ...] = (
             "long": (_window_sums_long, "There are too many windows: the last ones have fewer values than asked for."),
         },
     ),
-    Family(
+    BuggyFunction(
         right=merge_intervals,
         draw=lambda r: (_intervals(r),),
         bugs={
@@ -225,7 +215,7 @@ FAMILIES: tuple[Family, ...] = (
             "inside": (_merge_intervals_inside, "An interval within a longer one cuts the longer one off."),
         },
     ),
-    Family(
+    BuggyFunction(
         right=chunks,
         draw=lambda r: (_numbers(r), r.randint(1, 4)),
         bugs={
@@ -233,7 +223,7 @@ FAMILIES: tuple[Family, ...] = (
             "overlapping": (_chunks_overlapping, "Some values are in two lists."),
         },
     ),
-    Family(
+    BuggyFunction(
         right=rotate,
         draw=lambda r: (_numbers(r), r.randint(0, 10)),
         bugs={
@@ -241,7 +231,7 @@ FAMILIES: tuple[Family, ...] = (
             "far": (_rotate_far, "Moving by more places than there are values repeats or loses some."),
         },
     ),
-    Family(
+    BuggyFunction(
         right=in_base,
         draw=lambda r: (r.choice((0, r.randint(1, 60))), r.randint(2, 9)),
         bugs={
@@ -249,7 +239,7 @@ FAMILIES: tuple[Family, ...] = (
             "reversed": (_in_base_reversed, "The digits are in the wrong order."),
         },
     ),
-    Family(
+    BuggyFunction(
         right=middle,
         draw=lambda r: (_numbers(r, 1),),
         bugs={
@@ -257,7 +247,7 @@ FAMILIES: tuple[Family, ...] = (
             "unsorted": (_middle_unsorted, "The result depends on the order of the values."),
         },
     ),
-    Family(
+    BuggyFunction(
         right=clipped,
         draw=lambda r: (_numbers(r), r.randint(-6, -1), r.randint(1, 6)),
         bugs={
@@ -265,7 +255,7 @@ FAMILIES: tuple[Family, ...] = (
             "out": (_clipped_out, "The result has fewer values than there were."),
         },
     ),
-    Family(
+    BuggyFunction(
         right=runs,
         draw=lambda r: ("".join(r.choice("aab") for _ in range(r.randint(0, 7))),),
         bugs={

@@ -1,24 +1,38 @@
-"""Generated tables to predict, whose structure, baseline and ceiling are known; the standard library can solve them."""
+"""Data science tasks (tables to predict): generated ones, whose baseline and ceiling are known, and DSBench's.
+
+The generated ones can be solved by the standard library. DSBench's data-modeling tasks (arXiv 2409.07703) are read from
+its folder, as its repository and archive lay it out:
+
+data.json                               one object a line, with `name`
+data/task/NAME.txt                      the task as it is described
+data/data_resplit/NAME/                 train.csv, test.csv, sample_submission.csv
+data/answers/NAME/test_answer.csv       the truths
+evaluation/NAME_eval.py                 read, never run: which metric, which column
+save_performance/{baseline,GT}/NAME/result.txt    the ends of the performance gap, where they are there
+"""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import io
+import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from statistics import fmean, median
 from typing import Literal
 
 from rollout.base.seeds import derive_seed
-from rollout.environments.data_science import SUBMISSION, pack_file, pack_target
-from rollout.environments.games.generator import SPLITS, split_of
-from rollout.environments.predictions import METRICS, Target
-from rollout.records.trajectory import Task
+from rollout.environments.data_science import SUBMISSION, pack_file, pack_file_at, pack_target
+from rollout.environments.predictions import TABLE_METRICS, Target
+from rollout.records.trajectory import RecordError, Task
+from rollout.tasks.splits import check_splits, split_of
 
-Kind = Literal["regression", "classification"]
-_METRICS: dict[Kind, tuple[str, ...]] = {
+TableKind = Literal["regression", "classification"]
+_METRICS: dict[TableKind, tuple[str, ...]] = {
     "regression": ("rmse", "mae"),
     "classification": ("accuracy", "f1", "auc"),
 }
@@ -37,13 +51,13 @@ Write `{submission}` with the columns `id` and `{column}`, one row for every row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class TableModel:
     """How a target comes from the features: y = b + Σ w x + effect of the level + noise, or whether that is above 0.
 
     Tables of different worlds have nothing in common that could be learned by heart.
     """
 
-    kind: Kind
+    kind: TableKind
     metric: str
     weights: tuple[int, ...]  # one per numeric feature; 0 is a feature without meaning
     intercept: int
@@ -69,11 +83,11 @@ class _Rows:
     targets: list[float]
 
 
-def generate(
+def tabular_tasks(
     seed: int,
     sizes: Mapping[str, int],
     *,
-    kinds: Sequence[Kind] = ("regression", "classification"),
+    kinds: Sequence[TableKind] = ("regression", "classification"),
     features: int = 3,
     train_rows: int = 120,
     test_rows: int = 60,
@@ -90,8 +104,7 @@ def generate(
         raise ValueError(f"tabular: kinds is {list(kinds)}; expected some of {', '.join(_METRICS)}")
     if not 1 <= features <= len(_COLUMNS) or train_rows < 10 or test_rows < 10:
         raise ValueError(f"tabular: expected 1 <= features <= {len(_COLUMNS)} and at least 10 rows of each table")
-    if set(sizes) - set(SPLITS):
-        raise ValueError(f"tabular: unknown split {min(set(sizes) - set(SPLITS))}; splits: {', '.join(SPLITS)}")
+    check_splits("tabular", sizes)
     tasks = []
     for split, size in sizes.items():
         random = Random(derive_seed(seed, "tabular", split))
@@ -104,12 +117,12 @@ def generate(
     return tasks
 
 
-def _draw(random: Random, kind: Kind, features: int) -> World:
+def _draw(random: Random, kind: TableKind, features: int) -> TableModel:
     weights = [random.choice((-5, -3, -2, 2, 3, 5)) for _ in range(features)]
     if features > 1:
         weights[random.randrange(features)] = 0
     effects = random.sample((-6, -4, 0, 4, 6), 3)
-    return World(
+    return TableModel(
         kind=kind,
         metric=random.choice(_METRICS[kind]),
         weights=tuple(weights),
@@ -119,7 +132,7 @@ def _draw(random: Random, kind: Kind, features: int) -> World:
     )
 
 
-def _sample(random: Random, world: World, count: int, first: int) -> _Rows:
+def _sample(random: Random, world: TableModel, count: int, first: int) -> _Rows:
     features = [[round(random.gauss(0.0, 1.5), 2) for _ in world.weights] for _ in range(count)]
     levels = [random.randrange(3) for _ in range(count)]
     signals = [world.signal(row, level) for row, level in zip(features, levels, strict=True)]
@@ -129,14 +142,14 @@ def _sample(random: Random, world: World, count: int, first: int) -> _Rows:
     return _Rows(ids=ids, features=features, levels=levels, signals=signals, targets=targets)
 
 
-def _task(random: Random, world: World, split: str, train_rows: int, test_rows: int) -> Task:
+def _task(random: Random, world: TableModel, split: str, train_rows: int, test_rows: int) -> Task:
     train = _sample(random, world, train_rows, 1)
     test = _sample(random, world, test_rows, train_rows + 1)
     while len(set(test.targets)) < 2 or len(set(train.targets)) < 2:
         train, test = _sample(random, world, train_rows, 1), _sample(random, world, test_rows, train_rows + 1)
     column = "y" if world.kind == "regression" else "label"
     truth = [_text(y, world.kind) for y in test.targets]
-    score = METRICS[world.metric].score
+    score = TABLE_METRICS[world.metric].score
     target = Target(
         metric=world.metric,
         id_column="id",
@@ -169,20 +182,20 @@ def _task(random: Random, world: World, split: str, train_rows: int, test_rows: 
     return Task(id=f"{source}/{digest}", prompt=prompt, answers=answers, env="data_science", source=source, split=split)
 
 
-def _constant(world: World, targets: Sequence[float]) -> str:
+def _constant(world: TableModel, targets: Sequence[float]) -> str:
     """The best prediction that looks at no feature."""
     if world.kind == "classification":
         return _text(float(fmean(targets) > 0.5), world.kind)
     return f"{median(targets) if world.metric == 'mae' else fmean(targets):.4f}"
 
 
-def _best(world: World, signal: float) -> str:
+def _best(world: TableModel, signal: float) -> str:
     if world.kind == "classification" and world.metric != "auc":
         return _text(float(signal > 0), world.kind)
     return f"{signal:.4f}"
 
 
-def _cells(random: Random, world: World, rows: _Rows, *, target: bool) -> list[list[str]]:
+def _cells(random: Random, world: TableModel, rows: _Rows, *, target: bool) -> list[list[str]]:
     cells = []
     for key, row, level, y in zip(rows.ids, rows.features, rows.levels, rows.targets, strict=True):
         shown = ["" if random.random() < _MISSING else f"{x:.2f}" for x in row]
@@ -190,7 +203,7 @@ def _cells(random: Random, world: World, rows: _Rows, *, target: bool) -> list[l
     return cells
 
 
-def _text(value: float, kind: Kind) -> str:
+def _text(value: float, kind: TableKind) -> str:
     return f"{value:.2f}" if kind == "regression" else f"{value:.0f}"
 
 
@@ -198,3 +211,126 @@ def _csv(rows: Sequence[Sequence[str]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
+
+
+_METRIC_SIGNS = (  # of a metric, where an evaluation script computes its result; the first that is found counts
+    ("auc", r"roc_auc_score"),
+    ("accuracy", r"accuracy_score|average='micro'|=="),
+    ("f1", r"f1_score"),
+    ("log_loss", r"log_loss"),
+    ("rmsle", r"rmsle|mean_squared_log_error"),
+    ("rmse", r"rmse|root_mean_squared_error|sqrt\(\s*mean_squared_error|squared=False"),
+    ("mae", r"mean_absolute_error"),
+    ("mse", r"mean_squared_error"),
+)
+_SCRIPT_RESULT = re.compile(r"^\s*performance\s*=(.*)$", re.MULTILINE)  # imports name others too
+_SCRIPT_COLUMN = re.compile(r"""["']--value["'].*?default\s*=\s*["']([^"']+)["']""", re.DOTALL)
+_DSBENCH_NOTE = f"\n\nThe files are in the working folder. Write `{SUBMISSION}` in the form of sample_submission.csv."
+
+
+def dsbench_tasks(
+    seed: int, sizes: Mapping[str, int], *, folder: str, metrics: Mapping[str, str] | None = None
+) -> list[Task]:
+    """sizes[split] tasks for each split, drawn without replacement from those that can be scored, by `seed`.
+
+    Args:
+        folder: DSBench's `data_modeling`, with data.zip unpacked in it.
+        metrics: names in TABLE_METRICS by task, for those whose script does not say; others that do not are left out.
+
+    Raises:
+        RecordError: a file is missing or of another form.
+        ValueError: there are fewer tasks than asked for.
+    """
+    tasks = read_dsbench(Path(folder), metrics or {})
+    wanted = sum(sizes.values())
+    if wanted > len(tasks):
+        raise ValueError(f"dsbench: {wanted} tasks asked for, but {folder} has {len(tasks)} that can be scored")
+    drawn = iter(Random(derive_seed(seed, "dsbench")).sample(tasks, wanted))
+    splits = [split for split, size in sizes.items() for _ in range(size)]
+    return [replace(task, split=split) for task, split in zip(drawn, splits, strict=True)]
+
+
+def read_dsbench(folder: Path, metrics: Mapping[str, str]) -> list[Task]:
+    """Every task of the folder that can be scored, in its order, as a test task.
+
+    Raises:
+        RecordError: see `dsbench_tasks`.
+    """
+    index = folder / "data.json"
+    if not index.is_file():
+        raise RecordError(f"{index}: no such file; expected DSBench's data_modeling folder")
+    names = []
+    for number, line in enumerate(index.read_text(encoding="utf-8").splitlines()):
+        if line.strip():
+            try:
+                names.append(str(json.loads(line)["name"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise RecordError(f"{index}: row {number} is no object with a name ({error})") from error
+    found = (_dsbench_task(folder, name, metrics.get(name)) for name in names)
+    return [task for task in found if task is not None]
+
+
+def metric_of(script: str) -> str | None:
+    """The metric that an evaluation script computes last; None when it is none of ours."""
+    results = _SCRIPT_RESULT.findall(script)
+    return next((metric for metric, sign in _METRIC_SIGNS if results and re.search(sign, results[-1])), None)
+
+
+def _dsbench_task(folder: Path, name: str, metric: str | None) -> Task | None:
+    data = folder / "data"
+    script = _file_text(folder / "evaluation" / f"{name}_eval.py")
+    metric = metric or metric_of(script)
+    if metric is not None and metric not in TABLE_METRICS:
+        raise RecordError(f"{folder}: metric '{metric}' of {name} is not known; metrics: {', '.join(TABLE_METRICS)}")
+    tables = data / "data_resplit" / name
+    sample, answer = (
+        _table_rows(tables / "sample_submission.csv"),
+        _table_rows(data / "answers" / name / "test_answer.csv"),
+    )
+    columns = list(sample[0])
+    named = _SCRIPT_COLUMN.search(script)
+    column = named.group(1) if named else columns[-1]
+    if metric is None or len(columns) != 2 or column not in columns or column not in answer[0]:
+        return None  # several columns, or a metric of its own
+    id_column = next(other for other in columns if other != column)
+    keys = answer if id_column in answer[0] else sample
+    if len(keys) != len(answer):
+        raise RecordError(f"{data}: {name} has {len(answer)} answers and {len(sample)} rows in sample_submission.csv")
+    target = Target(
+        metric=metric,
+        id_column=id_column,
+        column=column,
+        truth={row[id_column]: value[column] for row, value in zip(keys, answer, strict=True)},
+        baseline=_number(folder / "save_performance" / "baseline" / name / "result.txt"),
+        ceiling=_number(folder / "save_performance" / "GT" / name / "result.txt"),
+    )
+    files = (pack_file_at(path.name, path.resolve()) for path in sorted(tables.iterdir()) if path.is_file())
+    return Task(
+        id=f"dsbench/{name}",
+        prompt=_file_text(data / "task" / f"{name}.txt").strip() + _DSBENCH_NOTE,
+        answers=(*files, pack_target(target)),
+        env="data_science",
+        source="dsbench",
+        split="test",
+    )
+
+
+def _file_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: cannot be read ({error}); expected DSBench's data_modeling folder") from error
+
+
+def _table_rows(path: Path) -> list[dict[str, str]]:
+    rows = list(csv.DictReader(_file_text(path).splitlines()))
+    if not rows:
+        raise RecordError(f"{path}: no rows")
+    return rows
+
+
+def _number(path: Path) -> float | None:
+    try:
+        return float(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

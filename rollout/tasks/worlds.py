@@ -8,10 +8,10 @@ from random import Random
 from typing import TypeVar
 
 from rollout.base.seeds import derive_seed
-from rollout.environments.games.generator import SPLITS, split_of
 from rollout.records.trajectory import RecordError, Task
+from rollout.tasks.splits import check_splits, split_of
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _ALFWORLD = {"train": "train", "validation": "valid_seen", "test": "valid_unseen"}  # folders of its splits
 _UNPLAYED = ("movable", "Sliced")  # in paths of games that ALFWorld's own loader passes over
@@ -20,15 +20,18 @@ _HOUSEHOLD = "You are in a house. Do what the task says, one action at a time."
 _SHOP = "You are in a web shop. Find the product that is asked for, choose its options and buy it."
 
 
-def gymnasium(seed: int, sizes: Mapping[str, int], *, name: str = "gymnasium", instructions: str = "") -> list[Task]:
+def gymnasium_tasks(
+    seed: int, sizes: Mapping[str, int], *, name: str = "gymnasium", instructions: str = ""
+) -> list[Task]:
     """sizes[split] games, each the seed of a reset; a seed belongs to one split whatever the run's.
 
     Args:
         name: data source to report under.
         instructions: what agents are told before the first scene.
     """
+    check_splits(name, sizes)
     tasks = []
-    for split, size in _checked(sizes).items():
+    for split, size in sizes.items():
         random = Random(derive_seed(seed, "gymnasium", name, split))
         keys: dict[str, None] = {}
         while len(keys) < size:
@@ -39,15 +42,16 @@ def gymnasium(seed: int, sizes: Mapping[str, int], *, name: str = "gymnasium", i
     return tasks
 
 
-def alfworld(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[Task]:
+def alfworld_tasks(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[Task]:
     """sizes[split] games of `folder`, ALFWorld's json_2.1.1: of train, of valid_seen, and of valid_unseen for test.
 
     Raises:
         RecordError: the folder lacks one of these.
         ValueError: there are fewer games than asked for.
     """
+    check_splits("alfworld", sizes)
     tasks = []
-    for split, size in _checked(sizes).items():
+    for split, size in sizes.items():
         root = Path(folder) / _ALFWORLD[split]
         if size and not root.is_dir():
             raise RecordError(f"{root}: no such folder; expected ALFWorld's json_2.1.1, see `alfworld-download`")
@@ -58,27 +62,21 @@ def alfworld(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[Task]:
     return tasks
 
 
-def webshop(seed: int, sizes: Mapping[str, int]) -> list[Task]:
+def webshop_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
     """sizes[split] errands by number: goals 0 to 499 for test, 500 to 1499 for validation, the others for train.
 
     Raises:
         ValueError: there are fewer errands than asked for.
     """
+    check_splits("webshop", sizes)
     return [
         _task("webshop", str(goal), str(goal), split, _SHOP, "webshop")
-        for split, size in _checked(sizes).items()
+        for split, size in sizes.items()
         for goal in _drawn(seed, "webshop", split, _WEBSHOP[split], size)
     ]
 
 
-def _checked(sizes: Mapping[str, int]) -> Mapping[str, int]:
-    unknown = set(sizes) - set(SPLITS)
-    if unknown:
-        raise ValueError(f"unknown split {min(unknown)}; splits: {', '.join(SPLITS)}")
-    return sizes
-
-
-def _drawn(seed: int, world: str, split: str, games: Sequence[T], size: int) -> list[T]:
+def _drawn(seed: int, world: str, split: str, games: Sequence[_T], size: int) -> list[_T]:
     if size > len(games):
         raise ValueError(f"{world}: {size} {split} tasks asked for, but there are {len(games)}; lower data.{split}")
     return Random(derive_seed(seed, world, split)).sample(games, size)

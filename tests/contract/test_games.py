@@ -9,18 +9,17 @@ from random import Random
 import pytest
 
 from rollout.environments import ENVS
-from rollout.environments.games import GAMES, SOURCES
-from rollout.environments.games.draw import draw_tasks
+from rollout.environments.games import GAMES, PUZZLES
 from rollout.environments.games.game import GameEnv
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import Task
 from rollout.tasks import GENERATORS
+from rollout.tasks.games import draw_tasks
 
 SMALL = {
     "plan_path": {"size": 5},
     "sokoban": {},
     "sudoku": {"size": 4},
-    "queens": {"size": 6, "given": 2},
     "blocksworld": {"blocks": 4},
 }
 CASES = [*SMALL.items(), ("sudoku", {"size": 9}), ("plan_path", {"size": 10}), ("sokoban", {"size": 7, "boxes": 2})]
@@ -46,14 +45,14 @@ def played(task: Task, actions: list[str], max_turns: int = 5) -> list[Step]:
 
 
 def test_every_game_has_rules_an_environment_and_a_generator() -> None:
-    assert set(GAMES) == set(SOURCES) == set(SMALL)
+    assert set(GAMES) == set(PUZZLES) == set(SMALL)
     assert set(GAMES) < set(ENVS)
     assert set(GAMES) < set(GENERATORS)
 
 
 @pytest.mark.parametrize(("game", "options"), CASES)
 def test_a_stored_solution_solves(game: str, options: dict[str, int]) -> None:
-    for task in draw_tasks(SOURCES[game](**options), 3, {"train": 10}):
+    for task in draw_tasks(PUZZLES[game](**options), 3, {"train": 10}):
         [step] = played(task, list(task.answers))
         assert step.done
         assert step.metrics["solved"] == step.metrics["progress"] == 1.0
@@ -65,7 +64,7 @@ def test_a_stored_solution_solves(game: str, options: dict[str, int]) -> None:
 @pytest.mark.parametrize(("game", "options"), CASES)
 def test_what_is_shown_is_what_is_read(game: str, options: dict[str, int]) -> None:
     rules = GAMES[game]()
-    for task in draw_tasks(SOURCES[game](**options), 4, {"train": 10}):
+    for task in draw_tasks(PUZZLES[game](**options), 4, {"train": 10}):
         state = rules.read(task.prompt)
         assert rules.show(state) == task.prompt
         assert not rules.solved(state)
@@ -74,7 +73,7 @@ def test_what_is_shown_is_what_is_read(game: str, options: dict[str, int]) -> No
 
 @pytest.mark.parametrize("game", GAMES)
 def test_playing_the_same_actions_again_is_the_same(game: str) -> None:
-    source = SOURCES[game](**SMALL[game])
+    source = PUZZLES[game](**SMALL[game])
     for task in draw_tasks(source, 5, {"train": 8}):
         random = Random(task.id)
         actions = [
@@ -85,7 +84,7 @@ def test_playing_the_same_actions_again_is_the_same(game: str) -> None:
 
 @pytest.mark.parametrize("game", GAMES)
 def test_a_slip_is_legal_and_differs(game: str) -> None:
-    source, rules = SOURCES[game](**SMALL[game]), GAMES[game]()
+    source, rules = PUZZLES[game](**SMALL[game]), GAMES[game]()
     for task in draw_tasks(source, 6, {"train": 10}):
         wrong = source.slip(Random(task.id), task.answers[0])
         assert wrong != task.answers[0]
@@ -94,7 +93,7 @@ def test_a_slip_is_legal_and_differs(game: str) -> None:
 
 @pytest.mark.parametrize("game", GAMES)
 def test_the_same_seed_draws_the_same_tasks_none_twice(game: str) -> None:
-    source = SOURCES[game](**SMALL[game])
+    source = PUZZLES[game](**SMALL[game])
     tasks = draw_tasks(source, 7, SIZES)
     assert tasks == draw_tasks(source, 7, SIZES)
     assert tasks != draw_tasks(source, 8, SIZES)
@@ -115,7 +114,7 @@ def learnable(task: Task) -> str:
 
 @pytest.mark.parametrize("game", GAMES)
 def test_no_split_of_any_seed_has_a_puzzle_of_another_split(game: str) -> None:
-    tasks = [task for seed in (1, 2, 3) for task in draw_tasks(SOURCES[game](**SMALL[game]), seed, SIZES)]
+    tasks = [task for seed in (1, 2, 3) for task in draw_tasks(PUZZLES[game](**SMALL[game]), seed, SIZES)]
     seen = {split: {learnable(task) for task in tasks if task.split == split} for split in SIZES}
     assert all(seen.values())
     for one, other in combinations(SIZES, 2):
@@ -128,7 +127,7 @@ def test_four_by_four_sudokus_have_one_solution() -> None:
     grids = ["".join("".join(row) for row in rows) for rows in _latin(lines)]
     grids = [grid for grid in grids if all(len({grid[i] for i in box}) == 4 for box in boxes)]
     assert len(grids) == 288
-    for task in draw_tasks(SOURCES["sudoku"](size=4, givens=6), 1, {"train": 30}):
+    for task in draw_tasks(PUZZLES["sudoku"](size=4, givens=6), 1, {"train": 30}):
         puzzle = task.prompt.replace("\n", "").replace(" ", "")
         assert len(puzzle) - puzzle.count(".") == 6
         matching = [g for g in grids if all(sign in (".", digit) for sign, digit in zip(puzzle, g, strict=True))]
@@ -151,14 +150,14 @@ def _latin(lines: list[tuple[str, ...]]) -> list[list[tuple[str, ...]]]:
 @pytest.mark.parametrize(
     ("game", "options", "message"),
     [
-        ("queens", {"size": 4, "given": 1}, "queens_4_1: 99 test tasks asked for, but of its 8 puzzles"),
+        ("blocksworld", {"blocks": 2}, "blocksworld_2: 99 test tasks asked for, but of its 6 puzzles"),
         ("blocksworld", {"blocks": 3}, "blocksworld_3: 99 test tasks asked for, but of its 156 puzzles"),
         ("plan_path", {"size": 2, "obstacles": 0.0}, "20000 draws after the .* found no other"),
     ],
 )
 def test_more_puzzles_than_there_are_cannot_be_had(game: str, options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        draw_tasks(SOURCES[game](**options), 1, {"test": 99})
+        draw_tasks(PUZZLES[game](**options), 1, {"test": 99})
     assert "\n" not in str(caught.value)
 
 
@@ -169,17 +168,16 @@ def test_more_puzzles_than_there_are_cannot_be_had(game: str, options: dict[str,
         ("sokoban", {"boxes": 0}, "the others >= 1"),
         ("sudoku", {"size": 6}, "expected 4 or 9"),
         ("sudoku", {"givens": 3}, "expected 4 to 15"),
-        ("queens", {"size": 3}, "4 <= size <= 10"),
         ("blocksworld", {"blocks": 9}, "expected 2 to 6"),
     ],
 )
 def test_options_are_checked(game: str, options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SOURCES[game](**options)
+        PUZZLES[game](**options)
 
 
 def test_small_games_are_counted() -> None:
     """3 and 4 blocks have 13 and 73 stackings (OEIS A000262)."""
-    assert len(SOURCES["blocksworld"](blocks=3).everything() or ()) == 13 * 12
-    assert len(SOURCES["blocksworld"](blocks=4).everything() or ()) == 73 * 72
-    assert len(SOURCES["queens"](size=4, given=1).everything() or ()) == 8
+    assert len(PUZZLES["blocksworld"](blocks=3).everything() or ()) == 13 * 12
+    assert len(PUZZLES["blocksworld"](blocks=4).everything() or ()) == 73 * 72
+    assert len(PUZZLES["blocksworld"](blocks=2).everything() or ()) == 3 * 2

@@ -13,7 +13,7 @@ from rollout.config.build import build_allocator, build_env, build_orchestra, bu
 from rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
 from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Task, Trajectory
-from rollout.tasks.encyclopedia import Entry
+from rollout.tasks.encyclopedia import Passage
 from rollout.teams.collect import collect
 from rollout.teams.team import EngineClient
 from tests.support.play import Bytes
@@ -25,9 +25,9 @@ class Library:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
 
-    async def search(self, query: str, k: int) -> list[Entry]:
+    async def search(self, query: str, k: int) -> list[Passage]:
         self.asked.append((query, k))
-        return [] if query == "nothing" else [Entry(title=query, text=f"{query} {rank}") for rank in range(1, k + 1)]
+        return [] if query == "nothing" else [Passage(title=query, text=f"{query} {rank}") for rank in range(1, k + 1)]
 
 
 def play_shipped(

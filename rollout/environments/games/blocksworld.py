@@ -10,17 +10,26 @@ from itertools import permutations, product, zip_longest
 from random import Random
 from string import ascii_uppercase
 
-from rollout.environments.games.game import BadPuzzle, Played, breadth_first, items, one_by_one
-from rollout.environments.games.generator import Owns, replace_one
+from rollout.environments.games.game import (
+    BadPuzzle,
+    Game,
+    Owns,
+    Played,
+    PuzzleSource,
+    breadth_first,
+    items,
+    one_by_one,
+    replace_one,
+)
 
 Stacks = frozenset[tuple[str, ...]]  # each from the table upwards
-TABLE = "table"
+_TABLE = "table"
 _TEXT = re.compile(r"now: (.+)\ngoal: (.+)")
 _BLOCK = re.compile(r"[A-Z]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class BlocksTable:
     """The stacks as they are and as they shall be."""
 
     now: Stacks
@@ -30,24 +39,21 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocksworld:
+class Blocksworld(Game[BlocksTable]):
     """1 for the goal and 0 for anything else, as in Stronger-MAS's released code."""
 
     solved_reward: float = 1.0
     fail: float = 0.0
     malformed: float = -1.0
 
-    @property
-    def about(self) -> str:
-        """The rules and the form of an action list."""
-        return (
-            "Rebuild the stacks: from what is now to the goal. A stack is written from the table upwards, stacks are "
-            "separated by |, and their order does not matter. A move takes the top block of a stack and puts it on the "
-            "top of another one, or on the table. Make as few moves as possible.\n"
-            "Actions: moves as block and destination, for example C table, B C"
-        )
+    about = (
+        "Rebuild the stacks: from what is now to the goal. A stack is written from the table upwards, stacks are "
+        "separated by |, and their order does not matter. A move takes the top block of a stack and puts it on the "
+        "top of another one, or on the table. Make as few moves as possible.\n"
+        "Actions: moves as block and destination, for example C table, B C"
+    )
 
-    def read(self, puzzle: str) -> Table:
+    def read(self, puzzle: str) -> BlocksTable:
         """The first state.
 
         Raises:
@@ -58,19 +64,19 @@ class Blocksworld:
         blocks = sorted(block for stack in now for block in stack)
         if not blocks or blocks != sorted(block for stack in goal for block in stack) or len({*blocks}) < len(blocks):
             raise BadPuzzle("Blocksworld: expected lines 'now: A B | C' and 'goal: C B A' with the same blocks")
-        return Table(now=now, goal=goal, shortest=len(_plan(now, goal)))
+        return BlocksTable(now=now, goal=goal, shortest=len(_plan(now, goal)))
 
-    def show(self, state: Table) -> str:
+    def show(self, state: BlocksTable) -> str:
         """Both stackings, a line each."""
         return f"now: {show_stacks(state.now)}\ngoal: {show_stacks(state.goal)}"
 
-    def board(self, state: Table) -> list[list[str]]:
+    def board(self, state: BlocksTable) -> list[list[str]]:
         """The stacks as they are, side by side, on a line of # for the table."""
         stacks = sorted(state.now)
         layers = list(zip_longest(*stacks, fillvalue="."))
         return [*(list(layer) for layer in reversed(layers)), ["#"] * len(stacks)]
 
-    def play(self, state: Table, actions: str) -> Played[Table] | None:
+    def play(self, state: BlocksTable, actions: str) -> Played[BlocksTable] | None:
         """Move blocks; moves after the goal is reached are not made."""
         moves = [action.split() for action in items(actions)]
         if not moves or any(len(move) != 2 for move in moves):
@@ -78,22 +84,18 @@ class Blocksworld:
         played = one_by_one(self, state, moves, _move)
         return replace(played, reward=self.solved_reward if self.solved(played.state) else 0.0)
 
-    def solved(self, state: Table) -> bool:
+    def solved(self, state: BlocksTable) -> bool:
         """Whether the stacks are the goal's."""
         return state.now == state.goal
 
-    def spent(self, state: Table) -> bool:
-        """Never: every stacking can be reached from every other."""
-        return False
-
-    def measure(self, state: Table) -> Mapping[str, float]:
+    def measure(self, state: BlocksTable) -> Mapping[str, float]:
         """`progress`: share of the blocks that stand, down to the table, on what they shall; `optimal`: no detour."""
         targets = {stack[: i + 1] for stack in state.goal for i in range(len(stack))}
         standing = [stack[: i + 1] for stack in state.now for i in range(len(stack))]
         optimal = self.solved(state) and state.moves == state.shortest
         return {"progress": sum(part in targets for part in standing) / len(standing), "optimal": float(optimal)}
 
-    def solve(self, state: Table) -> str | None:
+    def solve(self, state: BlocksTable) -> str | None:
         """The fewest moves."""
         return ", ".join(_plan(state.now, state.goal))
 
@@ -116,7 +118,7 @@ def _plan(now: Stacks, goal: Stacks) -> tuple[str, ...]:
     return tuple(moves)
 
 
-def _move(state: Table, move: Sequence[str]) -> Played[Table]:
+def _move(state: BlocksTable, move: Sequence[str]) -> Played[BlocksTable]:
     after = dict(_moves(state.now)).get(" ".join(move))
     moved = replace(state, now=after or state.now, moves=state.moves + 1)
     return Played(state=moved, reward=0.0, impossible=after is None)
@@ -130,7 +132,7 @@ def _moves(stacks: Stacks) -> list[tuple[str, Stacks]]:
         without = stacks - {stack} | ({rest} if rest else set())
         found += [(f"{top} {other[-1]}", without - {other} | {(*other, top)}) for other in sorted(stacks - {stack})]
         if rest:
-            found.append((f"{top} {TABLE}", without | {(top,)}))
+            found.append((f"{top} {_TABLE}", without | {(top,)}))
     return found
 
 
@@ -138,7 +140,7 @@ _LISTED = 4  # blocks up to which every pair is listed: 73 stackings of 4, 501 o
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlocksworldSource:
+class BlocksworldSource(PuzzleSource):
     """Every pair of different stackings of `blocks` blocks; the pair is the key."""
 
     blocks: int = 4
@@ -150,14 +152,10 @@ class BlocksworldSource:
                 "seconds for 7)"
             )
 
-    @property
-    def game(self) -> str:
-        """Name in GAMES."""
-        return "blocksworld"
+    game = "blocksworld"
 
     @property
     def name(self) -> str:
-        """The data source."""
         return f"blocksworld_{self.blocks}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
@@ -171,7 +169,7 @@ class BlocksworldSource:
 
     def slip(self, random: Random, actions: str) -> str:
         """One destination wrong."""
-        return replace_one(random, actions, r"\b\w+(?=,|$)", [*ascii_uppercase[: self.blocks], TABLE])
+        return replace_one(random, actions, r"\b\w+(?=,|$)", [*ascii_uppercase[: self.blocks], _TABLE])
 
 
 @lru_cache(maxsize=8)

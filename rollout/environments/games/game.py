@@ -6,14 +6,15 @@ import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from random import Random
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from rollout.base.errors import EnvError
 from rollout.environments.protocol import Step, ToolCall
 from rollout.records.trajectory import Task
 
-State = TypeVar("State")
-Action = TypeVar("Action")
+_State = TypeVar("_State")
+_Action = TypeVar("_Action")
 
 
 class BadPuzzle(ValueError):
@@ -21,20 +22,18 @@ class BadPuzzle(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played(Generic[State]):
+class Played(Generic[_State]):
     """What came of one list of actions."""
 
-    state: State
+    state: _State
     reward: float
     impossible: int = 0  # actions that the state did not allow and that changed nothing
 
 
-class Game(Protocol[State]):
+class Game(Protocol[_State]):
     """A game's rules: immutable states, actions as text, rewards as numbers."""
 
-    @property
-    def about(self) -> str:
-        """The rules and the form of an action list, as a player is told."""
+    about: ClassVar[str]  # the rules and the form of an action list, as a player is told
 
     @property
     def malformed(self) -> float:
@@ -44,38 +43,40 @@ class Game(Protocol[State]):
     def fail(self) -> float:
         """The reward that is added when the turns, or the game's own moves, are spent without a solution."""
 
-    def read(self, puzzle: str) -> State:
+    def read(self, puzzle: str) -> _State:
         """The first state of the puzzle that `show` wrote.
 
         Raises:
             BadPuzzle: the text is no puzzle of this game.
         """
 
-    def show(self, state: State) -> str:
-        """The state as text."""
+    def show(self, state: _State) -> str:
+        """The state as text: its board, unless the game says more."""
+        return "\n".join(" ".join(row) for row in self.board(state))
 
-    def board(self, state: State) -> list[list[str]]:
+    def board(self, state: _State) -> list[list[str]]:
         """The state as rows of squares, each a sign or a label, for a picture."""
 
-    def play(self, state: State, actions: str) -> Played[State] | None:
+    def play(self, state: _State, actions: str) -> Played[_State] | None:
         """Carry out a list of actions; None when the text is no such list."""
 
-    def solved(self, state: State) -> bool:
+    def solved(self, state: _State) -> bool:
         """Whether nothing is left to do."""
 
-    def spent(self, state: State) -> bool:
-        """Whether the game allows no further move."""
+    def spent(self, state: _State) -> bool:
+        """Whether the game allows no further move; most allow one whatever was done."""
+        return False
 
-    def measure(self, state: State) -> Mapping[str, float]:
+    def measure(self, state: _State) -> Mapping[str, float]:
         """Metrics of a state, `progress` in [0, 1] among them."""
 
-    def solve(self, state: State) -> str | None:
+    def solve(self, state: _State) -> str | None:
         """A list of actions that solves `state`, as short as possible where that can be found; None without one."""
 
 
 def one_by_one(
-    game: Game[State], state: State, actions: Sequence[Action], take: Callable[[State, Action], Played[State]]
-) -> Played[State]:
+    game: Game[_State], state: _State, actions: Sequence[_Action], take: Callable[[_State, _Action], Played[_State]]
+) -> Played[_State]:
     """Take `actions` in their order; those that come after the end of the game are not taken."""
     reward, impossible = 0.0, 0
     for action in actions:
@@ -88,7 +89,7 @@ def one_by_one(
     return Played(state=state, reward=reward, impossible=impossible)
 
 
-class GameEnv(Generic[State]):
+class GameEnv(Generic[_State]):
     """One puzzle for one trajectory; every step is one list of actions.
 
     It ends when the puzzle is solved, after `max_turns` steps, or when the game allows no further move; the latter two
@@ -97,13 +98,13 @@ class GameEnv(Generic[State]):
     """
 
     def __init__(
-        self, game: Game[State], *, max_turns: int, run: Callable[[str], Awaitable[ToolCall]] | None = None
+        self, game: Game[_State], *, max_turns: int, run: Callable[[str], Awaitable[ToolCall]] | None = None
     ) -> None:
         """`max_turns` steps at most; `run` runs programs, without it there is nothing to run them in."""
         self._game = game
         self._max_turns = max_turns
         self._run = run
-        self._now: _Moment[State] | None = None
+        self._now: _Moment[_State] | None = None
 
     def reset(self, task: Task) -> str:
         """Start `task`, whose prompt is the first state; returns the game's rules and that state.
@@ -144,7 +145,7 @@ class GameEnv(Generic[State]):
             raise EnvError("GameEnv has no sandbox to run a program in")
         return await self._run(program)
 
-    def _next(self, action: str) -> tuple[Step, _Moment[State]]:
+    def _next(self, action: str) -> tuple[Step, _Moment[_State]]:
         game, now = self._game, self._now
         if now is None or now.done:
             raise EnvError(f"GameEnv.step {'before reset' if now is None else 'after the end'}")
@@ -172,23 +173,23 @@ class GameEnv(Generic[State]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Moment(Generic[State]):
-    state: State
+class _Moment(Generic[_State]):
+    state: _State
     turns: int = 0
     impossible: int = 0
     malformed: int = 0
     done: bool = False
 
 
-def _note(played: Played[State] | None) -> str:
+def _note(played: Played[_State] | None) -> str:
     if played is None:
         return "\nNo list of actions was given."
     return f"\nImpossible actions: {played.impossible}." if played.impossible else ""
 
 
-_GROUP = r"\[[^\[\]]*\]"
-_GROUPS = rf"{_GROUP}(?:\s*,\s*{_GROUP})*"
-_NESTED = re.compile(rf"\[\s*{_GROUPS}\s*\]|{_GROUPS}")
+_LIST = r"\[[^\[\]]*\]"
+_LISTS = rf"{_LIST}(?:\s*,\s*{_LIST})*"
+_NESTED = re.compile(rf"\[\s*{_LISTS}\s*\]|{_LISTS}")
 _FLAT = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _SIGNS = str.maketrans({"(": "[", ")": "]", '"': None, "'": None})
 _MAX_CHARS = 2000  # a longer list is a reply gone wrong
@@ -220,7 +221,7 @@ def letters(text: str, alphabet: str) -> list[str]:
 
 
 Cell = tuple[int, int]  # row, column, from 0 at the top left
-Node = TypeVar("Node", bound=Hashable)
+_Node = TypeVar("_Node", bound=Hashable)
 
 MOVES: dict[str, Cell] = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 
@@ -251,14 +252,14 @@ def parse_rows(text: str, signs: str) -> list[list[str]]:
 
 
 def breadth_first(
-    start: Node, after: Callable[[Node], Iterable[tuple[str, Node]]], found: Callable[[Node], bool]
+    start: _Node, after: Callable[[_Node], Iterable[tuple[str, _Node]]], found: Callable[[_Node], bool]
 ) -> list[str] | None:
     """The fewest actions from `start` to a node that is `found`, None when there are none.
 
     Args:
         after: (action, node it leads to) of every action in a node, in a fixed order.
     """
-    came: dict[Node, tuple[str, Node] | None] = {start: None}
+    came: dict[_Node, tuple[str, _Node] | None] = {start: None}
     queue = deque([start])
     while queue:
         node = queue.popleft()
@@ -274,3 +275,37 @@ def breadth_first(
                 came[other] = (action, node)
                 queue.append(other)
     return None
+
+
+Owns = Callable[[str], bool]  # whether a puzzle with this key may be drawn
+
+
+class PuzzleSource(Protocol):
+    """The generator of a game's puzzles: all of them with given options."""
+
+    game: ClassVar[str]  # name in GAMES
+
+    @property
+    def name(self) -> str:
+        """The data source, in which results are reported."""
+
+    def draw(self, random: Random, owns: Owns) -> str | None:
+        """A random solvable puzzle as the game shows it; None when this draw came to none, or to one not owned.
+
+        `owns` is asked with a key as early as it is known. Puzzles that differ in key have nothing in common that
+        could be learned by heart.
+        """
+
+    def everything(self) -> Sequence[tuple[str, str]] | None:
+        """(key, puzzle) of every puzzle in a fixed order, where they are few enough to list; else None."""
+        return None
+
+    def slip(self, random: Random, actions: str) -> str:
+        """A list of actions with one mistake."""
+
+
+def replace_one(random: Random, actions: str, pattern: str, alphabet: Sequence[str]) -> str:
+    """`actions` with one match of `pattern`, any of them, replaced by another word of `alphabet`."""
+    chosen = random.choice(list(re.finditer(pattern, actions)))
+    other = random.choice([word for word in alphabet if word != chosen[0]])
+    return actions[: chosen.start()] + other + actions[chosen.end() :]

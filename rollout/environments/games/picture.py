@@ -19,7 +19,6 @@ _COLOURS = {  # of the signs that are not a plain label
     "G": "#54a24b",
     "*": "#54a24b",
     "$": "#c98b3a",
-    "Q": "#b279a2",
 }
 _LABEL = "#ffffff"  # square of a digit or a block
 _UNWRITTEN = "#_"  # signs that their colour says

@@ -10,19 +10,22 @@ from rollout.environments.games.game import (
     MOVES,
     BadPuzzle,
     Cell,
+    Game,
+    Owns,
     Played,
+    PuzzleSource,
     breadth_first,
     distance,
     letters,
     neighbour,
     one_by_one,
     parse_rows,
+    replace_one,
 )
-from rollout.environments.games.generator import Owns, replace_one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Path:
+class Walk:
     """Where the walker is."""
 
     free: frozenset[Cell]
@@ -35,7 +38,7 @@ class Path:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanPath:
+class PlanPath(Game[Walk]):
     """Rewards as in Stronger-MAS's released code; there `fail` comes after `max_moves` only."""
 
     step: float = -0.01
@@ -48,16 +51,13 @@ class PlanPath:
     gamma: float = 0.99
     max_moves: int = 10_000
 
-    @property
-    def about(self) -> str:
-        """The rules and the form of an action list."""
-        return (
-            "Walk from S to G through a grid: . is free, # is an obstacle. A move goes one cell up (U), down (D), left "
-            "(L) or right (R); a move into an obstacle or out of the grid is lost. Take the shortest way. Positions "
-            "are row and column, counted from 1 at the top left.\nActions: moves, for example R R D"
-        )
+    about = (
+        "Walk from S to G through a grid: . is free, # is an obstacle. A move goes one cell up (U), down (D), left "
+        "(L) or right (R); a move into an obstacle or out of the grid is lost. Take the shortest way. Positions "
+        "are row and column, counted from 1 at the top left.\nActions: moves, for example R R D"
+    )
 
-    def read(self, puzzle: str) -> Path:
+    def read(self, puzzle: str) -> Walk:
         """The first state.
 
         Raises:
@@ -73,15 +73,15 @@ class PlanPath:
         way = shortest_way(free, start, goal)
         if way is None:
             raise BadPuzzle("Plan-Path: there is no way from S to G")
-        return Path(free=free, rows=len(rows), columns=len(rows[0]), at=start, goal=goal, shortest=len(way))
+        return Walk(free=free, rows=len(rows), columns=len(rows[0]), at=start, goal=goal, shortest=len(way))
 
-    def show(self, state: Path) -> str:
+    def show(self, state: Walk) -> str:
         """Both positions, and the grid."""
         (row, column), (goal_row, goal_column) = state.at, state.goal
         places = f"S {row + 1} {column + 1} G {goal_row + 1} {goal_column + 1}"
         return "\n".join([places, *(" ".join(row) for row in self.board(state))])
 
-    def board(self, state: Path) -> list[list[str]]:
+    def board(self, state: Walk) -> list[list[str]]:
         """The grid: S is where the walker is."""
         signs = {state.goal: "G", state.at: "S"}
         return [
@@ -89,12 +89,12 @@ class PlanPath:
             for r in range(state.rows)
         ]
 
-    def play(self, state: Path, actions: str) -> Played[Path] | None:
+    def play(self, state: Walk, actions: str) -> Played[Walk] | None:
         """Walk; moves after the goal is reached are not made."""
         moves = letters(actions, "UDLR")
         return one_by_one(self, state, moves, self._move) if moves else None
 
-    def _move(self, state: Path, move: str) -> Played[Path]:
+    def _move(self, state: Walk, move: str) -> Played[Walk]:
         to = neighbour(state.at, move)
         possible = to in state.free
         after = replace(state, at=to if possible else state.at, moves=state.moves + 1)
@@ -105,21 +105,21 @@ class PlanPath:
             reward += self.goal + (self.shortest if after.moves == after.shortest else 0.0)
         return Played(state=after, reward=reward, impossible=not possible)
 
-    def solved(self, state: Path) -> bool:
+    def solved(self, state: Walk) -> bool:
         """Whether the goal is reached."""
         return state.at == state.goal
 
-    def spent(self, state: Path) -> bool:
+    def spent(self, state: Walk) -> bool:
         """Whether `max_moves` are made."""
         return state.moves >= self.max_moves
 
-    def measure(self, state: Path) -> Mapping[str, float]:
+    def measure(self, state: Walk) -> Mapping[str, float]:
         """`progress`: share of the shortest way that is behind the walker; `optimal`: solved without a detour."""
         left = len(shortest_way(state.free, state.at, state.goal) or ())
         optimal = self.solved(state) and state.moves == state.shortest
         return {"progress": max(0.0, 1 - left / state.shortest), "optimal": float(optimal)}
 
-    def solve(self, state: Path) -> str | None:
+    def solve(self, state: Walk) -> str | None:
         """A shortest way."""
         way = shortest_way(state.free, state.at, state.goal)
         return None if way is None else " ".join(way)
@@ -135,7 +135,7 @@ def shortest_way(free: frozenset[Cell], start: Cell, goal: Cell) -> list[str] | 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanPathSource:
+class PlanPathSource(PuzzleSource):
     """Square grids; the obstacles are the key, so no split has seen another's map."""
 
     size: int = 10
@@ -147,14 +147,10 @@ class PlanPathSource:
                 f"plan_path: size {self.size}, obstacles {self.obstacles}; expected size >= 2, 0 <= obstacles < 1"
             )
 
-    @property
-    def game(self) -> str:
-        """Name in GAMES."""
-        return "plan_path"
+    game = "plan_path"
 
     @property
     def name(self) -> str:
-        """The data source."""
         return f"plan_path_{self.size}x{self.size}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
@@ -168,7 +164,7 @@ class PlanPathSource:
         if way is None:
             return None
         return PlanPath().show(
-            Path(
+            Walk(
                 free=frozenset(free),
                 rows=self.size,
                 columns=self.size,
@@ -177,9 +173,6 @@ class PlanPathSource:
                 shortest=len(way),
             )
         )
-
-    def everything(self) -> None:
-        """Too many to list."""
 
     def slip(self, random: Random, actions: str) -> str:
         """One move in another direction."""

@@ -10,21 +10,24 @@ from rollout.environments.games.game import (
     MOVES,
     BadPuzzle,
     Cell,
+    Game,
+    Owns,
     Played,
+    PuzzleSource,
     breadth_first,
     distance,
     letters,
     neighbour,
     one_by_one,
     parse_rows,
+    replace_one,
 )
-from rollout.environments.games.generator import Owns, replace_one
 
-SIGNS = "#_.$*@+"  # wall, floor, goal, box, box on a goal, player, player on a goal
+_SIGNS = "#_.$*@+"  # wall, floor, goal, box, box on a goal, player, player on a goal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class SokobanRoom:
     """Where everything is."""
 
     walls: frozenset[Cell]
@@ -37,7 +40,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sokoban:
+class Sokoban(Game[SokobanRoom]):
     """Rewards as in Stronger-MAS's released code; there `fail` comes after `max_moves` only."""
 
     step: float = -0.01
@@ -51,22 +54,19 @@ class Sokoban:
     gamma: float = 0.99
     max_moves: int = 200
 
-    @property
-    def about(self) -> str:
-        """The rules and the form of an action list."""
-        return (
-            "Push every box onto a goal: # wall, _ floor, . goal, $ box, * box on a goal, @ you, + you on a goal. A "
-            "move goes one cell up (U), down (D), left (L) or right (R) and pushes a box that is there, if the cell "
-            "behind it is neither wall nor box; boxes cannot be pulled.\nActions: moves, for example U L L"
-        )
+    about = (
+        "Push every box onto a goal: # wall, _ floor, . goal, $ box, * box on a goal, @ you, + you on a goal. A "
+        "move goes one cell up (U), down (D), left (L) or right (R) and pushes a box that is there, if the cell "
+        "behind it is neither wall nor box; boxes cannot be pulled.\nActions: moves, for example U L L"
+    )
 
-    def read(self, puzzle: str) -> Room:
+    def read(self, puzzle: str) -> SokobanRoom:
         """The first state.
 
         Raises:
             BadPuzzle: the text is no walled room with one player and as many boxes as goals.
         """
-        rows = parse_rows(puzzle, SIGNS)
+        rows = parse_rows(puzzle, _SIGNS)
         cells = {(r, c): sign for r, row in enumerate(rows) for c, sign in enumerate(row)}
 
         def which(signs: str) -> frozenset[Cell]:
@@ -82,13 +82,9 @@ class Sokoban:
         if any(cells[cell] != "#" for cell in cells if cell[0] in (0, height - 1) or cell[1] in (0, width - 1)):
             raise BadPuzzle("Sokoban: expected walls all around the room")
         (player,) = players
-        return Room(walls=which("#"), goals=goals, boxes=boxes, player=player, rows=height, columns=width)
+        return SokobanRoom(walls=which("#"), goals=goals, boxes=boxes, player=player, rows=height, columns=width)
 
-    def show(self, state: Room) -> str:
-        """The room, a sign a cell."""
-        return "\n".join(" ".join(row) for row in self.board(state))
-
-    def board(self, state: Room) -> list[list[str]]:
+    def board(self, state: SokobanRoom) -> list[list[str]]:
         """The room, a sign a cell."""
 
         def sign(cell: Cell) -> str:
@@ -99,12 +95,12 @@ class Sokoban:
 
         return [[sign((r, c)) for c in range(state.columns)] for r in range(state.rows)]
 
-    def play(self, state: Room, actions: str) -> Played[Room] | None:
+    def play(self, state: SokobanRoom, actions: str) -> Played[SokobanRoom] | None:
         """Move and push; moves after the last box is home are not made."""
         moves = letters(actions, "UDLR")
         return one_by_one(self, state, moves, self._move) if moves else None
 
-    def _move(self, state: Room, move: str) -> Played[Room]:
+    def _move(self, state: SokobanRoom, move: str) -> Played[SokobanRoom]:
         pushed = _push(state.walls, state.boxes, state.player, move)
         player, boxes = pushed or (state.player, state.boxes)
         after = replace(state, player=player, boxes=boxes, moves=state.moves + 1)
@@ -116,19 +112,19 @@ class Sokoban:
         reward += self.win if self.solved(after) else 0.0
         return Played(state=after, reward=reward, impossible=pushed is None)
 
-    def solved(self, state: Room) -> bool:
+    def solved(self, state: SokobanRoom) -> bool:
         """Whether every box is on a goal."""
         return state.boxes == state.goals
 
-    def spent(self, state: Room) -> bool:
+    def spent(self, state: SokobanRoom) -> bool:
         """Whether `max_moves` are made."""
         return state.moves >= self.max_moves
 
-    def measure(self, state: Room) -> Mapping[str, float]:
+    def measure(self, state: SokobanRoom) -> Mapping[str, float]:
         """`progress`: share of the boxes that are on goals."""
         return {"progress": len(state.boxes & state.goals) / len(state.boxes)}
 
-    def solve(self, state: Room) -> str | None:
+    def solve(self, state: SokobanRoom) -> str | None:
         """The fewest moves; None when the room is lost."""
 
         def after(node: tuple[Cell, frozenset[Cell]]) -> list[tuple[str, tuple[Cell, frozenset[Cell]]]]:
@@ -152,12 +148,12 @@ def _push(
     return None if behind in walls or behind in boxes else (to, boxes - {to} | {behind})
 
 
-def _far(state: Room) -> int:
+def _far(state: SokobanRoom) -> int:
     return sum(min(distance(box, goal) for goal in state.goals) for box in state.boxes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SokobanSource:
+class SokobanSource(PuzzleSource):
     """Rooms of Stronger-MAS's size; the walls are the key, so no split has seen another's room."""
 
     size: int = 6  # cells a side, walls included
@@ -173,14 +169,10 @@ class SokobanSource:
                 "expected size >= 4 and the others >= 1"
             )
 
-    @property
-    def game(self) -> str:
-        """Name in GAMES."""
-        return "sokoban"
+    game = "sokoban"
 
     @property
     def name(self) -> str:
-        """The data source."""
         return f"sokoban_{self.size}x{self.size}_{self.boxes}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
@@ -192,7 +184,7 @@ class SokobanSource:
         cells = [(r, c) for r in range(self.size) for c in range(self.size)]
         for _ in range(self.tries):
             placed = random.sample(floor, 2 * self.boxes + 1)
-            room = Room(
+            room = SokobanRoom(
                 walls=frozenset(cells) - frozenset(floor),
                 goals=frozenset(placed[: self.boxes]),
                 boxes=frozenset(placed[self.boxes : -1]),
@@ -203,9 +195,6 @@ class SokobanSource:
             if rules.solve(room) is not None:
                 return rules.show(room)
         return None
-
-    def everything(self) -> None:
-        """Too many to list."""
 
     def slip(self, random: Random, actions: str) -> str:
         """One move in another direction."""

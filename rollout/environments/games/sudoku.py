@@ -8,14 +8,22 @@ from functools import lru_cache
 from math import isqrt
 from random import Random
 
-from rollout.environments.games.game import BadPuzzle, Played, items, parse_rows
-from rollout.environments.games.generator import Owns, replace_one
+from rollout.environments.games.game import (
+    BadPuzzle,
+    Game,
+    Owns,
+    Played,
+    PuzzleSource,
+    items,
+    parse_rows,
+    replace_one,
+)
 
 Cells = tuple[int, ...]  # [size * size] by rows, 0 where empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sheet:
+class SudokuGrid:
     """A puzzle and what is written on it."""
 
     size: int
@@ -26,7 +34,7 @@ class Sheet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sudoku:
+class Sudoku(Game[SudokuGrid]):
     """Rewards as in Stronger-MAS's released code, by one equation for whole grids and for single cells.
 
     r = step·n + [solved] (solved + efficient·e) + [not solved] (progress·Δfilled + constraint·Δkept + [broken] broken)
@@ -45,17 +53,14 @@ class Sudoku:
     fail: float = 0.0
     malformed: float = -1.0
 
-    @property
-    def about(self) -> str:
-        """The rules and the form of an action list."""
-        return (
-            "Fill the empty cells (.) so that every row, every column and every box holds each digit once. Digits that "
-            "are given stay, your own may be written over.\nActions: either the whole grid, a row after the other "
-            "without spaces, for example 1234, 3412, 2143, 4321 for a 4x4 grid; or single cells as row column digit, "
-            "counted from 1 at the top left, for example 1 3 2, 4 4 1"
-        )
+    about = (
+        "Fill the empty cells (.) so that every row, every column and every box holds each digit once. Digits that "
+        "are given stay, your own may be written over.\nActions: either the whole grid, a row after the other "
+        "without spaces, for example 1234, 3412, 2143, 4321 for a 4x4 grid; or single cells as row column digit, "
+        "counted from 1 at the top left, for example 1 3 2, 4 4 1"
+    )
 
-    def read(self, puzzle: str) -> Sheet:
+    def read(self, puzzle: str) -> SudokuGrid:
         """The first state.
 
         Raises:
@@ -69,18 +74,14 @@ class Sudoku:
         solution = _solution(given)
         if solution is None:
             raise BadPuzzle("Sudoku: the grid has no solution")
-        return Sheet(size=size, given=given, cells=given, solution=solution)
+        return SudokuGrid(size=size, given=given, cells=given, solution=solution)
 
-    def show(self, state: Sheet) -> str:
-        """The grid, a sign a cell."""
-        return "\n".join(" ".join(row) for row in self.board(state))
-
-    def board(self, state: Sheet) -> list[list[str]]:
+    def board(self, state: SudokuGrid) -> list[list[str]]:
         """The grid, a sign a cell."""
         signs = [str(digit) if digit else "." for digit in state.cells]
         return [signs[i : i + state.size] for i in range(0, len(signs), state.size)]
 
-    def play(self, state: Sheet, actions: str) -> Played[Sheet] | None:
+    def play(self, state: SudokuGrid, actions: str) -> Played[SudokuGrid] | None:
         """Write a whole grid, or single cells."""
         found = _writes(items(actions), state.size)
         if found is None:
@@ -105,21 +106,17 @@ class Sudoku:
             reward += self.broken if _repeats(after.cells) else 0.0
         return Played(state=after, reward=reward)
 
-    def solved(self, state: Sheet) -> bool:
+    def solved(self, state: SudokuGrid) -> bool:
         """Whether the grid is full and no digit repeats."""
         return 0 not in state.cells and not _repeats(state.cells)
 
-    def spent(self, state: Sheet) -> bool:
-        """Never: a cell can be written over."""
-        return False
-
-    def measure(self, state: Sheet) -> Mapping[str, float]:
+    def measure(self, state: SudokuGrid) -> Mapping[str, float]:
         """`progress`: share of the empty cells that now hold their digit."""
         empty = [index for index, digit in enumerate(state.given) if not digit]
         right = sum(state.cells[index] == state.solution[index] for index in empty)
         return {"progress": right / len(empty) if empty else 1.0}
 
-    def solve(self, state: Sheet) -> str | None:
+    def solve(self, state: SudokuGrid) -> str | None:
         """The whole grid."""
         return grid_action(state.solution)
 
@@ -227,7 +224,7 @@ _LEAST = {4: 4, 9: 17}  # no puzzle with fewer givens has one solution (McGuire 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SudokuSource:
+class SudokuSource(PuzzleSource):
     """Puzzles of one size; what differs only in the names of the digits has one key.
 
     For 9 by 9 the key is the solution, so no split has seen another's; 4 by 4 has only 12 solutions up to the names of
@@ -244,14 +241,10 @@ class SudokuSource:
         if not low <= self._givens <= high:
             raise ValueError(f"sudoku: givens {self.givens}; expected {low} to {high} for size {self.size}")
 
-    @property
-    def game(self) -> str:
-        """Name in GAMES."""
-        return "sudoku"
+    game = "sudoku"
 
     @property
     def name(self) -> str:
-        """The data source."""
         return f"sudoku_{self.size}x{self.size}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
@@ -271,10 +264,7 @@ class SudokuSource:
         given = tuple(cells)
         if left > self._givens or (self.size == 4 and not owns(_named(given))):
             return None
-        return Sudoku().show(Sheet(size=self.size, given=given, cells=given, solution=grid))
-
-    def everything(self) -> None:
-        """Too many to list."""
+        return Sudoku().show(SudokuGrid(size=self.size, given=given, cells=given, solution=grid))
 
     def slip(self, random: Random, actions: str) -> str:
         """One digit wrong."""

@@ -14,14 +14,13 @@ import pytest
 
 from rollout.base.errors import EnvError
 from rollout.environments import make_data_science
-from rollout.environments.data_science import DataScienceEnv, pack_file, pack_target, unpack
+from rollout.environments.data_science import DataScienceEnv, pack_file, pack_target, unpack_files
 from rollout.environments.predictions import Target
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import RecordError, Status, Task, Trajectory
 from rollout.sandbox import Limits, Sandbox, SandboxFusion
 from rollout.tasks import GENERATORS
-from rollout.tasks.dsbench import metric_of
-from rollout.tasks.tabular import World
+from rollout.tasks.tabular import TableModel, metric_of
 from tests.support.casts import play, scores, speakers, validity
 from tests.support.sandboxes import started
 
@@ -184,7 +183,7 @@ def test_what_cannot_be_opened_fails_the_trajectory(box: Sandbox) -> None:
         steps(SandboxFusion("http://127.0.0.1:1"), "x")
     for answers in (("{}",), ("no json",), (pack_file("a", "b"),), (json.dumps({"file": "a", "path": "/no/such"}),)):
         with pytest.raises(EnvError, match="task t"):
-            unpack(Task(id="t", prompt="", answers=answers, env="", source="", split="test"))
+            unpack_files(Task(id="t", prompt="", answers=answers, env="", source="", split="test"))
     odd = Task(
         id="t", prompt="", answers=(pack_file("../a", "b"), pack_target(TARGET)), env="", source="", split="test"
     )
@@ -223,7 +222,7 @@ with open("submission.csv", "w") as file:
 def test_generated_tables_are_solved_by_the_standard_library(box: Sandbox) -> None:
     tasks = GENERATORS["tabular"].tasks(1, {"train": 4, "test": 2})
     for task in tasks:
-        _, target = unpack(task)
+        _, target = unpack_files(task)
         assert target.beats_baseline(target.ceiling)
         [end] = steps(box, code(SOLVE), task=task, reward="gap", max_turns=1)
         assert end.metrics["solved"] == 1.0
@@ -240,7 +239,7 @@ def test_generated_tables_are_a_function_of_the_seed_and_splits_share_no_world()
     assert tasks[:40] == generate(1, {"train": 30, "validation": 5, "test": 5}, train_rows=10, test_rows=10)
     assert len({task.id for task in tasks}) == 80
     assert {task.source for task in tasks} == {"tabular_regression", "tabular_classification"}
-    world = World(kind="regression", metric="mae", weights=(2, 0), intercept=1, effects=(0, 4, -4), noise=1.0)
+    world = TableModel(kind="regression", metric="mae", weights=(2, 0), intercept=1, effects=(0, 4, -4), noise=1.0)
     assert [world.signal([1.5, 9.0], level) for level in range(3)] == [4.0, 8.0, 0.0]
     with pytest.raises(ValueError, match="kinds is"):
         generate(1, {"train": 1}, kinds=["ranking"])
@@ -283,7 +282,7 @@ def test_dsbenchs_own_folder_is_read_and_its_scripts_are_not_run(tmp_path: Path,
     [task] = GENERATORS["dsbench"].tasks(1, {"train": 0, "test": 1}, **options)
     assert (task.id, task.env, task.split, task.source) == ("dsbench/titanic", "data_science", "test", "dsbench")
     assert task.prompt.startswith("Who survived?\n\n")
-    files, target = unpack(task)
+    files, target = unpack_files(task)
     assert sorted(files) == ["sample_submission.csv", "test.csv", "train.csv"]
     assert (target.metric, target.column, target.truth) == ("accuracy", "Survived", {"2": "1", "3": "0"})
     assert (target.baseline, target.ceiling) == (0.5, 0.9)

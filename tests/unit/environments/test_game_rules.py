@@ -1,4 +1,4 @@
-"""Rewards of the five games, computed by hand, and their grammars."""
+"""Rewards of the games, computed by hand, and their grammars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rollout.environments import ENVS
 from rollout.environments.games import GAMES
 from rollout.environments.games.game import BadPuzzle, GameEnv, items, letters
 from rollout.environments.games.picture import picture
-from rollout.environments.games.queens import placements
 from rollout.environments.games.sudoku import solutions
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import Task
@@ -22,7 +21,6 @@ PATH = "S 1 1 G 3 3\nS . .\n# . #\n. . G"
 ROOM = "# # # # # #\n# @ _ $ . #\n# # # # # #"
 TWO_BOXES = "# # # # # # #\n# @ * _ $ . #\n# # # # # # #"
 SHEET = "1 . 3 4\n3 4 1 .\n. 1 4 3\n4 3 . 1"
-BOARD = ". . . .\n. . . Q\n. . . .\n. . . ."
 TABLE = "now: A B | C\ngoal: C B A"
 
 
@@ -152,19 +150,6 @@ def test_sudoku() -> None:
         assert reward("sudoku", SHEET, malformed) == -1.0
 
 
-def test_queens() -> None:
-    [step] = play("queens", BOARD, "2, 4, 1, 3")
-    assert (step.reward, step.done, step.metrics["solved"]) == (1.0, True, 1.0)
-    assert step.observation == ". Q . .\n. . . Q\nQ . . .\n. . Q ."
-    [wrong] = play("queens", BOARD, "2, 4, 3, 1")
-    # 4 and 3 stand on neighbouring diagonals in rows 2 and 3; 2 and 1 attack nobody
-    assert (wrong.reward, wrong.done, wrong.metrics["progress"]) == (0.0, False, 0.5)
-    [moved] = play("queens", BOARD, "3, 1, 4, 2")
-    assert (moved.reward, moved.observation) == (0.0, BOARD + "\nImpossible actions: 1.")
-    for malformed in ("2, 4, 1", "2, 4, 1, 5", "2, 4, 1, 0", "a, b, c, d"):
-        assert reward("queens", BOARD, malformed) == -1.0
-
-
 def test_blocksworld() -> None:
     [step] = play("blocksworld", TABLE, "B C, A B")
     assert (step.reward, step.done, step.metrics["solved"], step.metrics["optimal"]) == (1.0, True, 1.0, 1.0)
@@ -178,7 +163,6 @@ def test_blocksworld() -> None:
 
 def test_known_numbers_of_solutions() -> None:
     assert sum(1 for _ in solutions((0,) * 16)) == 288
-    assert [sum(1 for _ in placements((0,) * n)) for n in (4, 5, 6, 8)] == [2, 10, 4, 92]
 
 
 def test_no_way_is_shorter_than_the_one_found() -> None:
@@ -200,8 +184,6 @@ def test_no_way_is_shorter_than_the_one_found() -> None:
         ("sokoban", "@ $ .", "walls all around"),
         ("sudoku", "1 . 3\n. . .\n. . .", "3 rows of 3; expected 4 of 4"),
         ("sudoku", "1 1 . .\n. . . .\n. . . .\n. . . .", "no solution"),
-        ("queens", "Q . .\n. . .\n. . .", "leave no solution"),
-        ("queens", "Q Q\n. .", "at most one queen a row"),
         ("blocksworld", "now: A B\ngoal: A", "with the same blocks"),
         ("blocksworld", "A on B", "with the same blocks"),
     ],
@@ -215,15 +197,17 @@ def test_a_bad_puzzle_is_named(env: str, puzzle: str, message: str) -> None:
 
 def test_a_game_is_played_between_reset_and_its_end() -> None:
     with pytest.raises(EnvError, match="before reset"):
-        asyncio.run(GameEnv(GAMES["queens"](), max_turns=1).step("1"))
+        asyncio.run(GameEnv(GAMES["blocksworld"](), max_turns=1).step("1"))
     with pytest.raises(EnvError, match="after the end"):
-        play("queens", BOARD, "2, 4, 1, 3", "2, 4, 1, 3")
+        play("blocksworld", TABLE, "B C, A B", "B C, A B")
 
 
 def test_rewards_are_options() -> None:
-    assert reward("queens", BOARD, "2, 4, 1, 3", solved_reward=3.0) == 3.0
-    with pytest.raises(ValueError, match="env queens has no reward 'solvd'; its rewards: solved_reward, fail, mal"):
-        play("queens", BOARD, solvd=1.0)
+    assert reward("blocksworld", TABLE, "B C, A B", solved_reward=3.0) == 3.0
+    with pytest.raises(
+        ValueError, match="env blocksworld has no reward 'solvd'; its rewards: solved_reward, fail, mal"
+    ):
+        play("blocksworld", TABLE, solvd=1.0)
 
 
 def test_a_picture_has_a_board_for_every_state() -> None:

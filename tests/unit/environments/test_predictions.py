@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rollout.environments.predictions import METRICS, BadSubmission, Target
+from rollout.environments.predictions import TABLE_METRICS, BadSubmission, Target
 
 LABELS, GUESSES = ["1", "1", "0", "0", "1"], ["1", "0", "0", "1", "1.0"]
 VALUES, PREDICTED = ["1", "2", "3"], ["1", "4", "0"]
@@ -31,14 +31,14 @@ VALUES, PREDICTED = ["1", "2", "3"], ["1", "4", "0"]
     ],
 )
 def test_metrics(metric: str, truth: list[str], given: list[str], score: float) -> None:
-    assert METRICS[metric].score(truth, given) == pytest.approx(score)
+    assert TABLE_METRICS[metric].score(truth, given) == pytest.approx(score)
 
 
 def test_errors_are_normalised_by_mappas_scales() -> None:
-    assert [METRICS[name].normalise(10.0) for name in ("rmse", "mae", "mse", "log_loss")] == pytest.approx(
+    assert [TABLE_METRICS[name].normalise(10.0) for name in ("rmse", "mae", "mse", "log_loss")] == pytest.approx(
         [math.exp(-0.5), math.exp(-1), math.exp(-0.025), math.exp(-10)]
     )
-    assert METRICS["accuracy"].normalise(0.7) == 0.7
+    assert TABLE_METRICS["accuracy"].normalise(0.7) == 0.7
 
 
 def target(metric: str = "rmse", **ends: float) -> Target:

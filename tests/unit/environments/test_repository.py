@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -23,7 +22,7 @@ from rollout.tasks import GENERATORS
 from rollout.tasks.fields import BadRow
 from rollout.tasks.files import FORMATS
 from rollout.tasks.repositories import _checks, source_of
-from rollout.tasks.repository_functions import FAMILIES
+from rollout.tasks.repository_functions import BUGGY_FUNCTIONS
 from tests.support.casts import play, validity
 from tests.support.sandboxes import started
 
@@ -138,16 +137,16 @@ def test_one_agent_may_try_again_after_a_patch_that_does_not_apply(box: Sandbox)
 
 
 def test_every_bug_of_the_generator_fails_its_tests_and_its_repair_passes_them(box: Sandbox) -> None:
-    for family in FAMILIES:
-        right, name = source_of(family.right), family.right.__name__
+    for family in BUGGY_FUNCTIONS:
+        right = source_of(family.right, family.right)
         for bug, (wrong, complaint) in family.bugs.items():
-            assert inspect.getdoc(wrong) == inspect.getdoc(family.right) and complaint.endswith(".")
+            assert source_of(wrong, family.right).splitlines()[:2] == right.splitlines()[:2] and complaint.endswith(".")
             checks = _checks(Random(bug), family, "pkg.m", wrong)
             assert sorted(check.passes for check in checks) == [False] * 3 + [True] * 3
             for check in checks:
                 assert family.right(*check.arguments) == check.expected
                 assert (wrong(*check.arguments) == check.expected) is check.passes
-    source = source_of(wrong, name)
+    source = source_of(wrong, family.right)
     answers = (pack_source("pkg/m.py", source), *map(pack_check, checks))
     task = Task(id="t", prompt="", answers=answers, env="repository", source="s", split="train")
     _, [kept] = steps(box, block("def", "def").replace("def\n", f"{source.splitlines()[0]}\n"), task=task)

@@ -12,8 +12,7 @@ import pytest
 
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments import ENVS
-from rollout.environments.games import SOURCES
-from rollout.environments.games.generator import split_of
+from rollout.environments.games import PUZZLES
 from rollout.orchestras.game_team import game_team, parse_decided, parse_listed
 from rollout.orchestras.single import parse_boxed, parse_step, single
 from rollout.records.completion import Sampling
@@ -21,8 +20,9 @@ from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.outcome import majority
 from rollout.rewards.turn_scores import local_team
 from rollout.tasks import GENERATORS
-from rollout.tasks.encyclopedia import Entry
-from rollout.tasks.game_teacher import demonstrate
+from rollout.tasks.encyclopedia import Passage
+from rollout.tasks.games import demonstrate
+from rollout.tasks.splits import split_of
 from rollout.teams.collect import collect
 from rollout.teams.episode import Orchestra
 from rollout.teams.team import ROLES, Agent, EngineClient, Role, Team
@@ -207,8 +207,8 @@ def test_one_agent_alone_on_other_tasks() -> None:
     assert alone("lone_solver", sums, "so 7")[0].success == 0.0
 
     class Book:
-        async def search(self, query: str, k: int) -> list[Entry]:
-            return [Entry(title=query, text="Ada is a miller.")]
+        async def search(self, query: str, k: int) -> list[Passage]:
+            return [Passage(title=query, text="Ada is a miller.")]
 
     trade = Task(id="q", prompt="Ada's trade?", answers=("miller",), env="search", source="q", split="train")
     replies = ("<search>Ada</search>", "<answer>miller</answer>")
@@ -257,7 +257,7 @@ def test_demonstrations_are_legal_and_of_training_puzzles(
 ) -> None:
     own = roles(*names)
     shown = list(GENERATORS[game].demonstrations(1, 60, roles=own, **options))
-    assert shown == list(demonstrate(SOURCES[game](**options), 1, 60, roles=own))
+    assert shown == list(demonstrate(PUZZLES[game](**options), 1, 60, roles=own))
     assert len(shown) == 60
     assert {d.agent for d in shown} == set(names)
     assert all(own[d.agent].parse(d.messages[-1].content) is not None for d in shown)
@@ -271,7 +271,7 @@ def test_demonstrations_are_legal_and_of_training_puzzles(
 
 def test_demonstrations_read_as_rollouts() -> None:
     """Without slips a demonstrated team solves in one turn, with the prompts of the orchestra, word for word."""
-    tool, planner = list(demonstrate(SOURCES["plan_path"](size=4), 2, 2, roles=roles("tool", "planner"), slips={}))
+    tool, planner = list(demonstrate(PUZZLES["plan_path"](size=4), 2, 2, roles=roles("tool", "planner"), slips={}))
     prompt, reply = (message.content for message in tool.messages)
     puzzle = prompt.removeprefix("propose ").removesuffix("|")
     actions = reply.removeprefix("**Actions List**: ")
@@ -288,7 +288,7 @@ def test_only_the_named_agents_slip() -> None:
     def outcomes(**slips: float) -> Counter[str]:
         """Of the first turns: whether the proposal was right, and whether the planner took it over."""
         shown = list(
-            demonstrate(SOURCES["plan_path"](size=4), 3, 400, roles=roles("tool", "planner"), slips=slips, max_turns=1)
+            demonstrate(PUZZLES["plan_path"](size=4), 3, 400, roles=roles("tool", "planner"), slips=slips, max_turns=1)
         )
         pairs = zip(shown[::2], shown[1::2], strict=True)
         said = [[d.messages[-1].content.rpartition(": ")[2].removeprefix("#### ") for d in pair] for pair in pairs]

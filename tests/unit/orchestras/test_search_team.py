@@ -9,7 +9,7 @@ import pytest
 from rollout.environments.search import SearchEnv
 from rollout.orchestras.search_team import parse_answer, parse_query, parse_verdict, search_team
 from rollout.records.trajectory import Task
-from rollout.tasks.encyclopedia import Entry
+from rollout.tasks.encyclopedia import Passage
 from rollout.teams.team import ROLES, Reply, Team, TeamSession
 
 TASK = Task(id="t", prompt="Who?", answers=("Otter",), env="search", source="one_hop", split="test")
@@ -37,8 +37,8 @@ class Script(TeamSession):
 
 
 class Echo:
-    async def search(self, query: str, k: int) -> list[Entry]:
-        return [Entry(title=query, text=f"about {query}")]
+    async def search(self, query: str, k: int) -> list[Passage]:
+        return [Passage(title=query, text=f"about {query}")]
 
 
 def play(script: Script, **options: object) -> None:

@@ -15,14 +15,14 @@ from mcore_mas.cli.main import main
 from mcore_mas.reports.trajectory_drawing import actions_of, draw, drawing
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments import ENVS
-from rollout.environments.games import GAMES, SOURCES
-from rollout.environments.games.draw import draw_tasks
+from rollout.environments.games import GAMES, PUZZLES
 from rollout.environments.games.game import GameEnv
 from rollout.environments.games.picture import picture
 from rollout.environments.games.plan_path import PlanPath
 from rollout.environments.protocol import ToolCall
 from rollout.orchestras import ORCHESTRAS
 from rollout.records.trajectory import RecordError, Task, Trajectory, write_tasks, write_trajectories
+from rollout.tasks.games import draw_tasks
 from rollout.teams.collect import collect
 from tests.support.casts import make_team
 
@@ -30,10 +30,9 @@ SMALL = {
     "plan_path": {"size": 4},
     "sokoban": {},
     "sudoku": {"size": 4},
-    "queens": {"size": 5, "given": 2},
     "blocksworld": {"blocks": 4},
 }
-CELLS = {"plan_path": 16, "sokoban": 36, "sudoku": 16, "queens": 25}
+CELLS = {"plan_path": 16, "sokoban": 36, "sudoku": 16}
 
 
 def played(task: Task, *replies: str, orchestra: str = "single") -> Trajectory:
@@ -47,7 +46,7 @@ def played(task: Task, *replies: str, orchestra: str = "single") -> Trajectory:
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[Path, list[Task]]:
     """A run of every game, each solved after a reply without actions."""
-    tasks = [draw_tasks(SOURCES[game](**options), 3, {"test": 1})[0] for game, options in SMALL.items()]
+    tasks = [draw_tasks(PUZZLES[game](**options), 3, {"test": 1})[0] for game, options in SMALL.items()]
     write_tasks(tmp_path / "tasks" / "test.parquet", tasks)
     trajectories = [played(task, "no idea", f"I see.\n#### {task.answers[0]}") for task in tasks]
     assert [trajectory.metrics["solved"] for trajectory in trajectories] == [1.0] * len(GAMES)
@@ -90,8 +89,6 @@ def test_every_solved_game_of_a_file_is_drawn_into_a_folder(run: tuple[Path, lis
             case "sudoku":
                 assert 0 < sum(before[digit] for digit in "1234") < 16
                 assert solved == dict.fromkeys("1234", 4)
-            case "queens":
-                assert (before["Q"], solved["Q"]) == (2, 5)
             case "blocksworld":
                 assert {block: before[block] for block in "ABCD"} == {block: solved[block] for block in "ABCD"}
                 assert sum(before[block] for block in "ABCD") == 4
@@ -113,7 +110,6 @@ def test_every_solved_game_of_a_file_is_drawn_into_a_folder(run: tuple[Path, lis
             ["1 2 2"],
             [{"1": 4, "3": 4, "4": 4, ".": 4}, {"1": 4, "2": 1, "3": 4, "4": 4, ".": 3}],
         ),
-        ("queens", ". . . .\n. . . Q\n. . . .\n. . . .", ["2, 4, 1, 3"], [{"Q": 1, ".": 15}, {"Q": 4, ".": 12}]),
         (
             "blocksworld",
             "now: A B | C\ngoal: C B A",
@@ -175,7 +171,7 @@ def test_what_cannot_be_drawn_is_one_line(run: tuple[Path, list[Task]], tmp_path
     file, tasks = run
     with pytest.raises(RecordError, match=r"pictures are SVG"):
         draw(file, tmp_path / "x.png")
-    with pytest.raises(RecordError, match="no trajectory 9; it holds 5"):
+    with pytest.raises(RecordError, match="no trajectory 9; it holds 4"):
         draw(file, tmp_path / "x.svg", index=9)
     write_tasks(tmp_path / "tasks" / "test.parquet", tasks[1:])
     with pytest.raises(RecordError, match="is not among the run's tasks; pictures are of plan_path"):

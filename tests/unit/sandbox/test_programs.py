@@ -16,7 +16,7 @@ import pytest
 from rollout.environments.code import pack_solution, unpack_test
 from rollout.records.trajectory import RecordError, Task
 from rollout.sandbox.judge import CallTest, StdinTest
-from rollout.tasks.files import read
+from rollout.tasks.files import read_task_file
 from rollout.tasks.programs import parse_tests, unpack_private
 
 
@@ -31,7 +31,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def load(path: Path, *, style: str, split: str, source: str = "") -> list[Task]:
-    return [task for _, task in read(path, format=style, split=split, source=source)]
+    return [task for _, task in read_task_file(path, format=style, split=split, source=source)]
 
 
 def unpacked(task: Task) -> list[tuple[Any, bool]]:

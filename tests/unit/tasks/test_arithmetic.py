@@ -10,7 +10,15 @@ import pytest
 from rollout.environments.math import last_boxed
 from rollout.orchestras.solver_verifier import parse_solution, parse_verdict
 from rollout.tasks import GENERATORS
-from rollout.tasks.arithmetic import SOURCES, Slip, demonstrations, generate, review, work_out, work_out_wrongly
+from rollout.tasks.arithmetic import (
+    LEVELS,
+    Slip,
+    arithmetic_demonstrations,
+    arithmetic_tasks,
+    review,
+    work_out,
+    work_out_wrongly,
+)
 from rollout.teams.team import ROLES
 
 SHORT = {
@@ -86,7 +94,7 @@ def test_reviews_blame_the_column_where_the_slip_shows(slip, expected):
 
 
 def test_answers_are_exact():
-    for task in generate(0, {"train": 600}):
+    for task in arithmetic_tasks(0, {"train": 600}):
         first, *rest = numbers(task.prompt)
         expected = first - sum(rest) if operation(task.prompt) == "-" else first + sum(rest)
         assert task.answers == (str(expected),)
@@ -95,46 +103,46 @@ def test_answers_are_exact():
 def test_no_sum_is_in_two_splits_whatever_its_order_or_wording():
     seen = {}
     for seed in range(3):
-        for task in generate(seed, {"train": 1500, "validation": 150, "test": 150}):
+        for task in arithmetic_tasks(seed, {"train": 1500, "validation": 150, "test": 150}):
             assert seen.setdefault(sum_of(task.prompt), task.split) == task.split
 
 
 def test_demonstrations_use_training_sums_only():
-    held_out = {sum_of(t.prompt) for t in generate(0, {"validation": 600, "test": 600})}
-    for demonstration in demonstrations(0, 2000, roles=SHORT):
+    held_out = {sum_of(t.prompt) for t in arithmetic_tasks(0, {"validation": 600, "test": 600})}
+    for demonstration in arithmetic_demonstrations(0, 2000, roles=SHORT):
         prompt = demonstration.messages[-2].content
         problem = prompt.splitlines()[0].removeprefix("Check: ") if demonstration.agent == "verifier" else prompt
         assert sum_of(problem.rsplit("\n", 1)[-1]) not in held_out
 
 
 def test_sizes_sources_and_ids():
-    tasks = generate(7, {"train": 100, "validation": 6, "test": 14})
+    tasks = arithmetic_tasks(7, {"train": 100, "validation": 6, "test": 14})
     assert Counter(task.split for task in tasks) == {"train": 100, "validation": 6, "test": 14}
-    assert Counter(task.source for task in tasks if task.split == "validation") == dict.fromkeys(SOURCES, 1)
+    assert Counter(task.source for task in tasks if task.split == "validation") == dict.fromkeys(LEVELS, 1)
     assert max(Counter(task.source for task in tasks if task.split == "train").values()) == 17
     assert len({task.id for task in tasks}) == 120
     assert all(task.env == "math" for task in tasks)
 
 
 def test_equal_seeds_give_equal_tasks_and_more_extend_fewer():
-    few, more = generate(3, {"test": 24}), generate(3, {"test": 48})
-    assert few == generate(3, {"test": 24})
+    few, more = arithmetic_tasks(3, {"test": 24}), arithmetic_tasks(3, {"test": 48})
+    assert few == arithmetic_tasks(3, {"test": 24})
     assert {task.id for task in few} <= {task.id for task in more}
-    assert {task.id for task in few} != {task.id for task in generate(4, {"test": 24})}
+    assert {task.id for task in few} != {task.id for task in arithmetic_tasks(4, {"test": 24})}
 
 
 def test_asking_for_more_than_there_is_says_so():
     with pytest.raises(ValueError, match=r"test tasks of add_2digit .* lower the size of test"):
-        generate(0, {"test": 20_000})
+        arithmetic_tasks(0, {"test": 20_000})
 
 
 def test_unknown_split_is_refused():
     with pytest.raises(ValueError, match="unknown split dev; splits: train, validation, test"):
-        generate(0, {"dev": 3})
+        arithmetic_tasks(0, {"dev": 3})
 
 
 def test_demonstrations_are_balanced_and_legal():
-    shown = list(demonstrations(1, 3000, roles=SHORT))
+    shown = list(arithmetic_demonstrations(1, 3000, roles=SHORT))
     agents = Counter(demonstration.agent for demonstration in shown)
     assert agents["solver"] > agents["verifier"] > 200
     verdicts = Counter()
@@ -157,15 +165,15 @@ def test_demonstrations_are_balanced_and_legal():
 
 
 def test_demonstrations_continue_where_they_were():
-    assert list(demonstrations(5, 30))[:10] == list(demonstrations(5, 10))
+    assert list(arithmetic_demonstrations(5, 30))[:10] == list(arithmetic_demonstrations(5, 10))
 
 
 def test_demonstrations_take_the_roles_own_prompts_by_default():
-    demonstration = next(demonstrations(0, 1))
+    demonstration = next(arithmetic_demonstrations(0, 1))
     assert [message.role for message in demonstration.messages] == ["system", "user", "assistant"]
     assert demonstration.messages[0].content == ROLES[demonstration.agent].system
 
 
 def test_the_table_names_it():
-    assert GENERATORS["arithmetic"].tasks is generate
-    assert GENERATORS["arithmetic"].demonstrations is demonstrations
+    assert GENERATORS["arithmetic"].tasks is arithmetic_tasks
+    assert GENERATORS["arithmetic"].demonstrations is arithmetic_demonstrations

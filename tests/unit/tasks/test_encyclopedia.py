@@ -8,7 +8,13 @@ from itertools import combinations
 
 import pytest
 
-from rollout.tasks.encyclopedia import demonstrations, generate, make_world, passages, split_of
+from rollout.tasks.encyclopedia import (
+    encyclopedia_demonstrations,
+    encyclopedia_tasks,
+    make_encyclopedia,
+    passages,
+    split_of_entity,
+)
 from rollout.teams.team import ROLES, Role
 
 SPLITS = ("train", "validation", "test")
@@ -30,7 +36,7 @@ def roles() -> dict[str, Role]:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_splits_share_no_person_and_no_town(seed: int) -> None:
-    world = make_world(seed)
+    world = make_encyclopedia(seed)
     names = {split: {p.name for p in world.people if p.split == split} for split in SPLITS}
     homes = {split: {p.home.name for p in world.people if p.split == split} for split in SPLITS}
     for one, other in combinations(SPLITS, 2):
@@ -42,7 +48,7 @@ def test_splits_share_no_person_and_no_town(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_tasks_of_two_splits_ask_about_nobody_in_common(seed: int) -> None:
-    tasks = generate(seed, SIZES)
+    tasks = encyclopedia_tasks(seed, SIZES)
     people = {split: {task.id.rsplit("/", 1)[1] for task in tasks if task.split == split} for split in SPLITS}
     prompts = {split: {task.prompt for task in tasks if task.split == split} for split in SPLITS}
     for one, other in combinations(SPLITS, 2):
@@ -57,16 +63,16 @@ def test_tasks_of_two_splits_ask_about_nobody_in_common(seed: int) -> None:
 
 
 def test_a_name_keeps_its_split_in_every_world() -> None:
-    first, second = ({p.name: p.split for p in make_world(seed).people} for seed in (0, 1))
+    first, second = ({p.name: p.split for p in make_encyclopedia(seed).people} for seed in (0, 1))
     shared = first.keys() & second.keys()
     assert len(shared) > 100
-    assert all(first[name] == second[name] == split_of(name) for name in shared)
+    assert all(first[name] == second[name] == split_of_entity(name) for name in shared)
 
 
 def test_passages_tell_every_answer() -> None:
     text = {entry.title: entry.text for entry in passages(3)}
-    homes = {person.name.lower().replace(" ", "-"): person for person in make_world(3).people}
-    for task in generate(3, SIZES):
+    homes = {person.name.lower().replace(" ", "-"): person for person in make_encyclopedia(3).people}
+    for task in encyclopedia_tasks(3, SIZES):
         person = homes[task.id.rsplit("/", 1)[1]]
         assert person.home.name in text[person.name]
         page = person.name if task.source == "one_hop" else person.home.name
@@ -76,22 +82,22 @@ def test_passages_tell_every_answer() -> None:
 
 
 def test_same_seed_same_world_another_seed_another() -> None:
-    assert generate(5, SIZES) == generate(5, SIZES)
+    assert encyclopedia_tasks(5, SIZES) == encyclopedia_tasks(5, SIZES)
     assert passages(5) == passages(5)
     assert passages(5) != passages(6)
 
 
 def test_sizes_are_checked() -> None:
     with pytest.raises(ValueError, match="unknown split 'dev'"):
-        generate(0, {"dev": 1})
+        encyclopedia_tasks(0, {"dev": 1})
     with pytest.raises(ValueError, match="50000 one_hop questions asked for in split 'test'"):
-        generate(0, {"test": 100_000})
+        encyclopedia_tasks(0, {"test": 100_000})
 
 
 def test_demonstrations_are_legal_and_about_train_only(roles: dict[str, Role]) -> None:
-    shown = list(demonstrations(0, 3000, roles))
+    shown = list(encyclopedia_demonstrations(0, 3000, roles))
     assert len(shown) == 3000
-    world = make_world(0)
+    world = make_encyclopedia(0)
     others = {entity.name for entity in (*world.people, *world.towns) if entity.split != "train"}
     text = "\n".join(message.content for demonstration in shown for message in demonstration.messages)
     assert not [name for name in others if name in text]
@@ -102,8 +108,8 @@ def test_demonstrations_are_legal_and_about_train_only(roles: dict[str, Role]) -
 
 def test_demonstrations_read_as_rollouts(roles: dict[str, Role]) -> None:
     """Two-hop question, no slips: the prompts are those that the orchestra shows, word for word."""
-    person = {p.name: p for p in make_world(0).people}
-    for shown in demonstrations(0, 500, roles, slips={}):
+    person = {p.name: p for p in make_encyclopedia(0).people}
+    for shown in encyclopedia_demonstrations(0, 500, roles, slips={}):
         if shown.agent == "answerer" and shown.messages[0].content.count("<search>") == 2:
             break
     prompt, reply = (message.content for message in shown.messages)
@@ -126,7 +132,7 @@ def test_only_the_named_agents_slip(roles: dict[str, Role]) -> None:
     def hasty(**options: object) -> float:
         verdicts = [
             shown.messages[-1].content
-            for shown in demonstrations(0, 2500, roles, **options)  # type: ignore[arg-type]
+            for shown in encyclopedia_demonstrations(0, 2500, roles, **options)  # type: ignore[arg-type]
             if shown.agent == "verifier" and "<search>" not in shown.messages[0].content
         ]
         return verdicts.count("<verify>yes</verify>") / len(verdicts)

@@ -10,14 +10,14 @@ import pytest
 from rollout.environments.code import pack_test
 from rollout.records.trajectory import Task
 from rollout.sandbox.judge import CallTest, StdinTest
-from rollout.tasks.leaks import Kind, Leak, find_leaks, shingles, shows_its_score, tokenise
+from rollout.tasks.leaks import Leak, LeakKind, find_leaks, shingles, shows_its_score, tokenise
 
 
 def task(id: str, prompt: str, env: str = "math", answers: tuple[str, ...] = ("1",)) -> Task:
     return Task(id=id, prompt=prompt, answers=answers, env=env, source=env, split="train")
 
 
-def leak(leaks: list[Leak], kind: Kind) -> Leak:
+def leak(leaks: list[Leak], kind: LeakKind) -> Leak:
     (found,) = (one for one in leaks if one.kind == kind)
     return found
 

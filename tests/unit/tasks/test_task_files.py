@@ -14,7 +14,7 @@ import pytest
 
 from rollout.records.trajectory import RecordError, Task, write_tasks
 from rollout.tasks.fields import Fields
-from rollout.tasks.files import FORMATS, distinct, read, rows
+from rollout.tasks.files import FORMATS, distinct, read_rows, read_task_file
 
 DAPO_HEAD = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -39,7 +39,7 @@ def write(path: Path, found: list[dict[str, Any]]) -> Path:
 
 
 def load(path: Path, format: str, **options: str) -> list[Task]:
-    return [task for _, task in read(path, format=format, split="test", **options)]
+    return [task for _, task in read_task_file(path, format=format, split="test", **options)]
 
 
 def digest(question: str) -> str:
@@ -299,12 +299,12 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, content: str | No
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(RecordError, match=words):
-        list(rows(tmp_path / name))
+        list(read_rows(tmp_path / name))
 
 
 def test_rows_under_data(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"Version": 1.0, "Data": [{"a": 1}]}')
-    assert list(rows(tmp_path / "x.json")) == [{"a": 1}]
+    assert list(read_rows(tmp_path / "x.json")) == [{"a": 1}]
 
 
 def test_own_files_keep_ids_sources_and_splits(tmp_path: Path) -> None:
@@ -317,19 +317,19 @@ def test_what_repeats(tmp_path: Path) -> None:
     one, two = {"problem": "One?", "answer": 1}, {"problem": "Two?", "answer": 2}
     path = write(tmp_path / "x.json", [one, two, one])
     with pytest.raises(RecordError, match=r"row 2: task math/\w+ is in .*x.json: row 0 already; set data.duplicates"):
-        list(distinct(read(path, format="math", split="test"), {}, drop=False))
-    kept = list(distinct(read(path, format="math", split="test"), {}, drop=True))
+        list(distinct(read_task_file(path, format="math", split="test"), {}, drop=False))
+    kept = list(distinct(read_task_file(path, format="math", split="test"), {}, drop=True))
     assert [task.prompt for task in kept] == ["One?", "Two?"]
     other = write(tmp_path / "y.json", [one, {"problem": "One?", "answer": 7}])
     with pytest.raises(RecordError, match=r"y.json: row 1: task math/\w+ is in .*row 0 with another prompt or answer"):
-        list(distinct(read(other, format="math", split="test"), {}, drop=True))
+        list(distinct(read_task_file(other, format="math", split="test"), {}, drop=True))
 
 
 def test_the_same_file_twice_repeats(tmp_path: Path) -> None:
     path = write(tmp_path / "x.json", [{"problem": "One?", "answer": 1}])
     seen: dict[str, Any] = {}
-    assert len(list(distinct(read(path, format="math", split="test"), seen, drop=True))) == 1
-    assert not list(distinct(read(path, format="math", split="test"), seen, drop=True))
+    assert len(list(distinct(read_task_file(path, format="math", split="test"), seen, drop=True))) == 1
+    assert not list(distinct(read_task_file(path, format="math", split="test"), seen, drop=True))
 
 
 def test_every_format_and_column_is_documented() -> None:

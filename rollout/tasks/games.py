@@ -1,28 +1,89 @@
-"""Demonstrations of a game: the real orchestra and environment, played by agents that know a solution and slip."""
+"""Puzzles (games) as tasks, drawn without replacement, and demonstrations by a teacher that slips."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from random import Random
 from typing import Any
 
 from rollout.base.seeds import derive_seed
 from rollout.environments.games import GAMES
-from rollout.environments.games.draw import as_task
-from rollout.environments.games.game import GameEnv
-from rollout.environments.games.generator import Source, split_of
+from rollout.environments.games.game import GameEnv, PuzzleSource
 from rollout.orchestras.game_team import DECIDED, LISTED, game_team
 from rollout.orchestras.single import single
 from rollout.records.trajectory import Demonstration, Message, Task
+from rollout.tasks.splits import check_splits, split_of
 from rollout.teams.team import Reply, Role, Team, TeamSession
 
+_PATIENCE = 20_000  # draws in a row without a new puzzle before a source counts as exhausted
 CARELESS: Mapping[str, float] = {"tool": 0.5, "planner": 0.5, "player": 0.5}
 
 
+def draw_tasks(source: PuzzleSource, seed: int, sizes: Mapping[str, int]) -> list[Task]:
+    """Draw sizes[split] different tasks for each split; a key belongs to one split for every seed.
+
+    Raises:
+        ValueError: an unknown split, or there are fewer puzzles than asked for.
+    """
+    check_splits(source.name, sizes)
+    listed = source.everything()
+    tasks = []
+    for split, size in sizes.items():
+        random = Random(derive_seed(seed, source.name, split))
+        puzzles = _draw(source, split, size, random) if listed is None else _sample(source, listed, split, size, random)
+        tasks += [as_task(source, puzzle, split) for puzzle in puzzles]
+    return tasks
+
+
+def as_task(source: PuzzleSource, puzzle: str, split: str) -> Task:
+    """A puzzle as a task: its id is a hash of its text, its answer a solution."""
+    game = GAMES[source.game]()
+    solution = game.solve(game.read(puzzle))
+    assert solution is not None, f"{source.name} drew a puzzle without a solution:\n{puzzle}"
+    return Task(
+        id=f"{source.name}/{hashlib.blake2b(puzzle.encode(), digest_size=8).hexdigest()}",
+        prompt=puzzle,
+        answers=(solution,),
+        env=source.game,
+        source=source.name,
+        split=split,
+    )
+
+
+def _sample(
+    source: PuzzleSource, listed: Sequence[tuple[str, str]], split: str, size: int, random: Random
+) -> list[str]:
+    own = [puzzle for key, puzzle in listed if split_of(key) == split]
+    if size > len(own):
+        raise ValueError(
+            f"{source.name}: {size} {split} tasks asked for, but of its {len(listed)} puzzles {len(own)} belong to "
+            f"{split}; lower data.{split}"
+        )
+    return random.sample(own, size)
+
+
+def _draw(source: PuzzleSource, split: str, size: int, random: Random) -> list[str]:
+    found: dict[str, None] = {}
+    misses = 0
+    while len(found) < size:
+        puzzle = source.draw(random, lambda key: split_of(key) == split)
+        new = puzzle is not None and puzzle not in found
+        misses = 0 if new else misses + 1
+        if misses > _PATIENCE:
+            raise ValueError(
+                f"{source.name}: {size} {split} tasks asked for, but {_PATIENCE} draws after the {len(found)}th found "
+                f"no other, so there are hardly more; lower data.{split} or ask for larger puzzles"
+            )
+        if puzzle is not None:
+            found[puzzle] = None
+    return list(found)
+
+
 def demonstrate(
-    source: Source,
+    source: PuzzleSource,
     seed: int,
     n: int,
     *,
@@ -65,7 +126,7 @@ class _Teacher(TeamSession):
     """A team that knows a solution from wherever it stands, slips, and writes down what it said."""
 
     def __init__(
-        self, source: Source, task: Task, roles: Mapping[str, Role], slips: Mapping[str, float], random: Random
+        self, source: PuzzleSource, task: Task, roles: Mapping[str, Role], slips: Mapping[str, float], random: Random
     ) -> None:
         super().__init__(Team({}, {}), ())
         self._source = source
