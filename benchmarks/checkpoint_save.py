@@ -54,7 +54,7 @@ def main() -> int:
                 if repeat:  # the first finds nothing in place: neither files nor memory
                     stalls[wait].append(stall)
                     print(f"{'synchronous' if wait else 'asynchronous'}: stalls {stall:.2f} s, on disk in {done:.2f} s")
-        parallel.stop()
+        parallel.destroy_process_groups()
     ratio = statistics.median(stalls[True]) / statistics.median(stalls[False])
     print(f"name=checkpoint_save ratio={ratio:.2f} goal={GOAL:.2f} reference=waiting for the disk n={repeats}")
     return 0 if ratio >= GOAL else 1

@@ -107,16 +107,15 @@ def load(rank: int, folder: Path) -> None:
     from mcore_mas.megatron import parallel
     from mcore_mas.megatron.model.build import build_model
     from mcore_mas.megatron.spec import TrainerSpec
-    from mcore_mas.megatron.state.sources import SafeTensors
-    from mcore_mas.megatron.state.weight_import import scatter
+    from mcore_mas.megatron.state.weight_import import SafeTensors, import_weights
     from rollout.models.architecture import read_architecture
 
-    parallel.start(rank=rank, tp=TP, threads=1, store=dist.FileStore(str(folder / "store"), TP))
+    parallel.init_process_groups(rank=rank, tp=TP, threads=1, store=dist.FileStore(str(folder / "store"), TP))
     architecture = read_architecture(folder)
     started = time.perf_counter()
     with Peak() as peak:
         parameters = build_model(architecture, TrainerSpec(model=str(folder), tp=TP, bf16=True)).numbered_parameters()
-        scatter(parameters, architecture, SafeTensors.of_folder(folder))
+        import_weights(parameters, architecture, SafeTensors.of_folder(folder))
     seconds = time.perf_counter() - started
     shard = sum(parameter.nbytes for parameter in parameters.values())
     ours = parameters["embedding.word_embeddings.weight"]
@@ -125,7 +124,7 @@ def load(rank: int, folder: Path) -> None:
     assert torch.equal(ours[:8], rows), f"rank {rank} holds other rows than its own"
     measured = {"peak": peak.bytes, "shard": shard, "seconds": seconds}
     (folder / f"rank{rank}.json").write_text(json.dumps(measured))
-    parallel.stop()
+    parallel.destroy_process_groups()
 
 
 def main() -> int:

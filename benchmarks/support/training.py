@@ -44,7 +44,7 @@ def make_model(folder: Path, *, vocab: int, hidden: int, layers: int) -> Qwen2Fo
 
 def start_trainer(folder: Path, objective: Objective) -> MegatronTrainer:
     """A trainer of one rank and one thread in this process."""
-    parallel.start(rank=0, threads=1)
+    parallel.init_process_groups(rank=0, threads=1)
     return MegatronTrainer(TrainerSpec(model=str(folder), lr=LR, objective=objective))
 
 

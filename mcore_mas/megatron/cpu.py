@@ -77,7 +77,7 @@ class _Stream:
         return None
 
 
-def install() -> None:
+def patch_cuda() -> None:
     """Prepare this process for megatron-core on the CPU; does nothing where CUDA is available, or a second time."""
     if torch.cuda.is_available() or torch.cuda.current_device is _current_device:
         return
@@ -185,7 +185,7 @@ def untried(version: str) -> str | None:
     )
 
 
-def repair() -> None:
+def patch_release() -> None:
     """Supply what a version of megatron-core leaves out, on every device; warns of one that has not been tried."""
     said = untried(metadata.version("megatron-core"))
     if said:

@@ -11,18 +11,18 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 
-def host(address: str) -> tuple[dist.Store, int]:
+def host_store(address: str) -> tuple[dist.Store, int]:
     """Where the ranks of a group find each other, kept by rank 0, and the port at `address` that the system gave it."""
     store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
     return store, int(store.port)
 
 
-def reach(address: str, port: int) -> dist.Store:
+def reach_store(address: str, port: int) -> dist.Store:
     """The same, as the other ranks see it."""
     return dist.TCPStore(address, port, is_master=False)
 
 
-def start(
+def init_process_groups(
     *,
     rank: int,
     tp: int = 1,
@@ -57,7 +57,7 @@ def start(
         model_parallel_cuda_manual_seed(1)  # drawn from by nothing, asked for by every layer: there is no dropout
 
 
-def stop() -> None:
+def destroy_process_groups() -> None:
     """Leave the process group."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

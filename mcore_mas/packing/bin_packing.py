@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from mcore_mas.megatron.step.balance import Shares
-from mcore_mas.packing.prefix_tree import Forest
+from mcore_mas.megatron.batch import CostModel
+from mcore_mas.packing.prefix_tree import PrefixForest
 
 _LEVEL = 1.05  # of the mean, from which on the largest micro-batch is worth cutting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class PackingItem:
     """A stretch of a forest's sequences that stay together, and what they cost together."""
 
     first: int
@@ -22,7 +22,7 @@ class Piece:
     work: float
 
 
-def fill(forest: Forest, rows: Sequence[int], max_tokens: int, shares: Shares) -> list[list[Piece]]:
+def bin_pack(forest: PrefixForest, rows: Sequence[int], max_tokens: int, shares: CostModel) -> list[list[PackingItem]]:
     """Pieces of the forest by micro-batch.
 
     Trees that are too large are cut, each part with a stem of its own; then the largest comes first, into the first
@@ -46,7 +46,7 @@ def fill(forest: Forest, rows: Sequence[int], max_tokens: int, shares: Shares) -
 class _Costs:
     """Sums over stretches of a forest's sequences."""
 
-    def __init__(self, forest: Forest, rows: Sequence[int], shares: Shares) -> None:
+    def __init__(self, forest: PrefixForest, rows: Sequence[int], shares: CostModel) -> None:
         self._shared = [*forest.shared, 0]
         self._lengths = [len(ids) for ids in forest.sequences]
         own = list(zip(self._lengths, forest.shared, strict=True))
@@ -55,19 +55,19 @@ class _Costs:
         self._rows = [0, *accumulate(rows)]
         self._shares = shares
 
-    def piece(self, first: int, end: int) -> Piece:
+    def piece(self, first: int, end: int) -> PackingItem:
         stem = self._shared[first]
         tokens = self._tokens[end] - self._tokens[first] + stem
         pairs = self._pairs[end] - self._pairs[first] + stem**2 / 2
         work = self._shares.work(tokens, pairs, self._rows[end] - self._rows[first])
-        return Piece(first=first, end=end, tokens=tokens, work=work)
+        return PackingItem(first=first, end=end, tokens=tokens, work=work)
 
-    def trees(self) -> Iterator[Piece]:
+    def trees(self) -> Iterator[PackingItem]:
         starts = [i for i, shared in enumerate(self._shared) if not shared]
         for first, end in pairwise(starts):
             yield self.piece(first, end)
 
-    def cut(self, tree: Piece, max_tokens: int) -> Iterator[Piece]:
+    def cut(self, tree: PackingItem, max_tokens: int) -> Iterator[PackingItem]:
         """The tree in stretches as long as fit."""
         first = tree.first
         for end in range(tree.first + 1, tree.end + 1):
@@ -75,14 +75,14 @@ class _Costs:
                 yield self.piece(first, end)
                 first = end
 
-    def halves(self, piece: Piece) -> tuple[Piece, Piece]:
+    def halves(self, piece: PackingItem) -> tuple[PackingItem, PackingItem]:
         """The two parts of a piece whose larger one is smallest."""
         cuts = ((self.piece(piece.first, i), self.piece(i, piece.end)) for i in range(piece.first + 1, piece.end))
         return min(cuts, key=lambda parts: max(part.work for part in parts))
 
 
-def _first_fit(pieces: Sequence[Piece], max_tokens: int) -> list[list[Piece]]:
-    bins: list[list[Piece]] = []
+def _first_fit(pieces: Sequence[PackingItem], max_tokens: int) -> list[list[PackingItem]]:
+    bins: list[list[PackingItem]] = []
     room: list[int] = []
     for piece in sorted(pieces, key=lambda p: (-p.tokens, p.first)):
         found = next((i for i, left in enumerate(room) if left >= piece.tokens), None)
@@ -95,7 +95,7 @@ def _first_fit(pieces: Sequence[Piece], max_tokens: int) -> list[list[Piece]]:
     return bins
 
 
-def _level(pieces: Sequence[Piece], bins: int, max_tokens: int, costs: _Costs) -> list[list[Piece]]:
+def _level(pieces: Sequence[PackingItem], bins: int, max_tokens: int, costs: _Costs) -> list[list[PackingItem]]:
     """`bins` micro-batches of about the same work; the largest piece of the fullest is halved while that helps."""
     best = _deal(pieces, bins, max_tokens)
     while best[0] and _load(best[0]) * len(best) > _LEVEL * sum(map(_load, best)):
@@ -110,9 +110,9 @@ def _level(pieces: Sequence[Piece], bins: int, max_tokens: int, costs: _Costs) -
     return [own for own in best if own]
 
 
-def _deal(pieces: Sequence[Piece], bins: int, max_tokens: int) -> list[list[Piece]]:
+def _deal(pieces: Sequence[PackingItem], bins: int, max_tokens: int) -> list[list[PackingItem]]:
     """The dearest first, each to the micro-batch with least work that has room; the fullest comes first."""
-    dealt: list[list[Piece]] = [[] for _ in range(bins)]
+    dealt: list[list[PackingItem]] = [[] for _ in range(bins)]
     tokens = [0] * bins
     loads = [0.0] * bins
     for piece in sorted(pieces, key=lambda p: (-p.work, p.first)):
@@ -129,9 +129,9 @@ def _deal(pieces: Sequence[Piece], bins: int, max_tokens: int) -> list[list[Piec
     return sorted(dealt, key=_load, reverse=True)
 
 
-def _load(pieces: Sequence[Piece]) -> float:
+def _load(pieces: Sequence[PackingItem]) -> float:
     return sum(piece.work for piece in pieces)
 
 
-def _makespan(bins: Sequence[Sequence[Piece]], shares: Shares) -> float:
+def _makespan(bins: Sequence[Sequence[PackingItem]], shares: CostModel) -> float:
     return shares.makespan([_load(own) for own in bins])

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from mcore_mas.credit.samples import Sample
-from mcore_mas.megatron.batch import Microbatch, Segment
-from mcore_mas.megatron.step.balance import Shares
-from mcore_mas.packing.bin_packing import Piece, fill
-from mcore_mas.packing.prefix_tree import Forest, apart, grow
+from mcore_mas.megatron.batch import CostModel, Microbatch, Segment
+from mcore_mas.packing.bin_packing import PackingItem, bin_pack
+from mcore_mas.packing.prefix_tree import PrefixForest, prefix_forest, unshared_forest
 
 _UNKNOWN = float("nan")
 
@@ -40,7 +39,7 @@ class _Sequence:
 
 
 def pack(
-    samples: Sequence[Sample], max_tokens: int, shares: Shares | None = None, *, share: bool = True
+    samples: Sequence[Sample], max_tokens: int, shares: CostModel | None = None, *, share: bool = True
 ) -> list[Microbatch]:
     """Pack one policy's samples, agent by agent, into micro-batches of at most `max_tokens` tokens.
 
@@ -57,12 +56,12 @@ def pack(
     every = [own for i, sample in enumerate(samples) if (own := _Sequence.of(i, sample)).trained]
     for agent in sorted({own.sample.agent for own in every}):
         members = [own for own in every if own.sample.agent == agent]
-        forest, holders = (grow if share else apart)([own.tokens for own in members])
+        forest, holders = (prefix_forest if share else unshared_forest)([own.tokens for own in members])
         held: list[list[_Sequence]] = [[] for _ in forest.sequences]
         for own, holder in zip(members, holders, strict=True):
             held[holder].append(own)
         rows = [sum(len(own.trained) for own in riders) for riders in held]
-        for pieces in fill(forest, rows, max_tokens, shares or Shares()):
+        for pieces in bin_pack(forest, rows, max_tokens, shares or CostModel()):
             microbatches.append(_microbatch(agent, forest, held, pieces))
     return microbatches
 
@@ -91,7 +90,9 @@ def _spread(sample: Sample, values: list[float]) -> tuple[float, ...]:
     return tuple(next(known) if trained else _UNKNOWN for trained in sample.trained)
 
 
-def _microbatch(agent: str, forest: Forest, held: Sequence[Sequence[_Sequence]], pieces: Sequence[Piece]) -> Microbatch:
+def _microbatch(
+    agent: str, forest: PrefixForest, held: Sequence[Sequence[_Sequence]], pieces: Sequence[PackingItem]
+) -> Microbatch:
     segments: list[Segment] = []
     token_ids: list[Tensor] = []
     position_ids: list[Tensor] = []

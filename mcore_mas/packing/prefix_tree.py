@@ -19,7 +19,7 @@ MIN_SAVED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forest:
+class PrefixForest:
     """Sequences in lexicographic order, none a beginning of another, and what neighbours share.
 
     Any stretch of them is a forest again: of sequence i, its first `shared[i]` tokens are those of its predecessor,
@@ -32,10 +32,10 @@ class Forest:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def __getitem__(self, stretch: slice) -> Forest:
+    def __getitem__(self, stretch: slice) -> PrefixForest:
         shared = list(self.shared[stretch])
         shared[:1] = [0] * len(shared[:1])
-        return Forest(sequences=self.sequences[stretch], shared=shared)
+        return PrefixForest(sequences=self.sequences[stretch], shared=shared)
 
     @property
     def tokens(self) -> int:
@@ -71,7 +71,7 @@ class Forest:
         return segments, places
 
 
-def grow(sequences: Sequence[Tensor]) -> tuple[Forest, list[int]]:
+def prefix_forest(sequences: Sequence[Tensor]) -> tuple[PrefixForest, list[int]]:
     """The forest of some sequences, and which of its sequences each of them is a beginning of."""
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tolist())
     kept: list[Tensor] = []
@@ -85,12 +85,12 @@ def grow(sequences: Sequence[Tensor]) -> tuple[Forest, list[int]]:
             kept.append(sequences[i])
             shared.append(common)
         holder[i] = len(kept) - 1
-    return Forest(sequences=kept, shared=_worthwhile(shared)), holder
+    return PrefixForest(sequences=kept, shared=_worthwhile(shared)), holder
 
 
-def apart(sequences: Sequence[Tensor]) -> tuple[Forest, list[int]]:
+def unshared_forest(sequences: Sequence[Tensor]) -> tuple[PrefixForest, list[int]]:
     """The same as a forest of lone sequences in their order, which share nothing."""
-    return Forest(sequences=sequences, shared=[0] * len(sequences)), list(range(len(sequences)))
+    return PrefixForest(sequences=sequences, shared=[0] * len(sequences)), list(range(len(sequences)))
 
 
 def _common(a: Tensor, b: Tensor) -> int:

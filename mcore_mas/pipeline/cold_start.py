@@ -47,7 +47,7 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
     config = RunConfig.load(config_path)
     cold_start = config.cold_start
     assert cold_start is not None, "a run without a cold start brings its own model"
-    parallel.start(rank=0, threads=config.cluster.threads_per_process)
+    parallel.init_process_groups(rank=0, threads=config.cluster.threads_per_process)
     spec = TrainerSpec(
         model=str(base_dir),
         lr=cold_start.lr,
@@ -58,7 +58,7 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
     trainer = MegatronTrainer(spec)
     renderer = Renderer(base_dir)
     with ExitStack() as stack:
-        stack.callback(parallel.stop)
+        stack.callback(parallel.destroy_process_groups)
         make_env = stack.enter_context(world(config, "bootstrap/retriever"))
         reporter = stack.enter_context(Reporter(f"{config.run} bootstrap", cold_start.max_steps))
         team = _Team(config, base_dir, renderer, make_env)

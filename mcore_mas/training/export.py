@@ -63,10 +63,10 @@ def _write(config: RunConfig, policy: str, checkpoint: Path, to: Path, *, adapte
     alone = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "dp": 1, "sp": False}
     spec = replace(policy_spec(policy, config), **alone, distributed_optimizer=False, overlap=False)
     to.parent.mkdir(parents=True, exist_ok=True)
-    parallel.start(rank=0, threads=config.cluster.threads_per_process)
+    parallel.init_process_groups(rank=0, threads=config.cluster.threads_per_process)
     try:
         trainer = MegatronTrainer(spec)
         trainer.restore(checkpoint)
         (trainer.write_adapter if adapter else trainer.write_model)(to)
     finally:
-        parallel.stop()
+        parallel.destroy_process_groups()

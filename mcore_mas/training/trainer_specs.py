@@ -8,8 +8,7 @@ from typing import Any
 from mcore_mas.config.policy import RateConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.equations.losses import Objective, ValueObjective
-from mcore_mas.megatron.model.layout_checks import check_adapters, check_layers, check_layout
-from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
+from mcore_mas.megatron.spec import LoraSpec, TrainerSpec, check_adapters, check_layers, check_layout
 from rollout.base.errors import ModelError
 from rollout.base.seeds import derive_seed
 from rollout.models.architecture import read_architecture

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import ValueObjective
-from mcore_mas.megatron.batch import Microbatch
+from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.spec import PROJECTIONS, LoraSpec, Projection, TrainerSpec
-from mcore_mas.megatron.step.balance import Shares
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from tests.support import lora, ranks, reference
@@ -57,7 +56,7 @@ class Row:
         return self.model, self.deep
 
 
-FEEDS: dict[str, Callable[[list[Sample], int, Shares], list[Microbatch]]] = {
+FEEDS: dict[str, Callable[[list[Sample], int, CostModel], list[Microbatch]]] = {
     "tree": pack,
     "as for one rank": lambda samples, max_tokens, shares: pack(samples, max_tokens),
     "linear": partial(pack, share=False),
@@ -284,7 +283,7 @@ def samples_of(row: Row) -> list[Sample]:
 
 
 def _train(rank: int, spec: TrainerSpec, out: Path, row: Row) -> None:
-    batches = FEEDS[row.feed](samples_of(row), row.max_tokens, Shares.of(spec))
+    batches = FEEDS[row.feed](samples_of(row), row.max_tokens, CostModel.of(spec))
     trainer = MegatronTrainer(spec)
     start = _tensors(trainer)
     if rank == 0:

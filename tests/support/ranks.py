@@ -18,9 +18,9 @@ from torch.multiprocessing import start_processes
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.model import logprobs
+from mcore_mas.megatron.model import decoder
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.state.weight_export import gather, make_plan
+from mcore_mas.megatron.state.weight_export import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
 from rollout.models.tensors import whole as whole_of
@@ -62,9 +62,9 @@ def _play(rank: int, jobs: Sequence[Job]) -> None:
         if rank < job.ranks:
             sizes = {"tp": job.tp, "pp": job.pp, "cp": job.cp, "dp": job.dp, "vpp": job.vpp, "ep": job.ep}
             store = dist.FileStore(str(job.meeting), job.ranks)
-            parallel.start(rank=rank, **sizes, threads=1, store=store)
+            parallel.init_process_groups(rank=rank, **sizes, threads=1, store=store)
             job.function(rank, **job.arguments)
-            parallel.stop()
+            parallel.destroy_process_groups()
             gc.collect()  # cycles hold a trainer's groups, each with threads that wake a hundred times a second
 
 
@@ -112,8 +112,8 @@ def export(rank: int, spec: TrainerSpec, routes: dict[int, SyncRoute]) -> None:
             Path(f"{route.options['report']}").write_text(json.dumps(asdict(handover)))
     whole, local = copy_weights(trainer), trainer._parameters
     for bucket_bytes in (1, 20_000):
-        plan = make_plan(local, trainer.architecture, bucket_bytes)
-        again = {name: whole_of(rows) for name, rows in gather(local, trainer.architecture, plan)}
+        plan = plan_export(local, trainer.architecture, bucket_bytes)
+        again = {name: whole_of(rows) for name, rows in export_weights(local, trainer.architecture, plan)}
         assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
         assert len({entry.parameter for bucket in plan for entry in bucket.entries}) > len(plan) or bucket_bytes == 1
 
@@ -223,14 +223,14 @@ def entropy(
     """
     vocab = len(weight)
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -vocab % 4))
-    default = logprobs._CHUNK_BYTES
+    default = decoder._CHUNK_BYTES
     for name, size in (("chunks", 2 * 4 * len(padded) // dist.get_world_size()), ("whole", default)):
-        logprobs._CHUNK_BYTES = size
+        decoder._CHUNK_BYTES = size
         mine, shard = (
             hidden.clone().requires_grad_(),
             padded.chunk(dist.get_world_size())[rank].clone().requires_grad_(),
         )
-        found, entropies = logprobs.logprobs_and_entropy(mine, shard, labels, temperatures, vocab)
+        found, entropies = decoder.logprobs_and_entropy(mine, shard, labels, temperatures, vocab)
         factor = torch.arange(1.0, len(labels) + 1)
         (factor * (found + 2 * entropies)).sum().backward()
         numbers = {"hidden": mine.grad, "weight": shard.grad, "logprobs": found.detach(), "entropy": entropies.detach()}

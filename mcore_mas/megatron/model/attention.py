@@ -1,16 +1,21 @@
-"""Attention and rotary positions over packed trees of sequences, as Megatron modules."""
+"""Attention and rotary positions over packed prefix trees, also under context parallelism, as Megatron modules."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mcore_mas.megatron.model.tree_layout import Own, PackedTrees
+from mcore_mas.megatron.batch import Microbatch
+from mcore_mas.megatron.model.tree_layout import CausalBlocks, PackedTrees
 
 
 class TreeAttention(torch.nn.Module):
@@ -140,14 +145,14 @@ def _row(x: Tensor, place: slice) -> Tensor:
     return x[place].transpose(0, 1)[None]
 
 
-def _blocks(x: Tensor, own: Own) -> Tensor:
+def _blocks(x: Tensor, own: CausalBlocks) -> Tensor:
     """[B, heads, L, ...] of [T, heads, ...]: a view where the blocks lie one after the other, all of them full."""
     if own.place is not None:
         return x[own.place].unflatten(0, (-1, own.length)).transpose(1, 2)
     return x[own.rows].transpose(1, 2)
 
 
-def _put(x: Tensor, own: Own, blocks: Tensor) -> None:
+def _put(x: Tensor, own: CausalBlocks, blocks: Tensor) -> None:
     """Write [B, heads, L, ...] to where `_blocks` reads it."""
     blocks = blocks.transpose(1, 2)
     if own.place is not None:
@@ -230,3 +235,104 @@ def _per_head(q: Tensor, k: Tensor) -> Tensor:
 def _summed(of_expanded: Tensor, k: Tensor) -> Tensor:
     """Gradient of keys or values from that of `_per_head`."""
     return of_expanded.unflatten(1, (k.shape[1], -1)).sum(dim=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextShard:
+    """One rank's T / cp consecutive tokens of a micro-batch, and those of its N rows whose predictor is among them."""
+
+    token_ids: Tensor  # [T / cp] int64
+    position_ids: Tensor  # [T / cp] int64
+    predictors: Tensor  # [n] int64, indices into T / cp
+    labels: Tensor  # [n] int64
+    temperatures: Tensor  # [n] float32
+    rows: Tensor  # [n] int64, which of the N
+
+    @classmethod
+    def of(cls, batch: Microbatch, ranks: int, rank: int) -> ContextShard:
+        """What `rank` of `ranks` takes of a micro-batch whose T divides by `ranks`."""
+        tokens = len(batch.token_ids) // ranks
+        first = tokens * rank
+        own = slice(first, first + tokens)
+        rows = ((batch.predictors >= own.start) & (batch.predictors < own.stop)).nonzero()[:, 0]
+        return cls(
+            token_ids=batch.token_ids[own],
+            position_ids=batch.position_ids[own],
+            predictors=batch.predictors[rows] - first,
+            labels=batch.labels[rows],
+            temperatures=batch.temperatures[rows],
+            rows=rows,
+        )
+
+
+def join(values: Tensor, rows: Tensor, total: int) -> Tensor:
+    """All N = `total` rows on every rank from each rank's own.
+
+    Every rank goes on with the same numbers to the same loss, so the gradient of a row is already whole: each rank
+    takes that of its own.
+
+    Args:
+        values: [k, n] of this rank's rows.
+        rows: [n] which of the N they are.
+
+    Returns:
+        [k, N]
+    """
+    joined: Tensor = _Join.apply(values, rows, total)
+    return joined
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, rows: Tensor, total: int) -> Tensor:
+        ctx.save_for_backward(rows)
+        whole = values.new_zeros(len(values), total)
+        whole[:, rows] = values
+        # every number is one rank's, and zero on the others: the sum is exact
+        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return gradient[:, rows], None, None
+
+
+class ContextAttention(TreeAttention):
+    """`TreeAttention` where each rank holds T / cp of the tokens."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        """As `TreeAttention`; `config` says the number of context-parallel ranks."""
+        super().__init__(config, *args, **kwargs)
+        kv_heads = config.num_query_groups // config.tensor_model_parallel_size
+        # fewer key/value heads than ranks, or a number that does not divide: some go to several ranks
+        self.copies = config.context_parallel_size // math.gcd(config.context_parallel_size, kv_heads)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Attend within each tree; tensors as in `TreeAttention` with T / cp in place of T."""
+        if self.copies > 1:
+            key, value = (x.repeat_interleave(self.copies, dim=2) for x in (key, value))
+        ranks = parallel_state.get_context_parallel_world_size()
+        # [T / cp, cp, heads / cp, head_dim] of queries, keys and values travel together
+        parts = [x[:, 0].unflatten(1, (ranks, -1)) for x in (query, key, value)]
+        whole = _AllToAll.apply(torch.cat(parts, dim=2).transpose(0, 1)).flatten(0, 1)  # [T, heads / cp, head_dim]
+        heads = whole.split([part.shape[2] for part in parts], dim=1)
+        attended = super().forward(*(x[:, None] for x in heads), *args, **kwargs)  # [T, 1, heads / cp · head_dim]
+        back = _AllToAll.apply(attended[:, 0].unflatten(0, (ranks, -1)))  # [cp, T / cp, heads / cp · head_dim]
+        return back.transpose(0, 1).reshape(query.shape[0], 1, -1)
+
+
+class _AllToAll(torch.autograd.Function):
+    """The r-th of a tensor's equal parts [cp, ...] goes to rank r, whose place in the result is the sender's."""
+
+    @staticmethod
+    def forward(_: Any, parts: Tensor) -> Tensor:
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=parallel_state.get_context_parallel_group())
+        return received
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        # what came from rank r goes back to rank r: the exchange is its own inverse
+        return _AllToAll.forward(_, gradient)

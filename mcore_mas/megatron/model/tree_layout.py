@@ -22,7 +22,7 @@ _WORTH_A_CALL = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class CausalBlocks:
     """Blocks of equal length, each of which attends to itself, causally.
 
     Either they lie one after the other at `place`, or `rows` says where the tokens of each are: shorter ones are padded
@@ -45,7 +45,7 @@ class PackedTrees(PackedSeqParams):
     qkv_format: str = "sbhd"
     max_seqlen_q: int = 0  # Megatron takes the larger of these two for the rotary length; TreeRotary needs neither
     max_seqlen_kv: int = 0
-    own: tuple[Own, ...] = field(default_factory=tuple)  # every token is in one of them
+    own: tuple[CausalBlocks, ...] = field(default_factory=tuple)  # every token is in one of them
     seen: tuple[tuple[slice, slice], ...] = field(default_factory=tuple)  # queries, and keys that all of them see
     starts: Tensor | None = None  # [sequences + 1] int32, where none shares anything: the first token of each, and T
     longest: int = 0  # tokens of the longest segment
@@ -104,26 +104,26 @@ def _halves(blocks: Sequence[slice]) -> Iterator[tuple[slice, slice]]:
         yield from _halves(blocks[half:])
 
 
-def _own(blocks: Sequence[slice], device: torch.device) -> Iterator[Own]:
+def _own(blocks: Sequence[slice], device: torch.device) -> Iterator[CausalBlocks]:
     """Neighbours of equal length in one call; what is too little for one is padded together with its like."""
     short: dict[int, list[slice]] = defaultdict(list)
     for length, run in groupby(blocks, key=lambda place: place.stop - place.start):
         members = list(run)
         place = slice(members[0].start, members[-1].stop)
         if place.stop - place.start >= _WORTH_A_CALL:
-            yield Own(length, place=place)
+            yield CausalBlocks(length, place=place)
         else:
             short[length.bit_length()] += members
     for members in short.values():
         yield _padded(members, device)
 
 
-def _padded(blocks: Sequence[slice], device: torch.device) -> Own:
+def _padded(blocks: Sequence[slice], device: torch.device) -> CausalBlocks:
     if len(blocks) == 1:
-        return Own(blocks[0].stop - blocks[0].start, place=blocks[0])
+        return CausalBlocks(blocks[0].stop - blocks[0].start, place=blocks[0])
     starts = torch.tensor([place.start for place in blocks])
     lengths = torch.tensor([place.stop - place.start for place in blocks])
     column = torch.arange(int(lengths.max()))
     rows = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
     present = column < lengths[:, None]
-    return Own(len(column), rows=rows.to(device), present=present.to(device))
+    return CausalBlocks(len(column), rows=rows.to(device), present=present.to(device))

@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Parameter
 
-from mcore_mas.megatron.model.decoder import Decoder
+from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
 from mcore_mas.megatron.state.names import LINEARS
-from mcore_mas.megatron.state.sources import SafeTensors
+from mcore_mas.megatron.state.weight_import import SafeTensors
 from rollout.base.errors import ModelError
 from rollout.base.seeds import derive_seed
 from rollout.models.architecture import Architecture
@@ -128,7 +128,7 @@ class Adapter(torch.nn.Module):
             return self._fuse(parts).t() * self._scale
 
 
-def attach(decoder: Decoder, architecture: Architecture, spec: TrainerSpec) -> None:
+def attach_adapters(decoder: PackedGPTModel, architecture: Architecture, spec: TrainerSpec) -> None:
     """Freeze a pipeline stage but for the adapters it gets, and for a critic's head.
 
     Raises:
@@ -157,7 +157,7 @@ def attach(decoder: Decoder, architecture: Architecture, spec: TrainerSpec) -> N
         decoder.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(torch.is_grad_enabled()))
 
 
-def adapters(decoder: Decoder) -> dict[str, Adapter]:
+def adapters(decoder: PackedGPTModel) -> dict[str, Adapter]:
     """A stage's adapters by the Megatron name of the weight that each adds to."""
     return {
         decoder.numbered(name).removesuffix("adapter") + "weight": module
@@ -166,7 +166,7 @@ def adapters(decoder: Decoder) -> dict[str, Adapter]:
     }
 
 
-def initial(architecture: Architecture, lora: LoraSpec, name: str) -> Tensor:
+def initial_adapter(architecture: Architecture, lora: LoraSpec, name: str) -> Tensor:
     """A new adapter's tensor by its PEFT name, uncut: A as PEFT draws it, uniform in ±1/√inputs; B zero.
 
     The draw depends on the seed and the name alone, so every layout starts the same.
@@ -180,7 +180,7 @@ def initial(architecture: Architecture, lora: LoraSpec, name: str) -> Tensor:
     return (torch.rand(lora.rank, inputs, generator=generator) * 2 - 1) / math.sqrt(inputs)
 
 
-class Merged(Mapping[str, Tensor]):
+class MergedWeights(Mapping[str, Tensor]):
     """The base's parameters by Megatron name, with the adapters' updates in them; each is made when asked for."""
 
     def __init__(self, base: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
@@ -200,7 +200,7 @@ class Merged(Mapping[str, Tensor]):
         return len(self._base)
 
 
-class BareModel:
+class UnadaptedReference:
     """The frozen reference of a policy with adapters: the same weights without them, and no copy of anything."""
 
     def __init__(self, adapters: Mapping[str, Adapter]) -> None:

@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors make up each Megatron parameter, and how tensor parallelism cuts them."""
+"""Weight names: which Hugging Face tensors make up each Megatron parameter, and how tensor parallelism cuts them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from torch import Tensor
 
 from mcore_mas.megatron.model.decoder import EXPERT, LAYER
 from mcore_mas.megatron.spec import Projection
-from mcore_mas.megatron.state.sources import Source
 from rollout.models.architecture import Architecture
 from rollout.models.tensors import shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class Sharding:
     """How full tensors become one shard per tensor-parallel rank, and back."""
 
     # (a rank's shard, to be filled; full tensors; architecture; tp; the rank). In place: the allocator keeps part of
     # what copies on the way took, and over many weights that is a good part of a model
-    fill: Callable[[Tensor, Sequence[Source], Architecture, int, int], None]
+    fill: Callable[[Tensor, Sequence[LazyTensor], Architecture, int, int], None]
     # shards -> the blocks of rows of each full tensor; no copies where rows are whole
     join: Callable[[Sequence[Tensor], Architecture], list[list[Tensor]]]
 
@@ -31,19 +30,19 @@ def _share(size: int, tp: int, rank: int) -> slice:
     return slice(size // tp * rank, size // tp * (rank + 1))
 
 
-def _fill_whole(shard: Tensor, full: Sequence[Source], a: Architecture, tp: int, rank: int) -> None:
+def _fill_whole(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
     shard.copy_(full[0].read())
 
 
-def _fill_columns(shard: Tensor, full: Sequence[Source], a: Architecture, tp: int, rank: int) -> None:
+def _fill_columns(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
     shard.copy_(full[0].read(slice(None), _share(full[0].shape[1], tp, rank)))
 
 
-def _fill_rows(shard: Tensor, full: Sequence[Source], a: Architecture, tp: int, rank: int) -> None:
+def _fill_rows(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
     shard.copy_(full[0].read(_share(full[0].shape[0], tp, rank)))
 
 
-def _fill_qkv(shard: Tensor, full: Sequence[Source], a: Architecture, tp: int, rank: int) -> None:
+def _fill_qkv(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
     # Megatron interleaves by key/value group: [queries of the group, key, value]
     groups = shard.view(a.kv_heads // tp, -1, *shard.shape[1:])  # [groups, (heads/kv_heads + 2) · head_dim, ...]
     for part, source in zip(groups.split(_group_rows(a), dim=1), full, strict=True):
@@ -59,7 +58,7 @@ def _join_qkv(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
     return [list(parts) for parts in zip(*(group.split(_group_rows(a)) for group in groups), strict=True)]
 
 
-def _fill_gate_up(shard: Tensor, full: Sequence[Source], a: Architecture, tp: int, rank: int) -> None:
+def _fill_gate_up(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
     for part, source in zip(shard.chunk(2), full, strict=True):
         part.copy_(source.read(_share(source.shape[0], tp, rank)))
 
@@ -68,7 +67,7 @@ def _join_gate_up(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor
     return [list(parts) for parts in zip(*(shard.chunk(2) for shard in shards), strict=True)]
 
 
-def _fill_vocab(shard: Tensor, full: Sequence[Source], a: Architecture, tp: int, rank: int) -> None:
+def _fill_vocab(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
     rows = _share(a.vocab_padded(tp), tp, rank)
     own = slice(min(rows.start, a.vocab), min(rows.stop, a.vocab))
     held = own.stop - own.start
@@ -86,12 +85,12 @@ def _join_vocab(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]
     return [[block for block in blocks if len(block)]]
 
 
-WHOLE = Cut(fill=_fill_whole, join=lambda shards, a: [[shards[0]]])
-COLUMNS = Cut(fill=_fill_columns, join=_join_columns)
-ROWS = Cut(fill=_fill_rows, join=lambda shards, a: [list(shards)])
-VOCAB = Cut(fill=_fill_vocab, join=_join_vocab)
-QKV = Cut(fill=_fill_qkv, join=_join_qkv)
-GATE_UP = Cut(fill=_fill_gate_up, join=_join_gate_up)
+WHOLE = Sharding(fill=_fill_whole, join=lambda shards, a: [[shards[0]]])
+COLUMNS = Sharding(fill=_fill_columns, join=_join_columns)
+ROWS = Sharding(fill=_fill_rows, join=lambda shards, a: [list(shards)])
+VOCAB = Sharding(fill=_fill_vocab, join=_join_vocab)
+QKV = Sharding(fill=_fill_qkv, join=_join_qkv)
+GATE_UP = Sharding(fill=_fill_gate_up, join=_join_gate_up)
 
 VALUE_HEAD = "output_layer.value"
 
@@ -103,7 +102,7 @@ _EXPERT_IN = (_MLP + "experts.{}.gate_proj.weight", _MLP + "experts.{}.up_proj.w
 _EXPERT_OUT = (_MLP + "experts.{}.down_proj.weight",)
 
 # Megatron parameter -> (its cut, Hugging Face tensors); the first {} is the layer, the second the expert
-TABLE: dict[str, tuple[Cut, tuple[str, ...]]] = {
+WEIGHT_MAP: dict[str, tuple[Sharding, tuple[str, ...]]] = {
     "embedding.word_embeddings.weight": (VOCAB, ("model.embed_tokens.weight",)),
     "decoder.layers.{}.input_layernorm.weight": (WHOLE, _INPUT_NORM),
     "decoder.layers.{}.self_attention.linear_qkv.layer_norm_weight": (WHOLE, _INPUT_NORM),  # Transformer Engine
@@ -135,7 +134,7 @@ LINEARS: dict[str, tuple[str, tuple[Projection, ...], bool]] = {
 }
 
 
-def _adapters() -> dict[str, tuple[Cut, tuple[str, ...]]]:
+def _adapters() -> dict[str, tuple[Sharding, tuple[str, ...]]]:
     """The rows of adapters, each under its name in Hugging Face's PEFT."""
     rows = {}
     for linear, (place, projections, inputs_cut) in LINEARS.items():
@@ -146,7 +145,7 @@ def _adapters() -> dict[str, tuple[Cut, tuple[str, ...]]]:
     return rows
 
 
-TABLE |= _adapters()
+WEIGHT_MAP |= _adapters()
 
 
 def is_adapter(parameter: str) -> bool:
@@ -155,11 +154,11 @@ def is_adapter(parameter: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class WeightMapping:
     """One Megatron parameter and the Hugging Face tensors it holds."""
 
     parameter: str
-    cut: Cut
+    cut: Sharding
     tensors: tuple[str, ...]
 
     @property
@@ -173,7 +172,7 @@ class Entry:
         return [tuple(shape_of(blocks)) for blocks in joined]
 
 
-def entries(parameters: Iterable[str], *, tied: bool = False) -> list[Entry]:
+def weight_mappings(parameters: Iterable[str], *, tied: bool = False) -> list[WeightMapping]:
     """The table's rows for Megatron parameter names, in their order.
 
     An output layer that is `tied` is a second copy of the embedding, which the last pipeline stage keeps.
@@ -185,7 +184,24 @@ def entries(parameters: Iterable[str], *, tied: bool = False) -> list[Entry]:
     for name in parameters:
         copy = tied and name == "output_layer.weight"
         row = "embedding.word_embeddings.weight" if copy else EXPERT.sub("{}", LAYER.sub("{}", name))
-        cut, tensors = TABLE[row]
+        cut, tensors = WEIGHT_MAP[row]
         numbers = [found.group() for found in (LAYER.search(name), EXPERT.search(name)) if found]
-        rows.append(Entry(parameter=name, cut=cut, tensors=tuple(t.format(*numbers) for t in tensors)))
+        rows.append(WeightMapping(parameter=name, cut=cut, tensors=tuple(t.format(*numbers) for t in tensors)))
     return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyTensor:
+    """A full tensor that is somewhere else."""
+
+    shape: tuple[int, ...]
+    part: Callable[[tuple[slice, ...]], Tensor]  # one slice for each dimension -> what it holds there
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> LazyTensor:
+        """One that is here."""
+        return cls(shape=tuple(tensor.shape), part=tensor.__getitem__)
+
+    def read(self, *index: slice) -> Tensor:
+        """A part of it: slices of its first dimensions, all of the others."""
+        return self.part(index + (slice(None),) * (len(self.shape) - len(index)))

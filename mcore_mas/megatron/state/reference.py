@@ -8,19 +8,19 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mcore_mas.megatron.state.sources import Source
-from mcore_mas.megatron.state.weight_import import scatter
+from mcore_mas.megatron.state.names import LazyTensor
+from mcore_mas.megatron.state.weight_import import import_weights
 from rollout.models.architecture import Architecture
 
 
-class Reference:
+class ReferenceModel:
     """One CPU copy of this rank's shard of full tensors, read when first needed."""
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
         architecture: Architecture,
-        source: Callable[[], Callable[[str], Source]],
+        source: Callable[[], Callable[[str], LazyTensor]],
     ) -> None:
         """`parameters`, by Megatron name, are what `swapped_in` writes to and puts back; `source` opens the tensors."""
         self._parameters = parameters
@@ -37,7 +37,7 @@ class Reference:
         """
         if not self._frozen:
             frozen = {name: torch.empty_like(p, device="cpu") for name, p in self._parameters.items()}
-            scatter(frozen, self._architecture, self._source())
+            import_weights(frozen, self._architecture, self._source())
             self._frozen = frozen
         trained = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
         try:
@@ -64,7 +64,7 @@ class Offload:
         self._gradients = list(gradients)
         self._kept = kept
         self._sizes: list[int] = []  # bytes of each gradient buffer while it is empty
-        self._parked = Parked(())
+        self._parked = OffloadedTensors(())
 
     def sleep(self) -> int:
         """Give the memory away; returns how many bytes."""
@@ -72,7 +72,7 @@ class Offload:
         self._sizes = [storage.nbytes() for storage in storages]
         for storage in storages:
             storage.resize_(0)
-        self._parked = Parked(tensor for tensor in self._kept() if tensor.is_cuda)
+        self._parked = OffloadedTensors(tensor for tensor in self._kept() if tensor.is_cuda)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return sum(self._sizes) + self._parked.nbytes
@@ -80,13 +80,13 @@ class Offload:
     def wake(self) -> None:
         """Take the memory back, with the same bits in all that was kept."""
         self._parked.restore()
-        self._parked = Parked(())
+        self._parked = OffloadedTensors(())
         for gradient, size in zip(self._gradients, self._sizes, strict=True):
             gradient.untyped_storage().resize_(size)
             gradient.zero_()
 
 
-class Parked:
+class OffloadedTensors:
     """The storages of tensors, emptied, with their bytes on the host."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

@@ -1,10 +1,14 @@
-"""A trainer's state on disk: every rank writes its own pieces, and reads those it needs of anybody's."""
+"""Sharded checkpoints: every rank writes its own part of weights and moments, and reads what it needs of anybody's."""
 
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +18,117 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.state.names import entries
+from mcore_mas.megatron.state.names import LazyTensor, WeightMapping, weight_mappings
 from mcore_mas.megatron.state.optimizer import OptimizerState
-from mcore_mas.megatron.state.pieces import Piece, pieces_of
 from mcore_mas.megatron.state.weight_import import tensor_parallel
 from rollout.base.errors import ModelError
 from rollout.base.files import Digest, write_chunks
 from rollout.models.architecture import Architecture
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBlock:
+    """A rectangle of a Hugging Face tensor, which a shard holds row by row in one stretch of its memory."""
+
+    tensor: str
+    shape: tuple[int, ...]  # of the whole tensor
+    start: tuple[int, ...]  # the rectangle's first index, by dimension
+    size: tuple[int, ...]
+    offset: int  # in the flat shard, of the first element
+
+    @property
+    def key(self) -> str:
+        """The rectangle as text, `tensor[rows, columns]`."""
+        ranges = (f"{first}:{first + length}" for first, length in zip(self.start, self.size, strict=True))
+        return f"{self.tensor}[{','.join(ranges)}]"
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.size)
+
+    def of(self, flat: Tensor, first: int = 0) -> Tensor:
+        """The rectangle as a view of `flat`, which holds the shard's elements from `first` on."""
+        return flat[self.offset - first : self.offset - first + self.numel].view(self.size)
+
+    def common(self, other: TensorBlock) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """What two rectangles of a tensor have in common, as indices into the one and into the other."""
+        mine, theirs = [], []
+        for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True):
+            low, high = max(a, b), min(a + n, b + m)
+            if low >= high:
+                return None
+            mine.append(slice(low - a, high - a))
+            theirs.append(slice(low - b, high - b))
+        return tuple(mine), tuple(theirs)
+
+
+def tensor_blocks(
+    entry: WeightMapping, shard: Sequence[int], architecture: Architecture, tp: int, rank: int, span: tuple[int, int]
+) -> list[TensorBlock]:
+    """The rectangles that elements [first, last) = `span` of a flat shard hold; padding is in none.
+
+    Args:
+        shard: shape of tensor-parallel rank `rank`'s shard of the parameter, one of `tp`.
+    """
+    return [part for block in _blocks(entry, shard, architecture, tp, rank) for part in _within(block, *span)]
+
+
+def _blocks(
+    entry: WeightMapping, shard: Sequence[int], architecture: Architecture, tp: int, rank: int
+) -> Iterator[TensorBlock]:
+    """The shard's blocks of neighbouring rows, found by cutting tensors of numbers as the real ones are cut.
+
+    The tensors' rows are counted through; a row of a matrix is `tp` numbers, as it is cut into so many parts at most.
+    """
+    shapes = entry.shapes(shard, architecture, tp)
+    parts = tp if len(shapes[0]) == 2 else 1
+    heads = list(accumulate((shape[0] for shape in shapes), initial=0))
+    numbers = [
+        torch.arange(head * parts + 1, (head + shape[0]) * parts + 1).view(-1, *[parts] * (len(shape) - 1))
+        for head, shape in zip(heads, shapes, strict=False)
+    ]
+    cut = torch.zeros(shard[0], shard[1] * parts // shapes[0][1] if len(shard) == 2 else 1, dtype=torch.int64)
+    own = cut if len(shard) == 2 else cut[:, 0]
+    entry.cut.fill(own, [LazyTensor.of(tensor) for tensor in numbers], architecture, tp, rank)
+    rows = (cut[:, 0] - 1) // parts  # -1 is padding
+    column = int(cut[0, 0] - 1) % parts
+    breaks = (rows[1:] != rows[:-1] + 1) | torch.isin(rows[1:], torch.tensor(heads))
+    edges = [0, *(breaks.nonzero()[:, 0] + 1).tolist(), len(rows)]
+    for first, last in pairwise(edges):
+        row = int(rows[first])
+        if row < 0:
+            continue
+        which = bisect_right(heads, row) - 1
+        shape = shapes[which]
+        width = math.prod(shape[1:]) * cut.shape[1] // parts
+        yield TensorBlock(
+            tensor=entry.tensors[which],
+            shape=shape,
+            start=(row - heads[which], column * width)[: len(shape)],
+            size=(last - first, width)[: len(shape)],
+            offset=first * width,
+        )
+
+
+def _within(block: TensorBlock, first: int, last: int) -> Iterator[TensorBlock]:
+    """What [first, last) of the flat shard has of a block: a row's end, whole rows, a row's beginning."""
+    width = block.size[1] if len(block.size) == 2 else 1
+    low, high = max(first - block.offset, 0), min(last - block.offset, block.numel)
+    while low < high:
+        row, column = divmod(low, width)
+        whole = column == 0 and high - low >= width
+        end = high // width * width if whole else min(high, (row + 1) * width)
+        start = (block.start[0] + row, *(at + column for at in block.start[1:]))
+        size = ((end - low) // width, *block.size[1:]) if whole else (1, end - low)
+        yield TensorBlock(tensor=block.tensor, shape=block.shape, start=start, size=size, offset=block.offset + low)
+        low = end
+
+
 _RECORD = "trainer.json"
 
 
-class Shards:
+class ShardedCheckpoint:
     """What one rank of a trainer saves and restores."""
 
     def __init__(self, state: OptimizerState, parameters: Mapping[str, Tensor], architecture: Architecture) -> None:
@@ -33,7 +136,7 @@ class Shards:
         self._state = state
         self._parameters = parameters
         self._architecture = architecture
-        self._mine: dict[str, list[Piece]] | None = None
+        self._mine: dict[str, list[TensorBlock]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[dict[str, Digest]] | None = None
         self._host: Tensor | None = None
@@ -98,12 +201,12 @@ class Shards:
             torch.cuda.synchronize()
         return copies
 
-    def _pieces(self, name: str, span: tuple[int, int]) -> list[Piece]:
-        (entry,) = entries([name], tied=self._architecture.tied)
+    def _pieces(self, name: str, span: tuple[int, int]) -> list[TensorBlock]:
+        (entry,) = weight_mappings([name], tied=self._architecture.tied)
         tp, rank = tensor_parallel(entry)
-        return pieces_of(entry, self._parameters[name].shape, self._architecture, tp, rank, span)
+        return tensor_blocks(entry, self._parameters[name].shape, self._architecture, tp, rank, span)
 
-    def _dealt(self) -> dict[str, list[Piece]]:
+    def _dealt(self) -> dict[str, list[TensorBlock]]:
         """The pieces by Megatron name that this rank writes.
 
         What several ranks hold is one's: the largest pieces first, each to the holder with the least so far.
@@ -133,14 +236,14 @@ class _Saved:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[Path, Any] = {}
-        self._pieces: dict[str, list[tuple[Path, Piece]]] = {}
+        self._pieces: dict[str, list[tuple[Path, TensorBlock]]] = {}
         for index in sorted(folder.glob("rank_*.json")):
             for row in json.loads(index.read_text()):
                 shape, start, size = (tuple(row[name]) for name in ("shape", "start", "size"))
-                piece = Piece(tensor=row["tensor"], shape=shape, start=start, size=size, offset=0)
+                piece = TensorBlock(tensor=row["tensor"], shape=shape, start=start, size=size, offset=0)
                 self._pieces.setdefault(piece.tensor, []).append((index.with_suffix(".safetensors"), piece))
 
-    def fill(self, flat: Tensor, kind: str, wanted: Sequence[Piece], first: int) -> None:
+    def fill(self, flat: Tensor, kind: str, wanted: Sequence[TensorBlock], first: int) -> None:
         """Read the `wanted` pieces into `flat`, which holds a shard's elements from `first` on."""
         for piece in wanted:
             target, filled = piece.of(flat, first), 0
@@ -163,7 +266,11 @@ class _Saved:
 
 
 def _write(
-    folder: Path, rank: int, pieces: Sequence[Piece], copies: Mapping[str, Tensor], record: Mapping[str, Any] | None
+    folder: Path,
+    rank: int,
+    pieces: Sequence[TensorBlock],
+    copies: Mapping[str, Tensor],
+    record: Mapping[str, Any] | None,
 ) -> dict[str, Digest]:
     folder.mkdir(parents=True, exist_ok=True)
     name = f"rank_{rank:05d}"

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.model.decoder import EXPERT, renumbered
-from mcore_mas.megatron.state.names import Entry, entries
+from mcore_mas.megatron.state.names import WeightMapping, weight_mappings
 from rollout.models.architecture import Architecture
 
-BUCKET_BYTES = 64 << 20  # of one rank's shards that travel together
+_BUCKET_BYTES = 64 << 20  # of one rank's shards that travel together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +26,16 @@ class Bucket:
     stage: int
     expert: bool  # of experts, which expert-parallel ranks hold different ones of
     dtype: torch.dtype
-    entries: tuple[Entry, ...]
+    mappings: tuple[WeightMapping, ...]
     shapes: tuple[tuple[int, ...], ...]  # of this rank's shard of each
 
 
-Plan = tuple[Bucket, ...]
+ExportPlan = tuple[Bucket, ...]
 
 
-def make_plan(local: Mapping[str, Tensor], architecture: Architecture, bucket_bytes: int = BUCKET_BYTES) -> Plan:
+def plan_export(
+    local: Mapping[str, Tensor], architecture: Architecture, bucket_bytes: int = _BUCKET_BYTES
+) -> ExportPlan:
     """What is gathered together, the same on every rank of a pipeline; all its ranks must call.
 
     It stays right as long as names, shapes and types of `local` do.
@@ -46,8 +48,8 @@ def make_plan(local: Mapping[str, Tensor], architecture: Architecture, bucket_by
     told: set[str] = set()
     plan = []
     for stage, kinds in enumerate(parallel.exchange(held, parallel_state.get_pipeline_model_parallel_group())):
-        groups: dict[tuple[bool, str], list[Entry]] = {}
-        for entry in entries(kinds, tied=architecture.tied):
+        groups: dict[tuple[bool, str], list[WeightMapping]] = {}
+        for entry in weight_mappings(kinds, tied=architecture.tied):
             if not told.issuperset(entry.tensors):  # else the last stage's copy of a tied embedding
                 told.update(entry.tensors)
                 groups.setdefault((entry.expert, kinds[entry.parameter][0]), []).append(entry)
@@ -55,12 +57,12 @@ def make_plan(local: Mapping[str, Tensor], architecture: Architecture, bucket_by
             dtype = getattr(torch, kind)
             for part in _cut(alike, [math.prod(kinds[e.parameter][1]) * dtype.itemsize for e in alike], bucket_bytes):
                 shapes = tuple(tuple(kinds[entry.parameter][1]) for entry in part)
-                plan.append(Bucket(stage=stage, expert=expert, dtype=dtype, entries=tuple(part), shapes=shapes))
+                plan.append(Bucket(stage=stage, expert=expert, dtype=dtype, mappings=tuple(part), shapes=shapes))
     return tuple(plan)
 
 
-def _cut(alike: Sequence[Entry], sizes: Sequence[int], bucket_bytes: int) -> Iterator[list[Entry]]:
-    part: list[Entry] = []
+def _cut(alike: Sequence[WeightMapping], sizes: Sequence[int], bucket_bytes: int) -> Iterator[list[WeightMapping]]:
+    part: list[WeightMapping] = []
     size = 0
     for entry, more in zip(alike, sizes, strict=True):
         part.append(entry)
@@ -72,17 +74,19 @@ def _cut(alike: Sequence[Entry], sizes: Sequence[int], bucket_bytes: int) -> Ite
         yield part
 
 
-def gather(local: Mapping[str, Tensor], architecture: Architecture, plan: Plan) -> Iterator[tuple[str, list[Tensor]]]:
+def export_weights(
+    local: Mapping[str, Tensor], architecture: Architecture, plan: ExportPlan
+) -> Iterator[tuple[str, list[Tensor]]]:
     """Stream (Hugging Face name, full tensor in blocks of rows) from all ranks' shards; every rank must drain it.
 
     Where nothing is cut, the blocks are parts of `local` itself.
 
     Args:
         local: this rank's tensors by Megatron parameter name.
-        plan: of these names, as `make_plan` made it.
+        plan: of these names, as `plan_export` made it.
     """
     for bucket in plan:
-        holders = [_holders(entry, architecture) for entry in bucket.entries]
+        holders = [_holders(entry, architecture) for entry in bucket.mappings]
         for names, shards in zip(holders, _shards(local, bucket), strict=True):
             tp = len(shards) // len(names)
             for number, holder in enumerate(names):
@@ -100,7 +104,7 @@ def _shards(local: Mapping[str, Tensor], bucket: Bucket) -> list[list[Tensor]]:
     stages = parallel_state.get_pipeline_model_parallel_group()
     ranks, pipeline = dist.get_world_size(group), dist.get_world_size(stages)
     here = parallel_state.get_pipeline_model_parallel_rank() == bucket.stage
-    mine = [local[entry.parameter].detach().contiguous() for entry in bucket.entries] if here else []
+    mine = [local[entry.parameter].detach().contiguous() for entry in bucket.mappings] if here else []
     if ranks == pipeline == 1:
         return [[tensor] for tensor in mine]
     sizes = [math.prod(shape) for shape in bucket.shapes]
@@ -115,7 +119,7 @@ def _shards(local: Mapping[str, Tensor], bucket: Bucket) -> list[list[Tensor]]:
     return [[part[rank].view(shape) for rank in range(ranks)] for part, shape in zip(parts, bucket.shapes, strict=True)]
 
 
-def _holders(entry: Entry, architecture: Architecture) -> list[Entry]:
+def _holders(entry: WeightMapping, architecture: Architecture) -> list[WeightMapping]:
     """The same parameter on every expert-parallel rank, where it is another expert's; else just this one."""
     if not entry.expert:
         return [entry]
@@ -123,4 +127,4 @@ def _holders(entry: Entry, architecture: Architecture) -> list[Entry]:
     ranks = parallel_state.get_expert_model_parallel_world_size()
     each = architecture.experts.count // ranks
     here = parallel_state.get_expert_model_parallel_rank()
-    return entries(renumbered(EXPERT, entry.parameter, (rank - here) * each) for rank in range(ranks))
+    return weight_mappings(renumbered(EXPERT, entry.parameter, (rank - here) * each) for rank in range(ranks))

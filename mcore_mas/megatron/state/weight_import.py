@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,13 +14,15 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_mas.megatron.state.names import Entry, entries
-from mcore_mas.megatron.state.sources import Source
+from mcore_mas.megatron.state.names import LazyTensor, WeightMapping, weight_mappings
 from rollout.base.errors import ModelError
 from rollout.models.architecture import Architecture
+from rollout.models.tensors import TensorFiles
 
 
-def scatter(local: Mapping[str, Tensor], architecture: Architecture, source: Callable[[str], Source]) -> None:
+def import_weights(
+    local: Mapping[str, Tensor], architecture: Architecture, source: Callable[[str], LazyTensor]
+) -> None:
     """Fill this rank's shards, reading no more than them: one Megatron parameter at a time, in place.
 
     Args:
@@ -29,7 +33,7 @@ def scatter(local: Mapping[str, Tensor], architecture: Architecture, source: Cal
         ModelError: a tensor has not the shape that the architecture gives it.
     """
     with torch.no_grad():
-        for entry in entries(local, tied=architecture.tied):
+        for entry in weight_mappings(local, tied=architecture.tied):
             target = local[entry.parameter]
             tp, rank = tensor_parallel(entry)
             full = [source(name) for name in entry.tensors]
@@ -41,11 +45,11 @@ def scatter(local: Mapping[str, Tensor], architecture: Architecture, source: Cal
             entry.cut.fill(target, full, architecture, tp, rank)
 
 
-def shapes(local: Mapping[str, Tensor], architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def full_shapes(local: Mapping[str, Tensor], architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """The shapes, by Hugging Face name, of the full tensors that this rank holds shards of."""
     return {
         name: shape
-        for entry in entries(local, tied=architecture.tied)
+        for entry in weight_mappings(local, tied=architecture.tied)
         for name, shape in zip(
             entry.tensors,
             entry.shapes(local[entry.parameter].shape, architecture, tensor_parallel(entry)[0]),
@@ -54,7 +58,7 @@ def shapes(local: Mapping[str, Tensor], architecture: Architecture) -> dict[str,
     }
 
 
-def tensor_parallel(entry: Entry) -> tuple[int, int]:
+def tensor_parallel(entry: WeightMapping) -> tuple[int, int]:
     """How many ranks cut this parameter, and which of them this is."""
     if entry.expert:
         return (
@@ -80,3 +84,71 @@ def write_folder(like: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, str(partial / "model.safetensors"), metadata={"format": "pt"})
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+
+
+# transformers writes one tensor for every expert, as models are published, or with save_original_format=False stacks
+# of all of a layer's
+_EXPERT = re.compile(r"(?P<stack>.*\.experts\.)(?P<expert>\d+)\.(?P<projection>gate|up|down)_proj\.weight")
+_STACKS = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+
+
+class SafeTensors(TensorFiles):
+    """Tensors of safetensors files as sources; what is read of them is what is sliced."""
+
+    def __call__(self, name: str) -> LazyTensor:
+        """The tensor of this name, also where it is one expert's place in a stack.
+
+        Raises:
+            ModelError: there is none.
+        """
+        if name in self:
+            return self._slice(name)
+        expert = _EXPERT.fullmatch(name)
+        stack = expert["stack"] + _STACKS[expert["projection"]] if expert else name
+        if expert is None or stack not in self:
+            raise ModelError(f"{self.where}: no tensor '{name}'; is config.json of the same model?")
+        return _place(self._slice(stack), int(expert["expert"]), expert["projection"])
+
+    def _slice(self, name: str) -> LazyTensor:
+        tensor = self.sliced(name)
+        return LazyTensor(shape=tuple(tensor.get_shape()), part=tensor.__getitem__)
+
+
+def _place(stack: LazyTensor, expert: int, projection: str) -> LazyTensor:
+    """One expert's matrix in a stack [E, rows, columns]; gates are the first half of the rows, ups the second."""
+    rows = stack.shape[1] // (1 if projection == "down" else 2)
+    first = rows if projection == "up" else 0
+
+    def part(index: tuple[slice, ...]) -> Tensor:
+        start, stop, _ = index[0].indices(rows)
+        return stack.part((slice(expert, expert + 1), slice(first + start, first + stop), index[1]))[0]
+
+    return LazyTensor(shape=(rows, stack.shape[2]), part=part)
+
+
+class RandomTensors:
+    """Weights nobody has trained: normal matrices, norms of 1, biases of 0; a tensor is its name, shape and seed.
+
+    So every layout starts from the same model, at the price of each rank drawing what it then cuts.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, std: float, seed: int) -> None:
+        """`shapes` by Hugging Face name; `std` of the matrices."""
+        self._shapes = shapes
+        self._std = std
+        self._seed = seed
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def __call__(self, name: str) -> LazyTensor:
+        """The tensor of this name, drawn when it is read."""
+        return LazyTensor(shape=self._shapes[name], part=lambda index: self._draw(name)[index])
+
+    def _draw(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.randn(shape, generator=generator) * self._std

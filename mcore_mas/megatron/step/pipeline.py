@@ -1,9 +1,10 @@
-"""Micro-batches through Megatron's schedule: forward and backward, or forward only."""
+"""Forward and backward passes of micro-batches through Megatron's pipeline schedule, and statistics of their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -13,16 +14,61 @@ from torch import Tensor
 
 from mcore_mas.equations.losses import Tokens, ValueTokens
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.batch import Microbatch
+from mcore_mas.megatron.batch import Microbatch, balance_work, flops
+from mcore_mas.megatron.model.attention import ContextShard, join
 from mcore_mas.megatron.model.build import equal_lengths
-from mcore_mas.megatron.model.context_parallel import Share, join
-from mcore_mas.megatron.model.decoder import Decoder
+from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.model.tree_layout import PackedTrees
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.step.balance import deal, flops
 from rollout.models.architecture import Architecture
 
-Rows = dict[str, Tensor]  # statistics by name, each [N]
+_Part: TypeAlias = dict[str, list[float]]  # by name: sum, number of tokens, minimum, maximum; plain, to be sent around
+
+
+def _alone(part: _Part) -> list[_Part]:
+    return [part]
+
+
+def summarise(
+    rows: Sequence[dict[str, Tensor]], exchange: Callable[[_Part], Iterable[_Part]] = _alone
+) -> dict[str, float]:
+    """The loss summed, names in `_max` and `_min` as extremes, all others as means, and the number of tokens.
+
+    Tokens whose statistic is NaN do not have it, and a statistic that no token has is left out.
+
+    Args:
+        rows: of each micro-batch its statistics by name, each [N]; token weights are in the loss already.
+        exchange: gives the parts of all ranks for this one's, in the same order on each.
+    """
+    own = _merge({name: _part(name, column) for name, column in row.items()} for row in rows)
+    whole = _merge(exchange(own))
+    total, tokens, *_ = whole.pop("loss")
+    summary = {"loss": total, "tokens": tokens}
+    for name, (total, count, smallest, largest) in whole.items():
+        if count:
+            extremes = {"max": largest, "min": smallest}
+            summary[name] = extremes.get(name.rpartition("_")[2], total / count)
+    return summary
+
+
+def _part(name: str, column: Tensor) -> list[float]:
+    column = column.double()
+    known = column if name == "loss" else column[~column.isnan()]
+    if not len(known):
+        return [0.0, 0.0, math.inf, -math.inf]
+    return [float(known.sum()), float(len(known)), float(known.min()), float(known.max())]
+
+
+def _merge(parts: Iterable[_Part]) -> _Part:
+    whole: _Part = {}
+    for part in parts:
+        for name, (total, count, smallest, largest) in part.items():
+            known = whole.setdefault(name, [0.0, 0.0, math.inf, -math.inf])
+            whole[name] = [known[0] + total, known[1] + count, min(known[2], smallest), max(known[3], largest)]
+    return whole
+
+
+TokenStatistics = dict[str, Tensor]  # statistics by name, each [N]
 _Output = tuple[Tensor, ...]  # log-probabilities and entropies, or values, each [n]
 
 
@@ -36,7 +82,7 @@ class Pipeline:
         self._architecture = architecture
         self._run = get_forward_backward_func()
 
-    def backward(self, microbatches: Sequence[Microbatch]) -> list[Rows]:
+    def backward(self, microbatches: Sequence[Microbatch]) -> list[TokenStatistics]:
         """Add the gradients of Σ weight · loss to `main_grad`, summed over data-parallel ranks.
 
         Args:
@@ -69,18 +115,20 @@ class Pipeline:
         """Which micro-batches this data-parallel rank takes, and how many it goes through at least."""
         value_head = self._spec.head == "value"
         costs = [flops(batch, self._architecture, value_head=value_head) for batch in microbatches]
-        shares = deal(costs, self._spec.dp)
+        shares = balance_work(costs, self._spec.dp)
         # gradients are exchanged in the pass, so nobody may stay away; experts are in every micro-batch of every rank
         rounds = 1 if self._spec.ep == 1 else max(len(share) for share in shares)
         return shares[parallel_state.get_data_parallel_rank()], rounds
 
-    def _pass(self, own: list[Microbatch], rounds: int, some: Microbatch, *, forward_only: bool) -> list[Rows]:
+    def _pass(
+        self, own: list[Microbatch], rounds: int, some: Microbatch, *, forward_only: bool
+    ) -> list[TokenStatistics]:
         """One pass over this rank's micro-batches, of which there may be none; `some` is any."""
         turns = self._spec.pp if self._spec.vpp > 1 else 1  # interleaved stages take turns of pp each
         idle = [some.idle()] * (-(-max(len(own), rounds) // turns) * turns - len(own))
         batches = [batch.padded(tokens) for batch, tokens in zip(own + idle, self._lengths(own + idle), strict=True)]
         iterators = [iter(batches) for _ in self._stages]
-        rows: list[Rows] = self._run(
+        rows: list[TokenStatistics] = self._run(
             forward_step_func=self._score if forward_only else self._train,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._stages,
@@ -97,19 +145,19 @@ class Pipeline:
         lengths = [-(-len(batch.token_ids) // multiple) * multiple for batch in batches]
         return [max(lengths)] * len(lengths) if equal_lengths(self._spec) else lengths
 
-    def _forward(self, batch: Microbatch, share: Share, model: torch.nn.Module) -> Tensor | _Output:
+    def _forward(self, batch: Microbatch, share: ContextShard, model: torch.nn.Module) -> Tensor | _Output:
         """What the head says of this rank's share, or what the next stage is sent."""
-        decoder: Decoder = unwrap_model(model)
+        decoder: PackedGPTModel = unwrap_model(model)
         decoder.rotary_pos_emb.position_ids = share.position_ids
         decoder.share = share
         layout = PackedTrees.of(batch.segments, batch.token_ids.device)
         output: Tensor | _Output = model(share.token_ids[None], None, None, packed_seq_params=layout)
         return output
 
-    def _share(self, batch: Microbatch) -> Share:
-        return Share.of(batch, self._spec.cp, parallel_state.get_context_parallel_rank())
+    def _share(self, batch: Microbatch) -> ContextShard:
+        return ContextShard.of(batch, self._spec.cp, parallel_state.get_context_parallel_rank())
 
-    def _whole(self, output: _Output, share: Share, rows: int) -> _Output:
+    def _whole(self, output: _Output, share: ContextShard, rows: int) -> _Output:
         """What the head says of every row of the micro-batch [N], from what it says of each rank's share."""
         return output if self._spec.cp == 1 else tuple(join(torch.stack(output), share.rows, rows))
 
@@ -117,7 +165,7 @@ class Pipeline:
         batch = next(batches).to(parallel.device())
         share = self._share(batch)
 
-        def loss(output: _Output) -> tuple[Tensor, Tensor, Rows]:
+        def loss(output: _Output) -> tuple[Tensor, Tensor, TokenStatistics]:
             predicted = self._whole(output, share, len(batch.labels))
             per_token, rows = (self._policy_loss if self._spec.head == "policy" else self._value_loss)(predicted, batch)
             rows["loss"] = per_token.detach() * batch.weights
@@ -129,13 +177,13 @@ class Pipeline:
         batch = next(batches).to(parallel.device())
         share = self._share(batch)
 
-        def scores(output: _Output) -> tuple[Tensor, Tensor, Rows]:
+        def scores(output: _Output) -> tuple[Tensor, Tensor, TokenStatistics]:
             score = self._whole(output, share, len(batch.labels))[0]
             return score.new_zeros(()), _count(score), {"score": score}
 
         return self._forward(batch, share, model), scores
 
-    def _policy_loss(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, Rows]:
+    def _policy_loss(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, TokenStatistics]:
         logprobs, entropy = predicted
         tokens = Tokens(
             logprobs=logprobs,
@@ -154,7 +202,7 @@ class Pipeline:
             gap = torch.where(batch.ages > 0, torch.nan, gap)
         return loss, {"entropy": entropy.detach(), "logprob_gap_max": gap, **statistics}
 
-    def _value_loss(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, Rows]:
+    def _value_loss(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, TokenStatistics]:
         assert batch.values is not None and batch.returns is not None, "a critic's samples carry values and returns"
         tokens = ValueTokens(values=predicted[0], old_values=batch.values, returns=batch.returns)
         return self._spec.objective(tokens)  # type: ignore[arg-type]

@@ -19,29 +19,25 @@ from mcore_mas.equations.statistics import SpikeMonitor
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.model.build import build_model
-from mcore_mas.megatron.model.decoder import Decoder
-from mcore_mas.megatron.model.layout_checks import check_adapters, check_layers, check_layout
-from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.model.decoder import PackedGPTModel
+from mcore_mas.megatron.spec import TrainerSpec, check_adapters, check_layers, check_layout
 from mcore_mas.megatron.state.lora import (
     Adapter,
     AdapterFolder,
-    BareModel,
-    Merged,
+    MergedWeights,
+    UnadaptedReference,
     adapters,
-    attach,
-    initial,
+    attach_adapters,
+    initial_adapter,
     write_adapter,
 )
-from mcore_mas.megatron.state.names import VALUE_HEAD, entries, is_adapter
-from mcore_mas.megatron.state.optimizer import OptimizerState
-from mcore_mas.megatron.state.reference import Offload, Reference
-from mcore_mas.megatron.state.sharded import Shards
-from mcore_mas.megatron.state.sources import RandomTensors, SafeTensors, Source
-from mcore_mas.megatron.state.weight_export import Plan, gather, make_plan
-from mcore_mas.megatron.state.weight_import import scatter, shapes, write_folder
-from mcore_mas.megatron.step.lr_schedule import Rates
-from mcore_mas.megatron.step.pipeline import Pipeline
-from mcore_mas.megatron.step.statistics import summarise
+from mcore_mas.megatron.state.names import VALUE_HEAD, LazyTensor, is_adapter, weight_mappings
+from mcore_mas.megatron.state.optimizer import LearningRateSchedule, OptimizerState
+from mcore_mas.megatron.state.reference import Offload, ReferenceModel
+from mcore_mas.megatron.state.sharded import ShardedCheckpoint
+from mcore_mas.megatron.state.weight_export import ExportPlan, export_weights, plan_export
+from mcore_mas.megatron.state.weight_import import RandomTensors, SafeTensors, full_shapes, import_weights, write_folder
+from mcore_mas.megatron.step.pipeline import Pipeline, summarise
 from rollout.base.errors import ModelError
 from rollout.base.files import Digest
 from rollout.models.architecture import read_architecture
@@ -54,7 +50,7 @@ class MegatronTrainer:
     """Trains one policy; every rank of the policy's process group holds one and makes the same calls."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        """Load `spec.model` into this rank's shard. The process group must exist (`parallel.start`).
+        """Load `spec.model` into this rank's shard. The process group must exist (`parallel.init_process_groups`).
 
         Raises:
             ModelError: the folder is no supported model, or cannot be cut as `spec` says.
@@ -71,7 +67,7 @@ class MegatronTrainer:
         ]
         self._adapters: dict[str, Adapter] = {}
         for stage in stages if spec.lora is not None else ():
-            attach(stage, self.architecture, spec)
+            attach_adapters(stage, self.architecture, spec)
             self._adapters |= adapters(stage)
         held = {name: p for stage in stages for name, p in stage.numbered_parameters().items()}
         # what is trained, and so what has gradients, moments and a place in checkpoints
@@ -105,20 +101,20 @@ class MegatronTrainer:
             if spec.overlap:  # gradients are exchanged in the backward pass of the last micro-batch only
                 without = [wrapped.no_sync for wrapped in self._stages]
                 stage.config.no_sync_func = without if len(without) > 1 else without[0]
-        self._rates = Rates(self._optimizer, spec)
+        self._rates = LearningRateSchedule(self._optimizer, spec)
         self._state = OptimizerState(self._optimizer, self._parameters)
-        self._shards = Shards(self._state, self._parameters, self.architecture)
+        self._shards = ShardedCheckpoint(self._state, self._parameters, self.architecture)
         self._pipeline = Pipeline(self._stages, spec, self.architecture)
         self._reference = (
-            Reference(self._parameters, self.architecture, self._frozen)
+            ReferenceModel(self._parameters, self.architecture, self._frozen)
             if spec.lora is None
-            else BareModel(self._adapters)
+            else UnadaptedReference(self._adapters)
         )
         self._offload = Offload(
             (buffer.grad_data for stage in self._stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)),
             lambda: (*held.values(), *self._state.tensors()),
         )
-        self._plans: dict[str, Plan] = {}  # how what is streamed is gathered, by what it is
+        self._plans: dict[str, ExportPlan] = {}  # how what is streamed is gathered, by what it is
         self._asleep = False
         self._stale = False  # whether other ranks' parts of the weights are those before the last step
         self._spikes: dict[str, SpikeMonitor] = {}
@@ -129,7 +125,7 @@ class MegatronTrainer:
         if self.spec.init == "folder":
             return SafeTensors.of_folder(Path(self.spec.model))
         drawn = {name: parameter for name, parameter in self._base.items() if name != VALUE_HEAD}
-        return RandomTensors(shapes(drawn, self.architecture), std=self.architecture.init_std, seed=self.spec.seed)
+        return RandomTensors(full_shapes(drawn, self.architecture), std=self.architecture.init_std, seed=self.spec.seed)
 
     def _frozen(self) -> SafeTensors | RandomTensors:
         """The reference's weights."""
@@ -140,16 +136,16 @@ class MegatronTrainer:
         held = {
             name: parameter
             for name, parameter in self._base.items()
-            if name != VALUE_HEAD or entries([name])[0].tensors[0] in source
+            if name != VALUE_HEAD or weight_mappings([name])[0].tensors[0] in source
         }
-        scatter(held, self.architecture, source)
+        import_weights(held, self.architecture, source)
         if (lora := self.spec.lora) is not None:
-            scatter(
+            import_weights(
                 self._low_rank(),
                 self.architecture,
                 AdapterFolder(Path(lora.adapter), lora)
                 if lora.adapter
-                else lambda name: Source.of(initial(self.architecture, lora, name)),
+                else lambda name: LazyTensor.of(initial_adapter(self.architecture, lora, name)),
             )
 
     def _low_rank(self) -> dict[str, Tensor]:
@@ -225,7 +221,7 @@ class MegatronTrainer:
     def weight_blocks(self) -> Iterator[tuple[str, list[Tensor]]]:
         """`weights`, but each tensor in blocks of its rows, which are copied nowhere if no rank has part of them."""
         self._settle()
-        return self._stream("weights", Merged(self._base, self._adapters))
+        return self._stream("weights", MergedWeights(self._base, self._adapters))
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Stream (PEFT name, full tensor) of the adapters, none where all weights are trained; as `weights`."""
@@ -238,8 +234,8 @@ class MegatronTrainer:
 
     def _stream(self, what: str, local: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
         if what not in self._plans:
-            self._plans[what] = make_plan(local, self.architecture)
-        return gather(local, self.architecture, self._plans[what])
+            self._plans[what] = plan_export(local, self.architecture)
+        return export_weights(local, self.architecture, self._plans[what])
 
     def sleep(self) -> int:
         """Give away the memory of gradients and, on a GPU, of weights and optimizer state; returns how many bytes.
@@ -335,7 +331,7 @@ def _keep(stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor.cpu().contiguous() for name, tensor in stream if writer}
 
 
-def _wrap(stage: Decoder, spec: TrainerSpec, *, first: bool) -> DistributedDataParallel:
+def _wrap(stage: PackedGPTModel, spec: TrainerSpec, *, first: bool) -> DistributedDataParallel:
     """One stage of this rank, with its gradients in float32 buffers that data-parallel ranks sum."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.batch import Microbatch
+from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.step.balance import Shares
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from rollout.base.files import Digest
 from rollout.sync import make_sender
@@ -41,13 +40,13 @@ class _Rank:
     def host(self, *nodes: str) -> tuple[str, int]:
         """Open the place where the ranks, which are on `nodes`, meet; on rank 0. The port is the system's choice."""
         address = meeting_address(nodes)
-        self._store, port = parallel.host(address)
+        self._store, port = parallel.host_store(address)
         return address, port
 
     def join(self, place: tuple[str, int]) -> None:
         """Meet the other ranks and load the model."""
         spec = self._spec
-        parallel.start(
+        parallel.init_process_groups(
             rank=self._rank,
             tp=spec.tp,
             pp=spec.pp,
@@ -56,7 +55,7 @@ class _Rank:
             vpp=spec.vpp,
             ep=spec.ep,
             threads=self._threads,
-            store=self._store or parallel.reach(*place),
+            store=self._store or parallel.reach_store(*place),
         )
         self._trainer = MegatronTrainer(spec)
 
@@ -113,7 +112,7 @@ class TrainerGroup:
         """
         self.policy = policy
         self._asleep = False
-        self.shares = Shares.of(spec)  # what micro-batches are to be packed for
+        self.shares = CostModel.of(spec)  # what micro-batches are to be packed for
         if places is None:
             places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
         # a thread of its own waits for what is written while the ranks' other calls go on in their order

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mcore_mas.megatron.model.layout_checks import adapter_refusal, expert_refusal
+from mcore_mas.megatron.spec import adapter_refusal, expert_refusal
 from rollout.models.architecture import Experts
 
 CONFIG = {

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
-from mcore_mas.megatron.state.lora import AdapterFolder, initial
+from mcore_mas.megatron.state.lora import AdapterFolder, initial_adapter
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from rollout.base.errors import ModelError
@@ -140,14 +140,14 @@ def test_a_starts_uniform_within_one_over_the_root_of_its_inputs_and_b_at_zero()
         rope_factor=None,
         positions=9,
     )
-    low, high = initial(a, LORA, NAME.format("A")), initial(a, LORA, NAME.format("B"))
+    low, high = initial_adapter(a, LORA, NAME.format("A")), initial_adapter(a, LORA, NAME.format("B"))
     assert (low.shape, high.shape) == ((4, 8 * 32), (64, 4))
     assert not high.any()
     bound = 1 / 16  # √256
     assert 0.9 * bound < float(low.abs().max()) <= bound
     assert float(low.std()) == pytest.approx(bound / math.sqrt(3), rel=0.05)
-    assert not torch.equal(initial(a, replace(LORA, seed=4), NAME.format("A")), low)
-    assert torch.equal(initial(a, LORA, NAME.format("A")), low)
+    assert not torch.equal(initial_adapter(a, replace(LORA, seed=4), NAME.format("A")), low)
+    assert torch.equal(initial_adapter(a, LORA, NAME.format("A")), low)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 import torch
 
-from mcore_mas.megatron.state.reference import Offload, Parked
+from mcore_mas.megatron.state.reference import Offload, OffloadedTensors
 
 
 def test_parked_storages_are_empty_and_come_back_under_every_view() -> None:
     whole = torch.arange(6.0)
     part, alone, nothing = whole[2:4], torch.tensor([7], dtype=torch.int64), torch.empty(0)
-    parked = Parked([whole, part, alone, nothing])
+    parked = OffloadedTensors([whole, part, alone, nothing])
     assert parked.nbytes == 6 * 4 + 8
     assert [x.untyped_storage().nbytes() for x in (whole, part, alone)] == [0, 0, 0]
     parked.restore()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_mas.megatron.model.layout_checks import check_layout
+from mcore_mas.megatron.spec import check_layout
 from rollout.base.errors import ModelError
 from rollout.models.architecture import read_architecture
 from tests.support import precision, ranks, reference

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from mcore_mas.megatron.state.names import COLUMNS, VOCAB, WHOLE, Entry, entries
-from mcore_mas.megatron.state.pieces import Piece, pieces_of
-from mcore_mas.megatron.state.sources import Source
+from mcore_mas.megatron.state.names import COLUMNS, VOCAB, WHOLE, LazyTensor, WeightMapping, weight_mappings
+from mcore_mas.megatron.state.sharded import TensorBlock, tensor_blocks
 from rollout.models.architecture import Architecture, read_architecture
 from tests.support import reference
 
@@ -27,7 +26,7 @@ def architecture(tmp_path_factory: pytest.TempPathFactory) -> Architecture:
     return read_architecture(folder)
 
 
-def full_tensors(entry: Entry, a: Architecture) -> list[torch.Tensor]:
+def full_tensors(entry: WeightMapping, a: Architecture) -> list[torch.Tensor]:
     """The entry's Hugging Face tensors, each element with a number of its own."""
     sizes = {
         "embed_tokens": (a.vocab, a.hidden),
@@ -47,7 +46,7 @@ def full_tensors(entry: Entry, a: Architecture) -> list[torch.Tensor]:
     return tensors
 
 
-def shard_of(entry: Entry, full: list[torch.Tensor], a: Architecture, tp: int, rank: int) -> torch.Tensor:
+def shard_of(entry: WeightMapping, full: list[torch.Tensor], a: Architecture, tp: int, rank: int) -> torch.Tensor:
     """What one rank of `tp` holds of the entry's tensors."""
     rows, rest = sum(len(tensor) for tensor in full) // tp, full[0].shape[1:]
     shapes = {
@@ -56,14 +55,14 @@ def shard_of(entry: Entry, full: list[torch.Tensor], a: Architecture, tp: int, r
         VOCAB: (a.vocab_padded(tp) // tp, *rest),
     }
     shard = torch.zeros(shapes.get(entry.cut, (rows, *rest)), dtype=torch.int64)
-    entry.cut.fill(shard, [Source.of(tensor) for tensor in full], a, tp, rank)
+    entry.cut.fill(shard, [LazyTensor.of(tensor) for tensor in full], a, tp, rank)
     return shard
 
 
 @pytest.mark.parametrize("parameter", PARAMETERS)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_pieces_of_all_ranks_are_the_tensors(architecture: Architecture, parameter: str, tp: int) -> None:
-    (entry,) = entries([parameter])
+    (entry,) = weight_mappings([parameter])
     full = dict(zip(entry.tensors, full_tensors(entry, architecture), strict=True))
     found = {name: torch.full_like(tensor, -1) for name, tensor in full.items()}
     seen = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
@@ -72,7 +71,7 @@ def test_pieces_of_all_ranks_are_the_tensors(architecture: Architecture, paramet
         flat = shard.reshape(-1)
         third = len(flat) // 3  # inside a row, for a matrix
         for span in [(0, third), (third, third + 1), (third + 1, len(flat))]:
-            for piece in pieces_of(entry, shard.shape, architecture, tp, rank, span):
+            for piece in tensor_blocks(entry, shard.shape, architecture, tp, rank, span):
                 assert piece.shape == tuple(full[piece.tensor].shape)
                 place = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.size, strict=True))
                 own = flat[span[0] : span[1]]
@@ -85,10 +84,10 @@ def test_pieces_of_all_ranks_are_the_tensors(architecture: Architecture, paramet
 
 
 def test_a_stretch_of_a_matrix_is_at_most_three_rectangles_a_block(architecture: Architecture) -> None:
-    (entry,) = entries(["decoder.layers.3.mlp.linear_fc1.weight"])
+    (entry,) = weight_mappings(["decoder.layers.3.mlp.linear_fc1.weight"])
     hidden, ffn = architecture.hidden, architecture.ffn
     span = (2 * hidden + 3, (ffn // 2) * hidden + 5)  # of rank 1 of 2: from gate's third row into up's first
-    pieces = pieces_of(entry, (ffn, hidden), architecture, 2, 1, span)
+    pieces = tensor_blocks(entry, (ffn, hidden), architecture, 2, 1, span)
     assert [(piece.tensor.split(".")[-2], piece.start, piece.size, piece.offset) for piece in pieces] == [
         ("gate_proj", (ffn // 2 + 2, 3), (1, hidden - 3), 2 * hidden + 3),
         ("gate_proj", (ffn // 2 + 3, 0), (ffn // 2 - 3, hidden), 3 * hidden),
@@ -98,7 +97,7 @@ def test_a_stretch_of_a_matrix_is_at_most_three_rectangles_a_block(architecture:
 
 
 def test_what_two_rectangles_have_in_common() -> None:
-    one = Piece(tensor="t", shape=(9, 9), start=(2, 3), size=(4, 5), offset=0)
-    other = Piece(tensor="t", shape=(9, 9), start=(4, 0), size=(5, 5), offset=0)
+    one = TensorBlock(tensor="t", shape=(9, 9), start=(2, 3), size=(4, 5), offset=0)
+    other = TensorBlock(tensor="t", shape=(9, 9), start=(4, 0), size=(5, 5), offset=0)
     assert one.common(other) == ((slice(2, 4), slice(0, 2)), (slice(0, 2), slice(3, 5)))
-    assert one.common(Piece(tensor="t", shape=(9, 9), start=(6, 3), size=(1, 1), offset=0)) is None
+    assert one.common(TensorBlock(tensor="t", shape=(9, 9), start=(6, 3), size=(1, 1), offset=0)) is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.step.lr_schedule import Rates
+from mcore_mas.megatron.state.optimizer import LearningRateSchedule
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
 
@@ -32,7 +32,7 @@ class Optimizer:
 )
 def test_rates_are_a_function_of_the_number_of_updates(schedule: str, rates: list[float]) -> None:
     optimizer = Optimizer()
-    made = Rates(optimizer, replace(SPEC, schedule=schedule, weight_decay=0.1))
+    made = LearningRateSchedule(optimizer, replace(SPEC, schedule=schedule, weight_decay=0.1))
     for updates in (7, *range(8)):  # in any order: nothing is remembered
         assert made.set(updates) == pytest.approx(rates[updates])
         assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(rates[updates])] * 2
@@ -40,13 +40,15 @@ def test_rates_are_a_function_of_the_number_of_updates(schedule: str, rates: lis
 
 
 def test_without_a_warm_up_the_first_update_has_the_full_rate_and_none_has_zero() -> None:
-    made = Rates(Optimizer(), replace(SPEC, schedule="linear", warmup_steps=0, min_lr=0.0, decay_steps=4))
+    made = LearningRateSchedule(
+        Optimizer(), replace(SPEC, schedule="linear", warmup_steps=0, min_lr=0.0, decay_steps=4)
+    )
     assert [made.set(updates) for updates in range(5)] == [8.0, 6.0, 4.0, 2.0, 0.0]
 
 
 def test_a_constant_rate_may_end_in_its_warm_up() -> None:
     for decay_steps in (None, 1):
-        made = Rates(Optimizer(), replace(SPEC, warmup_steps=4, decay_steps=decay_steps))
+        made = LearningRateSchedule(Optimizer(), replace(SPEC, warmup_steps=4, decay_steps=decay_steps))
         assert [made.set(updates) for updates in range(3)] == [2.0, 4.0, 6.0]
 
 

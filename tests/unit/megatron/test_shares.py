@@ -6,22 +6,21 @@ import pytest
 import torch
 
 from mcore_mas.equations.losses import ValueObjective
-from mcore_mas.megatron.batch import Microbatch, Segment
+from mcore_mas.megatron.batch import CostModel, Microbatch, Segment, balance_work, flops
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.step.balance import Shares, deal, flops
 from rollout.models.architecture import Architecture, read_architecture
 from tests.support import reference
 
 
 def test_the_dearest_goes_first_to_the_rank_with_least() -> None:
     # 7 -> 0; 5 -> 1; 4 -> 1 (5 < 7); 3 -> 0 (7 < 9); 1 -> 1 (9 < 10)
-    assert deal([3.0, 7.0, 1.0, 5.0, 4.0], 2) == [[0, 1], [2, 3, 4]]
+    assert balance_work([3.0, 7.0, 1.0, 5.0, 4.0], 2) == [[0, 1], [2, 3, 4]]
 
 
 def test_equal_pieces_go_round_and_some_ranks_get_none() -> None:
-    assert deal([2.0, 2.0, 2.0], 2) == [[0, 2], [1]]
-    assert deal([1.0], 3) == [[0], [], []]
-    assert deal([], 2) == [[], []]
+    assert balance_work([2.0, 2.0, 2.0], 2) == [[0, 2], [1]]
+    assert balance_work([1.0], 3) == [[0], [], []]
+    assert balance_work([], 2) == [[], []]
 
 
 @pytest.fixture
@@ -97,14 +96,14 @@ def test_an_idle_micro_batch_has_the_same_columns_and_no_weight() -> None:
 
 
 def test_a_pass_takes_as_long_as_its_busiest_rank_and_the_wait_of_its_stages() -> None:
-    assert Shares(dp=2).makespan([3.0, 7.0, 1.0, 5.0, 4.0]) == 10.0  # dealt as above: 7 + 3, 5 + 4 + 1
-    assert Shares(pp=2).makespan([4.0, 2.0]) == (6 + 4) / 2  # one more turn, of the largest
-    assert Shares(dp=2, pp=2).makespan([4.0, 2.0]) == (4 + 4) / 2
+    assert CostModel(dp=2).makespan([3.0, 7.0, 1.0, 5.0, 4.0]) == 10.0  # dealt as above: 7 + 3, 5 + 4 + 1
+    assert CostModel(pp=2).makespan([4.0, 2.0]) == (6 + 4) / 2  # one more turn, of the largest
+    assert CostModel(dp=2, pp=2).makespan([4.0, 2.0]) == (4 + 4) / 2
 
 
 def test_as_many_micro_batches_as_ranks_and_up_to_twice_the_stages() -> None:
-    assert Shares().counts(3) == []
-    assert Shares(dp=2).counts(3) == [4]
-    assert Shares(dp=2, pp=2).counts(1) == [2, 4, 6, 8]
-    assert Shares(pp=2).counts(9) == [9]
-    assert Shares(pp=2, vpp=2).counts(1) == [2, 4]
+    assert CostModel().counts(3) == []
+    assert CostModel(dp=2).counts(3) == [4]
+    assert CostModel(dp=2, pp=2).counts(1) == [2, 4, 6, 8]
+    assert CostModel(pp=2).counts(9) == [9]
+    assert CostModel(pp=2, vpp=2).counts(1) == [2, 4]

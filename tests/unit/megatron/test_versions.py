@@ -17,7 +17,7 @@ def test_a_version_never_tried_is_named_in_one_line(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(versions.metadata, "version", lambda name: "0.20.0")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        versions.repair()
+        versions.patch_release()
     (warning,) = said
     told = "megatron-core 0.20.0 has not been tried; tried: 0.16.1, 0.17.1, 0.18.2, 0.19.2; "
     assert str(warning.message).startswith(told)

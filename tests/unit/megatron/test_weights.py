@@ -11,9 +11,18 @@ from safetensors.torch import load_file
 
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.model.decoder import EXPERT, LAYER
-from mcore_mas.megatron.model.layout_checks import check_layers
-from mcore_mas.megatron.state.names import COLUMNS, GATE_UP, QKV, TABLE, VOCAB, Cut, entries
-from mcore_mas.megatron.state.sources import RandomTensors, SafeTensors, Source
+from mcore_mas.megatron.spec import check_layers
+from mcore_mas.megatron.state.names import (
+    COLUMNS,
+    GATE_UP,
+    QKV,
+    VOCAB,
+    WEIGHT_MAP,
+    LazyTensor,
+    Sharding,
+    weight_mappings,
+)
+from mcore_mas.megatron.state.weight_import import RandomTensors, SafeTensors
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from rollout.base.errors import ModelError
 from rollout.models.architecture import read_architecture
@@ -25,22 +34,22 @@ CUTS = SimpleNamespace(heads=4, kv_heads=2, head_dim=1, vocab=3, vocab_padded=la
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
     """A process group of this process."""
-    parallel.start(rank=0, threads=1)
+    parallel.init_process_groups(rank=0, threads=1)
     yield
-    parallel.stop()
+    parallel.destroy_process_groups()
 
 
-def source(tensor: torch.Tensor, seen: list) -> Source:
+def source(tensor: torch.Tensor, seen: list) -> LazyTensor:
     """A tensor that writes down what is read of it."""
 
     def part(index: tuple[slice, ...]) -> torch.Tensor:
         seen.append(tuple((i.start, i.stop) for i in index))
         return tensor[index]
 
-    return Source(shape=tuple(tensor.shape), part=part)
+    return LazyTensor(shape=tuple(tensor.shape), part=part)
 
 
-def shard(cut: Cut, full: list[Source], shape: tuple[int, ...], rank: int) -> torch.Tensor:
+def shard(cut: Sharding, full: list[LazyTensor], shape: tuple[int, ...], rank: int) -> torch.Tensor:
     """What one rank of two holds."""
     tensor = torch.full(shape, torch.nan)
     cut.fill(tensor, full, CUTS, 2, rank)
@@ -157,7 +166,7 @@ def test_shards_of_any_size_tell_the_full_shapes(tmp_path: Path) -> None:
         layer + "mlp.linear_fc2.weight": [(64, 96), (64, 48)],
         "embedding.word_embeddings.weight": [(101, 64), (51, 64)],
     }
-    for entry in entries(names):
+    for entry in weight_mappings(names):
         whole, half = names[entry.parameter]
         full |= dict(zip(entry.tensors, entry.shapes(whole, architecture, 1), strict=True))
         cut |= dict(zip(entry.tensors, entry.shapes(half, architecture, 2), strict=True))
@@ -175,15 +184,15 @@ def test_layers_of_transformer_engine_hold_the_same_tensors() -> None:
         ("mlp.experts.linear_fc1.weight5", "mlp.experts.local_experts.5.linear_fc1.weight"),
         ("mlp.experts.linear_fc2.weight5", "mlp.experts.local_experts.5.linear_fc2.weight"),
     ]:
-        one, other = entries([layer + fused, layer + plain])
+        one, other = weight_mappings([layer + fused, layer + plain])
         assert (one.tensors, one.cut, one.expert) == (other.tensors, other.cut, other.expert)
-    (entry,) = entries([layer + "mlp.experts.linear_fc1.weight5"])
+    (entry,) = weight_mappings([layer + "mlp.experts.linear_fc1.weight5"])
     assert entry.tensors == tuple(f"model.layers.3.mlp.experts.5.{x}_proj.weight" for x in ("gate", "up"))
     assert entry.expert
 
 
 def test_every_row_of_the_table_says_which_numbers_its_tensors_take() -> None:
-    for parameter, (_, tensors) in TABLE.items():
+    for parameter, (_, tensors) in WEIGHT_MAP.items():
         numbers = parameter.count("{}")
         assert [tensor.count("{}") for tensor in tensors] == [numbers] * len(tensors)
         named = parameter.replace("{}", "7")

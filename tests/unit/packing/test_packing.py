@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.credit.samples import Sample
-from mcore_mas.megatron.batch import Segment
-from mcore_mas.megatron.step.balance import Shares
+from mcore_mas.megatron.batch import CostModel, Segment
 from mcore_mas.packing.pack import pack, tokens_saved, unpack
 
 PROMPT = tuple(range(10, 20))
@@ -96,28 +95,28 @@ def test_the_largest_goes_first_where_there_is_room() -> None:
 def test_no_rank_is_left_without_work() -> None:
     tree = [sample("a", PROMPT, (token,) * 5) for token in (1, 2, 3, 4)]
     assert len(pack(tree, 100)) == 1
-    one, two = pack(tree, 100, Shares(dp=2))  # the stem is stored twice
+    one, two = pack(tree, 100, CostModel(dp=2))  # the stem is stored twice
     assert [len(b.token_ids) for b in (one, two)] == [18, 18]
     assert sorted(one.sequences.unique().tolist() + two.sequences.unique().tolist()) == [0, 1, 2, 3]
     # three ranks: one has two of the replies
-    assert sorted(len(b.token_ids) for b in pack(tree, 100, Shares(dp=3))) == [14, 14, 18]
+    assert sorted(len(b.token_ids) for b in pack(tree, 100, CostModel(dp=3))) == [14, 14, 18]
     # a single sequence cannot be cut
-    assert len(pack(tree[:1], 100, Shares(dp=2))) == 1
+    assert len(pack(tree[:1], 100, CostModel(dp=2))) == 1
 
 
 def test_a_pipeline_gets_more_micro_batches_while_that_is_faster() -> None:
     loose = [sample("a", (token,) * 20, (0,)) for token in (1, 2, 3, 4)]
     # of two stages: 80 + 80 in one, 80 + 40 in two, 80 + 20 in four
-    assert [len(b.token_ids) for b in pack(loose, 100, Shares(pp=2))] == [20] * 4
+    assert [len(b.token_ids) for b in pack(loose, 100, CostModel(pp=2))] == [20] * 4
     stem = tuple(range(1000))
     tree = [sample("a", stem, (token,) * 3) for token in (1, 2)]
     # one of 1004 takes 1004, two of 1002 would take 1503
-    assert len(pack(tree, 2000, Shares(pp=2))) == 1
+    assert len(pack(tree, 2000, CostModel(pp=2))) == 1
 
 
 def test_packing_does_not_depend_on_the_order_of_samples() -> None:
     samples = [sample("a", PROMPT, (i, i % 3, 7)) for i in range(9)] + [sample("a", (5, i), (i,) * i) for i in range(9)]
-    ahead, back = (pack(order, 40, Shares(dp=2)) for order in (samples, samples[::-1]))
+    ahead, back = (pack(order, 40, CostModel(dp=2)) for order in (samples, samples[::-1]))
     assert [b.segments for b in ahead] == [b.segments for b in back]
     assert [b.token_ids.tolist() for b in ahead] == [b.token_ids.tolist() for b in back]
 

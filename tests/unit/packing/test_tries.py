@@ -3,14 +3,14 @@
 import torch
 
 from mcore_mas.megatron.batch import Segment, depths, pairs
-from mcore_mas.packing.prefix_tree import MIN_SAVED, Forest, apart, grow
+from mcore_mas.packing.prefix_tree import MIN_SAVED, PrefixForest, prefix_forest, unshared_forest
 
 STEM = tuple(range(100, 110))  # long enough to be worth sharing
 LIMB = tuple(range(200, 210))
 
 
-def forest_of(*sequences: tuple[int, ...]) -> tuple[Forest, list[int]]:
-    return grow([torch.tensor(ids) for ids in sequences])
+def forest_of(*sequences: tuple[int, ...]) -> tuple[PrefixForest, list[int]]:
+    return prefix_forest([torch.tensor(ids) for ids in sequences])
 
 
 def test_three_levels_deep_with_ragged_ends() -> None:
@@ -77,6 +77,6 @@ def test_a_stretch_is_a_forest_with_its_own_stem() -> None:
 
 
 def test_apart_nothing_is_shared() -> None:
-    forest, holders = apart([torch.tensor(ids) for ids in ((1, 2), (1, 2), (1, 2, 3))])
+    forest, holders = unshared_forest([torch.tensor(ids) for ids in ((1, 2), (1, 2), (1, 2, 3))])
     assert (forest.tokens, holders) == (7, [0, 1, 2])
     assert forest.segments()[0] == [Segment(tokens=2), Segment(tokens=2), Segment(tokens=3)]
