@@ -63,7 +63,7 @@ exactness: $(STAMP) ## measure every layout against a Hugging Face model and wri
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.exactness
 
 ui: $(STAMP) ## open MLflow on the runs (PORT=5000)
-	@$(BIN)/python -m mcore_mas.cli.ui --store $(STORE) --port $(PORT)
+	@$(BIN)/mcore-mas ui --store $(STORE) --port $(PORT)
 
 lock: $(STAMP) ## write requirements/lock.txt from .venv
 	@{ sed -n 1p requirements/lock.txt; $(BIN)/python -m pip list --format=freeze --exclude pip --exclude-editable \

@@ -44,7 +44,7 @@ def load_app(
     """Serves an index with its encoder, both checked; raises RetrievalError. Sets this process's thread counts."""
     torch.set_num_threads(threads)
     faiss.omp_set_num_threads(threads)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     encoder = open_encoder(read_manifest(index_dir).encoder, encoder_folder)
     index = Index.open(index_dir, encoder=encoder.identity)
     check_canary(index, encoder)

@@ -52,7 +52,7 @@ ENVIRONMENT_READERS = {
     "mcore_mas/training/tracking.py": "MLflow's telemetry has no other switch",
     "mcore_mas/training/train.py": "Ray joins the cluster of RAY_ADDRESS unless it is removed",
     "rollout/sandbox/guest/warden.py": "a program's home and temporary folder are its own box",
-    "mcore_mas/cli/ui.py": "MLflow's server passes its settings to its workers in the environment",
+    "mcore_mas/cli/machine.py": "MLflow's server passes its settings to its workers in the environment",
     "rollout/engines/sglang/server.py": "a server of another environment does not inherit where this one's modules are",
     "rollout/engines/remote/protocol.py": "an API key may be given in a variable, which is removed for children",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.credit.assign import by_place, estimate, keep
 from mcore_mas.credit.explain import groups_of
 from mcore_mas.credit.samples import CreditError, to_samples
-from mcore_mas.reports.trajectory_page import Place, page
+from mcore_mas.reports.pages import Advantages, trajectory_page
 from rollout.base.files import write_text
 from rollout.records.trajectory import RecordError, Trajectory, Turn, read_trajectories
 
@@ -40,12 +40,12 @@ def show(
         raise RecordError(f"{file}: no trajectory {index}; it holds {len(trajectories)}, counted from 0")
     advantages = advantages_of(file, trajectories)
     if html is not None:
-        write_text(html, page(trajectories[index], advantages))
+        write_text(html, trajectory_page(trajectories[index], advantages))
         return
     render(trajectories[index], Console(highlight=False), advantages, branches=branches)
 
 
-def advantages_of(file: Path, trajectories: Sequence[Trajectory]) -> dict[Place, float]:
+def advantages_of(file: Path, trajectories: Sequence[Trajectory]) -> Advantages:
     """What the estimators of the run that `file` belongs to give its turns; {} where they cannot.
 
     They cannot of an evaluation, which has no rewards, or when they need what is not in the file: a critic's values or
@@ -64,9 +64,7 @@ def advantages_of(file: Path, trajectories: Sequence[Trajectory]) -> dict[Place,
         return {}
 
 
-def render(
-    trajectory: Trajectory, console: Console, advantages: Mapping[Place, float], *, branches: bool = False
-) -> None:
+def render(trajectory: Trajectory, console: Console, advantages: Advantages, *, branches: bool = False) -> None:
     """Print the line that led to the outcome to `console`; of a tree, with `branches`, also what did not go on."""
     outcome = "none" if trajectory.outcome is None else f"{trajectory.outcome:g}"
     console.print(Text(f"trajectory {trajectory.id}   task {trajectory.task_id}   source {trajectory.source}"))

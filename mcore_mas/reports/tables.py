@@ -1,61 +1,48 @@
-"""One table of every experiment's scores: before training, after training, and what training added."""
+"""Tables of scores with confidence intervals: before training, after it, and the gain; also the README's table."""
 
 from __future__ import annotations
 
-import csv
-import html
-import io
 import json
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import pandas as pd
+
 from mcore_mas.equations.statistics import bootstrap_interval
+from mcore_mas.reports.pages import render_page
 from rollout.base.files import write_text
 
 STATES = ("base", "trained")
 GAIN = "trained-base"  # paired by task
-METRICS: dict[str, Callable[[Sequence[float]], float]] = {"avg": fmean, "pass": max}  # [k] scores of a task -> one
+TASK_SCORES: dict[str, Callable[[Sequence[float]], float]] = {"avg": fmean, "pass": max}  # [k] scores of a task -> one
+COLUMNS = (  # of the CSV, one measured number a line; scores are fractions of 1
+    "experiment",
+    "policy_state",  # base | trained | trained-base
+    "dataset",  # data source, or "all" of them
+    "metric",  # avg@k | pass@k
+    "k",  # answers per task
+    "value",
+    "ci_low",
+    "ci_high",
+    "n",  # tasks
+    "seed_count",  # runs that differ only in their seed, averaged task by task
+    "paper_value",
+    "paper_source",
+    "failed_tasks",  # left out because a trajectory failed: unknown, not wrong
+)
+_KEY = ["experiment", "policy_state", "dataset", "metric"]
 _NOTE = (
     "Scores in %; avg@k is the mean of k answers to a task and pass@k the best of them. Brackets hold 95 % bootstrap "
     "intervals over tasks; trained-base is the paired difference in points."
 )
+_NUMBERS = {"score", "95 % interval", "tasks", "seeds", "base", "trained", "gain"}  # columns set to the right
 
 
 class TableError(ValueError):
-    """An evaluation cannot be tabulated: says which file, what is wrong and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One measured number; scores are fractions of 1."""
-
-    experiment: str
-    policy_state: str  # base | trained | trained-base
-    dataset: str  # data source, or "all" of them
-    metric: str  # avg@k | pass@k
-    k: int  # answers per task
-    value: float
-    ci_low: float
-    ci_high: float
-    n: int  # tasks
-    seed_count: int  # runs that differ only in their seed, averaged task by task
-    paper_value: float | None = None
-    paper_source: str = ""
-    failed_tasks: int = 0  # left out because a trajectory failed: unknown, not wrong
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Evaluation:
-    run: str
-    state: str
-    k: int
-    failed: int
-    scores: Mapping[str, Sequence[float]]  # task id -> [k]
-    sources: Mapping[str, str]  # task id -> data source
+    """An evaluation or a table cannot be used: says which file, what is wrong and what to do."""
 
 
 def make_table(
@@ -73,77 +60,30 @@ def make_table(
     Raises:
         TableError: an evaluation file is missing or not as `mcore_mas.training.evaluate` writes it.
     """
-    rows = tabulate([_read(path) for path in evaluations], experiments)
-    rows = [_beside(row, published) for row in rows]
-    renderers = {".csv": to_csv, ".md": to_markdown, ".html": to_html}
+    scores = pd.concat([_read_evaluation(path) for path in evaluations], ignore_index=True)
+    scores["experiment"] = scores["run"].map(experiments)
+    table = pd.DataFrame(_measured(scores))
+    numbers = pd.DataFrame(published, columns=[*_KEY, "value", "source"]).drop_duplicates(_KEY)
+    numbers = numbers.rename(columns={"value": "paper_value", "source": "paper_source"})
+    table = table.merge(numbers, on=_KEY, how="left")[list(COLUMNS)]
+    writers = {".csv": _csv, ".md": _markdown, ".html": _html}
     for path in outputs:
-        write_text(path, renderers[path.suffix](rows))
+        write_text(path, writers[path.suffix](table))
 
 
-def tabulate(evaluations: Sequence[_Evaluation], experiments: Mapping[str, str]) -> list[Row]:
-    """Rows by experiment, data source, metric and policy state, in the order in which experiments first appear."""
-    by_experiment: dict[str, dict[str, list[_Evaluation]]] = defaultdict(lambda: defaultdict(list))
-    for evaluation in evaluations:
-        by_experiment[experiments[evaluation.run]][evaluation.state].append(evaluation)
-    return [row for name, states in by_experiment.items() for row in _experiment_rows(name, states)]
-
-
-def _experiment_rows(experiment: str, states: Mapping[str, list[_Evaluation]]) -> list[Row]:
-    sources = sorted({source for runs in states.values() for run in runs for source in run.sources.values()})
-    rows = []
-    for dataset in ["all", *sources] if len(sources) > 1 else sources:
-        for metric, of_task in METRICS.items():
-            columns = {state: _by_task(states[state], dataset, of_task) for state in STATES if state in states}
-            if len(columns) == len(STATES):
-                both = columns["trained"].keys() & columns["base"].keys()
-                columns[GAIN] = {task: columns["trained"][task] - columns["base"][task] for task in sorted(both)}
-            for state, by_task in columns.items():
-                runs = states["trained" if state == GAIN else state]
-                name = f"{metric}@{runs[0].k}"
-                low, high = bootstrap_interval(list(by_task.values()), f"{dataset}/{name}")
-                rows.append(
-                    Row(
-                        experiment=experiment,
-                        policy_state=state,
-                        dataset=dataset,
-                        metric=name,
-                        k=runs[0].k,
-                        value=fmean(by_task.values()),
-                        ci_low=low,
-                        ci_high=high,
-                        n=len(by_task),
-                        seed_count=len(runs),
-                        failed_tasks=sum(run.failed for run in runs),
-                    )
-                )
-    return rows
-
-
-def _by_task(
-    runs: Sequence[_Evaluation], dataset: str, of_task: Callable[[Sequence[float]], float]
-) -> dict[str, float]:
-    """The metric of each task, averaged over the runs (seeds) that have it; two seeds of a task are one vote."""
-    seeds: dict[str, list[float]] = defaultdict(list)
-    for run in runs:
-        for task, scores in run.scores.items():
-            if dataset in ("all", run.sources[task]):
-                seeds[task].append(of_task(scores))
-    return {task: fmean(values) for task, values in seeds.items()}
-
-
-def _read(path: Path) -> _Evaluation:
+def _read_evaluation(path: Path) -> pd.DataFrame:
+    """A line per task: run, policy_state, k, failed, task, source, and a column for each of `TASK_SCORES`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        tasks = content["tasks"]
-        if not tasks:
+        if not content["tasks"]:
             raise ValueError("no task was scored")
-        return _Evaluation(
-            run=content["run"],
-            state=content["state"],
-            k=content["k"],
-            failed=content.get("failed_tasks", 0),
-            scores={task["task_id"]: task["scores"] for task in tasks},
-            sources={task["task_id"]: task["source"] for task in tasks},
+        run = {"run": content["run"], "policy_state": content["state"], "k": content["k"]}
+        run["failed"] = content.get("failed_tasks", 0)
+        return pd.DataFrame(
+            run
+            | {"task": task["task_id"], "source": task["source"]}
+            | {name: float(of_task(task["scores"])) for name, of_task in TASK_SCORES.items()}
+            for task in content["tasks"]
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"no key {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
@@ -152,67 +92,154 @@ def _read(path: Path) -> _Evaluation:
         ) from error
 
 
-def _beside(row: Row, published: Sequence[Mapping[str, Any]]) -> Row:
-    for number in published:
-        if all(getattr(row, key) == number[key] for key in ("experiment", "policy_state", "dataset", "metric")):
-            return replace(row, paper_value=number["value"], paper_source=number["source"])
-    return row
+def _measured(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Rows by experiment, data source, metric and policy state, in the order in which experiments first appear."""
+    for experiment, own in scores.groupby("experiment", sort=False):
+        sources = sorted(own["source"].unique())
+        for dataset, score in product(["all", *sources] if len(sources) > 1 else sources, TASK_SCORES):
+            part = own if dataset == "all" else own[own["source"] == dataset]
+            states = {state: part[part["policy_state"] == state] for state in STATES}
+            # two seeds of a task are one vote
+            columns = {s: rows.groupby("task", sort=False)[score].mean() for s, rows in states.items() if len(rows)}
+            if len(columns) == len(STATES):
+                columns[GAIN] = (columns["trained"] - columns["base"]).dropna().sort_index()
+            for state, by_task in columns.items():
+                runs = own[own["policy_state"] == ("trained" if state == GAIN else state)].drop_duplicates("run")
+                k = int(runs["k"].iloc[0])
+                low, high = bootstrap_interval(by_task.tolist(), f"{dataset}/{score}@{k}")
+                yield {
+                    **dict(zip(_KEY, (experiment, state, dataset, f"{score}@{k}"), strict=True)),
+                    "k": k,
+                    "value": fmean(by_task),
+                    "ci_low": low,
+                    "ci_high": high,
+                    "n": len(by_task),
+                    "seed_count": len(runs),
+                    "failed_tasks": int(runs["failed"].sum()),
+                }
 
 
-def to_csv(rows: Sequence[Row]) -> str:
-    """Every field of every row; fractions with six decimals."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, [field.name for field in fields(Row)], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        values = {key: "" if value is None else value for key, value in asdict(row).items()}
-        writer.writerow({key: f"{value:.6f}" if isinstance(value, float) else value for key, value in values.items()})
-    return out.getvalue()
+def _csv(table: pd.DataFrame) -> str:
+    return str(table.to_csv(index=False, float_format="%.6f", lineterminator="\n"))
 
 
-_HEAD = ("experiment", "policy", "data", "metric", "score", "95 % interval", "tasks", "seeds", "paper")
+def _markdown(table: pd.DataFrame) -> str:
+    return f"{markdown_table(_readable(table))}\n\n{_NOTE}\n"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    sign = "+" if row.policy_state == GAIN else ""
-    paper = "" if row.paper_value is None else f"{100 * row.paper_value:.1f} ({row.paper_source})"
-    tasks = f"{row.n} ({row.failed_tasks} failed)" if row.failed_tasks else str(row.n)
-    return (
-        row.experiment,
-        row.policy_state,
-        row.dataset,
-        row.metric,
-        f"{100 * row.value:{sign}.1f}",
-        f"[{100 * row.ci_low:{sign}.1f}, {100 * row.ci_high:{sign}.1f}]",
-        tasks,
-        str(row.seed_count),
-        paper,
-    )
+def _html(table: pd.DataFrame) -> str:
+    rows = _readable(table).to_dict("records")
+    return render_page("table.html.jinja", rows=rows, numbers=_NUMBERS, gain=GAIN, note=_NOTE)
 
 
-def to_markdown(rows: Sequence[Row]) -> str:
-    """A table for people, in percent; differences carry their sign."""
-    head = [f"| {' | '.join(_HEAD)} |", "|---|---|---|---|---:|---:|---:|---:|---|"]
-    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in _cells(row))} |" for row in rows]
-    return "\n".join([*head, *lines, "", _NOTE, ""])
+def _readable(table: pd.DataFrame) -> pd.DataFrame:
+    """The table for people: text, scores in percent; differences carry their sign."""
+    return pd.DataFrame(_cells(row) for row in table.to_dict("records"))
 
 
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;margin:1.5rem;color:#1a1a1a;background:#fff}"
-    "table{border-collapse:collapse}th,td{padding:.3rem .8rem;border-bottom:1px solid #ccc;text-align:left}"
-    "td:nth-child(n+5):nth-child(-n+8),th:nth-child(n+5):nth-child(-n+8)"
-    "{text-align:right;font-variant-numeric:tabular-nums}"
-    "tr.gain td{font-weight:600;border-bottom:2px solid #666}"
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    sign = "+" if row["policy_state"] == GAIN else ""
+    return {
+        "experiment": row["experiment"],
+        "policy": row["policy_state"],
+        "data": row["dataset"],
+        "metric": row["metric"],
+        "score": f"{100 * row['value']:{sign}.1f}",
+        "95 % interval": f"[{100 * row['ci_low']:{sign}.1f}, {100 * row['ci_high']:{sign}.1f}]",
+        "tasks": f"{row['n']} ({row['failed_tasks']} failed)" if row["failed_tasks"] else str(row["n"]),
+        "seeds": str(row["seed_count"]),
+        "paper": f"{100 * row['paper_value']:.1f} ({row['paper_source']})" if pd.notna(row["paper_value"]) else "",
+    }
+
+
+def markdown_table(table: pd.DataFrame) -> str:
+    """A Markdown table of text cells, columns of numbers to the right."""
+    aligned = ["right" if name in _NUMBERS else "left" for name in table.columns]
+    cells = table.map(lambda cell: cell.replace("|", "/"))
+    return str(cells.to_markdown(index=False, disable_numparse=True, colalign=aligned))
+
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+_READ = ("experiment", "policy_state", "dataset", "metric", "value", "ci_low", "ci_high", "n", "seed_count")
+_README_NOTE = (
+    "Scores in % of held-out tasks, base before and trained after reinforcement learning; the gain is paired by task, "
+    "in points, with a 95 % bootstrap interval over tasks. Made by `mcore-mas write results` from {tables}."
 )
 
 
-def to_html(rows: Sequence[Row]) -> str:
-    """The table for people as one self-contained page."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in _HEAD)
-    body = []
-    for row in rows:
-        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row))
-        body.append(f'<tr class="gain">{cells}</tr>' if row.policy_state == GAIN else f"<tr>{cells}</tr>")
-    title = f'<head><meta charset="utf-8"><title>scores</title><style>{_STYLE}</style></head>'
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-    return f'<!doctype html><html lang="en">{title}<body>{table}<p>{html.escape(_NOTE)}</p></body></html>\n'
+def update_readme(readme: Path, tables: Sequence[Path]) -> None:
+    """Replace what stands between the two markers of `readme` by the results in `tables`; rows of other tables stay.
+
+    Raises:
+        TableError: the page has not exactly one block, or a table is not as `make_table` writes it.
+    """
+    if not readme.is_file():
+        raise TableError(f"{readme}: no such file; expected a page with a line {BEGIN} and a line {END}")
+    text = readme.read_text(encoding="utf-8")
+    head, begin, rest = text.partition(BEGIN)
+    before, end, tail = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in tail:
+        raise TableError(f"{readme}: expected one {BEGIN} and, after it, one {END}; put each on a line of its own")
+    write_text(readme, f"{head}{BEGIN}\n{results_block(tables, before)}\n{END}{tail}")
+
+
+def results_block(tables: Sequence[Path], before: str = "") -> str:
+    """One Markdown table with a row per experiment of `tables`, in their order, and a note that says what it shows.
+
+    Rows that the block `before` has of other tables, where it names them, come after them.
+    """
+    rows = [row for table in tables for row in _result_rows(table)]
+    given = {table.stem for table in tables}
+    block = pd.DataFrame([*rows, *(row for row in _rows_of(before) if row.get("table", "") not in {"", *given})])
+    names = ", ".join(f"`{name}.csv`" for name in block["table"].unique())
+    if block["table"].nunique() == 1:
+        block = block.drop(columns="table")
+    return f"{markdown_table(block)}\n\n{_README_NOTE.format(tables=names)}"
+
+
+def _rows_of(markdown: str) -> list[dict[str, str]]:
+    """The rows of a Markdown table as text by column."""
+    lines = [line.strip("|").split("|") for line in markdown.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    return [dict(zip(cells[0], row, strict=False)) for row in cells[2:]]
+
+
+def _result_rows(table: Path) -> Iterator[dict[str, str]]:
+    """Each experiment's avg@k over all data; of an experiment with a single data source, over that one."""
+    if not table.is_file():
+        raise TableError(f"{table}: no such file; expected a table of scores (run `snakemake {table}`)")
+    scores = pd.read_csv(table, dtype=str, keep_default_na=False)
+    missing = [name for name in _READ if name not in scores]
+    if missing:
+        raise TableError(f"{table}: no column {', '.join(missing)}; expected {', '.join(_READ)}")
+    average = scores[scores["metric"].str.startswith("avg@")]
+    if average.empty:
+        raise TableError(f"{table}: no row of avg@k; make the table again")
+    for experiment, own in average.groupby("experiment", sort=False):
+        over_all = own[own["dataset"] == "all"] if "all" in set(own["dataset"]) else own
+        states = {row["policy_state"]: row for row in over_all.to_dict("records")}
+        absent = [state for state in (*STATES, GAIN) if state not in states]
+        if absent:
+            raise TableError(
+                f"{table}, experiment {experiment}: no avg@k of {', '.join(absent)}; evaluate both policy states, "
+                "then make the table"
+            )
+        try:
+            cells = _result_cells(*(states[state] for state in (*STATES, GAIN)))
+        except ValueError as error:
+            raise TableError(
+                f"{table}, experiment {experiment}: not a number ({error}); make the table again"
+            ) from error
+        yield {"table": table.stem, "experiment": str(experiment), **cells}
+
+
+def _result_cells(base: Mapping[str, str], trained: Mapping[str, str], gain: Mapping[str, str]) -> dict[str, str]:
+    return {
+        "metric": gain["metric"],
+        "base": f"{100 * float(base['value']):.1f}",
+        "trained": f"{100 * float(trained['value']):.1f}",
+        "gain": f"{100 * float(gain['value']):+.1f}",
+        "95 % interval": f"[{100 * float(gain['ci_low']):+.1f}, {100 * float(gain['ci_high']):+.1f}]",
+        "tasks": str(int(gain["n"])),
+        "seeds": str(int(gain["seed_count"])),
+    }

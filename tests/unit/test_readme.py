@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from mcore_mas.equations.statistics import bootstrap_interval
-from mcore_mas.reports.readme import BEGIN, END, README, ReadmeError, block, main, update
-from mcore_mas.reports.tables import Row, to_csv
+from mcore_mas.cli.main import main
+from mcore_mas.reports.tables import BEGIN, END, TableError, make_table, results_block, update_readme
+from tests.workflow.test_tables import evaluation
+
+README = Path(__file__).parents[2] / "README.md"
 
 HEAD = (
     "experiment,policy_state,dataset,metric,k,value,ci_low,ci_high,n,seed_count,paper_value,paper_source,failed_tasks"
@@ -37,6 +40,18 @@ def table(folder: Path, name: str, rows: str, head: str = HEAD) -> Path:
     return path
 
 
+def lines_of(text: str) -> list[str]:
+    """The lines, without what pads the cells of a table."""
+    return [re.sub(r"(?<=\|):?-+", "---", " ".join(line.split())) for line in text.splitlines()]
+
+
+def write_results(monkeypatch: pytest.MonkeyPatch, source: Path, readme: Path) -> int:
+    monkeypatch.setattr("sys.argv", ["mcore-mas", "write", "results", str(source), "--readme", str(readme)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
 def page(folder: Path, text: str) -> Path:
     path = folder / "README.md"
     path.write_text(text)
@@ -44,7 +59,7 @@ def page(folder: Path, text: str) -> Path:
 
 
 def test_one_row_per_experiment_from_the_rows_over_all_data(tmp_path: Path) -> None:
-    lines = block([table(tmp_path, "demo", TWO_SOURCES + ONE_SOURCE)]).splitlines()
+    lines = lines_of(results_block([table(tmp_path, "demo", TWO_SOURCES + ONE_SOURCE)]))
     assert lines[0] == "| experiment | metric | base | trained | gain | 95 % interval | tasks | seeds |"
     assert lines[1] == "|---|---|---:|---:|---:|---:|---:|---:|"
     assert lines[2] == "| team | avg@4 | 31.2 | 78.1 | +46.9 | [+40.1, +53.0] | 199 | 1 |"
@@ -57,9 +72,9 @@ def test_one_row_per_experiment_from_the_rows_over_all_data(tmp_path: Path) -> N
 def test_rows_of_tables_that_are_not_given_stay(tmp_path: Path) -> None:
     readme = page(tmp_path, f"{BEGIN}\n{END}\n")
     demo, other = table(tmp_path, "demo", ONE_SOURCE), table(tmp_path, "other", TWO_SOURCES)
-    update(readme, [demo, other])
-    update(readme, [table(tmp_path, "demo", ONE_SOURCE.replace("0.500000", "0.600000"))])
-    lines = readme.read_text().splitlines()
+    update_readme(readme, [demo, other])
+    update_readme(readme, [table(tmp_path, "demo", ONE_SOURCE.replace("0.500000", "0.600000"))])
+    lines = lines_of(readme.read_text())
     assert lines[3] == "| demo | solo | avg@2 | 60.0 | 25.0 | -25.0 | [-30.0, +0.4] | 50 | 3 |"
     assert lines[4] == "| other | team | avg@4 | 31.2 | 78.1 | +46.9 | [+40.1, +53.0] | 199 | 1 |"
     assert lines[6].endswith("from `demo.csv`, `other.csv`.")
@@ -67,44 +82,32 @@ def test_rows_of_tables_that_are_not_given_stay(tmp_path: Path) -> None:
 
 def test_with_several_tables_a_row_names_its_table(tmp_path: Path) -> None:
     first, second = table(tmp_path, "demo", ONE_SOURCE), table(tmp_path, "seed_2", ONE_SOURCE)
-    lines = block([second, first]).splitlines()
+    lines = lines_of(results_block([second, first]))
     assert lines[0].startswith("| table | experiment | metric |")
     assert lines[1] == "|---|---|---|---:|---:|---:|---:|---:|---:|"
     assert [line[:17] for line in lines[2:4]] == ["| seed_2 | solo |", "| demo | solo | a"]
     assert lines[5].endswith("from `seed_2.csv`, `demo.csv`.")
 
 
-def test_only_the_block_changes_and_twice_is_once(tmp_path: Path) -> None:
+def test_only_the_block_changes_and_twice_is_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = page(tmp_path, f"# Title\n\n{BEGIN}\nnot generated yet\n{END}\n\nAfter.\n")
     source = table(tmp_path, "demo", ONE_SOURCE)
-    main([str(source), "--readme", str(readme)])
+    assert write_results(monkeypatch, source, readme) == 0
     written = readme.read_text()
-    assert written == f"# Title\n\n{BEGIN}\n{block([source])}\n{END}\n\nAfter.\n"
-    main([str(source), "--readme", str(readme)])
+    assert written == f"# Title\n\n{BEGIN}\n{results_block([source])}\n{END}\n\nAfter.\n"
+    assert write_results(monkeypatch, source, readme) == 0
     assert readme.read_text() == written
 
 
 def test_it_reads_what_the_table_writer_writes(tmp_path: Path) -> None:
-    low, high = bootstrap_interval([0.5, 0.5], "any")  # no spread: the interval is the value
-    values = {"base": 0.25, "trained": 0.75, "trained-base": 0.5}
-    rows = [
-        Row(
-            experiment="e",
-            policy_state=state,
-            dataset="d",
-            metric="avg@8",
-            k=8,
-            value=value,
-            ci_low=low,
-            ci_high=high,
-            n=2,
-            seed_count=1,
-        )
-        for state, value in values.items()
+    files = [
+        evaluation(tmp_path / "b.json", "e", "base", {"math-1": [0.0, 0.5]}),  # one task: the interval is the value
+        evaluation(tmp_path / "t.json", "e", "trained", {"math-1": [1.0, 0.5]}),
     ]
-    path = tmp_path / "t.csv"
-    path.write_text(to_csv(rows))
-    assert "| e | avg@8 | 25.0 | 75.0 | +50.0 | [+50.0, +50.0] | 2 | 1 |" in block([path])
+    make_table(files, {"e": "e"}, [], [tmp_path / "t.csv"])
+    assert "| e | avg@2 | 25.0 | 75.0 | +50.0 | [+50.0, +50.0] | 1 | 1 |" in lines_of(
+        results_block([tmp_path / "t.csv"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,8 +115,8 @@ def test_it_reads_what_the_table_writer_writes(tmp_path: Path) -> None:
 )
 def test_a_page_without_one_block_stays_as_it_is(tmp_path: Path, text: str) -> None:
     readme = page(tmp_path, text)
-    with pytest.raises(ReadmeError, match="expected one <!-- results:begin -->"):
-        update(readme, [table(tmp_path, "demo", ONE_SOURCE)])
+    with pytest.raises(TableError, match="expected one <!-- results:begin -->"):
+        update_readme(readme, [table(tmp_path, "demo", ONE_SOURCE)])
     assert readme.read_text() == text
 
 
@@ -126,20 +129,27 @@ def test_a_page_without_one_block_stays_as_it_is(tmp_path: Path, text: str) -> N
         (ONE_SOURCE.replace("0.250000", "soon"), HEAD, "experiment solo: not a number .*'soon'"),
     ],
 )
-def test_a_table_that_cannot_be_used_is_one_line(tmp_path: Path, rows: str, head: str, message: str) -> None:
+def test_a_table_that_cannot_be_used_is_one_line(
+    tmp_path: Path,
+    rows: str,
+    head: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path = table(tmp_path, "bad", rows, head)
     readme = page(tmp_path, f"{BEGIN}\nas before\n{END}\n")
-    with pytest.raises(SystemExit, match=f"^error: .*bad.csv.*{message}") as caught:
-        main([str(path), "--readme", str(readme)])
-    assert "\n" not in str(caught.value)
+    assert write_results(monkeypatch, path, readme) == 1
+    said = capsys.readouterr().err
+    assert re.match(f"error: .*bad.csv.*{message}", said) and said.count("\n") == 1
     assert "as before" in readme.read_text()
 
 
 def test_a_missing_table_or_page_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ReadmeError, match=r"nowhere\.csv: no such file; expected a table of scores"):
-        block([tmp_path / "nowhere.csv"])
-    with pytest.raises(ReadmeError, match=r"no\.md: no such file"):
-        update(tmp_path / "no.md", [])
+    with pytest.raises(TableError, match=r"nowhere\.csv: no such file; expected a table of scores"):
+        results_block([tmp_path / "nowhere.csv"])
+    with pytest.raises(TableError, match=r"no\.md: no such file"):
+        update_readme(tmp_path / "no.md", [])
 
 
 def test_this_projects_page_has_its_block() -> None:

@@ -107,9 +107,8 @@ def test_a_published_number_stands_beside_ours(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "t.csv")
     assert rows["demo", "math", "avg@2", "base"]["paper_value"] == "0.423000"
     assert rows["demo", "math", "pass@2", "base"]["paper_source"] == ""
-    assert "| demo | base | math | avg@2 | 50.0 | [50.0, 50.0] | 1 | 1 | 42.3 (Table 1) |" in (
-        (tmp_path / "t.md").read_text()
-    )
+    lines = [" ".join(line.split()) for line in (tmp_path / "t.md").read_text().splitlines()]
+    assert "| demo | base | math | avg@2 | 50.0 | [50.0, 50.0] | 1 | 1 | 42.3 (Table 1) |" in lines
     assert "<td>42.3 (Table 1)</td>" in (tmp_path / "t.html").read_text()
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.cli.main import REGISTRIES, main
+from mcore_mas.cli.inspection import REGISTRIES
+from mcore_mas.cli.main import main
 
 HELPED = "Usage: "  # what a command's own parser refuses comes with where to find help
 

@@ -9,8 +9,8 @@ import yaml
 
 from mcore_mas.cli.main import main
 from mcore_mas.config.run import resolve
+from mcore_mas.reports.pages import trajectory_page
 from mcore_mas.reports.show import advantages_of
-from mcore_mas.reports.trajectory_page import page
 from rollout.records.completion import VersionSpan
 from rollout.records.trajectory import Message, Status, ToolEvent, read_trajectories, write_trajectories
 from tests.support.played import trajectory, turn
@@ -59,7 +59,7 @@ def attacked(**fields):
 
 @pytest.mark.parametrize("fields", [{}, {"status": Status.FAILED, "error": ATTACK, "outcome": None}], ids=str)
 def test_what_a_model_wrote_is_text_and_nothing_else(fields):
-    written = page(attacked(**fields), {})
+    written = trajectory_page(attacked(**fields), {})
     found = Page(written)
     harmless = {"html", "head", "meta", "title", "style", "body", "main", "header", "h1", "h2", "p", "ul", "li", "b"}
     harmless |= {"i", "small", "pre", "code", "div", "span", "article", "section", "details", "summary", "em"}
@@ -73,7 +73,7 @@ def test_what_a_model_wrote_is_text_and_nothing_else(fields):
 
 
 def test_the_page_stands_by_itself():
-    written = page(attacked(), {})
+    written = trajectory_page(attacked(), {})
     policy = next(a["content"] for _, a in Page(written).elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
     assert not any(word in written for word in ("http://", "https://", "url(", "@import", "<link", "<script"))
@@ -95,7 +95,7 @@ def test_a_line_says_who_said_what_and_what_it_was_worth():
         turn(1, "verifier", text="APPROVE", reward=0.5, masked=True, valid=False, finish_reason="length"),
         tools=(ToolEvent(after_turn=0, tool="python", query="1+2", result="3"),),
     )
-    found = Page(page(played, {("0/t/0", "", 0): 0.75, ("0/t/0", "", 1): -0.25, ("other", "", 0): 9.0}))
+    found = Page(trajectory_page(played, {("0/t/0", "", 0): 0.75, ("0/t/0", "", 1): -0.25, ("other", "", 0): 9.0}))
     text = found.text()
     assert text.index("What is 1+2?") < text.index("\\boxed{3}") < text.index("python 1+2 3") < text.index("APPROVE")
     assert "solver, playing p, 1 turn verifier, playing p, 1 turn" in text
@@ -115,7 +115,7 @@ def test_a_tree_folds_what_did_not_go_on_where_it_was_left():
         turn(1, node="1.0", text="end", scores={"branch": 4.0}),
         turn(1, node="1.1", text="other end", scores={"branch": 2.0}),
     ]
-    found = Page(page(trajectory(*turns, leaf="1.0"), {}))
+    found = Page(trajectory_page(trajectory(*turns, leaf="1.0"), {}))
     text = found.text()
     assert "2 turns of 4 in the tree" in text
     assert [text.index(word) for word in ("right", "left", "end", "other end")] == sorted(

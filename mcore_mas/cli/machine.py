@@ -1,4 +1,4 @@
-"""What this machine has and lacks for training."""
+"""Commands about this machine: what it has and lacks for training, and MLflow's pages on its runs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,76 @@ import asyncio
 import importlib.metadata
 import os
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Annotated
 
 import psutil
+import typer
+
+from rollout.base.processes import die_with_parent, stop_group
+
+commands = typer.Typer()
+_PANEL = "This machine"
+HOST = "127.0.0.1"  # the pages have no password
+
+
+class UiError(RuntimeError):
+    """The pages cannot be opened: one line that says what, where and what to do."""
+
+
+def serve_mlflow(store: str, port: int) -> None:
+    """Serve the MLflow `store` on loopback until interrupted, then stop the server and its children.
+
+    Raises:
+        UiError: there is no such store, the port is taken, or the server ends by itself.
+    """
+    scheme, _, path = store.partition(":///")
+    if scheme == "sqlite" and not Path(path).is_file():
+        raise UiError(f"{path}: no such file; no run has been tracked yet (run `make demo`, or name another --store)")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise UiError(f"port {port} on {HOST}: {error.strerror}; choose another (make ui PORT=5001)") from error
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
+    command += ["--host", HOST, "--port", str(port), "--workers", "1"]
+    environment = {
+        **os.environ,  # MLflow's server and its workers take these settings from nowhere else
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
+    signal.signal(signal.SIGTERM, _interrupt)
+    child = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=die_with_parent)
+    print(f"MLflow: http://{HOST}:{port}  (Ctrl-C ends it)", flush=True)
+    try:
+        status = child.wait()
+    except KeyboardInterrupt:
+        return
+    finally:
+        stop_group(child)
+    raise UiError(f"the MLflow server ended with status {status}; what it said is above")
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@commands.command("ui", rich_help_panel=_PANEL)
+def open_pages(
+    store: Annotated[str, typer.Option(help="MLflow tracking store.")] = "sqlite:///results/mlflow.db",
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000,
+) -> None:
+    """Serve MLflow's pages on the runs of this machine until interrupted."""
+    serve_mlflow(store, port)
+
 
 _PACKAGES = (
     "torch",
@@ -28,14 +93,15 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where Ray keeps its objects)
 _NEEDED_GIB = {"memory": 8, "shared memory": 0.5, "disk": 5}
 
 
-def examine() -> int:
-    """Print one line per finding; 1 if something needed is missing, else 0."""
+@commands.command("doctor", rich_help_panel=_PANEL)
+def examine() -> None:
+    """Say what this machine has and lacks; exit status 1 if something needed is missing."""
     failed = 0
     for name, check in _CHECKS.items():
         ok, finding = check()
         failed += not ok
         print(f"{'ok ' if ok else 'NO '} {name:<16} {finding}")
-    return 1 if failed else 0
+    raise typer.Exit(1 if failed else 0)
 
 
 def _python() -> tuple[bool, str]:

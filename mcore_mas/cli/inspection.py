@@ -1,0 +1,204 @@
+"""Commands that show what is there: trajectories, credit, leaks between splits, the names that a config may use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:  # what a command needs is imported when it runs, so that --help is there at once
+    from rollout.records.trajectory import Task
+    from rollout.tasks.leaks import Leak, Match
+
+commands = typer.Typer()
+_TRAJECTORIES = "Look at trajectories"
+_DATA = "Look at data and names"
+
+REGISTRIES = {  # where the names that a config may use stand, by what they are
+    "orchestras": "rollout.orchestras:ORCHESTRAS",
+    "envs": "rollout.environments:ENVS",
+    "roles": "rollout.teams.team:ROLES",
+    "tasks": "rollout.tasks:GENERATORS",
+    "formats": "rollout.tasks.files:READABLE",
+    "allocators": "rollout.rewards:ALLOCATORS",
+    "penalties": "rollout.rewards.penalties:PENALTIES",
+    "estimators": "mcore_mas.equations.advantages:ESTIMATORS",
+    "filters": "mcore_mas.equations.filters:FILTERS",
+    "losses": "mcore_mas.equations.losses:LOSSES",
+    "corrections": "mcore_mas.equations.corrections:CORRECTIONS",
+    "aggregations": "mcore_mas.equations.aggregation:AGGREGATIONS",
+    "engines": "rollout.engines:ENGINES",
+}
+
+_SHOWN_CHARS = 60  # of a prompt
+_SENSES = {
+    "id": "the same id",
+    "text": "the same text",
+    "similar": "similar text",
+    "tests": "scored on tests that are shown",
+}
+
+
+class UsageError(ValueError):
+    """A command was called as it cannot be: says what was expected."""
+
+
+@commands.command("show", rich_help_panel=_TRAJECTORIES)
+def show_trajectory(
+    file: Annotated[Path, typer.Argument(help="Trajectories: a parquet file under train/trajectories or evaluation.")],
+    index: Annotated[int, typer.Option(help="Which of the file's trajectories, from 0.")] = 0,
+    trajectory: Annotated[str | None, typer.Option("--id", help="Show this trajectory instead.")] = None,
+    branches: Annotated[
+        bool, typer.Option("--branches", help="Of a tree, also the branches that did not go on.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page that stands by itself to this file instead.")] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Of a game: draw it into this .svg file instead, or all of the file's into a folder."),
+    ] = None,
+) -> None:
+    """Print a trajectory as a conversation: who said what to whom, tools, rewards, advantages."""
+    if picture is not None:
+        from mcore_mas.reports.trajectory_drawing import draw
+
+        print("\n".join(map(str, draw(file, picture, index=index, trajectory_id=trajectory))))
+        return
+    from mcore_mas.reports.show import show
+
+    show(file, index, trajectory, branches=branches, html=html)
+    if html is not None:
+        print(html)
+
+
+@commands.command("explain", rich_help_panel=_TRAJECTORIES)
+def explain_credit(
+    file: Annotated[Path, typer.Argument(help="Trajectories: a parquet file under train/trajectories.")],
+    advantage: Annotated[str, typer.Option(help="estimator (`mcore-mas list estimators`)")] = "drmas",
+    option: Annotated[list[str] | None, typer.Option(help="of the estimator, as key=value; may repeat")] = None,
+    task: Annotated[str | None, typer.Option(help="only this task")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="at most so many tasks")] = 3,
+) -> None:
+    """Print who was compared with whom, means, deviations, votes and every turn's advantage."""
+    import yaml
+
+    from mcore_mas.credit.explain import explain
+
+    pairs = [item.partition("=") for item in option or []]
+    for item, (key, sign, _) in zip(option or [], pairs, strict=True):
+        if not (key and sign):
+            raise UsageError(f"--option {item}: expected key=value, for example --option lone=raw")
+    options = {key: yaml.safe_load(value) for key, _, value in pairs}
+    explain(file, advantage, options, task, limit, Console(highlight=False))
+
+
+@commands.command("leaks", rich_help_panel=_DATA)
+def show_leaks(
+    files: Annotated[list[Path] | None, typer.Argument(help="Data files that should have no task in common.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A resolved config, whose splits are compared instead.")] = None,
+    format: Annotated[str, typer.Option(help="of the files (`mcore-mas list formats`)")] = "tasks",
+    words: Annotated[int, typer.Option(min=1, help="tokens of the runs by which texts are compared")] = 8,
+    threshold: Annotated[float, typer.Option(min=0.01, max=1, help="share of runs in common that is similar")] = 0.5,
+    examples: Annotated[int, typer.Option(min=0, help="at most so many of each leak")] = 3,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Exit with status 0 whatever leaks.")] = False,
+) -> None:
+    """Say which tasks of one split are in another, and which programs are scored on tests that they are shown.
+
+    Exit status 1 if one is, by id, text or test; similar texts are for you to judge.
+    """
+    from rollout.tasks.leaks import find_leaks
+
+    if (config is None) == (not files):
+        raise UsageError("name data files to compare, or --config with a resolved config")
+    splits = _run_splits(config) if config is not None else _file_splits(files or [], format)
+    leaks = find_leaks(splits, words=words, threshold=threshold)
+    _print_leaks(leaks, examples, Console(highlight=False))
+    if any(leak.exact for leak in leaks) and not report_only:
+        raise typer.Exit(1)
+
+
+def _run_splits(config: Path) -> dict[str, list[Task]]:
+    """The splits of a run, by name.
+
+    Raises:
+        ConfigError: the resolved config cannot be used.
+        RecordError: a data file cannot be read.
+    """
+    from mcore_mas.config.run import RunConfig
+    from rollout.config.data import make_tasks
+
+    loaded = RunConfig.load(config)
+    return make_tasks(loaded.data, loaded.seed)
+
+
+def _file_splits(files: Sequence[Path], format: str) -> dict[str, list[Task]]:
+    """One split per file: named by the file, or by its path where two files have one name.
+
+    Raises:
+        RecordError: a file is not of that format.
+        ValueError: a file is named twice.
+    """
+    from rollout.tasks.files import read_task_file
+
+    names = Counter(file.name for file in files)
+    splits: dict[str, list[Task]] = {}
+    for file in files:
+        name = file.name if names[file.name] == 1 else str(file)
+        if name in splits:
+            raise ValueError(f"{file} is named twice; name files that should have nothing in common")
+        splits[name] = [task for _, task in read_task_file(file, format=format, split="train")]
+    return splits
+
+
+def _print_leaks(leaks: Sequence[Leak], examples: int, console: Console) -> None:
+    """What leaks, as a table, and at most so many examples of each."""
+    console.print(_leaks_table(leaks))
+    for leak in leaks:
+        if leak.matches and examples:
+            console.print(Text(f"\n{_where(leak)}: {_SENSES[leak.kind]}", style="bold"))
+            for match in leak.matches[:examples]:
+                console.print(Text(_line(leak, match)), soft_wrap=True)
+            if len(leak.matches) > examples:
+                console.print(Text(f"and {len(leak.matches) - examples} more; --examples shows them", style="dim"))
+
+
+def _leaks_table(leaks: Sequence[Leak]) -> Table:
+    table = Table("splits", "leak")
+    for heading in ("tasks", "of", "%"):
+        table.add_column(heading, justify="right")
+    for leak in leaks:
+        found = len(leak.matches)
+        share = f"{100 * found / leak.tasks:.1f}" if leak.tasks else "-"
+        style = "red" if leak.exact else "yellow" if found else ""
+        table.add_row(_where(leak), _SENSES[leak.kind], str(found), str(leak.tasks), share, style=style)
+    return table
+
+
+def _where(leak: Leak) -> str:
+    return leak.split if leak.kind == "tests" else f"{leak.earlier} → {leak.split}"
+
+
+def _line(leak: Leak, match: Match) -> str:
+    prompt = " ".join(match.task.prompt.split())
+    shown = prompt if len(prompt) <= _SHOWN_CHARS else f"{prompt[:_SHOWN_CHARS]}..."
+    if leak.kind == "tests":
+        return f"{match.task.id}: {shown}"
+    alike = f", {match.similarity:.2f}" if leak.kind == "similar" else ""
+    return f"{match.earlier.id} → {match.task.id}{alike}: {shown}"
+
+
+@commands.command("list", rich_help_panel=_DATA)
+def list_names(
+    registry: Annotated[str, typer.Argument(help=", ".join(REGISTRIES))],
+) -> None:
+    """Print the names a config may use, one a line."""
+    if registry not in REGISTRIES:
+        raise UsageError(f"no registry '{registry}'; there are: {', '.join(REGISTRIES)}")
+    module, _, attribute = REGISTRIES[registry].partition(":")
+    print("\n".join(sorted(getattr(import_module(module), attribute))))
