@@ -14,12 +14,11 @@ from pydantic import ValidationError
 
 from rollout.base.section import Section
 
-_NO_DEFAULT = re.compile(r"Could not override '([^']+)'")
-
 
 def invalid(error: ValidationError, model: type[Section]) -> str:
     """The first of pydantic's complaints about values for `model`."""
-    first = error.errors()[0]
+    errors = error.errors()
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])  # a typo explains the others
     place = ".".join(str(part) for part in first["loc"]) or "the config"
     if first["type"] == "extra_forbidden":
         return _unknown(first["loc"], model) or f"unknown key '{place}'"
@@ -30,19 +29,16 @@ def invalid(error: ValidationError, model: type[Section]) -> str:
     return f"{place}: {message}{got}"
 
 
-def uncomposed(error: Exception, model: type[Section]) -> str:
-    """Why Hydra could not compose values for `model`."""
+def uncomposed(error: Exception) -> str:
+    """Why Hydra could not compose values."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
+        once = re.fullmatch(r"(\w+)_(separate|partly)", name)
+        if group == "team" and once and once[1] in error.options:
+            return f"team '{name}' is now team '{once[1]}' with sharing: {once[2]} (team={once[1]} sharing={once[2]})"
         near = get_close_matches(name, error.options, n=5, cutoff=0.5)
         which = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(error.options)}"
         return f"no file '{name}' in configs/{group}; {which}"
-    refused = _NO_DEFAULT.match(str(error))
-    if refused:
-        key = refused[1]
-        return (
-            _unknown(key.split("."), model) or f"'{key}' has no value that could be overridden; add it with +{key}=..."
-        )
     return " ".join(str(error).split())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from mcore_mas.config.cold_start import ColdStartConfig
 from mcore_mas.config.credit import AdvantageConfig, CreditedAgentConfig, FilterConfig, LossConfig
-from mcore_mas.config.errors import invalid, uncomposed
+from mcore_mas.config.errors import invalid
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.trainer import TrainerConfig
 from mcore_mas.equations.advantages import NEEDS, UNGROUPED
@@ -23,8 +22,6 @@ from rollout.engines.remote.config import RemoteConfig
 from rollout.orchestras import SEARCHES
 from rollout.rewards.coach import CoachConfig
 from rollout.teams.team import ROLES
-
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
 
 
 class ConfigError(ValueError):
@@ -289,24 +286,3 @@ class RunConfig(Section):
             raise ConfigError(f"{where}: {invalid(error, cls)}") from error
         except UnknownName as error:
             raise ConfigError(f"{where}: {error}") from error
-
-
-def resolve(overrides: Sequence[str]) -> dict[str, Any]:
-    """Compose `configs/` with Hydra overrides, validate, and return plain values.
-
-    Raises:
-        ConfigError: an override names nothing, or the result does not validate.
-    """
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    where = f"configs/ with {' '.join(overrides) or 'no overrides'}"
-    try:
-        with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-            composed = compose("config", overrides=list(overrides))
-        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{where}: {uncomposed(error, RunConfig)}") from error
-    return RunConfig.check(values, where).model_dump(mode="json")

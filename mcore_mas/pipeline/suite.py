@@ -14,7 +14,8 @@ from typing import Any
 import jsonschema
 import yaml
 
-from mcore_mas.config.run import ConfigError, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import ConfigError
 from rollout.base.files import write_text
 from rollout.config.data import DataConfig
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mcore_mas.config.run import CONFIGS
+from mcore_mas.config.compose import CONFIGS
 from rollout.base.files import write_text
 from rollout.environments import ENVS
 from rollout.orchestras import ORCHESTRAS
@@ -20,7 +21,6 @@ from rollout.teams.team import ROLES, Role
 
 ROOT = CONFIGS.parent
 PAGE = ROOT / "docs" / "catalogue.md"
-VARIANTS = {"": "shared", "_separate": "separate", "_partly": "partly shared"}  # by suffix of a team's file
 
 _HEAD = """# Catalogue of teams
 
@@ -28,8 +28,9 @@ Every orchestra that ships: who speaks after whom, what each role is told and ho
 and the configs to start from. Written by `python -m mcore_mas.reports.catalogue` from the registries and `configs/`; a
 test plays every team against its diagram, and another takes two training steps with each config named here.
 
-Choose a team with `team=<config>`; [configuration.md](configuration.md) lists the options of orchestras, environments
-and rewards, [experiments.md](experiments.md) the published runs.
+Choose a team with `team=<config>` and who plays which policy with [`sharing`](configuration.md#three-scopes);
+[configuration.md](configuration.md) lists the options of orchestras, environments and
+rewards, [experiments.md](experiments.md) the published runs.
 
 """
 
@@ -48,11 +49,6 @@ def _section(name: str) -> str:
     reward, env = team["reward"]["name"], team["env"]["name"]
     penalties = "".join(f" Penalty `{p}`: {_first(PENALTIES[p])}" for p in team["reward"].get("penalties", {}))
     source = Path(inspect.getfile(ORCHESTRAS[name])).relative_to(ROOT)
-    configs = " · ".join(
-        f"[{label}](../configs/team/{name}{suffix}.yaml)"
-        for suffix, label in VARIANTS.items()
-        if (CONFIGS / "team" / f"{name}{suffix}.yaml").is_file()
-    )
     return (
         f"## {name}\n\n{_comment(file)}\n\n"
         f"```mermaid\nflowchart LR\n{''.join(f'    {edge}{chr(10)}' for edge in flow(name, team))}```\n\n"
@@ -60,7 +56,8 @@ def _section(name: str) -> str:
         + "".join(_agent_row(agent, section) for agent, section in team["agents"].items())
         + f"\n- environment `{env}`: {_first(ENVS[env])}\n"
         f"- reward `{reward}`: {_first(ALLOCATORS[reward])}{penalties}\n"
-        f"- configs: {configs}\n- source: [{source}](../{source})\n\n"
+        f"- config: [{name}](../configs/team/{name}.yaml), with `sharing` {_sharings(team)}\n"
+        f"- source: [{source}](../{source})\n\n"
         + "".join(_prompts(role) for role in dict.fromkeys(map(_role, team["agents"], team["agents"].values())))
     )
 
@@ -80,6 +77,17 @@ def flow(name: str, team: Section) -> Iterator[str]:
         yield f"{edge['from']} -->{when or ' '}{edge['to']}"
 
 
+def _sharings(team: Section) -> str:
+    """How the agents of a team may share policies."""
+    if "partly" not in team:
+        return "shared or separate" if len(team["agents"]) > 1 else "shared"
+    players: dict[str, list[str]] = {}
+    for agent, policy in team["partly"].items():
+        players.setdefault(policy, []).append(agent)
+    shares = "; ".join(f"`{policy}` for {', '.join(agents)}" for policy, agents in players.items())
+    return f"shared, separate or partly ({shares})"
+
+
 def _role(agent: str, section: Section) -> str:
     return str(section.get("role") or agent)
 
@@ -97,9 +105,8 @@ def _prompts(name: str) -> str:
 
 def _comment(file: Path) -> str:
     """The comment at the top of a config, as one paragraph."""
-    lines = file.read_text(encoding="utf-8").splitlines()[1:]  # the first is Hydra's
-    comment = [line for line in lines if line.startswith("#")]
-    return " ".join(line.lstrip("# ") for line in comment)
+    lines = itertools.takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.lstrip("# ") for line in lines)
 
 
 def _first(thing: Callable[..., Any]) -> str:

@@ -37,7 +37,7 @@ def test_its_team_file_fits_it(name: str) -> None:
     options = {key: value for key, value in team["env"].get("options", {}).items() if not str(value).startswith("${")}
     EnvConfig(name=team["env"]["name"], options=options)
     reward = RewardConfig(**team["reward"])
-    agents = {agent: AgentConfig(**config) for agent, config in team.get("agents", {}).items()}
+    agents = {agent: AgentConfig(**config, policy="shared") for agent, config in team.get("agents", {}).items()}
     assert [agent for agent, config in agents.items() if (config.role or agent) not in ROLES] == []
     if agents:
         reward.check_agents(agents)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.config.run import CONFIGS
 from rollout.orchestras import ORCHESTRAS
 from rollout.orchestras.flows import FLOWS
 from tests.support import lessons, ranks
 from tests.support.run_folder import make_run
+from tests.support.shipped import TEAMS, sharings
 
-TEAMS = sorted(path.stem for path in (CONFIGS / "team").glob("*.yaml"))
+SHARED = [(team, sharing) for team in TEAMS for sharing in sharings(team)]
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
 
@@ -28,8 +28,11 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_run(folder, *(f"++cold_start.base.{name}={size}" for name, size in sizes.items())) / "base"
     ranks.play(
         [
-            ranks.Job(function=lessons.teach, arguments={"out": folder, "team": team, "model": str(model)})
-            for team in TEAMS
+            ranks.Job(
+                function=lessons.teach,
+                arguments={"out": folder, "team": team, "sharing": sharing, "model": str(model)},
+            )
+            for team, sharing in SHARED
         ]
     )
     return folder
@@ -42,8 +45,8 @@ def test_every_orchestra_is_taught() -> None:
 @pytest.mark.parametrize("name", sorted(FLOWS))
 def test_its_diagram_is_what_it_plays(name: str, taught: Path) -> None:
     drawn = follows(FLOWS[name])
-    steps = json.loads((taught / f"{name}.json").read_text())
-    assert set(drawn) - {"task"} == set(lessons.team_config(name, "m", taught).agents)
+    steps = json.loads((taught / f"{name}_shared.json").read_text())
+    assert set(drawn) - {"task"} == set(lessons.team_config(name, "shared", "m", taught).agents)
     for line in (line for step in steps for line in step["lines"]):
         for before, after in pairwise(("task", *line, "answer")):
             assert after in drawn[before], f"{before} --> {after} in {line}"
@@ -72,10 +75,10 @@ def test_a_flow_is_read_with_its_labels_and_groups() -> None:
     }
 
 
-@pytest.mark.parametrize("team", TEAMS)
-def test_the_team_takes_two_training_steps(team: str, taught: Path) -> None:
-    config = lessons.team_config(team, "m", taught)
-    steps = json.loads((taught / f"{team}.json").read_text())
+@pytest.mark.parametrize(("team", "sharing"), SHARED)
+def test_the_team_takes_two_training_steps(team: str, sharing: str, taught: Path) -> None:
+    config = lessons.team_config(team, sharing, "m", taught)
+    steps = json.loads((taught / f"{team}_{sharing}.json").read_text())
     assert [step["failed"] for step in steps] == [[], []]
     lines = [line for step in steps for line in step["lines"]]
     assert {agent for line in lines for agent in line} == set(config.agents)  # nobody is left out

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.config.run import RunConfig, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import Sample, to_samples, weigh
 from mcore_mas.equations.losses import Objective
@@ -36,7 +37,7 @@ from rollout.sandbox.judge import StdinTest
 from rollout.teams.collect import collect
 from rollout.teams.team import Agent, EngineClient, PolicyReply
 from tests.support import worlds
-from tests.support.shipped import Library
+from tests.support.shipped import TEAMS, Library
 
 STEPS = 2
 _MAX_LENGTH = 6144  # tokens; shipped prompts are long, and the tiny tokenizer has few words
@@ -140,14 +141,9 @@ SAYS: dict[
 }
 
 
-def team_config(team: str, model: str, results: Path) -> RunConfig:
-    """The shipped team on `model`, a policy for each name that its agents play."""
-    import yaml
-
-    from mcore_mas.config.run import CONFIGS
-
-    values = yaml.safe_load((CONFIGS / "team" / f"{team}.yaml").read_text())
-    policies = sorted({agent["policy"] for agent in values["agents"].values()})
+def team_config(team: str, sharing: str, model: str, results: Path) -> RunConfig:
+    """The shipped team on `model`, with the policies of `sharing`."""
+    values = TEAMS[team]
     settings = [
         "~experiment",
         "seed=2",  # under which every policy has something to learn from
@@ -155,13 +151,14 @@ def team_config(team: str, model: str, results: Path) -> RunConfig:
         "+run=lesson",
         f"results={results}",
         "+data={generator: arithmetic, train: 1, validation: 1, test: 1}",
-        *(f"+policies.{policy}={{model: {model}, lr: 1e-2}}" for policy in policies),
+        f"sharing={sharing}",
+        f"policy_defaults={{model: {model}, lr: 1e-2}}",
         # hot enough that a random model, which repeats the last token, says one thing as often as another
         *(f"+agents.{agent}={{max_tokens: 3, temperature: 20.0}}" for agent in values["agents"]),
         "+trainer={steps: 2, tasks_per_step: 2, group_size: 4}",
         "+evaluation={}",
         *(["orchestra.options.max_turns=2"] if values.get("env", {}).get("name") in _PATIENT else []),
-        *(["orchestra.options.max_nodes=4"] if team.startswith("ab_mcts") else []),
+        *(["orchestra.options.max_nodes=4"] if team == "ab_mcts" else []),
     ]
     return RunConfig.check(resolve(settings), team)
 
@@ -187,12 +184,12 @@ def introduced(agent: Agent, env: str) -> Agent:
     return replace(agent, role=replace(role, system=f"{role.system}\n{name}"))
 
 
-def teach(rank: int, out: Path, team: str, model: str) -> None:
-    """Play and train `team` for two steps; writes what came of it to `out`/{team}.json."""
+def teach(rank: int, out: Path, team: str, sharing: str, model: str) -> None:
+    """Play and train `team` for two steps; writes what came of it to `out`/{team}_{sharing}.json."""
     worlds.install()
-    config = team_config(team, model, out)
+    config = team_config(team, sharing, model, out)
     lessons = asyncio.run(_teach(config, model))
-    (out / f"{team}.json").write_text(json.dumps(lessons))
+    (out / f"{team}_{sharing}.json").write_text(json.dumps(lessons))
 
 
 async def _teach(config: RunConfig, model: str) -> list[dict[str, Any]]:

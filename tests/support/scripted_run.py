@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from mcore_mas.config.run import RunConfig, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import RunConfig
 from mcore_mas.training.checkpoint import Checkpoints, Identity
 from mcore_mas.training.schedule import Schedule
 from mcore_mas.training.session import Run

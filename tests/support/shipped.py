@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
-from mcore_mas.config.run import CONFIGS
+from mcore_mas.config.compose import CONFIGS
 from rollout.config.build import build_allocator, build_env, build_orchestra, build_team
 from rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
 from rollout.engines.scripted import ScriptedEngine
@@ -17,6 +18,14 @@ from rollout.tasks.encyclopedia import Passage
 from rollout.teams.collect import collect
 from rollout.teams.team import EngineClient
 from tests.support.play import Bytes
+
+TEAMS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CONFIGS / "team").glob("*.yaml"))}
+
+
+def sharings(team: str) -> list[str]:
+    """How the agents of a shipped team may share policies; a lone one has nobody to share with."""
+    several = ["separate"] if len(TEAMS[team]["agents"]) > 1 else []
+    return ["shared", *several, *(["partly"] if "partly" in TEAMS[team] else [])]
 
 
 class Library:
@@ -37,10 +46,10 @@ def play_shipped(
 
     Every reply is used. `sections` replace options of the file by section, as `{"env": {"style": "text"}}`.
     """
-    values = yaml.safe_load((CONFIGS / "team" / f"{name}.yaml").read_text())
+    values = copy.deepcopy(TEAMS[name])
     for section, options in (sections or {}).items():
         values[section].setdefault("options", {}).update(options)
-    agents = {agent: AgentConfig(**config) for agent, config in values["agents"].items()}
+    agents = {agent: AgentConfig(**config, policy="shared") for agent, config in values["agents"].items()}
     reward = RewardConfig(**values["reward"])
     orchestra = OrchestraConfig(**values["orchestra"])
     reward.check_agents(agents)

@@ -1,14 +1,13 @@
 """The README's model, team and reward are written out as it says, and work."""
 
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mcore_mas.config import run as config
+from mcore_mas.config.compose import resolve
 from rollout.config.build import build_allocator
 from rollout.config.sections import RewardConfig
 from rollout.teams.team import ROLES
@@ -16,15 +15,13 @@ from tests.support.played import group, trajectory, turn
 
 README = Path(__file__).parents[2] / "README.md"
 EXPERIMENT = """\
-# @package _global_
 defaults:
   - override /team: relay
 
 run: my_relay
 cold_start: null
 data: {generator: arithmetic, train: 8, validation: 2, test: 2}
-agents: {drafter: {policy: shared}, editor: {policy: shared}}
-policies: {shared: {model: /models/Qwen2.5-0.5B-Instruct, lr: 1.0e-6}}
+policy_defaults: {model: /models/Qwen2.5-0.5B-Instruct, lr: 1.0e-6}
 trainer: {steps: 1, tasks_per_step: 1, group_size: 2}
 evaluation: {samples: 1}
 """
@@ -32,15 +29,13 @@ evaluation: {samples: 1}
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the configs with the README's files beside and among them."""
-    shutil.copytree(config.CONFIGS, tmp_path / "configs")
+    """A folder with the README's files."""
     for body in re.findall(r"```(?:python|yaml)\n(.*?)```", README.read_text(), flags=re.DOTALL):
         place = re.search(r"^# (\S+\.(?:py|yaml))$", body, flags=re.MULTILINE)
         if place:
             path = tmp_path / place[1]
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True, parents=True)
             path.write_text(body)
-    monkeypatch.setattr(config, "CONFIGS", tmp_path / "configs")
     monkeypatch.syspath_prepend(tmp_path)
     roles = dict(ROLES)
     yield tmp_path
@@ -51,7 +46,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_the_model_of_the_readme_composes_with_its_suite(written: Path) -> None:
-    values = config.resolve(["experiment=my_math", "advantage=grpo"])
+    values = resolve(["experiment=my_math", "advantage=grpo"], written / "configs")
     assert values["cold_start"] is None
     assert values["policies"]["solver"]["model"] == "/models/Qwen2.5-0.5B-Instruct"
     assert "my_math_grpo: [experiment=my_math, advantage=grpo]" in (written / "my_suite.yaml").read_text()
@@ -59,7 +54,7 @@ def test_the_model_of_the_readme_composes_with_its_suite(written: Path) -> None:
 
 def test_the_team_and_the_reward_of_the_readme_are_taken_up(written: Path) -> None:
     (written / "configs" / "experiment" / "my_relay.yaml").write_text(EXPERIMENT)
-    values = config.resolve(["experiment=my_relay"])
+    values = resolve(["experiment=my_relay"], written / "configs")
     assert values["orchestra"] == {"name": "my_pkg.teams:relay", "options": {"rounds": 2}}
     allocate = build_allocator(RewardConfig.model_validate(values["reward"]), {})
     played = group(trajectory(turn(0, "drafter"), turn(1, "editor"), outcome=1.0))

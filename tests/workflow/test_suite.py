@@ -45,6 +45,11 @@ def test_what_a_run_needs_follows_from_its_config() -> None:
     assert Suite.load(suite(plain=MATH)).pattern(indexes=True) == "(?!)"
 
 
+def test_an_override_may_take_a_key_out() -> None:
+    loaded = Suite.load(suite(a=[*MATH, "~reward.penalties.invalid"]))
+    assert loaded.runs["a"]["reward"]["penalties"] == {}
+
+
 def test_runs_that_differ_only_in_their_seed_are_one_experiment() -> None:
     loaded = Suite.load(suite(a=MATH, a_2=[*MATH, "seed=2"], b=[*MATH, "trainer.steps=3"]))
     assert loaded.experiments == {"a": "a", "a_2": "a", "b": "b"}

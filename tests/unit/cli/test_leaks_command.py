@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mcore_mas.cli.main import main
-from mcore_mas.config.run import resolve
+from mcore_mas.config.compose import resolve
 from rollout.records.trajectory import Task, write_tasks
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from mcore_mas.config.run import ConfigError, RunConfig, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import ConfigError, RunConfig
 
 
 def test_no_coach_unless_chosen() -> None:

@@ -8,25 +8,26 @@ from typing import get_args
 import pytest
 import yaml
 
-from mcore_mas.config.run import CONFIGS, ConfigError, RunConfig, resolve
+from mcore_mas.config.compose import CONFIGS, experiments, resolve
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.equations.advantages import ESTIMATORS
 from rollout.base.section import Section
+from tests.support.shipped import TEAMS, sharings
 
 GROUPS = sorted(
     (path.parent.name, path.stem) for path in CONFIGS.glob("*/*.yaml") if path.parent.name not in ("experiment", "team")
-)
-
-TEAMS = sorted(path.stem for path in (CONFIGS / "team").glob("*.yaml"))
-VARIANTS = ("_separate", "_partly")
-SHARED_TEAMS = [name for name in TEAMS if not name.endswith(VARIANTS)]
-
-
-def policies_of(team: str) -> dict[str, str]:
-    """The policy of each agent of a shipped team, a variant's in place of those that the team itself names."""
-    values = yaml.safe_load((CONFIGS / "team" / f"{team}.yaml").read_text())
-    return {agent: section["policy"] for agent, section in values["agents"].items()}
+) + [("advantage", name) for name in ESTIMATORS]
+ALONE = [
+    "~experiment",
+    "run=t",
+    "data={generator: arithmetic, train: 1, validation: 1, test: 1}",
+    "policy_defaults={model: m, lr: 1e-6}",
+    "trainer={steps: 1, tasks_per_step: 1, group_size: 2}",
+    "evaluation={}",
+]
 
 
-@pytest.mark.parametrize("experiment", sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml")))
+@pytest.mark.parametrize("experiment", experiments())
 def test_every_experiment_composes_and_survives_its_file(experiment: str, tmp_path: Path) -> None:
     values = resolve([f"experiment={experiment}"])
     path = tmp_path / "config.yaml"
@@ -44,44 +45,99 @@ def test_every_group_file_composes(group: str, name: str) -> None:
 @pytest.mark.parametrize("team", ["graph", "m_ask", "qa_decompose", "qa_evidence", "qa_rewrite"])
 def test_every_search_team_composes(team: str) -> None:
     values = resolve(["experiment=demo_search", f"team={team}"])
-    shipped = yaml.safe_load((CONFIGS / "team" / f"{team}.yaml").read_text())
-    assert values["orchestra"]["name"] == shipped["orchestra"]["name"]
-    assert {values["agents"][agent]["policy"] for agent in shipped["agents"]} == {"shared"}
+    assert values["orchestra"]["name"] == TEAMS[team]["orchestra"]["name"]
+    assert {values["agents"][agent]["policy"] for agent in TEAMS[team]["agents"]} == {"shared"}
 
 
-@pytest.mark.parametrize("name", TEAMS)
-def test_every_team_composes_with_its_policies(name: str) -> None:
-    policies = policies_of(name)
-    values = resolve(
-        [
-            "~experiment",
-            f"team={name}",
-            "+run=t",
-            "+data={generator: arithmetic, train: 1, validation: 1, test: 1}",
-            *(f"+policies.{policy}={{model: m, lr: 1e-6}}" for policy in sorted(set(policies.values()))),
-            "+trainer={steps: 1, tasks_per_step: 1, group_size: 2}",
-            "+evaluation={}",
-        ]
-    )
-    base = yaml.safe_load(
-        (CONFIGS / "team" / f"{name.removesuffix('_separate').removesuffix('_partly')}.yaml").read_text()
-    )
-    assert values["orchestra"]["name"] == base["orchestra"]["name"]
-    assert {agent: section["policy"] for agent, section in values["agents"].items()} == policies
+@pytest.mark.parametrize(("team", "sharing"), [(team, sharing) for team in TEAMS for sharing in sharings(team)])
+def test_every_team_composes_with_its_policies(team: str, sharing: str) -> None:
+    values = resolve([*ALONE, f"team={team}", f"sharing={sharing}"])
+    agents = list(TEAMS[team]["agents"])
+    played = {agent: section["policy"] for agent, section in values["agents"].items()}
+    own = {"shared": dict.fromkeys(agents, "shared"), "separate": dict(zip(agents, agents, strict=True))}
+    assert played == own.get(sharing, TEAMS[team].get("partly"))
+    assert list(values["policies"]) == list(dict.fromkeys(played.values()))
+    assert {policy["lr"] for policy in values["policies"].values()} == {1e-6}
 
 
-@pytest.mark.parametrize("name", SHARED_TEAMS)
-def test_every_team_comes_with_shared_separate_and_partly_shared_policies(name: str) -> None:
-    agents = list(policies_of(name))
-    assert set(policies_of(name).values()) == {"shared"}
-    assert (f"{name}_separate" in TEAMS) == (len(agents) > 1)  # a lone agent has nobody to share with
-    assert (f"{name}_partly" in TEAMS) == (len(agents) > 2)  # and of two agents none is left out
-    if len(agents) > 1:
-        separate = policies_of(f"{name}_separate")
-        assert list(separate) == agents and len(set(separate.values())) == len(agents)
-    if len(agents) > 2:
-        partly = policies_of(f"{name}_partly")
+@pytest.mark.parametrize("team", TEAMS)
+def test_a_team_of_three_or_more_says_how_to_share_partly(team: str) -> None:
+    agents, partly = list(TEAMS[team]["agents"]), TEAMS[team].get("partly")
+    assert (partly is not None) == (len(agents) > 2)  # of two agents none is left out
+    if partly is not None:
         assert list(partly) == agents and 1 < len(set(partly.values())) < len(agents)
+
+
+def test_agents_may_be_given_policies_by_name_and_policies_settings_of_their_own() -> None:
+    sharing = "{generator: writer, verifier: judge, refiner: writer}"
+    own = ["policies.judge.lr=0", "policies.judge.tp=2", "agents.verifier.loss_weight=0"]
+    values = resolve([*ALONE, "team=chain", f"sharing={sharing}", *own])
+    assert {name: (policy["lr"], policy["tp"]) for name, policy in values["policies"].items()} == {
+        "writer": (1e-6, 1),
+        "judge": (0, 2),
+    }
+
+
+def test_an_experiment_without_a_team_has_no_options_of_another() -> None:
+    values = resolve([*ALONE, "orchestra={name: single, options: {max_turns: 1}}", "env={name: math}",
+                      "reward={name: shared_outcome}", "agents={player: {role: lone_solver}}"])  # fmt: skip
+    assert values["orchestra"] == {"name": "single", "options": {"max_turns": 1}}
+    assert values["reward"]["penalties"] == {}
+    assert list(values["agents"]) == ["player"]
+
+
+@pytest.mark.parametrize("name", ["chain_separate", "chain_partly"])
+def test_a_team_of_old_says_its_new_name(name: str) -> None:
+    sharing = name.removeprefix("chain_")
+    with pytest.raises(ConfigError, match=rf"'{name}' is now team 'chain' .*\(team=chain sharing={sharing}\)"):
+        resolve(["experiment=demo_math", f"team={name}"])
+
+
+GRID = """
+grid:
+  t_{one,two}_{a}: {seed: 7}
+  t_three: [one, {seed: 8}]
+settings:
+  one: {trainer: {steps: 1}, defaults: [override /advantage: grpo]}
+  two: [one, {trainer: {steps: 2}, defaults: [override /advantage: rloo]}]
+  a: {sharing: shared}
+defaults: [demo_math]
+policy_defaults: {model: m, lr: 1.0e-6}
+policies: null
+sharing: separate
+"""
+
+
+def test_a_grid_is_an_experiment_a_row_and_later_settings_have_the_word(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "t.yaml").write_text(GRID)
+    assert list(experiments(tmp_path)) == ["t_one_a", "t_two_a", "t_three"]
+    rows = {name: resolve([f"experiment={name}"], tmp_path) for name in experiments(tmp_path)}
+    assert {
+        name: (row["run"], row["seed"], row["trainer"]["steps"], row["advantage"]["name"], list(row["policies"]))
+        for name, row in rows.items()
+    } == {
+        "t_one_a": ("t_one_a", 7, 1, "grpo", ["shared"]),
+        "t_two_a": ("t_two_a", 7, 2, "rloo", ["shared"]),
+        "t_three": ("t_three", 8, 1, "grpo", ["solver", "verifier"]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("{one,two}", "{one,tow}", "'t_tow_a' takes 'tow'; expected one of settings: one, two, a"),
+        ("t_{one,two}_{a}: {seed: 7}\n  t_three: [one, {seed: 8}]", "[t_one]", "grid is "),
+        ("grid:", "grid: [", "not YAML"),
+    ],
+)
+def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str, new: str, message: str) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "t.yaml").write_text(GRID.replace(old, new))
+    with pytest.raises(ConfigError) as caught:
+        resolve(["experiment=t_tow_a"], tmp_path)
+    assert message in str(caught.value) and str(tmp_path / "experiment" / "t.yaml") in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +147,10 @@ def test_every_team_comes_with_shared_separate_and_partly_shared_policies(name: 
         ("trainer.stesp=3", "unknown key 'trainer.stesp'; known here: steps, tasks_per_step"),
         ("trainr.steps=3", "unknown key 'trainr'; known here: run, results, seed"),
         ("policies.solver.lora.rnk=3", "unknown key 'policies.solver.lora.rnk'; known here: "),
-        ("trainer.staleness=1", "'trainer.staleness' has no value that could be overridden; add it with +trainer.stal"),
+        ("sharing=seperate", "sharing is seperate; expected shared, separate, or a policy for each of solver, verifie"),
+        ("sharing=partly", "sharing is partly; expected shared, separate, or a policy for each of solver, verifier"),
+        ("sharing={solvr: a}", "sharing is {'solvr': 'a'}; expected shared, separate, or a policy for each of solver"),
+        ("policy_defaults=3", "policy_defaults is 3; expected keys of a policy"),
         ("+trainer.stesp=3", "unknown key 'trainer.stesp'; known here: steps, tasks_per_step"),
         ("policies.solver.lr=fast", "policies.solver.lr: Input should be a valid number"),
         ("agents.solver.policy=solvr", "agent 'solver' plays policy 'solvr', which is not defined; policies: solver"),
@@ -179,6 +238,13 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: [")
     with pytest.raises(ConfigError, match="not YAML"):
         RunConfig.load(tmp_path / "config.yaml")
+
+
+def test_a_key_that_only_has_a_default_in_the_code_is_set_like_any_other() -> None:
+    overrides = ["trainer.staleness=1", "+trainer.oversample=1.5", "advantage.options.lone=raw"]
+    values = resolve(["experiment=demo_math", *overrides])
+    assert (values["trainer"]["staleness"], values["trainer"]["oversample"]) == (1, 1.5)
+    assert values["advantage"]["options"] == {"lone": "raw"}
 
 
 def keys(model: type[Section]) -> Iterator[str]:

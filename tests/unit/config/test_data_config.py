@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from mcore_mas.config.run import resolve
+from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.prepare import prepare_tasks
 from rollout.config.data import DataConfig, make_tasks
 from rollout.records.trajectory import RecordError, Task, read_tasks, write_tasks

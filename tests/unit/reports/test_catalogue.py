@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import yaml
-
-from mcore_mas.config.run import CONFIGS
 from mcore_mas.reports import catalogue
 from rollout.orchestras import ORCHESTRAS
 from rollout.orchestras.flows import FLOWS
+from tests.support.shipped import TEAMS
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -20,8 +18,7 @@ def test_every_orchestra_has_a_flow() -> None:
 
 
 def test_a_graph_is_its_own_flow() -> None:
-    team = yaml.safe_load((CONFIGS / "team" / "graph.yaml").read_text())
-    edges = list(catalogue.flow("graph", team))
+    edges = list(catalogue.flow("graph", TEAMS["graph"]))
     assert edges[0] == "task --> verify"
     assert 'verify["verify: verifier"]' in edges
     assert "search --> verify" in edges
@@ -32,6 +29,8 @@ def test_a_section_names_roles_rewards_configs_and_source() -> None:
     text = catalogue.page().split("## solver_verifier\n")[1].split("\n## ")[0]
     assert "| `verifier` | `verifier` | `approve` or `reject`, None unless" in text
     assert "reward `shared_outcome`" in text and "Penalty `invalid`" in text
-    assert "[separate](../configs/team/solver_verifier_separate.yaml)" in text and "partly" not in text
+    assert "[solver_verifier](../configs/team/solver_verifier.yaml), with `sharing` shared or separate\n" in text
     assert "[rollout/orchestras/solver_verifier.py](../rollout/orchestras/solver_verifier.py)" in text
     assert "    verifier -->|reject| solver\n" in text
+    partly = catalogue.page().split("## chain\n")[1].split("\n## ")[0]
+    assert "`sharing` shared, separate or partly (`writer` for generator, refiner; `verifier` for verifier)\n" in partly

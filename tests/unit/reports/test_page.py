@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from mcore_mas.cli.main import main
-from mcore_mas.config.run import resolve
+from mcore_mas.config.compose import resolve
 from mcore_mas.reports.pages import trajectory_page
 from mcore_mas.reports.show import advantages_of
 from rollout.records.completion import VersionSpan

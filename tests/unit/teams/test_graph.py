@@ -6,9 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-import yaml
 
-from mcore_mas.config.run import CONFIGS
 from rollout.config.build import build_team
 from rollout.config.sections import AgentConfig, OrchestraConfig
 from rollout.engines.scripted import ScriptedEngine
@@ -20,9 +18,9 @@ from rollout.teams.collect import collect
 from rollout.teams.graph import GraphError, check_agents, read_graph
 from rollout.teams.team import EngineClient
 from tests.support.play import TASK, Adder, Bytes, make_team
-from tests.support.shipped import Library, play_shipped
+from tests.support.shipped import TEAMS, Library, play_shipped
 
-SHIPPED = yaml.safe_load((CONFIGS / "team" / "graph.yaml").read_text())
+SHIPPED = TEAMS["graph"]
 QUESTION = Task(id="t", prompt="Who?", answers=("Alice",), env="search", source="hops", split="train")
 YES, NO = "<verify>yes</verify>", "<verify>no</verify>"
 ALICE = "<answer>Alice</answer>"
@@ -30,7 +28,7 @@ ALICE = "<answer>Alice</answer>"
 
 def by_hand(replies: list[str]) -> Trajectory:
     engine = ScriptedEngine(lambda _, call: (*replies[call].encode(), 0))
-    agents = {name: AgentConfig(**config) for name, config in SHIPPED["agents"].items()}
+    agents = {name: AgentConfig(**config, policy="shared") for name, config in SHIPPED["agents"].items()}
     team = build_team(agents, {"shared": EngineClient(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
     played = collect([QUESTION], team, lambda _: SearchEnv(Library()), search_team, group_size=1, seed=1, step=0)
     return asyncio.run(played)[0].trajectories[0]
@@ -220,7 +218,7 @@ def test_a_diamond_is_no_cycle() -> None:
 
 def test_nodes_must_fit_the_team() -> None:
     config = OrchestraConfig(**SHIPPED["orchestra"])
-    agents = {name: AgentConfig(**values) for name, values in SHIPPED["agents"].items()}
+    agents = {name: AgentConfig(**values, policy="shared") for name, values in SHIPPED["agents"].items()}
     config.check_agents(agents)
     with pytest.raises(GraphError, match="node 'query' asks agent 'searcher', who is not in the team; agents: verif"):
         config.check_agents({name: agent for name, agent in agents.items() if name != "searcher"})

@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings, strategies
 
-from mcore_mas.config.run import ConfigError, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import ConfigError
 from mcore_mas.credit.samples import Sample
 from mcore_mas.training.async_rollout import collect_batch
 from mcore_mas.training.metrics import staleness_metrics

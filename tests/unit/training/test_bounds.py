@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_mas.config.run import ConfigError, RunConfig, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.training.async_rollout import collect_batch
 from mcore_mas.training.metrics import losses, success, validation_metrics
 from mcore_mas.training.session import Stopped

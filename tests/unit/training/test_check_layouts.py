@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.config.run import ConfigError, RunConfig, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.training.trainer_specs import check_layouts
 from rollout.base.errors import ModelError
 from tests.support import reference

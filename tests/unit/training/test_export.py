@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mcore_mas.config.run import resolve
+from mcore_mas.config.compose import resolve
 from mcore_mas.training.export import ExportError, export
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from mcore_mas.config.run import RunConfig, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import RunConfig
 from mcore_mas.megatron.step.trainer_group import meeting_address
 from mcore_mas.training.placement import (
     PlacementError,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.config.run import ConfigError, RunConfig, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.training.engine_factory import world
 from mcore_mas.training.train import train
 from rollout.engines.remote import protocol as keys

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mcore_mas.config.run import ConfigError, RunConfig, resolve
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.training.evaluate import evaluate
 from rollout.base.shared_memory import MEMORY
 from rollout.records.trajectory import read_trajectories

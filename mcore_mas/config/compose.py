@@ -1,0 +1,220 @@
+"""Composition of a run's config: Hydra over the shipped `configs/` and a user's own, grids of experiments, sharing."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
+from hydra.types import RunMode
+from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from mcore_mas.config.errors import uncomposed
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.equations.advantages import ESTIMATORS
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking", "experiment", "recipe")
+_GLOBAL = ("team", "experiment", "recipe")  # groups whose files set any section, not the one of their name
+
+
+class CompositionError(ValueError):
+    """A grid, or the sharing of a team, cannot be read: says which, what was expected and what to do."""
+
+
+def resolve(overrides: Sequence[str], folder: Path | None = None) -> dict[str, Any]:
+    """Compose the configs of `folder`, if any, and the shipped ones with Hydra overrides; validated plain values.
+
+    Raises:
+        ConfigError: a file is no config, an override names nothing, or the result does not validate.
+    """
+    folders = [CONFIGS] if folder is None else [folder.resolve(), CONFIGS]
+    where = f"configs/ with {' '.join(overrides) or 'no overrides'}"
+    try:
+        values = _shared(_composed(overrides, folders))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not YAML ({' '.join(str(error).split())})") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{where}: {uncomposed(error)}") from error
+    except CompositionError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return RunConfig.check(values, where).model_dump(mode="json")
+
+
+def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
+    """The experiments of a folder of configs, each with its file: one by itself, or the grid that it is a row of."""
+    files = sorted((folder / "experiment").glob("*.yaml"))
+    return {name: file for file in files for name in _names(file, file.stat().st_mtime_ns)}
+
+
+def _composed(overrides: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
+    """What Hydra makes of `config.yaml`; of a file in several folders it takes the first."""
+    path = ConfigSearchPathImpl()
+    path.append("hydra", "pkg://hydra.conf")
+    for folder in folders:
+        path.append(str(folder), f"{Folder.scheme()}://{folder}")
+    path.append("schema", "structured://")
+    version.setbase("1.3")
+    loader = ConfigLoaderImpl(path)
+    composed = loader.load_configuration("config", list(map(_forced, overrides)), run_mode=RunMode.RUN)
+    with open_dict(composed):
+        del composed["hydra"]
+    values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    return values
+
+
+def _forced(override: str) -> str:
+    """An override that also sets what only has a default in the code; what is no key is for pydantic to say."""
+    key = override.lstrip("+").partition("=")[0]
+    return override if key.startswith("~") or key in GROUPS else f"++{override.lstrip('+')}"
+
+
+class Folder(FileConfigSource):
+    """A folder of configs, with what has no file of its own: the rows of grids, and estimators without options."""
+
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider, path)
+        self._experiments = experiments(Path(self.path))
+
+    @staticmethod
+    def scheme() -> str:
+        """Of the folders on Hydra's search path."""
+        return "configs"
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether there is such a config; a grid is none itself."""
+        group, name = _place(config_path)
+        if group == "experiment":
+            return name in self._experiments
+        return super().is_config(config_path) or (group == "advantage" and name in ESTIMATORS)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """A config with the section that it sets."""
+        group, name = _place(config_path)
+        if group == "experiment" and self._experiments[name].stem != name:
+            made: Any = _row(self._experiments[name], name)
+        elif group == "advantage" and not super().is_config(config_path):
+            made = {"name": name}
+        else:
+            found = super().load_config(config_path)
+            found.header["package"] = found.header["package"] or ("_global_" if group in _GLOBAL else None)
+            return found
+        header = {"package": "_global_" if group in _GLOBAL else None}
+        return ConfigResult(provider=self.provider, path=self.path, config=OmegaConf.create(made), header=header)
+
+    def is_group(self, config_path: str) -> bool:
+        """Whether there is such a group of configs."""
+        return config_path == "advantage" or super().is_group(config_path)
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """The names in a group."""
+        made = {"experiment": list(self._experiments), "advantage": list(ESTIMATORS)}.get(config_path, [])
+        return sorted({*(super().list(config_path, results_filter) if super().is_group(config_path) else ()), *made})
+
+
+Plugins.instance().register(Folder)
+
+
+def _place(config_path: str) -> tuple[str, str]:
+    group, _, name = config_path.removesuffix(".yaml").rpartition("/")
+    return group, name
+
+
+@lru_cache
+def _names(file: Path, modified_ns: int) -> list[str]:
+    """The experiments in a file, which was `modified_ns` after the epoch: its rows, or without a grid itself."""
+    with file.open(encoding="utf-8") as text:
+        values = yaml.safe_load(text)
+    if not isinstance(values, dict) or "grid" not in values:
+        return [file.stem]
+    if not isinstance(values["grid"], dict):
+        raise CompositionError(f"{file}: grid is {values['grid']}; expected patterns of names, each with its settings")
+    return [name for pattern in values["grid"] for name, _ in _expand(pattern)]
+
+
+def _expand(pattern: str) -> Iterator[tuple[str, list[str]]]:
+    """Each name that a pattern such as `t1_{4b,8b}` stands for, with the words that it took from the braces."""
+    parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
+    for words in itertools.product(*parts):
+        yield "".join(words), list(words[1::2])
+
+
+def _row(file: Path, name: str) -> dict[str, Any]:
+    """A row of a grid: the file without the grid, then the settings of the words in its name, then the row's own."""
+    values: Any = OmegaConf.to_container(OmegaConf.load(file))
+    grid, settings = values.pop("grid"), values.pop("settings", {})
+    pieces = [[*words, own] for pattern, own in grid.items() for row, words in _expand(pattern) if row == name]
+    try:
+        return _merged(values, _setting(pieces, settings), {"run": name})
+    except KeyError as error:
+        known = ", ".join(settings)
+        raise CompositionError(f"{file}: '{name}' takes {error}; expected one of settings: {known}") from error
+
+
+def _setting(piece: Any, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a piece of a row sets: written out, named in `settings`, or a list of both."""
+    if isinstance(piece, str):
+        return _setting(settings[piece], settings)
+    return _merged(*(_setting(part, settings) for part in piece)) if isinstance(piece, list) else piece or {}
+
+
+def _merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings one into the other; the last has the word."""
+    out: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            if key == "defaults":
+                out[key] = _joined(out.get(key, []), value)
+            elif isinstance(value, Mapping) and isinstance(out.get(key), Mapping):
+                out[key] = _merged(out[key], value)
+            else:
+                out[key] = value
+    return out
+
+
+def _joined(first: Sequence[Any], last: Sequence[Any]) -> list[Any]:
+    """Defaults lists in one, as Hydra reads them: of included configs the last has the word, of overrides the first."""
+
+    def overrides(items: Sequence[Any]) -> list[Any]:
+        return [item for item in items if isinstance(item, Mapping) and str(next(iter(item))).startswith("override ")]
+
+    over = [*overrides(last), *overrides(first)]
+    return [*(item for item in (*first, *last) if item not in over), *over]
+
+
+def _shared(values: dict[str, Any]) -> dict[str, Any]:
+    """Give each agent without a policy that of `sharing`, and these policies `policy_defaults`."""
+    sharing, partly = values.pop("sharing", "shared"), values.pop("partly", None)
+    defaults, policies = values.pop("policy_defaults", {}), values.get("policies") or {}
+    agents = values.get("agents")
+    if not isinstance(agents, dict) or not all(isinstance(agent, dict) for agent in agents.values()):
+        return values  # pydantic says what is wrong with them
+    known = {"shared": dict.fromkeys(agents, "shared"), "separate": {name: name for name in agents}, "partly": partly}
+    named = known.get(sharing) if isinstance(sharing, str) else sharing
+    if not isinstance(named, dict) or named.keys() != agents.keys():
+        expected = [name for name, policy in known.items() if policy]
+        raise CompositionError(
+            f"sharing is {sharing}; expected {', '.join(expected)}, or a policy for each of {', '.join(agents)}"
+        )
+    values["agents"] = {name: {**agent, "policy": agent.get("policy", named[name])} for name, agent in agents.items()}
+    if not isinstance(defaults, dict):
+        raise CompositionError(f"policy_defaults is {defaults}; expected keys of a policy, for example lr: 1.0e-6")
+    if defaults and isinstance(policies, dict):
+        played = [agent["policy"] for agent in values["agents"].values() if agent["policy"] in named.values()]
+        values["policies"] = {
+            name: _merged(defaults, policies.get(name) or {}) for name in dict.fromkeys([*played, *policies])
+        }
+    return values
