@@ -24,7 +24,7 @@ from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.training.weight_sync import WeightSync
-from rollout.base.shared_memory import fresh_place
+from rollout.base.files import memory_path
 from rollout.engines.embedded.engine import HostedEngine
 from rollout.models.architecture import read_architecture
 from rollout.sync.shared import SharedWeights
@@ -64,7 +64,7 @@ def seconds(do: Callable[[], object]) -> float:
 def transfer(folder: Path) -> float:
     """Memcpy's seconds over those of gathering all weights and writing them in the engine's order, alternating."""
     trainer = start_trainer(folder, Objective(loss="cross_entropy"))
-    shared = SharedWeights(fresh_place(), read_architecture(folder, dense=True), create=True)
+    shared = SharedWeights(memory_path(), read_architecture(folder, dense=True), create=True)
     source = [tensor.clone() for _, tensor in trainer.weights()]
     target = [torch.zeros_like(tensor) for tensor in source]
 

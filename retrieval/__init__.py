@@ -6,8 +6,6 @@ index     exact inner-product search over a verified folder
 batcher   many concurrent requests -> few searches, on one thread
 app       the HTTP routes, limits and statuses
 server    `python -m retrieval.server`
-sidecar   the server as a child process that cannot outlive its parent
-client    what agents import: no torch, no FAISS
+client    what agents import, without torch or FAISS; the server as a child process
 wire      limits and JSON shapes that server and client share
-files     files that appear whole or not at all
 """

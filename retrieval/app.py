@@ -1,5 +1,7 @@
 """The HTTP application of the retrieval server: routes, limits, and failures as statuses."""
 
+from __future__ import annotations
+
 import asyncio
 import hmac
 import os

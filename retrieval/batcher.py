@@ -1,5 +1,7 @@
 """Turns many concurrent requests into few searches, all on one thread."""
 
+from __future__ import annotations
+
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable

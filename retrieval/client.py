@@ -1,20 +1,20 @@
-"""The asynchronous retrieval client that agents and environments use; imports no torch and no FAISS."""
+"""Retrieval client, and the server as a child process: what agents and environments import, without torch or FAISS."""
+
+from __future__ import annotations
 
 import asyncio
 import json
-import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
-import httpx
-
 from retrieval.corpus import Passage, RetrievalError
-from retrieval.sidecar import RetrieverSidecar
 from retrieval.wire import (
     DEFAULT_TOPK,
     MAX_BODY_BYTES,
@@ -24,6 +24,8 @@ from retrieval.wire import (
     check_topk,
     parse_response,
 )
+from rollout.base.http import HttpClient, Refused, Unanswered, retried
+from rollout.base.processes import start_group, stop_group
 
 __all__ = [
     "BadRequest",
@@ -35,11 +37,9 @@ __all__ = [
     "probe",
 ]
 
-BACKOFF_S = 0.1  # mean of the first pause; doubles with each retry
-MAX_BACKOFF_S = 5.0
 BODY_ROOM = MAX_BODY_BYTES - 1024  # bytes of queries in one request
 
-Reply = TypeVar("Reply")
+Parsed = TypeVar("Parsed")
 
 
 class RetrievalUnavailable(RetrievalError):
@@ -59,9 +59,8 @@ class RetrievalClient:
         self.retried = 0  # of these, retries
         self._timeout_s = timeout_s
         self._retries = retries
-        self._headers = {"Authorization": f"Bearer {token_file.read_text().strip()}"} if token_file else {}
+        self._http = HttpClient(url, token=token_file.read_text().strip() if token_file else None)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._http: httpx.AsyncClient | None = None
         self._waiting: dict[tuple[str, int], list[asyncio.Future[list[Passage]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -81,32 +80,22 @@ class RetrievalClient:
 
     async def info(self) -> dict[str, Any]:
         """What the server says about its index: encoder, ntotal, sha256 and counts."""
-        self._enter_loop()
         return await self._request("GET", "/info", None, _parse_info)
 
     async def aclose(self) -> None:
         """Closes the connections of the running event loop."""
-        if self._http is not None:
-            await self._http.aclose()
-            self._http = self._loop = None
+        await self._http.aclose()
 
-    async def __aenter__(self) -> "RetrievalClient":
+    async def __aenter__(self) -> RetrievalClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def _enter_loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._loop = loop
-            self._waiting, self._tasks = {}, set()
-            # trust_env off: a proxy variable must not send loopback traffic elsewhere.
-            self._http = httpx.AsyncClient(
-                base_url=self.url, headers=self._headers, trust_env=False, timeout=self._timeout_s
-            )
+            self._loop, self._waiting, self._tasks = loop, {}, set()
         return loop
 
     def _flush(self) -> None:
@@ -131,39 +120,111 @@ class RetrievalClient:
             for future in (future for future in futures if not future.done()):
                 future.set_result(list(passages))
 
-    async def _request(self, method: str, path: str, body: object, parse: Callable[[bytes], Reply]) -> Reply:
+    async def _request(self, method: str, path: str, body: object, parse: Callable[[bytes], Parsed]) -> Parsed:
         """The parsed reply; raises RetrievalError if refused (4xx), RetrievalUnavailable if time or retries ran out.
 
         A reply that `parse` rejects with ValueError counts as a failure of the server and is retried like one.
         """
         trouble = "no reply"
+
+        async def attempt() -> Parsed:
+            nonlocal trouble
+            self.posts += 1
+            try:
+                reply = await self._http.send(method, path, body)
+                return parse(reply.succeeded().content)
+            except ValueError as error:
+                trouble = f"malformed reply: {error}"
+                raise Unanswered(trouble) from None
+            except Unanswered as error:
+                trouble = str(error)
+                raise
+
         try:
             async with asyncio.timeout(self._timeout_s):
-                for attempt in range(self._retries + 1):
-                    self.posts += 1
-                    self.retried += attempt > 0
-                    pause_s = random.uniform(0, 2) * min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
-                    try:
-                        reply = await self._connection().request(method, path, json=body)
-                        if reply.status_code == 200:
-                            return parse(reply.content)
-                        trouble = f"status {reply.status_code}: {reply.text[:200]}"
-                        if reply.status_code < 500 and reply.status_code != 429:
-                            raise RetrievalError(f"{self.url}{path} refused the request, {trouble}")
-                        pause_s = max(pause_s, _retry_after_s(reply))
-                    except httpx.TransportError as error:
-                        trouble = str(error) or type(error).__name__
-                    except ValueError as error:
-                        trouble = f"malformed reply: {error}"
-                    if attempt < self._retries:
-                        await asyncio.sleep(pause_s)
+                return await retried(attempt, retries=self._retries, note=self._count)
+        except Refused as refusal:
+            raise RetrievalError(f"{self.url}{path} refused the request, {refusal}") from None
         except TimeoutError:
             trouble = f"deadline of {self._timeout_s:g} s passed, last trouble: {trouble}"
+        except Unanswered:
+            pass
         raise RetrievalUnavailable(f"retriever at {self.url} is unavailable ({trouble}); is the server running?")
 
-    def _connection(self) -> httpx.AsyncClient:
-        assert self._http is not None
-        return self._http
+    def _count(self) -> None:
+        self.retried += 1
+
+
+class RetrieverSidecar:
+    """`with RetrieverSidecar(index_dir) as url:` runs a server on a free loopback port for as long as the block.
+
+    The child has its own process group, which is killed on the way out, and it dies with the thread that started it:
+    enter and leave on a thread that lives as long as the block.
+    """
+
+    def __init__(
+        self,
+        index_dir: Path | str,
+        *,
+        log_path: Path | str | None = None,
+        threads: int = 1,
+        encoder_folder: Path | str | None = None,
+        timeout_s: float = 120.0,
+        extra_args: tuple[str, ...] = (),
+    ) -> None:
+        """`log_path` gets the server's output (default: a temporary file); `timeout_s` bounds the start."""
+        self.index_dir = Path(index_dir).resolve()
+        self.url: str | None = None  # set while the server runs
+        self.pid: int | None = None
+        self._log_path = Path(log_path).resolve() if log_path else None
+        self._options = ["--threads", str(threads), *extra_args]
+        if encoder_folder:
+            self._options += ["--encoder-folder", str(Path(encoder_folder).resolve())]
+        self._timeout_s = timeout_s
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> str:
+        """Starts the server, returns its URL; raises RetrievalError with the server's last line if it cannot start."""
+        self._folder = tempfile.TemporaryDirectory(prefix="retriever-")
+        ready_file = Path(self._folder.name) / "ready.json"
+        log_path = self._log_path or Path(self._folder.name) / "server.log"
+        log_path.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "retrieval.server", "--index", str(self.index_dir), "--port", "0"]
+        command += ["--ready-file", str(ready_file), *self._options]
+        try:
+            # in the folder where `-m retrieval.server` is found, installed or not
+            self._child = start_group(command, log=log_path, cwd=Path(__file__).resolve().parents[1])
+            self.pid = self._child.pid
+            self.url = self._wait(ready_file, log_path)
+        except BaseException:
+            self._stop()
+            raise
+        return self.url
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _wait(self, ready_file: Path, log_path: Path) -> str:
+        assert self._child is not None
+        deadline = time.monotonic() + self._timeout_s
+        while not ready_file.exists():
+            code = self._child.poll()
+            if code is not None or time.monotonic() > deadline:
+                happened = f"ended with code {code}" if code is not None else f"not ready after {self._timeout_s:g} s"
+                lines = log_path.read_text(errors="replace").strip().splitlines()
+                last = lines[-1] if lines else "nothing"
+                kept = f" (log: {log_path})" if self._log_path else ""
+                raise RetrievalError(f"retrieval server for {self.index_dir} {happened}; it last said: {last}{kept}")
+            time.sleep(0.02)
+        return str(json.loads(ready_file.read_bytes())["url"])
+
+    def _stop(self) -> None:
+        if self._child is not None:
+            stop_group(self._child)
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._child = self._folder = self.url = self.pid = None
 
 
 def probe(server: str | RetrieverSidecar, sample: Sequence[Passage], k: int = DEFAULT_TOPK) -> dict[str, Any]:
@@ -220,8 +281,3 @@ def _parse_info(body: bytes) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise ValueError("expected an object")
     return info
-
-
-def _retry_after_s(reply: httpx.Response) -> float:
-    value = reply.headers.get("retry-after", "")
-    return float(value) if value.isdecimal() else 0.0

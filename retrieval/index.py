@@ -1,17 +1,19 @@
 """An exact inner-product index over a corpus, in a folder that proves what it holds."""
 
-import json
+from __future__ import annotations
+
 from dataclasses import asdict, dataclass, fields, replace
 from os.path import relpath
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import faiss
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from retrieval.corpus import Corpus, Passage, RetrievalError
 from retrieval.encoder import Encoder, EncoderIdentity
-from retrieval.files import atomic_path, sha256_files, write_json
+from rollout.base.files import atomic_path, sha256, write_json
 
 MANIFEST = "index.json"
 VECTORS = "vectors.faiss"
@@ -23,6 +25,8 @@ CHUNK = 4096  # passages encoded together
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """What an index folder claims; every claim is checked when it is opened."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
     format: str
     encoder: EncoderIdentity
@@ -40,7 +44,7 @@ def build_index(corpus_path: Path | str, out_dir: Path | str, encoder: Encoder) 
     """
     corpus_path, out_dir = Path(corpus_path), Path(out_dir)
     corpus = Corpus(corpus_path)
-    corpus_sha256 = sha256_files(corpus_path)
+    corpus_sha256 = sha256(corpus_path)
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / MANIFEST).unlink(missing_ok=True)
     index = faiss.IndexFlatIP(encoder.identity.dim)
@@ -56,7 +60,7 @@ def build_index(corpus_path: Path | str, out_dir: Path | str, encoder: Encoder) 
         ntotal=index.ntotal,
         corpus=relpath(corpus_path.resolve(), out_dir.resolve()),
         corpus_sha256=corpus_sha256,
-        index_sha256=sha256_files(out_dir / VECTORS),
+        index_sha256=sha256(out_dir / VECTORS),
     )
     write_json(out_dir / MANIFEST, asdict(manifest))
     return manifest
@@ -66,14 +70,13 @@ def read_manifest(index_dir: Path | str) -> Manifest:
     """The manifest of an index folder; raises RetrievalError if it is missing, damaged or of another format."""
     path = Path(index_dir) / MANIFEST
     try:
-        data: dict[str, Any] = json.loads(path.read_bytes())
-        _check_fields(data, Manifest)
-        _check_fields(data["encoder"], EncoderIdentity)
-        manifest = Manifest(**{**data, "encoder": EncoderIdentity(**data["encoder"])})
+        manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())
     except FileNotFoundError:
         raise RetrievalError(f"{path} does not exist: no index was finished there; build it") from None
-    except (ValueError, TypeError) as error:
-        raise RetrievalError(f"{path} is damaged ({error}); build the index again") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RetrievalError(f"{path} is damaged ({where}: {first['msg']}); build the index again") from None
     _expect(path, "format", manifest.format, FORMAT)
     _expect(path, "dim", manifest.dim, manifest.encoder.dim)
     return manifest
@@ -88,7 +91,7 @@ class Index:
         self._vectors = vectors
 
     @classmethod
-    def open(cls, index_dir: Path | str, *, encoder: EncoderIdentity | None = None) -> "Index":
+    def open(cls, index_dir: Path | str, *, encoder: EncoderIdentity | None = None) -> Index:
         """Opens and verifies a folder; raises RetrievalError naming the first thing that is not as its manifest says.
 
         `encoder` is the identity that will encode the queries.
@@ -101,11 +104,11 @@ class Index:
                 _expect(f"encoder given for {index_dir}", field.name, given, built)
         corpus = Corpus((index_dir / manifest.corpus).resolve())
         _expect(corpus.path, "number of lines", len(corpus), manifest.ntotal)
-        _expect(corpus.path, "sha256", sha256_files(corpus.path), manifest.corpus_sha256)
+        _expect(corpus.path, "sha256", sha256(corpus.path), manifest.corpus_sha256)
         path = index_dir / VECTORS
         if not path.is_file():
             raise RetrievalError(f"{path} does not exist; build the index again")
-        _expect(path, "sha256", sha256_files(path), manifest.index_sha256)
+        _expect(path, "sha256", sha256(path), manifest.index_sha256)
         vectors = faiss.read_index(str(path))
         _expect(path, "metric", vectors.metric_type, faiss.METRIC_INNER_PRODUCT)
         _expect(path, "dim", vectors.d, manifest.dim)
@@ -169,14 +172,3 @@ def _expect(where: Path | str, what: str, got: object, expected: object) -> None
             f"{where}: {what} is {got!r}, expected {expected!r}; "
             "build the index again, or restore the files it was built from"
         )
-
-
-def _check_fields(data: object, record: type) -> None:
-    if not isinstance(data, dict):
-        raise TypeError(f"expected an object, got a {type(data).__name__}")
-    for field in fields(record):
-        plain = field.type in (str, int, bool)
-        if field.name not in data or (plain and type(data[field.name]) is not field.type):
-            raise TypeError(f"{field.name!r} is missing or of the wrong type")
-    if unknown := set(data) - {field.name for field in fields(record)}:
-        raise TypeError(f"unknown keys {sorted(unknown)}")

@@ -1,8 +1,8 @@
 """The retrieval server: `python -m retrieval.server --index DIR --ready-file PATH`."""
 
+from __future__ import annotations
+
 import argparse
-import ctypes
-import ipaddress
 import os
 import signal
 import socket
@@ -14,9 +14,10 @@ from typing import NoReturn
 import uvicorn
 
 from retrieval.corpus import RetrievalError
-from retrieval.files import write_json
+from rollout.base.files import write_json
+from rollout.base.http import is_loopback
+from rollout.base.processes import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 DRAIN_S = 10
 
 
@@ -28,22 +29,6 @@ def bind(host: str, port: int) -> socket.socket:
     listener.bind((host, port))
     listener.listen(2048)
     return listener
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a listener on `host`."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks Linux to kill this process when the thread that started it ends; `parent` is the expected parent's pid."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent and os.getppid() != parent:
-        sys.exit("retrieval server: the parent process ended before the server started")
 
 
 class ReadyServer(uvicorn.Server):
@@ -59,7 +44,7 @@ class ReadyServer(uvicorn.Server):
             self._on_listening()
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The parsed command line."""
     parser = argparse.ArgumentParser(prog="python -m retrieval.server", description=__doc__)
     parser.add_argument("--index", type=Path, required=True, help="folder written by build_index")
@@ -79,7 +64,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def serve(args: argparse.Namespace) -> None:
+def run_server(args: argparse.Namespace) -> None:
     """Loads, checks, listens and answers until SIGTERM or SIGINT; raises RetrievalError if it cannot start."""
     token = args.token_file.read_text().strip() if args.token_file else None
     if token is not None and len(token) < 16:
@@ -133,14 +118,14 @@ def _end(_signal: int, _frame: object) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> None:
     """The command line: exit code 0 after a signal, 2 with one line on standard error if it cannot start."""
-    args = arguments(argv)
+    args = parse_arguments(argv)
     # uvicorn drains on these signals, then raises them again for whoever had them before: exit with 0.
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)
     if args.die_with_parent is not None:
-        die_with_parent(args.die_with_parent)
+        die_with_parent(signal.SIGKILL, args.die_with_parent)
     try:
-        serve(args)
+        run_server(args)
     except (RetrievalError, OSError) as error:
         print(f"retrieval server: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,5 +1,7 @@
 """The limits and JSON shapes of `POST /retrieve`, shared by the server and the client."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Sequence

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Annotated
 import psutil
 import typer
 
-from rollout.base.processes import die_with_parent, stop_group
+from rollout.base.processes import start_group, stop_group
 
 commands = typer.Typer()
 _PANEL = "This machine"
@@ -53,7 +52,7 @@ def serve_mlflow(store: str, port: int) -> None:
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
     signal.signal(signal.SIGTERM, _interrupt)
-    child = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=die_with_parent)
+    child = start_group(command, env=environment, death=signal.SIGTERM)
     print(f"MLflow: http://{HOST}:{port}  (Ctrl-C ends it)", flush=True)
     try:
         status = child.wait()

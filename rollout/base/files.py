@@ -1,4 +1,4 @@
-"""Files that are complete or absent, and one owner per run folder."""
+"""Atomic file writes, sha256 digests, a lock for one owner per folder, and names in shared memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import socket
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +24,36 @@ class FolderError(RuntimeError):
     """A folder cannot be used: one line that says what, where, what to do."""
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write `text`, complete or not at all."""
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path`: what is written there becomes `path` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path` that takes its place when the block ends without an error."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` in UTF-8, complete or not at all."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -62,10 +85,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sha256(path: Path) -> str:
-    """Hexadecimal digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256(*paths: Path) -> str:
+    """Hexadecimal digest of the files' bytes one after another; for one file, what `sha256sum` prints."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
 
 
 def writable(folder: Path) -> Path:
@@ -124,6 +150,23 @@ def _alive(owner: dict[str, Any]) -> bool:
     if owner["host"] != socket.gethostname():
         return True  # not provably dead
     try:
-        return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 1.0
+        return bool(abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 1.0)
     except psutil.NoSuchProcess:
         return False
+
+
+MEMORY = Path("/dev/shm")  # noqa: S108  (a file system in memory, not a place for temporary files)
+_PREFIX = "mcore_mas-weights"
+
+
+def memory_path() -> Path:
+    """A path in shared memory that nobody uses; what ended processes left behind there is removed first."""
+    for left in MEMORY.glob(f"{_PREFIX}-*"):
+        owner = left.name.split("-")[2]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            with contextlib.suppress(OSError):
+                if left.is_dir():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink()
+    return MEMORY / f"{_PREFIX}-{os.getpid()}-{time.monotonic_ns()}"

@@ -12,10 +12,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import Field, model_validator
 
 from rollout.base.deadlines import Limits
+from rollout.base.http import check_url
 from rollout.base.registry import lookup
 from rollout.base.section import Section
 from rollout.engines import ENGINES, TRANSPORTS
-from rollout.engines.remote.config import _check_url
 from rollout.environments import ENVS
 from rollout.orchestras import ORCHESTRAS
 from rollout.records.trajectory import Group, Task
@@ -105,7 +105,7 @@ class EnvConfig(Choice):
     def _known(self) -> EnvConfig:
         self.check("env", ENVS, "retriever", "sandbox")
         if self.name in ENVS:
-            _check_url("server", self.options.get("server"), secret=False)
+            check_url("server", self.options.get("server"), secret=False)
         return self
 
 
@@ -201,7 +201,7 @@ class EngineConfig(Section):
         if self.name == "scripted":
             raise ValueError("the scripted engine has canned replies, for tests in Python; no run can be made of them")
         for url in self.urls:
-            _check_url("urls", url, secret=self.key_file is not None)
+            check_url("urls", url, secret=self.key_file is not None)
         known = TRANSPORTS.get(self.name)
         if known and self.transport not in (None, *known):
             raise ValueError(f"{self.name} has no transport '{self.transport}'; known: {', '.join(known)}")

@@ -57,7 +57,7 @@ class Renderer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of completion tokens without special tokens."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _text(self, messages: Sequence[Message]) -> str:
         chat = [{"role": message.role, "content": message.content} for message in messages]

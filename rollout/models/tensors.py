@@ -56,7 +56,7 @@ class TensorFiles:
         self._files: dict[str, Any] = {}  # opened file by the name of each tensor in it
         for file in files:
             try:
-                opened = safe_open(str(file), "pt")
+                opened: Any = safe_open(str(file), "pt")
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{file}: not a readable safetensors file ({error})") from error
             self._files |= dict.fromkeys(opened.keys(), opened)

@@ -14,10 +14,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from rollout.base.http import Unanswered
 from rollout.engines.remote.caller import Caller, Tally
 from rollout.engines.remote.config import RemoteConfig
 from rollout.engines.remote.ledger import BudgetExhausted
-from rollout.engines.remote.protocol import CallFailed, CallRefused, Settings
+from rollout.engines.remote.protocol import CallRefused, Settings
 from rollout.records.trajectory import Group, Message, Status, Trajectory, Turn
 from rollout.rewards.coach_questions import Malformed, Verdict, View, parse, question, repair
 
@@ -168,7 +169,7 @@ class Coach:
                 return Unscored("malformed", f"{trouble}, also when asked again")
             except CallRefused as trouble:
                 return Unscored("refused", str(trouble))
-            except CallFailed as trouble:
+            except Unanswered as trouble:
                 return Unscored("unavailable", str(trouble))
 
     async def _ask(self, agent: str, messages: tuple[Message, ...], deadline: float) -> str:

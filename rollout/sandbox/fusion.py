@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import httpx
-
+from rollout.base.http import HttpClient, Refused, Unanswered, retried
 from rollout.sandbox.jail import check_name
 from rollout.sandbox.records import Limits, Result, SandboxError, Verdict
 
-_BACKOFF_S, _MAX_BACKOFF_S = 0.2, 10.0
 _ROOM_S = 10.0  # for the server's own work, beyond a program's wall time
 _REPLY_BYTES = 64 << 20
-_BUSY = (429, 500, 502, 503, 504)
 
 
 class SandboxFusion:
@@ -37,12 +31,11 @@ class SandboxFusion:
         """`slots` requests at once; `token_file` holds the server's bearer token, if it wants one."""
         self.limits = limits or Limits()
         self.retried = 0  # requests that were sent again
-        self._url = url.rstrip("/")
         self._slots = slots
         self._retries = retries
-        self._headers = {"Authorization": f"Bearer {token_file.read_text().strip()}"} if token_file else {}
+        token = token_file.read_text().strip() if token_file else None
+        self._http = HttpClient(url, token=token, most_bytes=_REPLY_BYTES)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._http: httpx.AsyncClient | None = None
 
     async def run(
         self,
@@ -78,16 +71,12 @@ class SandboxFusion:
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""
-        if self._http is not None:
-            await self._http.aclose()
-            self._http = self._loop = None
+        await self._http.aclose()
 
     async def __aenter__(self) -> SandboxFusion:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def _enter_loop(self) -> None:
@@ -95,46 +84,31 @@ class SandboxFusion:
         if loop is not self._loop:
             self._loop = loop
             self._free = asyncio.Semaphore(self._slots)
-            # trust_env off: a proxy variable must not send loopback traffic elsewhere.
-            self._http = httpx.AsyncClient(base_url=self._url, headers=self._headers, trust_env=False)
 
     async def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """The server's answer on a program; whatever else it says is tried again, but for a refusal."""
-        trouble, pause_s = "no reply", 0.0
-        for attempt in range(self._retries + 1):
-            if attempt:
-                self.retried += 1
-                await asyncio.sleep(max(pause_s, random.uniform(0, 2) * min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S)))
-                pause_s = 0.0
-            try:
-                async with asyncio.timeout(timeout_s):
-                    status, headers, content = await self._exchange(path, body)
-                if status == 200:
-                    answer = json.loads(content)
-                    if answer["status"] != "SandboxError":
-                        return dict(answer)
-                    trouble = f"its sandbox failed: {str(answer.get('message'))[:200]}"
-                elif status in _BUSY:
-                    trouble = f"status {status}"
-                    after = headers.get("retry-after", "")
-                    pause_s = min(float(after), 10 * _MAX_BACKOFF_S) if after.isdecimal() else 0.0
-                else:
-                    raise SandboxError(f"{self._url}{path} refused the request, status {status}: {content[:200]!r}")
-            except (httpx.TransportError, TimeoutError) as error:
-                trouble = str(error) or type(error).__name__
-            except (ValueError, KeyError, TypeError) as error:
-                trouble = f"malformed reply ({type(error).__name__})"
-        raise SandboxError(f"the sandbox server {self._url} gives no verdict ({trouble}); is it running?")
 
-    async def _exchange(self, path: str, body: dict[str, Any]) -> tuple[int, httpx.Headers, bytes]:
-        assert self._http is not None
-        content = bytearray()
-        async with self._http.stream("POST", path, json=body, timeout=None) as reply:
-            async for part in reply.aiter_bytes():
-                content += part
-                if len(content) > _REPLY_BYTES:
-                    raise ValueError("too long")
-        return reply.status_code, reply.headers, bytes(content)
+        async def attempt() -> dict[str, Any]:
+            reply = (await self._http.send("POST", path, body, timeout_s=timeout_s)).succeeded()
+            try:
+                answer = dict(reply.json())
+                failed = answer["status"] == "SandboxError"
+            except (KeyError, TypeError, ValueError) as error:
+                raise Unanswered(f"malformed reply ({type(error).__name__})") from None
+            if failed:
+                raise Unanswered(f"its sandbox failed: {str(answer.get('message'))[:200]}")
+            return answer
+
+        url = self._http.url
+        try:
+            return await retried(attempt, retries=self._retries, note=self._count)
+        except Refused as refusal:
+            raise SandboxError(f"{url}{path} refused the request, {refusal}") from None
+        except Unanswered as trouble:
+            raise SandboxError(f"the sandbox server {url} gives no verdict ({trouble}); is it running?") from None
+
+    def _count(self) -> None:
+        self.retried += 1
 
 
 def _read(answer: dict[str, Any], limits: Limits) -> Result:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from rollout.base.deadlines import LateCall
 from rollout.base.errors import EngineError
+from rollout.base.http import Unanswered
 from rollout.engines.remote.caller import Caller, Tally
 from rollout.engines.remote.config import RemoteConfig
-from rollout.engines.remote.protocol import CallFailed, CallRefused, Settings
+from rollout.engines.remote.protocol import CallRefused, Settings
 from rollout.records.completion import Completion, Sampling, VersionSpan
 from rollout.records.trajectory import Message
 from rollout.teams.team import PolicyReply
@@ -57,7 +58,7 @@ class RemoteClient:
                     answer = await self._caller.ask("external", messages, settings, self._tally, deadline=deadline)
             except TimeoutError:
                 raise LateCall(f"{self._config.model}: no reply within {self._config.deadline_s:g} s") from None
-            except (CallFailed, CallRefused) as failure:
+            except (Unanswered, CallRefused) as failure:
                 raise EngineError(f"{self._config.model}: {failure}") from failure
         silence = Completion(token_ids=(), logprobs=(), finish_reason=answer.finish_reason, versions=(_FROZEN,))
         return PolicyReply(text=answer.text, prompt_ids=(), completion=silence, trainable=False)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from rollout.base.errors import EngineError
-from rollout.base.say import say
-from rollout.base.shared_memory import fresh_place
+from rollout.base.files import memory_path
+from rollout.base.processes import say
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.engines.embedded.host import Ask, Host
 from rollout.engines.protocol import BUSY, Tag
@@ -143,9 +143,9 @@ class HostedEngine:
         self._transport, self._restarts, self._tell = transport, restarts, tell
         if transport not in ("shared", "disk", "delta"):
             raise EngineError(f"the embedded engine has no transport '{transport}'; known: delta, disk, shared")
-        self._weights_folder = Path(weights_folder) if weights_folder else fresh_place()
+        self._weights_folder = Path(weights_folder) if weights_folder else memory_path()
         self._actor = ray.remote(num_cpus=0)(Host).options(**place or {})
-        self._file = fresh_place()
+        self._file = memory_path()
         self._shared = self._mapped()
         self._half: int | None = None  # the one that the weights are in; None: they are the folder's
         self._free = 0  # the one that the next weights go into

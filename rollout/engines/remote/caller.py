@@ -6,24 +6,27 @@ import asyncio
 import hashlib
 import json
 import math
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.base.http import Unanswered, retried
 from rollout.engines.remote import provider_class
 from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Limits, Reservation, Spending
-from rollout.engines.remote.protocol import Answer, CallFailed, CallRefused, Provider, RemoteError, Settings, read_key
+from rollout.engines.remote.protocol import Answer, CallRefused, Provider, RemoteError, Settings, read_key
 from rollout.records.trajectory import Message
 
 if TYPE_CHECKING:
     from rollout.engines.remote.config import RemoteConfig
 
-BACKOFF_S = 0.5  # mean of the first pause; doubles with each retry
-MAX_BACKOFF_S = 30.0
+CALL_BACKOFF_S = 0.5  # mean of the first pause; doubles with each retry
 TEMPLATE_TOKENS = 64  # that a chat template may add to a message
+
+
+class _TooLate(Exception):
+    """The server asked for a pause that reaches past the deadline."""
 
 
 @dataclass(slots=True)
@@ -93,7 +96,7 @@ class Caller:
         """The model's reply on behalf of `agent`; `deadline` is a time.monotonic() past which no pause may reach.
 
         Raises:
-            CallFailed: no reply within the retries, or before a pause would pass the deadline.
+            Unanswered: no reply within the retries, or before a pause would pass the deadline.
             CallRefused: the server refuses this prompt.
             BudgetExhausted: the call might cost more than is left.
             RemoteError: the model cannot be used at all.
@@ -146,19 +149,31 @@ class Caller:
     async def _fetch(
         self, agent: str, digest: str, messages: Sequence[Message], settings: Settings, tally: Tally, deadline: float
     ) -> Answer:
-        for attempt in range(self._config.retries + 1):
+        calls = 0
+
+        async def attempt() -> Answer:
+            nonlocal calls
             while (wait := self._not_before - time.monotonic()) > 0:  # another call may push it further meanwhile
-                await self._pause(wait, deadline)
+                if time.monotonic() + wait > deadline:
+                    raise _TooLate(f"the next try is due in {wait:.3g} s, past the deadline")
+                await asyncio.sleep(wait)
             reservation = await self._reserve(agent, self._worst(messages, settings))
+            calls += 1
             tally.calls += 1
             try:
                 return await self._call(reservation, digest, messages, settings, tally)
-            except CallFailed as failure:
+            except Unanswered as failure:
                 self._not_before = max(self._not_before, time.monotonic() + failure.retry_after_s)
-                if attempt == self._config.retries:
-                    raise CallFailed(f"{failure} (after {attempt + 1} calls)") from None
-                await self._pause(random.uniform(0.5, 1.5) * min(BACKOFF_S * 2**attempt, MAX_BACKOFF_S), deadline)
-        raise AssertionError("the last attempt returns or raises")
+                raise
+
+        retries, patience_s = self._config.retries, deadline - time.monotonic()
+        try:
+            return await retried(attempt, retries=retries, backoff_s=CALL_BACKOFF_S, patience_s=patience_s)
+        except _TooLate as late:
+            raise Unanswered(str(late)) from None
+        except Unanswered as failure:
+            why = f"after {calls} calls" if calls > retries else "the next try is due past the deadline"
+            raise Unanswered(f"{failure} ({why})") from None
 
     async def _call(
         self, reservation: Reservation, digest: str, messages: Sequence[Message], settings: Settings, tally: Tally
@@ -177,10 +192,10 @@ class Caller:
             tally.answers += 1
             return answer
         except TimeoutError:
-            raise CallFailed(f"no answer within {self._config.timeout_s:g} s") from None
-        except CallFailed as failure:
+            raise Unanswered(f"no answer within {self._config.timeout_s:g} s") from None
+        except Unanswered as failure:
             cost = Spending(calls=1) if failure.unbilled else None
-            raise CallFailed(
+            raise Unanswered(
                 self._redact(str(failure)), retry_after_s=failure.retry_after_s, unbilled=failure.unbilled
             ) from None
         except CallRefused as refusal:
@@ -208,11 +223,6 @@ class Caller:
                 if not self._ledger.in_flight:  # nobody's worst case can turn into room any more
                     raise BudgetExhausted(f"{self._config.provider} '{self._config.model}': {exhausted}") from None
                 await self._enter_loop().settled.wait()
-
-    async def _pause(self, seconds: float, deadline: float) -> None:
-        if time.monotonic() + seconds > deadline:
-            raise CallFailed(f"the next try is due in {seconds:.3g} s, past the deadline")
-        await asyncio.sleep(seconds)
 
     def _redact(self, text: str) -> str:
         return self._key.redact(text) if self._key else text

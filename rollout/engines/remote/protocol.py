@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from rollout.base.http import Unanswered, retry_after_s
 from rollout.records.trajectory import Message
 
 SHOWN = 200  # characters of a server's own words in an error
@@ -22,20 +21,6 @@ class RemoteError(RuntimeError):
 
 class CallRefused(RuntimeError):
     """The server will not answer this prompt, however often it is asked."""
-
-
-class CallFailed(RuntimeError):
-    """One call got no reply; another try may.
-
-    Attributes:
-        retry_after_s: seconds the server asked to wait, 0 if it did not say.
-        unbilled: the server certainly did no work on the call.
-    """
-
-    def __init__(self, trouble: str, *, retry_after_s: float = 0.0, unbilled: bool = False) -> None:
-        super().__init__(trouble)
-        self.retry_after_s = retry_after_s
-        self.unbilled = unbilled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +50,7 @@ class Provider(Protocol):
         """Ask once.
 
         Raises:
-            CallFailed: no usable reply this time.
+            Unanswered: no usable reply this time.
             CallRefused: this prompt will not be answered.
             RemoteError: no prompt will be answered (key, model, URL, quota).
         """
@@ -80,22 +65,8 @@ def status_error(status: int, body: str, headers: Mapping[str, str]) -> Exceptio
     if status in (401, 402, 403, 404) or 300 <= status < 400 or (status == 429 and _out_of_quota(body)):
         return RemoteError(trouble)
     if status in (408, 409, 425, 429) or status >= 500:
-        return CallFailed(trouble, retry_after_s=retry_after_s(headers), unbilled=True)
+        return Unanswered(trouble, retry_after_s=retry_after_s(headers), unbilled=True)
     return CallRefused(trouble)
-
-
-def retry_after_s(headers: Mapping[str, str], now: float | None = None) -> float:
-    """Seconds to wait according to `retry-after-ms` or `Retry-After` (seconds or a date), 0 without either."""
-    for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
-        value = headers.get(name, "").strip()
-        if value.replace(".", "", 1).isdecimal():
-            return float(value) * unit_s
-        if value:
-            try:
-                return max(0.0, parsedate_to_datetime(value).timestamp() - (time.time() if now is None else now))
-            except ValueError:
-                continue
-    return 0.0
 
 
 def split_system(messages: Sequence[Message]) -> tuple[str | None, list[Message]]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from rollout.base.http import HttpClient, Unanswered, unanswered
 from rollout.engines.remote.protocol import (
     Answer,
-    CallFailed,
     Key,
     RemoteError,
     Settings,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 OPENAI_URL = "https://api.openai.com/v1"
 LARGEST = 4 * 2**20  # bytes of a reply
-UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError, httpx.UnsupportedProtocol)
 
 
 class OpenAIChat:
@@ -36,13 +35,12 @@ class OpenAIChat:
     def __init__(self, config: RemoteConfig, key: Key | None) -> None:
         self._model = config.model
         self._extra = dict(config.request)
-        self._http = httpx.AsyncClient(
-            base_url=config.url or OPENAI_URL,
-            headers={"Authorization": f"Bearer {key.reveal()}"} if key else {},
-            timeout=config.timeout_s,
+        self._http = HttpClient(
+            config.url or OPENAI_URL,
+            token=key.reveal() if key else None,
+            connections=config.concurrency,
             proxy=config.proxy,
-            trust_env=False,  # proxies are configured by name: a variable must not send the key elsewhere
-            limits=httpx.Limits(max_connections=config.concurrency, max_keepalive_connections=config.concurrency),
+            most_bytes=LARGEST,
         )
 
     async def complete(self, messages: Sequence[Message], settings: Settings) -> Answer:
@@ -55,28 +53,14 @@ class OpenAIChat:
             "max_tokens": settings.max_tokens,
             "seed": None if settings.seed is None else settings.seed % 2**63,
         }
-        try:
-            async with self._http.stream("POST", "/chat/completions", json=filled(fields, self._extra)) as reply:
-                content = await _read(reply)
-        except httpx.RequestError as error:
-            trouble = str(error) or type(error).__name__
-            raise CallFailed(trouble, unbilled=isinstance(error, UNSENT)) from None
-        if reply.status_code != 200:
-            raise status_error(reply.status_code, content.decode(errors="replace"), reply.headers)
-        return _answer(content)
+        reply = await self._http.send("POST", "/chat/completions", filled(fields, self._extra))
+        if reply.status != 200:
+            raise status_error(reply.status, reply.text, reply.headers)
+        return _answer(reply.content)
 
     async def aclose(self) -> None:
         """Close the connections."""
         await self._http.aclose()
-
-
-async def _read(reply: httpx.Response) -> bytes:
-    content = b""
-    async for chunk in reply.aiter_bytes():
-        content += chunk
-        if len(content) > LARGEST:
-            raise CallFailed(f"a reply of more than {LARGEST} bytes")
-    return content
 
 
 def _answer(content: bytes) -> Answer:
@@ -87,7 +71,7 @@ def _answer(content: bytes) -> Answer:
         if text is not None and not isinstance(text, str):
             raise TypeError("content")
     except (ValueError, KeyError, IndexError, TypeError):
-        raise CallFailed("a reply that is no chat completion") from None
+        raise Unanswered("a reply that is no chat completion") from None
     usage = body.get("usage") if isinstance(body.get("usage"), dict) else {}
     return Answer(
         text=text or "",  # null: a refusal
@@ -138,9 +122,9 @@ class AnthropicMessages:
         except self._library.APIStatusError as error:
             raise status_error(error.status_code, error.message, error.response.headers) from None
         except self._library.APIConnectionError as error:  # a timeout too
-            raise CallFailed(str(error) or type(error).__name__) from None
+            raise Unanswered(str(error) or type(error).__name__) from None
         except self._library.APIError as error:
-            raise CallFailed(f"a reply that is no message ({type(error).__name__})") from None
+            raise Unanswered(f"a reply that is no message ({type(error).__name__})") from None
         return Answer(
             text="".join(block.text for block in reply.content if block.type == "text"),
             finish_reason={"end_turn": "stop", "max_tokens": "length"}.get(reply.stop_reason or "", "stop"),
@@ -201,8 +185,7 @@ class GeminiContent:
             headers = getattr(error.response, "headers", None) or {}
             raise status_error(error.code or 500, str(error.message), headers) from None
         except httpx.RequestError as error:
-            unsent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
-            raise CallFailed(str(error) or type(error).__name__, unbilled=unsent) from None
+            raise unanswered(error) from None
         usage = reply.usage_metadata
         thoughts = (getattr(usage, "thoughts_token_count", None) or 0) if usage else 0
         written = counted(usage.candidates_token_count) if usage else None

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpx
-
 from rollout.base.errors import EngineError
+from rollout.base.http import HttpClient, HttpReply, TimedOut, Unanswered, retried
 from rollout.records.completion import Completion, Sampling, VersionSpan
 
 RETRIES = 3  # of a connection that broke
-_PAUSE_S = 0.2  # mean of the first pause; doubles
 _SHOWN = 300  # characters of a server's words in an error
 
 
@@ -22,16 +19,12 @@ class Lost(Exception):
     """The server did not answer at all: it is starting, busy dying, or gone."""
 
 
-class Client:
+class SGLangClient:
     """Calls one server, from one event loop after another."""
 
     def __init__(self, url: str, *, timeout_s: float, connections: int, key: str | None = None) -> None:
         self.url = url
-        self._timeout_s = timeout_s
-        self._connections = connections
-        self._key = key
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._http: httpx.AsyncClient | None = None
+        self._http = HttpClient(url, token=key, connections=connections, timeout_s=timeout_s)
 
     async def call(
         self, path: str, body: Mapping[str, Any] | None = None, *, method: str = "POST", timeout_s: float | None = None
@@ -42,62 +35,42 @@ class Client:
             Lost: no connection within the retries.
             EngineError: the deadline passed, or the server refused; with its text.
         """
-        trouble = ""
-        timeout_s = timeout_s or self._timeout_s
-        for attempt in range(RETRIES + 1):
+
+        async def attempt() -> HttpReply:
             try:
-                async with asyncio.timeout(timeout_s):
-                    reply = await self._connection().request(method, path, json=body)
-                return _parse(path, reply)
-            except (TimeoutError, httpx.TimeoutException) as error:
-                if isinstance(error, httpx.ConnectTimeout):
-                    trouble = "no connection"
-                else:
-                    raise EngineError(f"SGLang {path}: no answer within {timeout_s:g} s") from None
-            except httpx.TransportError as error:
-                trouble = str(error) or type(error).__name__
-            if attempt < RETRIES:
-                await asyncio.sleep(random.uniform(0, 2) * _PAUSE_S * 2**attempt)
-        raise Lost(trouble)
+                return await self._http.send(method, path, body, timeout_s=timeout_s)
+            except TimedOut as error:
+                raise EngineError(f"SGLang {path}: {error}") from None
+
+        try:
+            return _parse(path, await retried(attempt, retries=RETRIES))
+        except Unanswered as error:
+            raise Lost(str(error)) from None
 
     async def up(self) -> bool:
         """Whether the server answers and is ready."""
         try:
-            reply = await self._connection().get("/health", timeout=5)
-        except httpx.HTTPError:
+            return (await self._http.send("GET", "/health", timeout_s=5)).status == 200
+        except Unanswered:
             return False
-        return reply.status_code == 200
 
     async def has(self, path: str) -> bool:
         """Whether the server's API has a path, by what it says of itself."""
         try:
-            reply = await self._connection().get("/openapi.json", timeout=self._timeout_s)
-        except httpx.HTTPError as error:
+            reply = await self._http.send("GET", "/openapi.json")
+            return reply.status == 200 and path in reply.json().get("paths", {})
+        except Unanswered as error:
             raise Lost(str(error)) from None
-        return reply.status_code == 200 and path in reply.json().get("paths", {})
-
-    def _connection(self) -> httpx.AsyncClient:
-        loop = asyncio.get_running_loop()
-        if self._http is None or loop is not self._loop:
-            self._loop = loop
-            self._http = httpx.AsyncClient(
-                base_url=self.url,
-                headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-                trust_env=False,  # a proxy variable must not send loopback traffic elsewhere
-                timeout=httpx.Timeout(None, connect=10.0),  # asyncio's is around it
-                limits=httpx.Limits(max_connections=self._connections, max_keepalive_connections=self._connections),
-            )
-        return self._http
 
 
-def _parse(path: str, reply: httpx.Response) -> Any:
+def _parse(path: str, reply: HttpReply) -> Any:
     try:
-        body = reply.json() if reply.content else None
+        body = json.loads(reply.content) if reply.content else None
     except ValueError:
         body = None
     failed = isinstance(body, dict) and (body.get("success") is False or "error" in body)
-    if reply.status_code != 200 or failed:
-        raise EngineError(f"SGLang {path}: status {reply.status_code}: {_words(body, reply.text)}")
+    if reply.status != 200 or failed:
+        raise EngineError(f"SGLang {path}: status {reply.status}: {_words(body, reply.text)}")
     return body
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.base.errors import EngineError
-from rollout.base.say import say
-from rollout.base.shared_memory import fresh_place
+from rollout.base.files import memory_path
+from rollout.base.processes import say
 from rollout.engines.protocol import Tag, problem_of
 from rollout.engines.sglang.client import Lost, body_of, completion_of
 from rollout.engines.sglang.fleet import Checks, Fleet
@@ -55,7 +55,7 @@ class SGLangEngine:
         self.version = version
         self.pause_s = 0.0  # that the last update kept the servers from decoding
         self._transport = self._settings.transport
-        self._place = Path(self._settings.weights_folder or fresh_place())
+        self._place = Path(self._settings.weights_folder or memory_path())
         self._fleet = Fleet(self._settings, tell=tell, weigh=self._weigh, restore=self._restore)
         self._replicas = self._fleet.replicas
         self._checks = Checks(self._settings, tell)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
-import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -16,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rollout.base.errors import EngineError
-from rollout.engines.sglang.client import Client
+from rollout.base.processes import free_port, start_group, stop_group
+from rollout.engines.sglang.client import SGLangClient
 from rollout.engines.sglang.settings import Settings
 
-_PDEATHSIG = 1  # PR_SET_PDEATHSIG, linux/prctl.h
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_GRACE_S = 5.0
 _SPARE = 6  # tokens of its context that SGLang leaves empty (`get_worker_info` in managers/tp_worker.py)
 _SHOWN = 300  # characters of the log's end in an error
 # What the server must not inherit: modules of this environment; and SGLang's memory saver refuses expandable segments.
@@ -57,22 +52,11 @@ class Server:
         It sees the GPUs `devices`, or without any all that this process sees.
         """
         self.stop()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         inherited = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         seen = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*self._command, "--host", "127.0.0.1", "--port", str(port)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=inherited | seen | self._environment,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
+        command = [*self._command, "--host", "127.0.0.1", "--port", str(port)]
+        self._process = start_group(command, log=self._log, env=inherited | seen | self._environment)
         return f"http://127.0.0.1:{port}"
 
     def ended(self) -> str:
@@ -90,19 +74,9 @@ class Server:
 
     def stop(self) -> None:
         """End the server and all its processes."""
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(self._process.pid, signal.SIGTERM)  # it has shared memory to remove
-            self._process.wait(_GRACE_S)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process = None
-
-
-def _die_with_parent() -> None:
-    _LIBC.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if self._process is not None:
+            stop_group(self._process)  # politely first: it has shared memory to remove
+            self._process = None
 
 
 def arguments(folder: str, *, tp: int, max_length: int, slots: int, options: Mapping[str, object]) -> list[str]:
@@ -146,7 +120,7 @@ class Replica:
         self.ready = False
         self.stale = False
         self.asleep: set[str] = set()
-        self._client: Client | None = None
+        self._client: SGLangClient | None = None
 
     @property
     def ours(self) -> bool:
@@ -154,14 +128,14 @@ class Replica:
         return self._host is not None
 
     @property
-    def client(self) -> Client:
+    def client(self) -> SGLangClient:
         """The server's API."""
         assert self._client is not None, "a server is waited for before it is asked"
         return self._client
 
     def attach(self, url: str, key: str | None) -> None:
         """Speak to a server that runs already."""
-        self._client = Client(url, key=key, **self._settings)
+        self._client = SGLangClient(url, key=key, **self._settings)
 
     async def start(self) -> None:
         """Start the server, again if it ran before."""
@@ -170,7 +144,7 @@ class Replica:
             url = await self._host.start.remote(devices)
         else:
             url = self._host.start()
-        self._client = Client(url, **self._settings)
+        self._client = SGLangClient(url, **self._settings)
         self.starts += 1
         self.ready = False
         self.asleep.clear()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollout.base.errors import EngineError
+from rollout.base.http import is_loopback
 from rollout.engines import TRANSPORTS
+from rollout.models.architecture import read_config
 
 PUSHED = ("tensor", "distributed")  # written into the servers while they pause
 _SHORT = {"half": "float16", "float": "float32"}  # names that SGLang has for types of numbers
@@ -130,14 +130,9 @@ class Settings:
 
     @cached_property
     def _model(self) -> Mapping[str, Any]:
-        path = Path(self.folder) / "config.json"
-        try:
-            read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            int(read["vocab_size"])
-        except (OSError, ValueError, KeyError) as error:
-            raise EngineError(
-                f"{path}: no vocab_size to be read ({error!r}); expected a Hugging Face folder"
-            ) from error
+        read = read_config(self.folder)
+        if "vocab_size" not in read:
+            raise EngineError(f"{self.folder}/config.json: no key 'vocab_size'; expected a Hugging Face folder")
         return read
 
     def _check_url(self, url: str) -> None:
@@ -150,14 +145,6 @@ class Settings:
                 f"engine.urls: {url} is not on this machine; its weights go through a folder that both machines see: "
                 "set engine.weights_folder, and engine.transport to disk or changed"
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine, by its address or as localhost."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_model(folder: Path, config: Mapping[str, Any]) -> None:

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from rollout.base.http import Unanswered
 from rollout.engines.remote import PROVIDERS, provider_class
-from rollout.engines.remote.protocol import CallFailed, Key, RemoteError, Settings
+from rollout.engines.remote.protocol import Key, RemoteError, Settings
 from rollout.records.trajectory import Message
 from rollout.rewards.coach import Coach
 from tests.support.chat_server import Response, chat_server
@@ -73,7 +74,7 @@ def test_a_vendor_answers(provider, body, reply_tokens) -> None:
 
 @pytest.mark.parametrize(("provider", "body", "reply_tokens"), VENDORS)
 def test_a_vendor_is_busy_or_refuses_the_key(provider, body, reply_tokens) -> None:
-    with pytest.raises(CallFailed) as caught:
+    with pytest.raises(Unanswered) as caught:
         complete(provider, Response(b'{"error": {"message": "slow"}}', status=429, headers={"Retry-After": "3"}))
     assert caught.value.retry_after_s == 3.0
     with pytest.raises(RemoteError, match="status 401"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rollout.base.errors import EngineError
-from rollout.base.shared_memory import fresh_place
+from rollout.base.files import memory_path
 from rollout.engines.embedded.engine import HostedEngine
 from rollout.models.architecture import read_architecture
 from rollout.models.checksums import checksum
@@ -37,7 +37,7 @@ def test_every_layout_hands_over_bit_for_bit(tmp_path: Path) -> None:
     jobs, mapped = [], {}
     try:
         for number, (tp, pp, dp) in enumerate(LAYOUTS):
-            place = fresh_place()
+            place = memory_path()
             mapped[tp, pp, dp] = SharedWeights(place, shape, create=True)
             common = {"model": str(tmp_path / "model")}
             routes = {}

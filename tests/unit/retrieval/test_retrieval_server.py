@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from retrieval.app import check_canary
+from retrieval.client import RetrieverSidecar
 from retrieval.corpus import Passage, RetrievalError
 from retrieval.encoder import Encoder, minilm_folder
 from retrieval.index import Index
 from retrieval.server import is_loopback
-from retrieval.sidecar import RetrieverSidecar
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -189,7 +189,7 @@ def test_sigterm_drains_and_exits_0(index_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_server_dies_with_its_parent(index_dir: Path) -> None:
     code = (
-        "import sys, time; from retrieval.sidecar import RetrieverSidecar; "
+        "import sys, time; from retrieval.client import RetrieverSidecar; "
         "s = RetrieverSidecar(sys.argv[1]); s.__enter__(); print(s.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(index_dir)], cwd=ROOT, stdout=subprocess.PIPE)

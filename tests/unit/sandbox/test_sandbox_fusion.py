@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from rollout.base import http
 from rollout.config.build import build_env
 from rollout.config.sections import EnvConfig
 from rollout.environments.code import pack_test
 from rollout.records.trajectory import Task
 from rollout.sandbox import Limits, SandboxError, SandboxFusion, Verdict
-from rollout.sandbox import fusion as fusion_module
 from rollout.sandbox.judge import StdinTest, judge_all
 
 
@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(fusion_module, "_BACKOFF_S", 0.01)
+    monkeypatch.setattr(http, "BACKOFF_S", 0.01)
     server = Server()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -171,7 +171,7 @@ def test_an_answer_without_its_fields_is_an_error(server: Server, answer: dict[s
 
 def test_a_refusal_is_not_asked_again(server: Server) -> None:
     server.script = [(422, {}, b"no field stdin")]
-    with pytest.raises(SandboxError, match="refused the request, status 422: b'no field stdin'"):
+    with pytest.raises(SandboxError, match="refused the request, status 422: no field stdin"):
         ask(server)
     assert len(server.seen) == 1
 

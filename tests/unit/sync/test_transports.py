@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollout.base.errors import EngineError
-from rollout.base.shared_memory import MEMORY, fresh_place
+from rollout.base.files import MEMORY, memory_path
 from rollout.engines.embedded.decoder import Decoder
 from rollout.models.architecture import read_architecture
 from rollout.models.checksums import Checksum, checksum, copy, gpu_hash
@@ -149,7 +149,7 @@ def test_shared_weights_are_checked_while_the_next_ones_are_written(tmp_path: Pa
     make_model(0).save_pretrained(tmp_path)
     weights = dict(read_tensors(tmp_path))
     shape = read_architecture(tmp_path, dense=True)
-    place = fresh_place()
+    place = memory_path()
     try:
         shared = SharedWeights(place, shape, create=True)
         check = SharedCheck(SharedWeights(place, shape), 1)  # as the engine maps it
@@ -464,7 +464,7 @@ def decoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_shared_weights_are_written_where_they_are_used(decoder_folder: Path) -> None:
     shape = read_architecture(decoder_folder, dense=True)
-    place = fresh_place()
+    place = memory_path()
     try:
         engine = SharedWeights(place, shape, create=True)
         decoder = Decoder(shape, 16, engine.halves)
@@ -489,5 +489,5 @@ def test_what_dead_processes_left_in_memory_is_removed() -> None:
     left = MEMORY / "mcore_mas-weights-999999999-1"  # no such process
     left.mkdir(exist_ok=True)
     (left / "v000001").touch()
-    fresh_place()
+    memory_path()
     assert not left.exists()

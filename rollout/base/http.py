@@ -1,0 +1,248 @@
+"""HTTP client with one retry policy: exponential backoff with full jitter, never sooner than the server asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_before_delay,
+    wait_random_exponential,
+)
+
+BACKOFF_S = 0.2  # mean of the first pause; doubles with each retry
+MAX_BACKOFF_S = 20.0  # mean of the longest
+MAX_REPLY_BYTES = 64 << 20
+_BUSY = (408, 409, 425, 429)  # statuses below 500 that another try may change
+
+Result = TypeVar("Result")
+
+
+class Unanswered(Exception):
+    """One request got no usable answer; another try may.
+
+    Attributes:
+        retry_after_s: seconds the server asked to wait, 0 if it did not say.
+        unbilled: the server has certainly done no work on it.
+    """
+
+    def __init__(self, trouble: str, *, retry_after_s: float = 0.0, unbilled: bool = False) -> None:
+        super().__init__(trouble)
+        self.retry_after_s = retry_after_s
+        self.unbilled = unbilled
+
+
+class TimedOut(Unanswered):
+    """The answer did not come within its time."""
+
+
+class Refused(Exception):
+    """The server answered with a status that no retry changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpReply:
+    """An answer, read whole."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        """The body as text."""
+        return self.content.decode("utf-8", "replace")
+
+    def json(self) -> Any:
+        """The body's JSON.
+
+        Raises:
+            Unanswered: it is none.
+        """
+        try:
+            return json.loads(self.content)
+        except ValueError as error:
+            raise Unanswered(f"malformed reply: {error}") from None
+
+    def succeeded(self) -> HttpReply:
+        """Itself, if its status is 200.
+
+        Raises:
+            Unanswered: the server is busy or broken.
+            Refused: it has any other status.
+        """
+        if self.status == 200:
+            return self
+        trouble = f"status {self.status}: {' '.join(self.text[:200].split())}"
+        if self.status >= 500 or self.status in _BUSY:
+            raise Unanswered(trouble, retry_after_s=retry_after_s(self.headers), unbilled=True)
+        raise Refused(trouble)
+
+
+class HttpClient:
+    """Requests to one server, from one event loop after another, never from two at once.
+
+    No proxy is taken from the environment, and redirects are not followed: neither loopback traffic nor a key goes
+    anywhere else.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        connections: int = 100,
+        timeout_s: float | None = None,
+        proxy: str | None = None,
+        most_bytes: int = MAX_REPLY_BYTES,
+    ) -> None:
+        """Set up; nothing is sent.
+
+        Args:
+            token: the server's bearer token, if any.
+            connections: at most open at once.
+            timeout_s: of one request; None: no limit.
+            most_bytes: of one answer.
+        """
+        self.url = url.rstrip("/")
+        self._timeout_s, self._most_bytes = timeout_s, most_bytes
+        self._settings: dict[str, Any] = {
+            "headers": {"Authorization": f"Bearer {token}"} if token else {},
+            "limits": httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            "timeout": httpx.Timeout(None, connect=10.0),  # asyncio's is around it
+            "proxy": proxy,
+        }
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._http: httpx.AsyncClient | None = None
+
+    async def send(self, method: str, path: str, body: object = None, *, timeout_s: float | None = None) -> HttpReply:
+        """Send one request with a JSON body, and read its answer whole.
+
+        Raises:
+            Unanswered: no connection, it broke, or the answer is too long.
+            TimedOut: the answer took longer than `timeout_s`, or without it than the client's.
+        """
+        timeout_s = timeout_s or self._timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._exchange(method, path, body)
+        except TimeoutError:
+            raise TimedOut(f"no answer within {timeout_s or 0:g} s") from None
+        except httpx.RequestError as error:
+            raise unanswered(error) from None
+
+    async def _exchange(self, method: str, path: str, body: object) -> HttpReply:
+        content = bytearray()
+        async with self._connection().stream(method, self.url + path, json=body) as reply:  # json=None: no body
+            async for part in reply.aiter_bytes():
+                content += part
+                if len(content) > self._most_bytes:
+                    raise Unanswered(f"a reply of more than {self._most_bytes} bytes")
+        return HttpReply(reply.status_code, reply.headers, bytes(content))
+
+    def _connection(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        if self._http is None or loop is not self._loop:
+            self._loop = loop
+            self._http = httpx.AsyncClient(trust_env=False, **self._settings)
+        return self._http
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop."""
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = self._loop = None
+
+
+def unanswered(error: httpx.RequestError) -> Unanswered:
+    """What went wrong below HTTP."""
+    unsent = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError, httpx.UnsupportedProtocol)
+    return Unanswered(str(error) or type(error).__name__, unbilled=isinstance(error, unsent))
+
+
+async def retried(
+    attempt: Callable[[], Awaitable[Result]],
+    *,
+    retries: int,
+    backoff_s: float | None = None,
+    patience_s: float = math.inf,
+    note: Callable[[], None] | None = None,
+) -> Result:
+    """What `attempt` gives, which is made again as long as it raises `Unanswered`.
+
+    Args:
+        retries: further attempts after the first.
+        backoff_s: mean of the first pause; None: `BACKOFF_S`.
+        patience_s: no pause may reach past that many seconds from now.
+        note: called before each further attempt.
+
+    Raises:
+        Unanswered: the last attempt's.
+    """
+    backoff_s = BACKOFF_S if backoff_s is None else backoff_s
+    jitter = wait_random_exponential(multiplier=2 * backoff_s, max=2 * MAX_BACKOFF_S)
+
+    def pause_s(state: RetryCallState) -> float:
+        failure = state.outcome.exception() if state.outcome else None
+        return max(jitter(state), failure.retry_after_s if isinstance(failure, Unanswered) else 0.0)
+
+    attempts = AsyncRetrying(
+        retry=retry_if_exception_type(Unanswered),
+        stop=stop_after_attempt(retries + 1) | stop_before_delay(patience_s),
+        wait=pause_s,
+        before_sleep=(lambda _: note()) if note else None,
+        reraise=True,
+    )
+    return await attempts(attempt)
+
+
+def retry_after_s(headers: Mapping[str, str], now: float | None = None) -> float:
+    """Seconds to wait according to `retry-after-ms` or `Retry-After` (seconds or a date), 0 without either."""
+    for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        value = headers.get(name, "").strip()
+        if value.replace(".", "", 1).isdecimal():
+            return float(value) * unit_s
+        if value:
+            try:
+                return max(0.0, parsedate_to_datetime(value).timestamp() - (time.time() if now is None else now))
+            except ValueError:
+                continue
+    return 0.0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine, by its address or as localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_url(name: str, url: str | None, *, secret: bool) -> None:
+    """Refuse a URL that carries credentials, or over which a key would travel in the clear.
+
+    Raises:
+        ValueError: it does; `name` is what the URL is of.
+    """
+    if url is None:
+        return
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{name}: expected http(s)://host/path")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError(f"{name}: may hold no user, password or query; keys go into key_variable or key_file")
+    if secret and parts.scheme == "http" and not is_loopback(parts.hostname):
+        raise ValueError(f"{name}: http would show the key to the network; use https")
