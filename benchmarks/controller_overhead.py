@@ -13,7 +13,7 @@ from rollout.environments.protocol import Step
 from rollout.orchestras.solver_verifier import solver_verifier
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Task
-from rollout.teams.collect import collect
+from rollout.teams.collect import CollectOptions, collect
 from rollout.teams.team import ROLES, Agent, EngineClient, Team
 from rollout.teams.tree import Branching
 
@@ -65,8 +65,9 @@ def turns_per_second(repeat: int, tree: Branching | None = None) -> float:
     async def orchestra(*who: object) -> None:
         await solver_verifier(*who, max_loops=LOOPS)
 
+    options = CollectOptions(tree=tree)
     start = time.process_time()
-    groups = asyncio.run(collect(tasks, team, Yes, orchestra, group_size=GROUP, seed=0, step=repeat, tree=tree))
+    groups = asyncio.run(collect(tasks, team, Yes, orchestra, group_size=GROUP, seed=0, step=repeat, options=options))
     seconds = time.process_time() - start
     turns = sum(len(trajectory.turns) for group in groups for trajectory in group.trajectories)
     assert turns == TASKS * GROUP * (2 * LOOPS - 1) * (tree.width if tree else 1)

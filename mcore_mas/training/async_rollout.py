@@ -20,7 +20,7 @@ from rollout.base.task_group import stop, together
 from rollout.base.watchdog import Wait, Waiting
 from rollout.config.build import build_allocator
 from rollout.records.trajectory import Group, Status, Task, write_trajectories
-from rollout.teams.collect import collect
+from rollout.teams.collect import CollectOptions, collect
 from rollout.teams.tree import Branching
 
 if TYPE_CHECKING:
@@ -109,28 +109,17 @@ def _batches(run: Run, step: int, began: float) -> Iterator[list[Task]]:
 async def _play(run: Run, step: int, tasks: Sequence[Task], began: float) -> list[Group]:
     config = run.config
     branching = config.trainer.branching
-    play = partial(
-        collect,
-        tasks,
-        run.team,
-        run.make_env,
-        run.orchestra,
-        seed=config.seed,
-        step=step,
-        limits=config.collection.limits,
-        began=began,
-        watchdog=run.watchdog,
+    options = CollectOptions(limits=config.collection.limits, began=began, watchdog=run.watchdog)
+    play = partial(collect, tasks, run.team, run.make_env, run.orchestra, seed=config.seed, step=step)
+    sampled = replace(
+        options,
+        tree=Branching(**branching.model_dump()) if branching else None,
+        # of 10 at 1.1 one more, whatever binary fractions say
+        surplus=math.ceil(config.trainer.group_size * (config.trainer.oversample - 1.0) - 1e-9),
     )
-    collections = [
-        play(
-            group_size=config.trainer.group_size,
-            tree=Branching(**branching.model_dump()) if branching else None,
-            # of 10 at 1.1 one more, whatever binary fractions say
-            surplus=math.ceil(config.trainer.group_size * (config.trainer.oversample - 1.0) - 1e-9),
-        )
-    ]
+    collections = [play(group_size=config.trainer.group_size, options=sampled)]
     if any(NEEDS.get(config.advantage_of(agent).name) == "greedy" for agent in config.agents):
-        collections.append(play(group_size=1, temperature=0.0))
+        collections.append(play(group_size=1, options=replace(options, temperature=0.0)))
     groups, *greedy = await together(collections)
     if run.coach is not None:
         waiting = Waiting(Wait(what="the coach's scores", since=asyncio.get_running_loop().time()))

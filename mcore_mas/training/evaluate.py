@@ -22,7 +22,7 @@ from rollout.base.watchdog import Watchdog
 from rollout.config.build import build_orchestra, build_team
 from rollout.config.sections import AgentConfig
 from rollout.records.trajectory import Group, Status, Trajectory, read_tasks, write_trajectories
-from rollout.teams.collect import collect
+from rollout.teams.collect import CollectOptions, collect
 
 _EVALUATION = -2  # the step in the seeds of evaluation trajectories
 
@@ -75,9 +75,11 @@ def _played(config: RunConfig, state: str, folder: Path) -> list[Group]:
                     group_size=config.evaluation.samples,
                     seed=config.seed,
                     step=_EVALUATION,
-                    limits=config.collection.limits,
-                    watchdog=Watchdog(stall_s, reporter.note) if (stall_s := config.collection.stall_s) else None,
-                    done=count,
+                    options=CollectOptions(
+                        limits=config.collection.limits,
+                        watchdog=Watchdog(stall_s, reporter.note) if (stall_s := config.collection.stall_s) else None,
+                        done=count,
+                    ),
                 )
 
         return asyncio.run(play())

@@ -24,7 +24,7 @@ from rollout.base.errors import EngineError
 from rollout.base.files import Digest
 from rollout.base.task_group import stop, together
 from rollout.engines.protocol import Tag
-from rollout.teams.collect import collect
+from rollout.teams.collect import CollectOptions, collect
 
 T = TypeVar("T")
 
@@ -231,8 +231,7 @@ async def _validate(run: Run) -> dict[str, float]:
             group_size=run.config.trainer.validation_samples,
             seed=run.config.seed,
             step=_VALIDATION,
-            limits=run.config.collection.limits,
-            watchdog=run.watchdog,
+            options=CollectOptions(limits=run.config.collection.limits, watchdog=run.watchdog),
         )
     if lost := losses(groups):
         run.note(f"validation: {lost}")

@@ -20,7 +20,7 @@ from rollout.orchestras import ORCHESTRAS
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Group, Task, Turn
 from rollout.rewards import ALLOCATORS
-from rollout.rewards.penalties import PENALTIES, penalise
+from rollout.rewards.penalties import PENALTIES, apply_penalties
 from rollout.teams.collect import Orchestra
 from rollout.teams.team import ROLES, Agent, EngineClient, Role, Team
 
@@ -76,7 +76,7 @@ def build_allocator(config: RewardConfig, agents: Mapping[str, AgentConfig]) -> 
     allocator = partial(lookup("reward", config.name, ALLOCATORS), **config.options)
     limits = {name: agent.max_tokens for name, agent in agents.items()}
     penalties = [_penalty(name, options, limits) for name, options in config.penalties.items()]
-    return lambda group: penalise(allocator(group), penalties)
+    return lambda group: apply_penalties(allocator(group), penalties)
 
 
 def _penalty(name: str, options: Mapping[str, Any], limits: Mapping[str, int]) -> Callable[[Turn], float | None]:

@@ -9,7 +9,7 @@ from rollout.base.errors import Undecided
 from rollout.environments.math import last_boxed
 from rollout.environments.protocol import Comparing, Env, Previewing, Running
 from rollout.sandbox.records import NO_OUTPUT
-from rollout.teams.team import Reply, TeamSession
+from rollout.teams.team import AgentReply, TeamSession
 
 
 class AnswerEnv(Env, Previewing, Comparing, Protocol):
@@ -30,7 +30,7 @@ def boxed(answer: str | None) -> str:
     return f"\\boxed{{{answer}}}" if answer else ""
 
 
-async def grade(team: TeamSession, env: AnswerEnv, reply: Reply) -> float | None:
+async def grade(team: TeamSession, env: AnswerEnv, reply: AgentReply) -> float | None:
     """Write down the local score of a boxed answer, the reward that it would have alone; returns it.
 
     A malformed reply, one that was cut off included, is graded as no answer. What the environment cannot decide has no
@@ -67,7 +67,7 @@ async def vote(env: AnswerEnv, answers: Sequence[str | None]) -> str | None:
     return max(kinds, key=len)[0] if kinds else None  # max keeps the first of equals
 
 
-async def compute(team: TeamSession, env: ProgramEnv, reply: Reply) -> tuple[str | None, str]:
+async def compute(team: TeamSession, env: ProgramEnv, reply: AgentReply) -> tuple[str | None, str]:
     """Run the program of a tool user's reply, and write down its local score.
 
     The score is Stronger-MAS's: 1 for the right answer, 0 for a wrong one, -1 when the program failed or there is none.

@@ -9,7 +9,7 @@ from rollout.base.seeds import derive_seed
 from rollout.base.tags import after_thought
 from rollout.orchestras.answers import AnswerEnv, boxed, grade, parse_boxed, vote
 from rollout.records.trajectory import Task
-from rollout.teams.team import Reply, TeamSession, register_agent
+from rollout.teams.team import AgentReply, TeamSession, register_agent
 
 register_agent(
     "debater",
@@ -51,13 +51,13 @@ async def debate(
     _check(debaters, rounds, max_others)
     problem = env.reset(task)
 
-    async def speak(name: str, others: str) -> Reply:
+    async def speak(name: str, others: str) -> AgentReply:
         reply = await team.act(name, problem=problem, others=others)
         await grade(team, env, reply)
         return reply
 
     said: dict[str, str] = {}
-    replies: list[Reply] = []
+    replies: list[AgentReply] = []
     for number in range(rounds):
         heard = [_others(said, name, (task.id, number), max_others, contain_self) for name in debaters]
         replies = await asyncio.gather(*map(speak, debaters, heard))

@@ -10,7 +10,7 @@ from rollout.base.errors import EnvError
 from rollout.environments.code import last_program
 from rollout.environments.protocol import Env, Previewing, Running
 from rollout.records.trajectory import Task
-from rollout.teams.team import Reply, TeamSession, register_agent
+from rollout.teams.team import AgentReply, TeamSession, register_agent
 
 LISTED = "**Actions List**:"  # what a proposal starts with, in a reply as in the output of a program
 DECIDED = "####"  # what the final actions start with
@@ -92,12 +92,12 @@ def parse_program(text: str) -> str | None:
     return last_program(text)
 
 
-async def _stated(proposal: Reply, env: Env) -> str:
+async def _stated(proposal: AgentReply, env: Env) -> str:
     """The proposed actions as the tool agent states them itself; "" when its reply is malformed."""
     return proposal.value or ""
 
 
-async def _printed(proposal: Reply, env: Env) -> str:
+async def _printed(proposal: AgentReply, env: Env) -> str:
     """The actions that the tool agent's program prints; "" without a program, when it fails, or when it prints none."""
     if proposal.value is None:
         return ""
@@ -108,7 +108,7 @@ async def _printed(proposal: Reply, env: Env) -> str:
 
 
 # how a tool agent's reply becomes a list of actions
-PROPOSALS: dict[str, Callable[[Reply, Env], Awaitable[str]]] = {"actions": _stated, "program": _printed}
+PROPOSALS: dict[str, Callable[[AgentReply, Env], Awaitable[str]]] = {"actions": _stated, "program": _printed}
 
 
 async def game_team(

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
-from rollout.teams.graph import Graph, Node, read_graph
+from rollout.teams.graph import Graph, GraphNode, read_graph
 from rollout.teams.team import TeamSession
 
 
@@ -59,12 +59,12 @@ async def graph(task: Task, team: TeamSession, env: Env, *, graph: Mapping[str, 
         await env.step("")
 
 
-def _note(values: dict[str, str | int], node: Node, value: str, text: str) -> None:
+def _note(values: dict[str, str | int], node: GraphNode, value: str, text: str) -> None:
     runs = int(values[f"{node.name}.runs"]) + 1
     values |= {node.name: value, f"{node.name}.text": text, f"{node.name}.runs": runs}
 
 
-def _next(graph: Graph, wave: Sequence[Node], values: Mapping[str, object], taken: set[int]) -> list[Node]:
+def _next(graph: Graph, wave: Sequence[GraphNode], values: Mapping[str, object], taken: set[int]) -> list[GraphNode]:
     """The nodes of the next wave; edges into them are no longer in `taken`, the numbers of the edges taken so far."""
     ran = {node.name for node in wave}
     for number, edge in enumerate(graph.edges):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rollout.base.tags import after_thought
 from rollout.orchestras.answers import AnswerEnv, boxed, grade, parse_boxed
 from rollout.records.trajectory import Task
-from rollout.teams.team import Reply, TeamSession, register_agent
+from rollout.teams.team import AgentReply, TeamSession, register_agent
 
 register_agent(
     "proposer",
@@ -53,7 +53,7 @@ async def mixture(
         raise ValueError(f"mixture: proposers is {proposers!r}; expected a list of agents")
     problem = env.reset(task)
 
-    async def propose(name: str) -> Reply:
+    async def propose(name: str) -> AgentReply:
         reply = await team.act(name, problem=problem)
         await grade(team, env, reply)
         return reply

@@ -8,7 +8,7 @@ from rollout.base.tags import after_thought
 from rollout.environments.code import last_program
 from rollout.orchestras.answers import ProgramEnv, boxed, compute, grade, parse_boxed
 from rollout.records.trajectory import Task
-from rollout.teams.team import Reply, TeamSession, register_agent
+from rollout.teams.team import AgentReply, TeamSession, register_agent
 
 _SYSTEM = "You are a member of a team of two that solves math problems."
 _USER = """# Problem
@@ -65,7 +65,7 @@ async def reason_tool(task: Task, team: TeamSession, env: ProgramEnv, *, max_tur
         answer, shown = await compute(team, env, reply)
         return answer, f"```python\n{(reply.value or '').strip()}\n```\n{shown}"
 
-    async def reason() -> Reply:
+    async def reason() -> AgentReply:
         reply = await team.act("reasoner", problem=problem, history=history)
         await grade(team, env, reply)
         return reply

@@ -25,7 +25,7 @@ def allocate(group: Group, rewards: Callable[[Trajectory], Sequence[float | None
     def rewarded(trajectory: Trajectory) -> Trajectory:
         if trajectory.task_id != group.task.id:
             raise RewardError(
-                f"{place(trajectory)}: of task '{trajectory.task_id}' in a group of task '{group.task.id}'; "
+                f"{locate(trajectory)}: of task '{trajectory.task_id}' in a group of task '{group.task.id}'; "
                 "a group holds trajectories of one task"
             )
         if trajectory.status is not Status.COMPLETED:
@@ -40,11 +40,11 @@ def _reward(trajectory: Trajectory, turn: Turn, reward: float | None) -> Turn:
     if turn.masked or reward is None:
         return replace(turn, reward=None, masked=True)
     if not math.isfinite(reward):
-        raise RewardError(f"{place(trajectory, turn)}: reward is {reward}; expected a finite number")
+        raise RewardError(f"{locate(trajectory, turn)}: reward is {reward}; expected a finite number")
     return replace(turn, reward=reward)
 
 
-def place(trajectory: Trajectory, turn: Turn | None = None) -> str:
+def locate(trajectory: Trajectory, turn: Turn | None = None) -> str:
     """Where an error is, as "trajectory 0/t/0, turn 3 (solver)"; in a tree with the turn's node."""
     if turn is None:
         return f"trajectory {trajectory.id}"
@@ -60,7 +60,7 @@ def unbranched(trajectory: Trajectory) -> Trajectory:
     """
     if trajectory.leaf or any(turn.node for turn in trajectory.turns):
         raise RewardError(
-            f"{place(trajectory)}: sampled as a tree, whose turns off the path have no outcome; "
+            f"{locate(trajectory)}: sampled as a tree, whose turns off the path have no outcome; "
             "reward trees by local_team, coach or tree_shaping"
         )
     return trajectory
@@ -74,11 +74,11 @@ def outcome(trajectory: Trajectory) -> float:
     """
     value = unbranched(trajectory).outcome
     if value is None or not math.isfinite(value):
-        raise RewardError(f"{place(trajectory)}: completed with outcome {value}; its environment must give a number")
+        raise RewardError(f"{locate(trajectory)}: completed with outcome {value}; its environment must give a number")
     return value
 
 
-def score(trajectory: Trajectory, turn: Turn, name: str) -> float:
+def score_of(trajectory: Trajectory, turn: Turn, name: str) -> float:
     """What was measured of `turn` by that name.
 
     Raises:
@@ -87,9 +87,9 @@ def score(trajectory: Trajectory, turn: Turn, name: str) -> float:
     value = turn.scores.get(name)
     if value is None:
         known = ", ".join(turn.scores) or "nothing"
-        raise RewardError(f"{place(trajectory, turn)}: no score '{name}'; measured: {known}")
+        raise RewardError(f"{locate(trajectory, turn)}: no score '{name}'; measured: {known}")
     if not math.isfinite(value):
-        raise RewardError(f"{place(trajectory, turn)}: score '{name}' is {value}; expected a finite number")
+        raise RewardError(f"{locate(trajectory, turn)}: score '{name}' is {value}; expected a finite number")
     return value
 
 
@@ -101,7 +101,7 @@ def local_score(trajectory: Trajectory, turn: Turn, name: str) -> float | None:
     """
     if name not in turn.scores and "undecided" in turn.scores:
         return None
-    return score(trajectory, turn, name)
+    return score_of(trajectory, turn, name)
 
 
 def rounds(turns: Sequence[Turn]) -> list[int]:

@@ -20,9 +20,7 @@ from rollout.engines.remote.config import RemoteConfig
 from rollout.engines.remote.ledger import BudgetExhausted
 from rollout.engines.remote.protocol import CallRefused, Settings
 from rollout.records.trajectory import Group, Message, Status, Trajectory, Turn
-from rollout.rewards.coach_questions import Malformed, Verdict, View, parse, question, repair
-
-Place = tuple[int, int, int]  # group, trajectory, turn: positions in what `score` was given
+from rollout.rewards.coach_questions import CoachVerdict, Malformed, View, ask_again, parse, question
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +29,10 @@ class Unscored:
 
     kind: str  # unavailable | refused | malformed | deadline | budget
     why: str
+
+
+TurnPlace = tuple[int, int, int]  # group, trajectory, turn: positions in what `score` was given
+Judgement = CoachVerdict | Unscored
 
 
 @dataclass(slots=True)
@@ -135,7 +137,7 @@ class Coach:
         """Whether a turn can train (a frozen agent's cannot) and is to be judged."""
         return not turn.masked and (not self._config.agents or turn.agent in self._config.agents)
 
-    async def _gather(self, tasks: dict[Place, asyncio.Task[Verdict | Unscored]]) -> dict[Place, Verdict | Unscored]:
+    async def _gather(self, tasks: dict[TurnPlace, asyncio.Task[Judgement]]) -> dict[TurnPlace, Judgement]:
         """What the tasks found; those that are late are ended. One that raises ends them all."""
         if not tasks:
             return {}
@@ -150,7 +152,7 @@ class Coach:
         late = Unscored("deadline", f"the batch took longer than {self._config.batch_deadline_s:g} s")
         return {place: task.result() if task in done else late for place, task in tasks.items()}
 
-    async def _judge(self, agent: str, messages: tuple[Message, ...]) -> Verdict | Unscored:
+    async def _judge(self, agent: str, messages: tuple[Message, ...]) -> Judgement:
         async with self._caller.slots:
             deadline = time.monotonic() + self._config.deadline_s
             try:
@@ -159,7 +161,7 @@ class Coach:
                     try:
                         return parse(reply)
                     except Malformed as trouble:
-                        messages = repair(messages, reply, str(trouble))
+                        messages = ask_again(messages, reply, str(trouble))
                     return parse(await self._ask(agent, messages, deadline))
             except TimeoutError:
                 return Unscored("deadline", f"no verdict within {self._config.deadline_s:g} s")
@@ -176,9 +178,9 @@ class Coach:
         tally = self._judged[agent].tally
         return (await self._caller.ask(agent, messages, self._settings, tally, deadline=deadline)).text
 
-    def _scores(self, agent: str, found: Verdict | Unscored) -> dict[str, float]:
+    def _scores(self, agent: str, found: Judgement) -> dict[str, float]:
         judged = self._judged[agent]
-        if isinstance(found, Verdict):
+        if isinstance(found, CoachVerdict):
             judged.process.append(found.process)
             return found.scores()
         judged.failures += 1
@@ -187,7 +189,7 @@ class Coach:
         return {} if self._config.fallback is None else {"process": self._config.fallback}
 
 
-def _turns(groups: Sequence[Group]) -> Iterator[tuple[Place, Turn]]:
+def _turns(groups: Sequence[Group]) -> Iterator[tuple[TurnPlace, Turn]]:
     for g, group in enumerate(groups):
         for t, trajectory in enumerate(group.trajectories):
             if trajectory.status is Status.COMPLETED:
@@ -195,11 +197,11 @@ def _turns(groups: Sequence[Group]) -> Iterator[tuple[Place, Turn]]:
                     yield (g, t, i), turn
 
 
-def _at(groups: Sequence[Group], place: Place) -> Trajectory:
+def _at(groups: Sequence[Group], place: TurnPlace) -> Trajectory:
     return groups[place[0]].trajectories[place[1]]
 
 
-def _scored(g: int, group: Group, scores: dict[Place, dict[str, float]]) -> Group:
+def _scored(g: int, group: Group, scores: dict[TurnPlace, dict[str, float]]) -> Group:
     return replace(
         group,
         trajectories=tuple(

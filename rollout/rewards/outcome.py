@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from rollout.records.trajectory import Group, Status, Trajectory
-from rollout.rewards.allocation import RewardError, allocate, check_option, outcome, place, rounds, unbranched
+from rollout.rewards.allocation import RewardError, allocate, check_option, locate, outcome, rounds, unbranched
 
 
 def shared_outcome(group: Group) -> Group:
@@ -77,7 +77,7 @@ def _clip(value: float) -> float:
     return min(max(value, -1.0), 1.0)
 
 
-SPLITS = ("full", "turns", "agents")
+SHARE_SPLITS = ("full", "turns", "agents")
 
 
 def shares(group: Group, *, split: str = "full", weights: Mapping[str, float] | None = None) -> Group:
@@ -93,7 +93,7 @@ def shares(group: Group, *, split: str = "full", weights: Mapping[str, float] | 
         RewardError: a weight is negative, nobody in a trajectory has a share of R, a completed trajectory has no
             outcome or is a tree, or `split` is unknown.
     """
-    check_option("split", split, SPLITS)
+    check_option("split", split, SHARE_SPLITS)
     weights = weights or {}
     for agent, weight in weights.items():
         if not weight >= 0:
@@ -107,7 +107,7 @@ def shares(group: Group, *, split: str = "full", weights: Mapping[str, float] | 
             total = sum(share[agent] * (n if split == "turns" else 1) for agent, n in calls.items())
             if calls and not total:
                 raise RewardError(
-                    f"{place(trajectory)}: nobody has a share of the outcome; weights of {list(share)} are 0"
+                    f"{locate(trajectory)}: nobody has a share of the outcome; weights of {list(share)} are 0"
                 )
             share = {agent: part / total / (1 if split == "turns" else calls[agent]) for agent, part in share.items()}
         team = outcome(trajectory)
@@ -136,5 +136,5 @@ def majority(group: Group) -> Group:
 def _answer(trajectory: Trajectory) -> str:
     answer = unbranched(trajectory).answer
     if answer is None:
-        raise RewardError(f"{place(trajectory)}: its environment reports no answer, so there is nothing to vote on")
+        raise RewardError(f"{locate(trajectory)}: its environment reports no answer, so there is nothing to vote on")
     return answer

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from rollout.records.trajectory import Group, Trajectory, Turn
-from rollout.rewards.allocation import RewardError, allocate, place
+from rollout.rewards.allocation import RewardError, allocate, locate
 
 Penalty = Callable[..., float | None]  # (turn, **options) -> what to add to its reward; None: the turn does not train
 
@@ -49,7 +49,7 @@ def mask_truncated(turn: Turn) -> float | None:
 PENALTIES: dict[str, Penalty] = {"invalid": invalid, "overlong": overlong, "mask_truncated": mask_truncated}
 
 
-def penalise(group: Group, penalties: Sequence[Callable[[Turn], float | None]]) -> Group:
+def apply_penalties(group: Group, penalties: Sequence[Callable[[Turn], float | None]]) -> Group:
     """The group with the sum of `penalties` added to every reward; one None masks the turn.
 
     Raises:
@@ -60,7 +60,7 @@ def penalise(group: Group, penalties: Sequence[Callable[[Turn], float | None]]) 
         if turn.masked:
             return None
         if turn.reward is None:
-            raise RewardError(f"{place(trajectory, turn)}: the allocator set no reward; None is for masked turns")
+            raise RewardError(f"{locate(trajectory, turn)}: the allocator set no reward; None is for masked turns")
         total = turn.reward
         for penalty in penalties:
             amount = penalty(turn)

@@ -12,10 +12,10 @@ from rollout.rewards.allocation import (
     allocate,
     check_option,
     local_score,
+    locate,
     outcome,
-    place,
     rounds,
-    score,
+    score_of,
     unbranched,
 )
 
@@ -49,9 +49,9 @@ def local_team(group: Group, *, alpha: float = 1.0, missing_local: str = "refuse
         for turn in trajectory.turns:
             own = local(trajectory, turn)
             if turn.node:
-                team = score(trajectory, turn, "branch") - together[turn.node]
+                team = score_of(trajectory, turn, "branch") - together[turn.node]
             else:
-                team = score(trajectory, turn, "team")
+                team = score_of(trajectory, turn, "team")
             # r_i = r_local + alpha r_team   Stronger-MAS (arXiv 2510.11062)
             paid.append(None if own is None else own + alpha * team)
         return paid
@@ -85,11 +85,11 @@ def turn_difference(group: Group, *, metric: str, scored: Sequence[str], absolut
         previous = 0.0
         for i, turn in enumerate(unbranched(trajectory).turns):
             if turn.agent in scored:
-                value = score(trajectory, turn, metric)
+                value = score_of(trajectory, turn, metric)
                 for member in trajectory.turns[len(paid) : i + 1]:
                     if member.scores.get(metric, value) != value:
                         raise RewardError(
-                            f"{place(trajectory, member)}: '{metric}' is {member.scores[metric]}, but the round's "
+                            f"{locate(trajectory, member)}: '{metric}' is {member.scores[metric]}, but the round's "
                             f"is {value}, of turn {turn.index} ({turn.agent}); name in scored who was measured"
                         )
                     # r = f_t for absolute roles, else f_t - f_{t-1} with f_{-1} = 0   UnityMAS-O (arXiv 2605.26646)
@@ -97,7 +97,7 @@ def turn_difference(group: Group, *, metric: str, scored: Sequence[str], absolut
                 previous = value
         for turn in trajectory.turns[len(paid) :]:
             if turn.agent in absolute:
-                raise RewardError(f"{place(trajectory, turn)}: '{metric}' is not measured on it or after it")
+                raise RewardError(f"{locate(trajectory, turn)}: '{metric}' is not measured on it or after it")
             paid.append(0.0)
         return paid
 
@@ -201,7 +201,7 @@ def tree_shaping(group: Group, *, measure: str = "local", gamma: float = 0.3, mi
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
         if not any(turn.node for turn in trajectory.turns):
-            raise RewardError(f"{place(trajectory)}: no tree, none of its turns has a node; sample trees to shape them")
+            raise RewardError(f"{locate(trajectory)}: no tree: none of its turns has a node; sample trees")
         raw = [local_score(trajectory, turn, measure) for turn in trajectory.turns]
         scores: dict[str, list[float]] = defaultdict(list)
         for turn, value in zip(trajectory.turns, raw, strict=True):
@@ -258,7 +258,7 @@ def coach(
         raise RewardError(f"clip is {list(clip)}; expected [low, high]")
 
     def process(trajectory: Trajectory, turn: Turn) -> float:
-        value = scale * score(trajectory, turn, measure)
+        value = scale * score_of(trajectory, turn, measure)
         return value if clip is None else min(max(value, clip[0]), clip[1])
 
     def rewards(trajectory: Trajectory) -> list[float | None]:

@@ -1,10 +1,11 @@
-"""Model-written Python, run where it can do no harm.
+"""Sandbox for model-written Python: programs run where they can do no harm.
 
-box        the sandbox of this machine: a pool of warm, isolated processes; session: cells that share variables
+box        the sandbox of this machine: a pool of warm, isolated processes
+session    one program in a jail, and cells that share variables
 fusion     the same by a server that speaks SandboxFusion's protocol
-judge      tests of a program, whose expected answers stay on this side; compare: when two answers are the same
-tiers      how programs are kept in, and what they may read
-pool, zygote, jail, execute, cgroup, memory, verdicts: the host's side of the wall; guest/: the far side
+judge      tests of a program, whose expected answers stay on this side, and when two answers are the same
+records    limits, verdicts and results
+pool, jail, cgroup: the host's side of the wall, with the tiers of isolation; guest/: the far side
 """
 
 from __future__ import annotations

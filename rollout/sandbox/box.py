@@ -1,4 +1,4 @@
-"""The sandbox: runs model-written Python in a warm pool of isolated processes."""
+"""The sandbox of this machine: runs model-written Python in a warm pool of isolated processes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 
 from rollout.sandbox import pool as tiers
-from rollout.sandbox.execute import execute
 from rollout.sandbox.jail import check_name
-from rollout.sandbox.pool import Pool
+from rollout.sandbox.pool import JailPool
 from rollout.sandbox.records import Limits, Result, SandboxError, SandboxUnavailable, Verdict
-from rollout.sandbox.session import Session
+from rollout.sandbox.session import Session, execute
 
 _CANARY = """
 import os, socket
@@ -70,7 +69,7 @@ class Sandbox:
         self._wanted = tiers.candidates(tier)
         self._preload = tuple(preload)
         self._libraries = libraries
-        self._pool: Pool | None = None
+        self._pool: JailPool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(
@@ -181,7 +180,7 @@ class Sandbox:
         )
 
     async def _start_tier(self, tier: str) -> None:
-        self._pool = Pool(tier, warm=self.slots, preload=self._preload, libraries=self._libraries)
+        self._pool = JailPool(tier, warm=self.slots, preload=self._preload, libraries=self._libraries)
         await self._pool.ready()
         if tier in tiers.ISOLATED:
             try:

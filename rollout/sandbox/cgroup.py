@@ -16,7 +16,7 @@ _WARDENS = 2  # processes beside the program's own
 _REMOVAL_S = 2.0
 
 
-class Group:
+class Cgroup:
     """One group, version 1 or 2, used by one job after another."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
@@ -71,17 +71,17 @@ class Group:
         return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
 
 
-class Groups:
+class Cgroups:
     """The groups of one sandbox: made when they are needed, lent, used again."""
 
     def __init__(self, parents: dict[str, Path]) -> None:
         """`parents`: the folder by controller under which groups can be made; see `writable_parents`."""
         self._parents = parents
-        self._free: list[Group] = []
-        self._all: list[Group] = []
+        self._free: list[Cgroup] = []
+        self._all: list[Cgroup] = []
         self._owner = f"{PREFIX}{os.getpid()}-{started(os.getpid())}-{id(self):x}"
 
-    def lend(self) -> Group:
+    def lend(self) -> Cgroup:
         """A group without processes."""
         for group in self._free:
             if group.empty():
@@ -89,11 +89,11 @@ class Groups:
                 group.ran_out()  # forget what happened to earlier jobs
                 return group
         name = f"{self._owner}-{len(self._all)}"
-        group = Group({controller: parent / name for controller, parent in self._parents.items()})
+        group = Cgroup({controller: parent / name for controller, parent in self._parents.items()})
         self._all.append(group)
         return group
 
-    def take_back(self, group: Group) -> None:
+    def take_back(self, group: Cgroup) -> None:
         """A lent group whose job has ended or is about to; one of an earlier pool is not kept."""
         if group in self._all:
             self._free.append(group)
@@ -126,7 +126,7 @@ def writable_parents() -> dict[str, Path] | None:
     return {"memory": parent, "pids": parent} if parent else None
 
 
-def sweep(parents: dict[str, Path]) -> None:
+def sweep_groups(parents: dict[str, Path]) -> None:
     """Remove groups that a killed process left."""
     for parent in set(parents.values()):
         for folder in parent.glob(f"{PREFIX}*"):

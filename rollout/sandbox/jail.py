@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from rollout.sandbox.cgroup import Group
+from rollout.sandbox.cgroup import Cgroup
 from rollout.sandbox.guest import wire
 from rollout.sandbox.records import Limits, SandboxError
 
@@ -23,7 +23,7 @@ _LISTING_BYTES = 4 << 20
 class Jail:
     """A job and all that it starts; closing it ends them."""
 
-    def __init__(self, channel: socket.socket, group: Group | None) -> None:
+    def __init__(self, channel: socket.socket, group: Cgroup | None) -> None:
         """`channel` leads to the warden, which is in `group`, if there is one."""
         channel.setblocking(False)
         self.group = group
@@ -132,7 +132,7 @@ class Jail:
             self._ended = answer[0]
 
     async def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        await readable(self._channel)
+        await until_readable(self._channel)
         try:
             answer, files = wire.receive(self._channel)
         except (EOFError, ConnectionError) as error:
@@ -142,7 +142,7 @@ class Jail:
         return answer, files
 
 
-async def readable(channel: socket.socket) -> None:
+async def until_readable(channel: socket.socket) -> None:
     """Wait until something can be received."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from rollout.sandbox import cgroup
-from rollout.sandbox.cgroup import Groups
+from rollout.sandbox.cgroup import Cgroups
 from rollout.sandbox.guest import wire
 from rollout.sandbox.jail import Jail
 from rollout.sandbox.records import SandboxError, SandboxUnavailable
@@ -28,20 +28,20 @@ from rollout.sandbox.records import SandboxError, SandboxUnavailable
 BOXES = Path(tempfile.gettempdir())  # where boxes are, in tiers without a file system of their own
 
 
-class Pool:
+class JailPool:
     """A zygote, what it cloned ahead, and the groups and folders of its jobs."""
 
     def __init__(self, tier: str, *, warm: int, preload: Sequence[str], libraries: bool) -> None:
         """Start the zygote, in this thread: the kernel ends it with the thread. `warm` jails wait at a time."""
         self._warm: deque[Jail] = deque()
         self._size = warm
-        self.groups: cgroup.Groups | None = None
+        self.groups: cgroup.Cgroups | None = None
         self.boxes: Path | None = None
         _sweep()
         parents = cgroup.writable_parents() if tier == NAMESPACES else None
         if parents:
-            cgroup.sweep(parents)
-            self.groups = cgroup.Groups(parents)
+            cgroup.sweep_groups(parents)
+            self.groups = cgroup.Cgroups(parents)
         if tier != NAMESPACES:
             prefix = f"{cgroup.PREFIX}{os.getpid()}-{cgroup.started(os.getpid())}-"
             self.boxes = Path(tempfile.mkdtemp(prefix=prefix, dir=BOXES))
@@ -114,7 +114,7 @@ class Zygote:
     """The process from which every job of a sandbox is cloned."""
 
     def __init__(
-        self, tier: str, *, preload: Sequence[str], libraries: bool, boxes: Path, groups: Groups | None
+        self, tier: str, *, preload: Sequence[str], libraries: bool, boxes: Path, groups: Cgroups | None
     ) -> None:
         """Start it; `boxes` is where jobs' folders go in tiers without a file system of their own."""
         self._boxes = boxes
@@ -124,7 +124,7 @@ class Zygote:
         settings = {
             "tier": tier,
             "parent": os.getpid(),
-            "readable": readable(libraries),
+            "readable": readable_paths(libraries),
             "packages": packages() if libraries else [],
             "preload": list(preload),
         }
@@ -262,7 +262,7 @@ def packages() -> list[str]:
     return sorted({os.path.realpath(folder) for folder in folders if Path(folder).is_dir()})
 
 
-def readable(libraries: bool) -> list[str]:
+def readable_paths(libraries: bool) -> list[str]:
     """What programs may read: the system's programs, the interpreter, and with `libraries` installed packages."""
     paths = {
         *_SYSTEM,

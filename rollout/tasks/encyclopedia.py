@@ -17,7 +17,7 @@ from rollout.base.seeds import derive_seed
 from rollout.environments.search import SearchEnv
 from rollout.orchestras.search_team import search_team
 from rollout.records.trajectory import Demonstration, Message, Task
-from rollout.teams.team import Reply, Role, Team, TeamSession
+from rollout.teams.team import AgentReply, Role, Team, TeamSession
 
 _QUESTIONS = {
     "trade": ("one_hop", "What is the trade of {name}?"),
@@ -170,16 +170,16 @@ class _Guide(TeamSession):
         self._slips = slips
         self.demonstrations: list[Demonstration] = []
 
-    async def act(self, name: str, /, **slots: object) -> Reply:
+    async def act(self, name: str, /, **slots: object) -> AgentReply:
         role = self._roles[name]
         history = str(slots["history"])
-        text = {"verifier": self._verdict, "searcher": self._query, "answerer": self._answer}[name](history)
+        text = {"verifier": self._verdict, "searcher": self._query, "answerer": self._last}[name](history)
         reply = Message(role="assistant", content=text)
         self.demonstrations.append(Demonstration(agent=name, messages=(*role.messages(**slots), reply)))
         value = role.parse(text)
         if value == "yes" and not self._knows(history, self._fact):
             value = "no"  # a premature yes is said but not acted on: nobody learns to answer from nothing
-        return Reply(text=text, value=value, turn=len(self.demonstrations) - 1)
+        return AgentReply(text=text, value=value, turn=len(self.demonstrations) - 1)
 
     def _slip(self, agent: str) -> bool:
         return self._chance.random() < self._slips.get(agent, 0.0)
@@ -200,7 +200,7 @@ class _Guide(TeamSession):
             query = self._person.name if self._slip("searcher") else self._person.home.name
         return f"<search> {query} </search>"
 
-    def _answer(self, history: str) -> str:
+    def _last(self, history: str) -> str:
         fact = _SIBLING[self._fact] if self._slip("answerer") else self._fact
         return f"<answer> {_fact(self._person, fact)} </answer>" if self._knows(history, fact) else _UNKNOWN
 

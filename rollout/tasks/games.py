@@ -16,7 +16,7 @@ from rollout.orchestras.game_team import DECIDED, LISTED, game_team
 from rollout.orchestras.single import single
 from rollout.records.trajectory import Demonstration, Message, Task
 from rollout.tasks.splits import check_splits, split_of
-from rollout.teams.team import Reply, Role, Team, TeamSession
+from rollout.teams.team import AgentReply, Role, Team, TeamSession
 
 _PATIENCE = 20_000  # draws in a row without a new puzzle before a source counts as exhausted
 CARELESS: Mapping[str, float] = {"tool": 0.5, "planner": 0.5, "player": 0.5}
@@ -137,7 +137,7 @@ class _Teacher(TeamSession):
         self._random = random
         self.demonstrations: list[Demonstration] = []
 
-    async def act(self, name: str, /, **slots: object) -> Reply:
+    async def act(self, name: str, /, **slots: object) -> AgentReply:
         role = self._roles[name]
         actions = self._actions(name, str(slots.get("proposal", "")))
         text = f"{LISTED if name == 'tool' else DECIDED} {actions}"
@@ -145,7 +145,7 @@ class _Teacher(TeamSession):
         self.demonstrations.append(Demonstration(agent=name, messages=(*role.messages(**slots), reply)))
         if name != "tool":
             self._state = self._game.play(self._state, actions).state
-        return Reply(text=text, value=role.parse(text), turn=len(self.demonstrations) - 1)
+        return AgentReply(text=text, value=role.parse(text), turn=len(self.demonstrations) - 1)
 
     def score(self, index: int, /, **scores: float) -> None:
         """Demonstrations are not scored."""

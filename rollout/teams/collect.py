@@ -1,11 +1,11 @@
-"""Collection: every trajectory is its own coroutine over a team and an environment."""
+"""Rollout collection: every trajectory is its own coroutine over a team and an environment, grouped by task."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rollout.base.deadlines import LEFT, Late, Limits
 from rollout.base.errors import Undecided
@@ -17,7 +17,21 @@ from rollout.teams.episode import Episode, Orchestra
 from rollout.teams.team import Team
 from rollout.teams.tree import Branching, Tree
 
-_ANY_TIME = Limits()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectOptions:
+    """How a batch is collected, beyond what is played."""
+
+    tree: Branching | None = None  # every trajectory is grown as a tree; None: as one line
+    temperature: float | None = None  # of every agent, in place of its own; 0 is greedy
+    limits: Limits = field(default_factory=Limits)  # of tools, a trajectory, all of them; what is late is cancelled
+    began: float | None = None  # when the batch of the tasks began, on the event loop's clock; None: now
+    surplus: int = 0  # trajectories of each task that are started beyond the group's size; the slowest are given up
+    watchdog: Watchdog | None = None  # sees what is being played
+    done: Callable[[Trajectory], None] = lambda _: None  # called with each trajectory as it ends
+
+
+_PLAIN = CollectOptions()
 
 
 async def collect(
@@ -29,43 +43,29 @@ async def collect(
     group_size: int,
     seed: int,
     step: int,
-    tree: Branching | None = None,
-    temperature: float | None = None,
-    limits: Limits = _ANY_TIME,
-    began: float | None = None,
-    surplus: int = 0,
-    watchdog: Watchdog | None = None,
-    done: Callable[[Trajectory], None] = lambda _: None,
+    options: CollectOptions = _PLAIN,
 ) -> list[Group]:
     """Play each task until `group_size` trajectories are completed and return one group per task, in their order.
 
     A trajectory whose engine or environment fails is kept with status FAILED and its error, one of which something is
     late with LATE, one that is given up with ABORTED; the others go on. Any other exception ends the collection: it is
     a bug of the orchestra.
-
-    Args:
-        tree: every trajectory is grown as a tree; None: as one line.
-        temperature: of every agent, in place of its own; 0 is greedy.
-        limits: how long tools, a trajectory and all of them may take. What is not done in time is cancelled.
-        began: when the batch began that `tasks` are a part of, on the event loop's clock; None: now.
-        surplus: trajectories of each task that are started beyond `group_size`; the slowest are given up.
-        watchdog: sees what is being played.
-        done: called with each trajectory as it ends.
     """
-    if temperature is not None:
-        team = team.at_temperature(temperature)
-    began = asyncio.get_running_loop().time() if began is None else began
+    if options.temperature is not None:
+        team = team.at_temperature(options.temperature)
+    limits, tool_s = options.limits, options.limits.tool_s
+    began = asyncio.get_running_loop().time() if options.began is None else options.began
     ends = None if limits.batch_s is None else began + limits.batch_s
 
     async def play(task: Task, sample: int, quota: _Quota | None) -> Trajectory:
         place = (seed, step, task.id, sample)
         name = f"{step}/{task.id}/{sample}"
         played: Episode | Tree
-        if tree is None:
-            played = Episode(task, team.seat(*place), make_env(task), orchestra, tool_s=limits.tool_s)
+        if options.tree is None:
+            played = Episode(task, team.seat(*place), make_env(task), orchestra, tool_s=tool_s)
         else:
-            played = Tree(tree, task, team, place, make_env, orchestra, tool_s=limits.tool_s)
-        with watchdog.over(name, played) if watchdog else nullcontext():
+            played = Tree(options.tree, task, team, place, make_env, orchestra, tool_s=tool_s)
+        with options.watchdog.over(name, played) if options.watchdog else nullcontext():
             ending = await _play(played, limits, ends, quota)
         trajectory = Trajectory(
             id=name,
@@ -75,18 +75,18 @@ async def collect(
             step=step,
             turns=played.turns,
             tools=tuple(played.tools),
-            outcome=None if ending.error else played.outcome,
-            answer=None if ending.error else played.answer,
+            outcome=None if ending.error else _episode(played).outcome,
+            answer=None if ending.error else _episode(played).answer,
             leaf=played.leaf,
             metrics=dict.fromkeys(ending.counted, 1.0) | played.metrics,
             status=ending.status,
             error=ending.error,
         )
-        done(trajectory)
+        options.done(trajectory)
         return trajectory
 
-    quotas = [_Quota(group_size) if surplus else None for _ in tasks]
-    size = group_size + surplus
+    quotas = [_Quota(group_size) if options.surplus else None for _ in tasks]
+    size = group_size + options.surplus
     played = await together(
         play(task, sample, quota) for task, quota in zip(tasks, quotas, strict=True) for sample in range(size)
     )
@@ -149,7 +149,13 @@ async def _play(played: Episode | Tree, limits: Limits, ends: float | None, quot
 def _ending(played: Episode | Tree) -> _Ending:
     if not played.error:
         return _Ending(Status.COMPLETED, "")
-    if isinstance(played.failure, Late):
-        return _Ending(Status.LATE, played.error, (f"late/{played.failure.what}",))
-    counted = ("undecided",) if isinstance(played.failure, Undecided) else ()
+    failure = _episode(played).failure
+    if isinstance(failure, Late):
+        return _Ending(Status.LATE, played.error, (f"late/{failure.what}",))
+    counted = ("undecided",) if isinstance(failure, Undecided) else ()
     return _Ending(Status.FAILED, played.error, counted)
+
+
+def _episode(played: Episode | Tree) -> Episode:
+    """Itself, or of a tree the one that went on."""
+    return played.episode if isinstance(played, Tree) else played

@@ -1,4 +1,4 @@
-"""One play of an orchestra on a task, and what it left behind."""
+"""An episode (rollout): one play of an orchestra on a task, with its steps, tool calls and rewards."""
 
 from __future__ import annotations
 
@@ -10,24 +10,12 @@ from typing import Any, TypeVar
 from rollout.base.deadlines import Late, LateTool, within
 from rollout.base.errors import EngineError, EnvError
 from rollout.base.watchdog import Wait
-from rollout.environments.protocol import (
-    Case,
-    Comparing,
-    Env,
-    Keeping,
-    Living,
-    Previewing,
-    Running,
-    Step,
-    Testing,
-    ToolCall,
-)
+from rollout.environments.protocol import Case, Env, Living, Step, ToolCall
 from rollout.records.trajectory import Task, ToolEvent, Turn
 from rollout.teams.team import Call, TeamSession
 
 Orchestra = Callable[[Task, TeamSession, Env], Awaitable[None]]
-Ability = TypeVar("Ability")
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -106,55 +94,52 @@ class Episode:
         return step
 
     async def preview(self, action: str) -> Step:
-        env = self._able(Previewing, "preview an action")
-        return await self._use("preview", env.preview, action)
+        step: Step = await self._able("preview", "preview an action", action)
+        return step
 
     async def same(self, answer: str, other: str) -> bool:
-        env = self._able(Comparing, "compare two answers")
-        return await self._use("same", env.same, answer, other)
+        equal: bool = await self._able("same", "compare two answers", answer, other)
+        return equal
 
     async def run(self, program: str) -> ToolCall:
-        env = self._able(Running, "run a program")
         began = time.time()
-        call = await self._use("run", env.run, program)
+        call: ToolCall = await self._able("run", "run a program", program)
         self._note(call, self.seat.own, began)
         return call
 
     async def check(self, program: str, cases: Sequence[Case]) -> Step:
-        env = self._able(Testing, "run an agent's tests")
         began = time.time()
-        step = await self._use("check", env.check, program, cases)
+        step: Step = await self._able("check", "run an agent's tests", program, cases)
         for call in step.tools:
             self._note(call, self.seat.own, began)
         return step
 
     async def agreement(self, cases: Sequence[Case]) -> float | None:
-        env = self._able(Testing, "judge an agent's tests")
-        return await self._use("agreement", env.agreement, cases)
+        share: float | None = await self._able("agreement", "judge an agent's tests", cases)
+        return share
 
     async def files(self) -> Mapping[str, int]:
-        env = self._able(Keeping, "keep files")
         began = time.time()
-        files = await self._use("files", env.files)
+        files: Mapping[str, int] = await self._able("files", "keep files")
         self._note(ToolCall(tool="files", query="", result="\n".join(files)), self.seat.own, began)
         return files
 
     async def forget(self) -> None:
-        env = self._able(Keeping, "keep files")
-        await self._use("forget", env.forget)
+        await self._able("forget", "keep files")
 
-    def _able(self, what: type[Ability], action: str) -> Ability:
-        env: Any = self._env
-        if not isinstance(env, what):
-            raise EnvError(f"{type(env).__name__} cannot {action}; use a team that does not ask for it")
-        return env
+    async def _able(self, method: str, ability: str, *arguments: object) -> Any:
+        """What the environment's optional `method` gives; its protocols say which belong together."""
+        call = getattr(self._env, method, None)
+        if call is None:
+            raise EnvError(f"{type(self._env).__name__} cannot {ability}; use a team that does not ask for it")
+        return await self._use(method, call, *arguments)
 
-    async def _use(self, method: str, call: Callable[..., Awaitable[T]], *arguments: object) -> T:
+    async def _use(self, method: str, call: Callable[..., Awaitable[_T]], *arguments: object) -> _T:
         tool = f"{self._task.env}.{method}"
         with self.seat.waits(tool):
             return await self._timed(tool, call, *arguments)
 
-    async def _timed(self, tool: str, call: Callable[..., Awaitable[T]], *arguments: object) -> T:
+    async def _timed(self, tool: str, call: Callable[..., Awaitable[_T]], *arguments: object) -> _T:
         try:
             with _blamed(tool):
                 return await within(self._tool_s, call(*arguments))

@@ -37,7 +37,7 @@ class Template:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class GraphNode:
     """An agent who is asked, or an action that is taken in the environment."""
 
     name: str
@@ -60,7 +60,7 @@ class Edge:
 class Graph:
     """Nodes by name in the config's order, edges, and the nodes that come first."""
 
-    nodes: Mapping[str, Node]
+    nodes: Mapping[str, GraphNode]
     edges: tuple[Edge, ...]
     start: tuple[str, ...]
 
@@ -120,7 +120,7 @@ def check_agents(graph: Graph, templates: Mapping[str, str]) -> None:
                 )
 
 
-def _node(name: Any, config: Any) -> Node:
+def _node(name: Any, config: Any) -> GraphNode:
     where = f"graph: node '{name}'"
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name in (*GIVEN, "len"):
         raise GraphError(f"{where}: expected a name of letters, digits and _ that is not {', '.join((*GIVEN, 'len'))}")
@@ -135,7 +135,7 @@ def _node(name: Any, config: Any) -> Node:
     slots = config.get("slots", {})
     if not isinstance(slots, Mapping) or not all(isinstance(slot, str) for slot in slots):
         raise GraphError(f"{where}: slots is {slots!r}; expected a mapping from slots to templates")
-    return Node(
+    return GraphNode(
         name=name,
         agent=agent,
         slots={slot: _template(f"{where}, slot '{slot}'", text) for slot, text in slots.items()},

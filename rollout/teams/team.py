@@ -77,7 +77,7 @@ class EngineClient:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class AgentReply:
     """What an agent said."""
 
     text: str
@@ -85,7 +85,7 @@ class Reply:
     turn: int  # index of the turn
 
 
-TurnReply = tuple[Turn, Reply]  # what is written down, and what the orchestra gets
+TurnReply = tuple[Turn, AgentReply]  # what is written down, and what the orchestra gets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class TeamSession:
         index = self._by_task.get(asyncio.current_task())
         return self.last if index is None else self._turns[index]
 
-    async def act(self, name: str, /, **slots: object) -> Reply:
+    async def act(self, name: str, /, **slots: object) -> AgentReply:
         """Ask agent `name`, with its user template's slots filled by `slots`.
 
         Raises:
@@ -270,7 +270,7 @@ class TeamSession:
             started_s=started,
             took_s=time.time() - started,
         )
-        return turn, Reply(text=said.text, value=value, turn=call.index)
+        return turn, AgentReply(text=said.text, value=value, turn=call.index)
 
 
 def _digest(messages: tuple[Message, ...]) -> str:

@@ -14,10 +14,9 @@ from rollout.environments.protocol import Env
 from rollout.orchestras import ORCHESTRAS
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Task, Trajectory
-from rollout.teams.collect import collect
 from rollout.teams.team import ROLES, Agent, EngineClient, Team
 from rollout.teams.tree import Branching
-from tests.support.play import SEED, STEP, Bytes, seeded
+from tests.support.play import SEED, STEP, Bytes, collect, seeded
 
 SUM = Task(id="t", prompt="What is 3+4?", answers=("7",), env="math", source="sums", split="train")
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from rollout.base.errors import EnvError
 from rollout.base.seeds import derive_seed
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.protocol import Step, ToolCall
 from rollout.records.completion import Sampling
-from rollout.records.trajectory import Message, Task
+from rollout.records.trajectory import Group, Message, Task
+from rollout.teams import collect as collecting
 from rollout.teams.team import Agent, EngineClient, Role, Team
 
 SEED, STEP = 7, 3
 TASK = Task(id="t", prompt="say numbers", answers=("0",), env="adder", source="sums", split="train")
 AGENTS = ("a", "b")
+
+
+async def collect(*played: Any, group_size: int, seed: int, step: int, **options: Any) -> list[Group]:
+    """`rollout.teams.collect.collect` with the options beside the rest."""
+    chosen = collecting.CollectOptions(**options)
+    return await collecting.collect(*played, group_size=group_size, seed=seed, step=step, options=chosen)
 
 
 class Bytes:

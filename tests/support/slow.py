@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from rollout.config.build import build_player
 from rollout.engines.scripted import ScriptedEngine
-from rollout.teams.collect import collect
-from tests.support.play import SEED, STEP, TASK, Adder, Bytes, make_team
+from tests.support.play import SEED, STEP, TASK, Adder, Bytes, collect, make_team
 from tests.support.virtual_time import run_virtually
 
 

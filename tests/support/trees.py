@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rollout.records.trajectory import Trajectory
-from rollout.teams.collect import collect
-from tests.support.play import SEED, STEP, TASK, Adder, make_team
+from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 
 
 def grow(orchestra, engine, tree, *, make_env=Adder, **options) -> Trajectory:

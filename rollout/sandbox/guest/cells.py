@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from . import program, wire
 
 
-def run(channel: int) -> NoReturn:
+def run_cells(channel: int) -> NoReturn:
     """Serve the host at the descriptor `channel` until it closes."""
     host = socket.socket(
         socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, channel
@@ -28,7 +28,7 @@ def run(channel: int) -> NoReturn:
         number += 1
         os.dup2(out, 1)
         os.dup2(err, 2)
-        text = program.read(source)
+        text = program.read_all(source)
         for file in (source, out, err):
             os.close(file)
         wire.send(host, {"error": _run(text, f"cell {number}", scope)})
@@ -47,12 +47,12 @@ def _run(text: bytes, name: str, scope: dict[str, Any]) -> str:
                 print(repr(value))
         error = ""
     except SystemExit as end:
-        error = "SystemExit" if program.report(end) else ""
+        error = "SystemExit" if program.report_error(end) else ""
     except MemoryError as end:
-        program.report(end)
+        program.report_error(end)
         error = "MemoryError"
     except BaseException as end:
-        program.report(end)
+        program.report_error(end)
         error = type(end).__name__
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -16,9 +16,9 @@ OUT_OF_MEMORY = 251  # exit status of a program that a MemoryError ended
 _NAME = "main.py"
 
 
-def run(source: int) -> NoReturn:
+def run_main(source: int) -> NoReturn:
     """Run the program in the open file `source` and end this process with its exit status."""
-    text = read(source)
+    text = read_all(source)
     os.close(source)
     module = new_main()
     status = 0
@@ -26,18 +26,18 @@ def run(source: int) -> NoReturn:
         remember(_NAME, text)
         exec(compile(text, _NAME, "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:
-        status = report(error)
+        status = report_error(error)
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does at its end
         atexit._run_exitfuncs()
         sys.stdout.flush()
     except BaseException as error:
-        status = report(error) or status
+        status = report_error(error) or status
     finally:
         os._exit(status & 255)
 
 
-def read(file: int) -> bytes:
+def read_all(file: int) -> bytes:
     """All of an open file, from its start."""
     return os.pread(file, os.fstat(file).st_size, 0)
 
@@ -56,7 +56,7 @@ def remember(name: str, text: bytes) -> None:
     linecache.cache[name] = (len(text), None, lines, name)
 
 
-def report(error: BaseException) -> int:
+def report_error(error: BaseException) -> int:
     """Print what an exception prints, without our own frames; the exit status it stands for."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):

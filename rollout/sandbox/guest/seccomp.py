@@ -54,7 +54,7 @@ _SET_MODE_FILTER = 2
 Instruction = tuple[int, int, int, int]  # operation, jump if true, jump if false, operand
 
 
-def install(*, processes: bool, own_pid: int) -> None:
+def install_filter(*, processes: bool, own_pid: int) -> None:
     """Confine this process for good.
 
     Args:

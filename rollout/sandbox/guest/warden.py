@@ -20,16 +20,43 @@ _TICK_S = 0.1  # between looks at how full a box is where no file system limits 
 _STACK_BYTES = 256 << 20
 
 
-class Warden:
+class _BoxDesk:
+    """Hands files of the job's box in and out, for the host."""
+
+    def __init__(self, channel: socket.socket, path: str) -> None:
+        self._channel = channel
+        self._path = path
+        self._box = -1  # descriptor of the box
+
+    def _do_put(self, files: list[int], name: str) -> None:
+        self._answer(lambda: box.put(self._box, name, files[0]))
+
+    def _do_get(self, files: list[int], name: str) -> None:
+        self._answer(lambda: box.get(self._box, name))
+
+    def _do_list(self, files: list[int]) -> None:
+        self._answer(lambda: box.listing(self._path))
+
+    def _answer(self, work: Callable[[], int | None]) -> None:
+        """Send what `work` returns, an open file or nothing, or why it could not."""
+        try:
+            file = work()
+        except OSError as error:
+            wire.send(self._channel, {"refused": error.strerror})
+            return
+        wire.send(self._channel, {"done": True}, [] if file is None else [file])
+        if file is not None:
+            os.close(file)
+
+
+class Warden(_BoxDesk):
     """Serves one host connection until it closes; then the job's tree, the box and this process end."""
 
     def __init__(self, channel: socket.socket, settings: dict[str, Any], path: str) -> None:
         """`path` is the job's folder; it exists, or is where jobs of the namespaces tier mount theirs."""
-        self._channel = channel
+        super().__init__(channel, path)
         self._settings = settings
         self._tier: str = settings["tier"]
-        self._path = path
-        self._box = -1  # descriptor of the box
         self._limits: dict[str, float] = {}
         self._job = 0  # process id; 0 when none runs
         self._number = 0  # of the job, as the host counts
@@ -128,7 +155,7 @@ class Warden:
             os.write(trouble, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
         try:
-            (program.run if kind == "program" else cells.run)(3)
+            (program.run_main if kind == "program" else cells.run_cells)(3)
         finally:
             os._exit(1)
 
@@ -152,39 +179,15 @@ class Warden:
         os.environ.update(HOME=self._path, TMPDIR=self._path)
         sys.path.insert(0, self._path)
         sys.argv = ["main.py"]
-        self._set_limits(kind)
+        _set_limits(self._settings, self._limits, kind)
         if self._tier == "landlock":
             linux.drop_capabilities()
             landlock.confine(readable=self._settings["readable"], writable=[self._path])
         if self._tier != "unisolated":
-            seccomp.install(processes=self._tier == "namespaces", own_pid=os.getpid())
+            seccomp.install_filter(processes=self._tier == "namespaces", own_pid=os.getpid())
         for name in [name for name in sys.modules if name.partition(".")[0] == __package__]:
             del sys.modules[name]
         os.close(len(order) - 1)
-
-    def _set_limits(self, kind: str) -> None:
-        limits = {name: int(value) for name, value in self._limits.items()}
-        memory = self._settings["address_space"] + limits["memory_bytes"]
-        cpu_s = limits["cpu_s"]
-        for which, soft, hard in (
-            (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
-            (resource.RLIMIT_AS, memory, memory),
-            (resource.RLIMIT_NPROC, limits["processes"] + 1, limits["processes"] + 1),  # and the warden
-            (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
-            (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
-            (resource.RLIMIT_STACK, _STACK_BYTES, _STACK_BYTES),
-            (resource.RLIMIT_CORE, 0, 0),
-            (resource.RLIMIT_MEMLOCK, 0, 0),
-            (resource.RLIMIT_MSGQUEUE, 0, 0),
-        ):
-            if which == resource.RLIMIT_NPROC and self._tier != "namespaces":
-                continue  # it counts all of a user's processes, which here is everybody's
-            if which == resource.RLIMIT_CPU and kind == "cells":
-                continue  # a session's cells are limited one by one, by wall time
-            ceiling = resource.getrlimit(which)[1]
-            if ceiling != resource.RLIM_INFINITY:
-                soft, hard = min(soft, ceiling), min(hard, ceiling)
-            resource.setrlimit(which, (soft, hard))
 
     def _do_interrupt(self, files: list[int]) -> None:
         if self._job:
@@ -230,26 +233,31 @@ class Warden:
         self._job = 0
         return status
 
-    def _do_put(self, files: list[int], name: str) -> None:
-        self._answer(lambda: box.put(self._box, name, files[0]))
-
-    def _do_get(self, files: list[int], name: str) -> None:
-        self._answer(lambda: box.get(self._box, name))
-
-    def _do_list(self, files: list[int]) -> None:
-        self._answer(lambda: box.listing(self._path))
-
-    def _answer(self, work: Callable[[], int | None]) -> None:
-        """Send what `work` returns, an open file or nothing, or why it could not."""
-        try:
-            file = work()
-        except OSError as error:
-            wire.send(self._channel, {"refused": error.strerror})
-            return
-        wire.send(self._channel, {"done": True}, [] if file is None else [file])
-        if file is not None:
-            os.close(file)
-
 
 def _cpu_s(used: resource.struct_rusage) -> float:
     return used.ru_utime + used.ru_stime
+
+
+def _set_limits(settings: dict[str, Any], allowed: dict[str, float], kind: str) -> None:
+    limits = {name: int(value) for name, value in allowed.items()}
+    memory = settings["address_space"] + limits["memory_bytes"]
+    cpu_s = limits["cpu_s"]
+    for which, soft, hard in (
+        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
+        (resource.RLIMIT_AS, memory, memory),
+        (resource.RLIMIT_NPROC, limits["processes"] + 1, limits["processes"] + 1),  # and the warden
+        (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
+        (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
+        (resource.RLIMIT_STACK, _STACK_BYTES, _STACK_BYTES),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
+    ):
+        if which == resource.RLIMIT_NPROC and settings["tier"] != "namespaces":
+            continue  # it counts all of a user's processes, which here is everybody's
+        if which == resource.RLIMIT_CPU and kind == "cells":
+            continue  # a session's cells are limited one by one, by wall time
+        ceiling = resource.getrlimit(which)[1]
+        if ceiling != resource.RLIM_INFINITY:
+            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        resource.setrlimit(which, (soft, hard))

@@ -14,8 +14,7 @@ from rollout.config.build import build_player
 from rollout.engines.embedded.engine import LocalEngine
 from rollout.records.completion import VersionSpan
 from rollout.records.trajectory import Status
-from rollout.teams.collect import collect
-from tests.support.play import SEED, STEP, TASK, Adder, make_team
+from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 
 TASKS = [replace(TASK, id=f"task {n}") for n in range(3)]
 

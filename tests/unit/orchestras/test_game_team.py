@@ -23,12 +23,11 @@ from rollout.tasks import GENERATORS
 from rollout.tasks.encyclopedia import Passage
 from rollout.tasks.games import demonstrate
 from rollout.tasks.splits import split_of
-from rollout.teams.collect import collect
 from rollout.teams.episode import Orchestra
 from rollout.teams.team import ROLES, Agent, EngineClient, Role, Team
 from rollout.teams.tree import Branching
 from tests.support.canned import Canned
-from tests.support.play import SEED, STEP, Adder, Bytes, seeded
+from tests.support.play import SEED, STEP, Adder, Bytes, collect, seeded
 
 TASK = Task(
     id="t", prompt="S 1 1 G 1 3\nS . G", answers=("R R",), env="plan_path", source="plan_path_1x3", split="train"

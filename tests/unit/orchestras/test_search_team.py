@@ -10,7 +10,7 @@ from rollout.environments.search import SearchEnv
 from rollout.orchestras.search_team import parse_answer, parse_query, parse_verdict, search_team
 from rollout.records.trajectory import Task
 from rollout.tasks.encyclopedia import Passage
-from rollout.teams.team import ROLES, Reply, Team, TeamSession
+from rollout.teams.team import ROLES, AgentReply, Team, TeamSession
 
 TASK = Task(id="t", prompt="Who?", answers=("Otter",), env="search", source="one_hop", split="test")
 ROLE_OF = {"verifier": "search_verifier", "searcher": "searcher", "answerer": "answerer"}
@@ -25,11 +25,11 @@ class Script(TeamSession):
         self.lines = list(lines)
         self.said: list[tuple[str, dict[str, object]]] = []
 
-    async def act(self, name: str, /, **slots: object) -> Reply:
+    async def act(self, name: str, /, **slots: object) -> AgentReply:
         ROLES[ROLE_OF[name]].messages(**slots)  # every slot of the default template is given
         self.said.append((name, slots))
         text = self.lines.pop(0)
-        return Reply(text=text, value=ROLES[ROLE_OF[name]].parse(text), turn=len(self.said) - 1)
+        return AgentReply(text=text, value=ROLES[ROLE_OF[name]].parse(text), turn=len(self.said) - 1)
 
     @property
     def order(self) -> str:

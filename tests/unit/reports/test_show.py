@@ -8,9 +8,8 @@ import pytest
 
 from mcore_mas.cli.main import main
 from rollout.records.trajectory import RecordError, read_trajectories, write_trajectories
-from rollout.teams.collect import collect
 from rollout.teams.tree import Branching
-from tests.support.play import SEED, STEP, TASK, Adder, make_team, seeded
+from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
 
 REPLIES = {("a", 0, ""): "1", ("a", 0, "1"): "5", ("a", 1, ""): "3", ("a", 1, "1.0"): "2", ("a", 1, "1.1"): "4"}
 

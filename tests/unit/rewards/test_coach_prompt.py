@@ -3,7 +3,7 @@
 import re
 
 from rollout.records.trajectory import Message, ToolEvent
-from rollout.rewards.coach_questions import View, clip, question, repair
+from rollout.rewards.coach_questions import View, ask_again, clip, question
 from tests.support.coached import TASK, trajectory, turn
 
 
@@ -104,7 +104,7 @@ def test_cut_and_empty_outputs_are_said_to_be() -> None:
 
 def test_repair_goes_on_with_the_conversation() -> None:
     asked = (Message(role="system", content="s"), Message(role="user", content="u"))
-    again = repair(asked, "", "no line PROCESS_SCORE")
+    again = ask_again(asked, "", "no line PROCESS_SCORE")
     assert again[:2] == asked
     assert [m.role for m in again[2:]] == ["assistant", "user"]
     assert again[2].content == "(nothing)"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.rewards.coach_questions import Malformed, Verdict, parse
+from rollout.rewards.coach_questions import CoachVerdict, Malformed, parse
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from rollout.rewards.coach_questions import Malformed, Verdict, parse
     ],
 )
 def test_process_score(reply: str, process: float) -> None:
-    assert parse(reply) == Verdict(process=process)
+    assert parse(reply) == CoachVerdict(process=process)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from rollout.config.build import build_allocator
 from rollout.config.sections import AgentConfig, RewardConfig
 from rollout.rewards import penalties as package
 from rollout.rewards.allocation import RewardError
-from rollout.rewards.penalties import PENALTIES, invalid, mask_truncated, overlong, penalise
+from rollout.rewards.penalties import PENALTIES, apply_penalties, invalid, mask_truncated, overlong
 from tests.support.played import failed, group, rewards, trajectory, turn
 
 AGENTS = {"solver": AgentConfig(policy="p", max_tokens=10), "verifier": AgentConfig(policy="p", max_tokens=6)}
@@ -50,16 +50,16 @@ def test_penalties_add_up_after_the_allocator():
         turn(4, reward=None, masked=True, valid=False),
     )
     both = [partial(invalid, coef=0.1), partial(overlong, buffer=4, max_tokens={"solver": 10}), mask_truncated]
-    charged = penalise(group(played, failed(turn(0, valid=False), sample=1)), both)
+    charged = apply_penalties(group(played, failed(turn(0, valid=False), sample=1)), both)
     assert rewards(charged) == [[1.0, 0.9, -0.6, None, None], [None]]
     assert [t.masked for t in charged.trajectories[0].turns] == [False, False, False, True, True]
 
 
 def test_an_allocator_that_forgets_a_turn_is_caught():
     with pytest.raises(RewardError, match=r"trajectory 0/t/0, turn 1 \(b\): the allocator set no reward"):
-        penalise(group(trajectory(turn(0, reward=1.0), turn(1, "b"))), [])
+        apply_penalties(group(trajectory(turn(0, reward=1.0), turn(1, "b"))), [])
     with pytest.raises(RewardError, match=r"turn 0 \(solver\): reward is nan"):
-        penalise(group(trajectory(turn(0, reward=float("nan")))), [])
+        apply_penalties(group(trajectory(turn(0, reward=float("nan")))), [])
 
 
 def test_a_run_allocates_and_penalises_with_its_agents_limits():

@@ -11,8 +11,7 @@ from rollout.base.deadlines import Limits
 from rollout.base.errors import EngineError
 from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Status, Trajectory
-from rollout.teams.collect import collect
-from tests.support.play import SEED, STEP, TASK, Adder, Bytes, make_team, seeded
+from tests.support.play import SEED, STEP, TASK, Adder, Bytes, collect, make_team, seeded
 
 
 def play(orchestra, engine, *, tasks=(TASK,), group_size=1, make_env=Adder, **options) -> list[Trajectory]:

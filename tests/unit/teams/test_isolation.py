@@ -19,9 +19,8 @@ from rollout.base.task_group import PATIENCE_S, stop
 from rollout.base.watchdog import Watchdog
 from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Status
-from rollout.teams.collect import collect
 from rollout.teams.tree import Branching
-from tests.support.play import SEED, STEP, TASK, Adder, make_team
+from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 from tests.support.slow import Slow, ask, play, statuses, tasks, team_of
 from tests.support.virtual_time import run_virtually
 

@@ -12,9 +12,8 @@ from rollout.base.seeds import derive_seed
 from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Group, Status
 from rollout.rewards.turn_scores import local_team
-from rollout.teams.collect import collect
 from rollout.teams.tree import Branching
-from tests.support.play import SEED, STEP, TASK, Adder, make_team, seeded
+from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
 from tests.support.trees import DUET, duet, grow, rows
 
 

@@ -12,9 +12,8 @@ from rollout.base.errors import EngineError, EnvError
 from rollout.base.seeds import derive_seed
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import Status
-from rollout.teams.collect import collect
 from rollout.teams.tree import Branching
-from tests.support.play import SEED, STEP, TASK, Adder, make_team, seeded
+from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
 from tests.support.trees import DUET, duet, grow, rows
 
 
