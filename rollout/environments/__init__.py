@@ -27,10 +27,8 @@ from rollout.environments.math import MathEnv
 from rollout.environments.mcp import McpEnv
 from rollout.environments.protocol import Env, ToolCall
 from rollout.environments.search import Retriever, SearchEnv
-from rollout.environments.text_worlds.alfworld import AlfworldWorld
-from rollout.environments.text_worlds.gymnasium import GymnasiumWorld
-from rollout.environments.text_worlds.webshop import WebshopWorld, shop_thread
-from rollout.environments.text_worlds.world import WorldEnv
+from rollout.environments.text_world import WorldEnv
+from rollout.environments.text_world_libraries import AlfworldWorld, GymnasiumWorld, WebshopWorld, shop_thread
 from rollout.records.trajectory import Task
 
 if TYPE_CHECKING:

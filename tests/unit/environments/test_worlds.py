@@ -17,10 +17,9 @@ import yaml
 from gymnasium import spaces
 
 from rollout.base.errors import EnvError
-from rollout.environments import make_alfworld, make_gymnasium, make_webshop
+from rollout.environments import make_alfworld, make_gymnasium, make_webshop, text_world_libraries
 from rollout.environments.protocol import Env, Step
-from rollout.environments.text_worlds import alfworld, webshop
-from rollout.environments.text_worlds.world import BadAction, Scene, WorldEnv
+from rollout.environments.text_world import BadAction, Scene, WorldEnv
 from rollout.records.trajectory import RecordError, Status, Task
 from rollout.tasks import GENERATORS
 from tests.support.casts import grow, play, validity
@@ -221,9 +220,9 @@ def alfred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     for name in ("train/a", "train/b", "train/movable_c", "valid_seen/d", "valid_unseen/e"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "game.tw-pddl").write_text("{}")
-    alfworld._games.cache_clear()
+    text_world_libraries._games.cache_clear()
     yield tmp_path
-    alfworld._games.cache_clear()
+    text_world_libraries._games.cache_clear()
 
 
 def test_alfworld_games_are_played_through_its_interface(alfred: Path) -> None:
@@ -260,9 +259,9 @@ def shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """WebShop's module in place."""
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    webshop._shop.cache_clear()
+    text_world_libraries._shop.cache_clear()
     yield
-    webshop._shop.cache_clear()
+    text_world_libraries._shop.cache_clear()
 
 
 def test_webshop_errands_are_run_through_its_interface(shop: None) -> None:

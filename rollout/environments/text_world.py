@@ -1,4 +1,4 @@
-"""What a text world promises, and the environment that plays any of them."""
+"""Text-world environments: what a world of another library promises, and the environment that plays any of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout.base.errors import EnvError
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import Task
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _MOST_CHOICES = 100  # possible actions that are shown; where there are more, none are
 
@@ -156,7 +156,7 @@ class WorldEnv:
             return scene.text
         return f"{scene.text}\nPossible actions: {', '.join(scene.choices)}"
 
-    async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+    async def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
         if self._shared is None and self._own is None:
             self._own = ThreadPoolExecutor(1, thread_name_prefix="world")
         future = asyncio.get_running_loop().run_in_executor(self._shared or self._own, function, *arguments)
