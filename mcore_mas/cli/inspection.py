@@ -65,16 +65,22 @@ def show_trajectory(
     ] = None,
 ) -> None:
     """Print a trajectory as a conversation: who said what to whom, tools, rewards, advantages."""
+    from mcore_mas.reports.pages import draw_games, find_trajectory, trajectory_page
+    from mcore_mas.reports.terminal import advantages_of, print_trajectory
+    from rollout.base.files import write_text
+    from rollout.records.trajectory import read_trajectories
+
     if picture is not None:
-        from mcore_mas.reports.trajectory_drawing import draw
-
-        print("\n".join(map(str, draw(file, picture, index=index, trajectory_id=trajectory))))
+        print("\n".join(map(str, draw_games(file, picture, index=index, trajectory_id=trajectory))))
         return
-    from mcore_mas.reports.show import show
-
-    show(file, index, trajectory, branches=branches, html=html)
-    if html is not None:
-        print(html)
+    trajectories = read_trajectories(file)
+    chosen = find_trajectory(file, trajectories, index, trajectory)
+    advantages = advantages_of(file, trajectories)
+    if html is None:
+        print_trajectory(chosen, Console(highlight=False), advantages, branches=branches)
+        return
+    write_text(html, trajectory_page(chosen, advantages))
+    print(html)
 
 
 @commands.command("explain", rich_help_panel=_TRAJECTORIES)
@@ -88,14 +94,14 @@ def explain_credit(
     """Print who was compared with whom, means, deviations, votes and every turn's advantage."""
     import yaml
 
-    from mcore_mas.credit.explain import explain
+    from mcore_mas.reports.terminal import print_credit
 
     pairs = [item.partition("=") for item in option or []]
     for item, (key, sign, _) in zip(option or [], pairs, strict=True):
         if not (key and sign):
             raise UsageError(f"--option {item}: expected key=value, for example --option lone=raw")
     options = {key: yaml.safe_load(value) for key, _, value in pairs}
-    explain(file, advantage, options, task, limit, Console(highlight=False))
+    print_credit(file, advantage, options, task, limit, Console(highlight=False))
 
 
 @commands.command("leaks", rich_help_panel=_DATA)

@@ -1,14 +1,19 @@
-"""Web pages by Jinja2 templates that escape everything: nothing is loaded, nothing runs, model text is only text."""
+"""Web pages and pictures of trajectories: nothing is loaded, nothing runs, and what models wrote is only text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from rollout.records.trajectory import ToolEvent, Trajectory, Turn
+from rollout.environments.games import GAMES
+from rollout.environments.games.game import BadPuzzle
+from rollout.environments.games.picture import picture
+from rollout.orchestras.game_team import parse_decided, parse_listed
+from rollout.records.trajectory import RecordError, Task, ToolEvent, Trajectory, Turn, read_tasks, read_trajectories
 
 Advantages = Mapping[tuple[str, str, int], float]  # (trajectory, node, turn) -> its advantage
 _HUES = 7  # agents that have a colour of their own
@@ -70,3 +75,91 @@ def trajectory_page(trajectory: Trajectory, advantages: Advantages) -> str:
 
 def _parent(node: str) -> str:
     return node.rpartition(".")[0]
+
+
+def find_trajectory(
+    file: Path, trajectories: Sequence[Trajectory], index: int, trajectory_id: str | None
+) -> Trajectory:
+    """The one of `trajectories`, read from `file`, that has `trajectory_id`, or without an id the `index`-th.
+
+    Raises:
+        RecordError: there is no such trajectory.
+    """
+    if trajectory_id is not None:
+        index = next((i for i, trajectory in enumerate(trajectories) if trajectory.id == trajectory_id), -1)
+        if index < 0:
+            raise RecordError(f"{file}: no trajectory '{trajectory_id}'; the first is '{trajectories[0].id}'")
+    if not 0 <= index < len(trajectories):
+        raise RecordError(f"{file}: no trajectory {index}; it holds {len(trajectories)}, counted from 0")
+    return trajectories[index]
+
+
+def draw_games(file: Path, out: Path, *, index: int = 0, trajectory_id: str | None = None) -> list[Path]:
+    """Write pictures of the trajectories of `file`, and say which.
+
+    Args:
+        out: a file named .svg for the `index`-th trajectory or the one with `trajectory_id`; else a folder for all.
+
+    Raises:
+        RecordError: the file is no file of trajectories, lies in no run with tasks, or is not of games.
+    """
+    if out.suffix not in ("", ".svg"):
+        raise RecordError(f"{out}: pictures are SVG; name a file that ends in .svg, or a folder")
+    tasks = {task.id: task for task in _tasks(file)}
+    trajectories = read_trajectories(file)
+    if out.suffix:
+        targets = {out: find_trajectory(file, trajectories, index, trajectory_id)}
+    else:
+        targets = {out / file_name(t): t for t in trajectories}
+    for path, trajectory in targets.items():
+        drawing = picture(_task(file, trajectory, tasks), actions_of(trajectory))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(drawing, encoding="utf-8")
+    return list(targets)
+
+
+def drawing(task: Task, trajectory: Trajectory) -> str | None:
+    """The picture of a trajectory of `task`; None of what is no game."""
+    if task.env not in GAMES:
+        return None
+    try:
+        return picture(task, actions_of(trajectory))
+    except BadPuzzle:  # nobody could play it either
+        return None
+
+
+def file_name(trajectory: Trajectory) -> str:
+    """Of its picture."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '_', trajectory.id)}.svg"
+
+
+def actions_of(trajectory: Trajectory) -> list[str]:
+    """What was done in each step of a game, "" where nothing was.
+
+    That is what the last turn before the step decided, or what the program that it wrote printed.
+    """
+    last = {turn.round: turn for turn in trajectory.path}
+    printed = {
+        (event.node, event.after_turn): "" if event.failed else parse_listed(event.result) for event in trajectory.tools
+    }
+    done = []
+    for _, turn in sorted(last.items()):
+        decided = printed.get((turn.node, turn.index), parse_decided(turn.text))
+        done.append((decided or "") if turn.valid else "")
+    return done
+
+
+def _task(file: Path, trajectory: Trajectory, tasks: dict[str, Task]) -> Task:
+    task = tasks.get(trajectory.task_id)
+    if task is None or task.env not in GAMES:
+        what = "is not among the run's tasks" if task is None else f"is played in env '{task.env}'"
+        raise RecordError(f"{file}: task {trajectory.task_id} {what}; pictures are of {', '.join(GAMES)}")
+    return task
+
+
+def _tasks(file: Path) -> Sequence[Task]:
+    """The tasks of the run that a file of trajectories lies in."""
+    folder = next((parent / "tasks" for parent in file.resolve().parents if (parent / "tasks").is_dir()), None)
+    if folder is None:
+        raise RecordError(f"{file}: in no run's folder, where the tasks to draw are under tasks/")
+    return [task for path in sorted(folder.glob("*.parquet")) for task in read_tasks(path)]

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import by_place
 from mcore_mas.credit.samples import Sample
-from mcore_mas.reports.trajectory_drawing import drawing
+from mcore_mas.reports.pages import drawing
 from mcore_mas.training.joblog import terminal
 from mcore_mas.training.session import Stopped
 from mcore_mas.training.traces import Traces, chosen

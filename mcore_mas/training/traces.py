@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, zip_longest
 from typing import Any
 
-from mcore_mas.reports.trajectory_drawing import file_name
+from mcore_mas.reports.pages import file_name
 from rollout.records.trajectory import Group, Status, ToolEvent, Trajectory, Turn
 
 Place = tuple[str, str, int]  # trajectory, node, turn

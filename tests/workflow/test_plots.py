@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.reports.plots import PlotError, by_agent, plot_curves, running_mean, series
+from mcore_mas.reports.curves import MetricsError, agent_curves, curve, plot_curves
 
 ROWS = [
     {"step": -1, "validation/accuracy": 0.2},
@@ -21,14 +21,20 @@ def write(path: Path, rows: list[dict[str, float]]) -> Path:
     return path
 
 
-def test_series_count_updates_and_skip_steps_without_the_metric() -> None:
-    assert series(ROWS, "reward/mean") == [(1, 0.5), (2, 0.7)]
-    assert series(ROWS, "validation/accuracy") == [(0, 0.2), (2, 0.4)]
-    assert by_agent(ROWS, "grad_norm") == {"solver": [(1, 1.0)], "verifier": [(2, 2.0)]}
+def test_a_curve_counts_updates_and_skips_steps_without_the_metric() -> None:
+    assert curve(ROWS, "reward/mean").to_dict() == {1: 0.5, 2: 0.7}
+    assert curve(ROWS, "validation/accuracy").to_dict() == {0: 0.2, 2: 0.4}
+    norms = {agent: own.to_dict() for agent, own in agent_curves(ROWS, "grad_norm").items()}
+    assert norms == {"solver": {1: 1.0}, "verifier": {2: 2.0}}
 
 
-def test_running_mean_looks_back_only() -> None:
-    assert running_mean([1.0, 2.0, 3.0, 6.0], 2) == [1.0, 1.5, 2.5, 4.5]
+def test_the_thick_line_is_a_mean_that_looks_back_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[list[float]] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda _, x, y, **how: drawn.append(list(y)))
+    monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda *_, **how: None)
+    rows = [{"step": step, "reward/mean": value} for step, value in enumerate([1.0, 2.0, 3.0, 6.0, 8.0, 11.0])]
+    plot_curves({"demo": write(tmp_path / "metrics.jsonl", rows)}, tmp_path)
+    assert drawn == [[1.0, 2.0, 3.0, 6.0, 8.0, 11.0], [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]]  # of five steps
 
 
 def test_three_pictures_equal_for_equal_numbers(tmp_path: Path) -> None:
@@ -45,7 +51,7 @@ def test_three_pictures_equal_for_equal_numbers(tmp_path: Path) -> None:
 def test_bad_metrics_are_one_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(content)
-    with pytest.raises(PlotError, match="train the run again") as error:
+    with pytest.raises(MetricsError, match="train the run again") as error:
         plot_curves({"demo": path}, tmp_path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)

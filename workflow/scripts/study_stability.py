@@ -5,6 +5,6 @@ from pathlib import Path
 from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.reports.stability import study
+    from mcore_mas.reports.curves import study_stability
 
-    study(dict(snakemake.params.runs), [Path(path) for path in snakemake.output])
+    study_stability(dict(snakemake.params.runs), [Path(path) for path in snakemake.output])

@@ -10,7 +10,7 @@ import yaml
 from mcore_mas.cli.main import main
 from mcore_mas.config.compose import resolve
 from mcore_mas.reports.pages import trajectory_page
-from mcore_mas.reports.show import advantages_of
+from mcore_mas.reports.terminal import advantages_of
 from rollout.records.completion import VersionSpan
 from rollout.records.trajectory import Message, Status, ToolEvent, read_trajectories, write_trajectories
 from tests.support.played import trajectory, turn

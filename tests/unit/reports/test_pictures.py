@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.cli.main import main
-from mcore_mas.reports.trajectory_drawing import actions_of, draw, drawing
+from mcore_mas.reports.pages import actions_of, draw_games, drawing
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments import ENVS
 from rollout.environments.games import GAMES, PUZZLES
@@ -72,7 +72,7 @@ def signs(svg: str) -> list[Counter[str]]:
 
 def test_every_solved_game_of_a_file_is_drawn_into_a_folder(run: tuple[Path, list[Task]]) -> None:
     file, tasks = run
-    paths = draw(file, file.parent / "pictures")
+    paths = draw_games(file, file.parent / "pictures")
     assert [path.name for path in paths] == [f"0_{task.id.replace('/', '_')}_0.svg" for task in tasks]
     for path, task in zip(paths, tasks, strict=True):
         before, still, solved = signs(path.read_text())  # at the start, after nothing, solved
@@ -170,13 +170,13 @@ def test_the_planner_is_who_acts() -> None:
 def test_what_cannot_be_drawn_is_one_line(run: tuple[Path, list[Task]], tmp_path: Path) -> None:
     file, tasks = run
     with pytest.raises(RecordError, match=r"pictures are SVG"):
-        draw(file, tmp_path / "x.png")
+        draw_games(file, tmp_path / "x.png")
     with pytest.raises(RecordError, match="no trajectory 9; it holds 4"):
-        draw(file, tmp_path / "x.svg", index=9)
+        draw_games(file, tmp_path / "x.svg", index=9)
     write_tasks(tmp_path / "tasks" / "test.parquet", tasks[1:])
     with pytest.raises(RecordError, match="is not among the run's tasks; pictures are of plan_path"):
-        draw(file, tmp_path / "all")
+        draw_games(file, tmp_path / "all")
     (tmp_path / "tasks" / "test.parquet").unlink()
     (tmp_path / "tasks").rmdir()
     with pytest.raises(RecordError, match="in no run's folder"):
-        draw(file, tmp_path / "all")
+        draw_games(file, tmp_path / "all")

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from mcore_mas.cli.main import main
+from mcore_mas.reports.pages import find_trajectory
 from rollout.records.trajectory import RecordError, read_trajectories, write_trajectories
 from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
@@ -79,7 +80,5 @@ def test_branches_shows_the_siblings_with_their_scores(tree, capsys, monkeypatch
 
 
 def test_a_trajectory_that_is_not_there_is_named(tree):
-    from mcore_mas.reports.show import show
-
     with pytest.raises(RecordError, match="no trajectory 1; it holds 1"):
-        show(tree, 1)
+        find_trajectory(tree, read_trajectories(tree), 1, None)

@@ -9,8 +9,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mcore_mas.cli.main import app
-from mcore_mas.credit.explain import explain
 from mcore_mas.credit.samples import CreditError
+from mcore_mas.reports.terminal import print_credit
 from rollout.records.trajectory import write_trajectories
 from tests.unit.credit.test_samples import trajectory, turn
 
@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
 
 def said(file: Path, name: str, **options: object) -> list[str]:
     console = Console(width=160, record=True, file=StringIO())
-    explain(file, name, options, None, 3, console)
+    print_credit(file, name, options, None, 3, console)
     return [" ".join(line.split()) for line in console.export_text().splitlines()]
 
 
@@ -65,11 +65,11 @@ def test_a_token_estimator_shows_the_range_over_the_turns_tokens(file: Path) -> 
 
 def test_what_cannot_be_explained_is_one_line(file: Path) -> None:
     with pytest.raises(CreditError, match="no completed turn is of task 'x'; the first task is 't'"):
-        explain(file, "drmas", {}, "x", 3, Console())
+        print_credit(file, "drmas", {}, "x", 3, Console())
     with pytest.raises(CreditError, match="advantage 'gae' needs values"):
-        explain(file, "gae", {}, None, 3, Console())
+        print_credit(file, "gae", {}, None, 3, Console())
     with pytest.raises(ValueError, match="advantage 'drmas' has no option 'epsilon'"):
-        explain(file, "drmas", {"epsilon": 1}, None, 3, Console())
+        print_credit(file, "drmas", {"epsilon": 1}, None, 3, Console())
 
 
 def test_the_command_takes_options_and_a_task(file: Path) -> None:

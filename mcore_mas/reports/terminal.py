@@ -1,0 +1,192 @@
+"""Trajectories and their credit in the terminal: who said what to whom, who was compared with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Column, Table
+from rich.text import Text
+
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.credit.assign import assess, by_place, columns, estimate, keep
+from mcore_mas.credit.samples import CreditError, Sample, to_samples
+from mcore_mas.equations.advantages import ESTIMATORS
+from mcore_mas.equations.turns import GroupStatistics
+from mcore_mas.reports.pages import Advantages
+from rollout.config.sections import Choice
+from rollout.records.trajectory import Group, Task, Trajectory, Turn, read_trajectories
+
+
+def advantages_of(file: Path, trajectories: Sequence[Trajectory]) -> Advantages:
+    """What the estimators of the run that `file` belongs to give its turns; {} where they cannot.
+
+    They cannot of an evaluation, which has no rewards, or when they need what is not in the file: a critic's values or
+    what a KL penalty took. Under a filter, turns that were left out have none.
+    """
+    try:
+        config = RunConfig.load(file.resolve().parents[2] / "config.yaml")
+        samples = to_samples(groups_of(trajectories))
+        if config.filter is not None:
+            samples = keep(samples, config.filter)
+        kl = config.loss.kl
+        if not samples or (kl.coef and kl.where == "reward"):
+            return {}
+        return by_place(estimate(samples, {name: config.advantage_of(name) for name in config.agents}))
+    except (ConfigError, CreditError, IndexError):
+        return {}
+
+
+def print_trajectory(
+    trajectory: Trajectory, console: Console, advantages: Advantages, *, branches: bool = False
+) -> None:
+    """Print the line that led to the outcome to `console`; of a tree, with `branches`, also what did not go on."""
+    outcome = "none" if trajectory.outcome is None else f"{trajectory.outcome:g}"
+    console.print(Text(f"trajectory {trajectory.id}   task {trajectory.task_id}   source {trajectory.source}"))
+    console.print(Text(f"{trajectory.status.value}   outcome {outcome}   {_size(trajectory)}"))
+    if trajectory.error:
+        console.print(Text(trajectory.error, style="red"))
+    turns = trajectory.turns if branches else trajectory.path
+    path = {(turn.node, turn.index) for turn in trajectory.path}
+    seen = set()
+    for turn in turns:
+        if turn.index not in seen:  # branches were asked the same
+            for message in turn.messages:
+                console.print(Panel(Text(message.content), title=Text(f"{message.role} → {turn.agent}"), style="dim"))
+        seen.add(turn.index)
+        colour = ("green" if turn.valid else "red") if (turn.node, turn.index) in path else "dim"
+        advantage = advantages.get((trajectory.id, turn.node, turn.index))
+        console.print(Panel(Text(turn.text), title=_title(turn, advantage), border_style=colour))
+        for event in trajectory.tools:
+            if (event.after_turn, event.node) == (turn.index, turn.node):
+                title = Text(f"{event.tool}{' failed' if event.failed else ''}: {event.query}")
+                console.print(Panel(Text(event.result), title=title, border_style="red" if event.failed else "blue"))
+
+
+def _size(trajectory: Trajectory) -> str:
+    if not trajectory.leaf:
+        return f"{len(trajectory.turns)} turns"
+    return f"{len(trajectory.path)} turns on the path to {trajectory.leaf}, {len(trajectory.turns)} in the tree"
+
+
+def _title(turn: Turn, advantage: float | None) -> Text:
+    oldest = f"v{turn.oldest_version} to " if turn.oldest_version < turn.policy_version else ""
+    parts = [f"{turn.index} {turn.agent} ({turn.policy} {oldest}v{turn.policy_version})"]
+    if turn.node:
+        parts.append(f"branch {turn.node}")
+    parts.append(f"{len(turn.completion_ids)} tokens, log p {sum(turn.logprobs):.2f}")
+    parts += [f"{name} {value:g}" for name, value in turn.scores.items()]
+    if turn.reward is not None:
+        parts.append(f"reward {turn.reward:g}")
+    if advantage is not None:
+        parts.append(f"advantage {advantage:+.3g}")
+    if turn.masked:
+        parts.append("masked")
+    if not turn.valid:
+        parts.append("malformed")
+    return Text(" · ".join(parts))
+
+
+def print_credit(
+    file: Path, name: str, options: Mapping[str, Any], task: str | None, limit: int, console: Console
+) -> None:
+    """Print the credit that estimator `name` gives the turns of `file`, task by task.
+
+    Args:
+        file: trajectories with rewards: train/trajectories/step_*.parquet of a run.
+        options: of the estimator.
+        task: only this task's turns.
+        limit: at most so many tasks.
+
+    Raises:
+        RecordError: the file is no file of trajectories.
+        CreditError: a turn has no reward or the estimator lacks what it needs, or no turn is of `task`.
+        ValueError: the estimator is unknown, or has no such option.
+    """
+    rule = Choice(name=name, options=dict(options))
+    rule.check("advantage", ESTIMATORS)
+    samples = to_samples(groups_of(read_trajectories(file)))
+    samples = estimate(samples, {sample.agent: rule for sample in samples})
+    tasks = list(dict.fromkeys(sample.task for sample in samples))
+    if task is not None and task not in tasks:
+        raise CreditError(
+            f"{file}: no completed turn is of task '{task}'; the first task is '{(tasks or ['none'])[0]}'"
+        )
+    chosen = "".join(f" {key}={value}" for key, value in options.items())
+    shown = [task] if task is not None else tasks[:limit]
+    groups = assess(columns(samples), rule).groups
+    for one in shown:
+        rows = [i for i, sample in enumerate(samples) if sample.task == one]
+        console.print(Text(f"\ntask {one}   {name}{chosen}", style="bold"))
+        for label, group in groups.items():
+            alike, vote = ", ".join(group.grouping.peers), ", ".join(group.grouping.vote)
+            console.print(Text(f"{label}: turns alike in {alike}; one vote per {vote}", style="italic"))
+            console.print(_groups_table(group, samples, rows))
+        console.print(_turns_table(groups, samples, rows))
+    if len(shown) < len(tasks):
+        console.print(Text(f"{len(shown)} of {len(tasks)} tasks; --task and --limit show others", style="dim"))
+
+
+def groups_of(trajectories: Iterable[Trajectory]) -> list[Group]:
+    """Recorded trajectories by task; of the task itself only its id is known."""
+    by_task: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_task.setdefault(trajectory.task_id, []).append(trajectory)
+    return [
+        Group(
+            task=Task(id=task, prompt="", answers=(), env="", source=own[0].source, split=""), trajectories=tuple(own)
+        )
+        for task, own in by_task.items()
+    ]
+
+
+def _groups_table(statistics: GroupStatistics, samples: Sequence[Sample], rows: Sequence[int]) -> Table:
+    """One line per peer group: its votes, each once, with their mean and deviation."""
+    numbers = [Column(heading, justify="right") for heading in ("n", "μ", "σ")]
+    table = Table("group", "votes", *numbers, show_edge=False)
+    groups: dict[int, list[int]] = {}
+    for i in rows:
+        groups.setdefault(int(statistics.group_of[statistics.vote[i]]), []).append(i)
+    for own in groups.values():
+        first = own[0]
+        votes = {int(statistics.vote[i]): f"{float(statistics.own[i]):g}" for i in own}
+        table.add_row(
+            _group_name(samples[first], statistics.grouping.peers),
+            ", ".join(votes.values()),
+            str(int(statistics.size[first])),
+            f"{float(statistics.mean[first]):.4g}",
+            f"{float(statistics.std[first]):.4g}",
+        )
+    return table
+
+
+def _turns_table(groups: Mapping[str, GroupStatistics], samples: Sequence[Sample], rows: Sequence[int]) -> Table:
+    """One line per turn: its reward, the vote it is part of in each comparison, and its advantage."""
+    numbers = ["reward", *(f"vote ({label})" for label in groups), "advantage"]
+    table = Table("trajectory", "node", Column("turn", justify="right"), "agent", show_edge=False)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    for sample, i in ((samples[i], i) for i in rows):
+        low, high = min(sample.advantages or (0.0,)), max(sample.advantages or (0.0,))
+        table.add_row(
+            sample.trajectory,
+            sample.node,
+            str(sample.turn),
+            sample.agent,
+            f"{sample.reward:g}",
+            *(f"{float(group.own[i]):g}" for group in groups.values()),
+            f"{low:+.4f}" if low == high else f"{low:+.4f} … {high:+.4f}",
+        )
+    return table
+
+
+def _group_name(sample: Sample, peers: Sequence[str]) -> str:
+    parts = []
+    for column in peers:
+        value = sample.node.rpartition(".")[0] or "root" if column == "parent" else getattr(sample, column)
+        if column != "task":  # the task is in the title
+            parts.append(f"{column} {value}")
+    return ", ".join(parts) or "all"
