@@ -65,7 +65,7 @@ def transfer(folder: Path) -> float:
     """Memcpy's seconds over those of gathering all weights and writing them in the engine's order, alternating."""
     trainer = start_trainer(folder, Objective(loss="cross_entropy"))
     shared = SharedWeights(memory_path(), read_architecture(folder, dense=True), create=True)
-    source = [tensor.clone() for _, tensor in trainer.weights()]
+    source = [tensor.clone() for _, tensor in trainer.model.weights()]
     target = [torch.zeros_like(tensor) for tensor in source]
 
     def copy() -> None:
@@ -73,7 +73,7 @@ def transfer(folder: Path) -> float:
             to.copy_(tensor)
 
     def reshard() -> None:
-        shared.halves[0].fill(trainer.weight_blocks())
+        shared.halves[0].fill(trainer.model.weight_blocks())
 
     try:
         reshard()  # touches every page

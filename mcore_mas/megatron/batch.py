@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,22 +82,21 @@ class Microbatch:
 
     def idle(self) -> Microbatch:
         """One token and one row of weight 0 with the same columns, for a rank that must keep step without work."""
-        rows = {
-            field.name: torch.zeros(1, dtype=value.dtype, device=value.device)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
+        rows: dict[str, Any] = {
+            name: torch.zeros(1, dtype=column.dtype, device=column.device) for name, column in self._columns()
         }
         rows["temperatures"] = torch.ones_like(rows["temperatures"])
         return replace(self, segments=(Segment(tokens=1),), unshared=1, **rows)
 
     def to(self, device: torch.device) -> Microbatch:
         """The same with its tensors on `device`."""
-        tensors = {
-            field.name: value.to(device)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return replace(self, **tensors)
+        moved: dict[str, Any] = {name: column.to(device) for name, column in self._columns()}
+        return replace(self, **moved)
+
+    def _columns(self) -> Iterator[tuple[str, Tensor]]:
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), Tensor):
+                yield field.name, value
 
 
 _PER_STAGE = 2  # micro-batches of a rank, up to which more of them shorten the wait for the first and the last stage

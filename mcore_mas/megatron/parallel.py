@@ -9,17 +9,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 
-def host_store(address: str) -> tuple[dist.Store, int]:
+def host_store(address: str) -> tuple[Store, int]:
     """Where the ranks of a group find each other, kept by rank 0, and the port at `address` that the system gave it."""
-    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
     return store, int(store.port)
 
 
-def reach_store(address: str, port: int) -> dist.Store:
+def reach_store(address: str, port: int) -> Store:
     """The same, as the other ranks see it."""
-    return dist.TCPStore(address, port, is_master=False)
+    return TCPStore(address, port, is_master=False)
 
 
 def init_process_groups(
@@ -32,7 +33,7 @@ def init_process_groups(
     vpp: int = 1,
     ep: int = 1,
     threads: int,
-    store: dist.Store | None = None,
+    store: Store | None = None,
 ) -> None:
     """Join the policy's process group of `tp` · `pp` · `cp` · `dp` ranks, NCCL where there is CUDA and gloo elsewhere.
 
@@ -45,7 +46,7 @@ def init_process_groups(
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world, store=store or dist.HashStore())
+    dist.init_process_group(backend, rank=rank, world_size=world, store=store or HashStore())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,

@@ -63,7 +63,7 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         reporter = stack.enter_context(Reporter(f"{config.run} bootstrap", cold_start.max_steps))
         team = _Team(config, base_dir, renderer, make_env)
         history = _train(cold_start, trainer, _batches(config, cold_start, renderer), team, config, reporter)
-        trainer.write_model(out_dir / "model")
+        trainer.model.write(out_dir / "model")
     write_json(out_dir / "bootstrap.json", {"model": str(out_dir / "model"), "history": history})
 
 
@@ -83,7 +83,7 @@ class _Team:
         """(accuracy, share of well-formed turns)."""
 
         async def play() -> tuple[float, float]:
-            await self.engine.load_weights(trainer.weights(), version=step)
+            await self.engine.load_weights(trainer.model.weights(), version=step)
             groups = await collect(
                 self._tasks, self._team, self._make_env, self._orchestra, group_size=1, seed=seed, step=step
             )

@@ -67,6 +67,6 @@ def _write(config: RunConfig, policy: str, checkpoint: Path, to: Path, *, adapte
     try:
         trainer = MegatronTrainer(spec)
         trainer.restore(checkpoint)
-        (trainer.write_adapter if adapter else trainer.write_model)(to)
+        (trainer.model.write_adapter if adapter else trainer.model.write)(to)
     finally:
         parallel.destroy_process_groups()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -62,7 +62,7 @@ class TensorFiles:
             self._files |= dict.fromkeys(opened.keys(), opened)
 
     @classmethod
-    def of_folder(cls, folder: Path | str) -> TensorFiles:
+    def of_folder(cls, folder: Path | str) -> Self:
         """Those of a Hugging Face folder: what its index names, else all of them.
 
         Raises:

@@ -303,7 +303,9 @@ def _train(rank: int, spec: TrainerSpec, out: Path, row: Row) -> None:
 
 def _tensors(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     """Full weights, adapters merged, and the adapters by themselves."""
-    return {name: tensor.clone() for stream in (trainer.weights(), trainer.adapter()) for name, tensor in stream}
+    return {
+        name: tensor.clone() for stream in (trainer.model.weights(), trainer.model.adapter()) for name, tensor in stream
+    }
 
 
 def measure(rows: Sequence[Row], folder: Path) -> list[Measured]:

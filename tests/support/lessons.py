@@ -228,7 +228,7 @@ async def _teach(config: RunConfig, model: str) -> list[dict[str, Any]]:
             own = [sample for sample in samples if sample.policy == policy]
             if own:  # its agents were asked in this step
                 updates[policy] = _update(config, trainer, own)
-                await engines[policy].load_weights(trainer.weights(), step + 1)
+                await engines[policy].load_weights(trainer.model.weights(), step + 1)
         lessons.append(
             {
                 "failed": failed,
@@ -246,7 +246,7 @@ def _update(config: RunConfig, trainer: MegatronTrainer, samples: Sequence[Sampl
     samples = weigh(samples, weights, config.loss.aggregation, config.loss.norm)
     batches = pack(samples, 4096)
     seen = unpack(batches, trainer.score(batches), samples)
-    before = {name: tensor.clone() for name, tensor in trainer.weights()}
+    before = {name: tensor.clone() for name, tensor in trainer.model.weights()}
     metrics = trainer.update(batches)
     return {
         "gap": max(
@@ -254,7 +254,7 @@ def _update(config: RunConfig, trainer: MegatronTrainer, samples: Sequence[Sampl
             for sample, row in zip(samples, seen, strict=True)
             for a, b in zip(sample.behaviour, row, strict=True)
         ),
-        "change": max(float((tensor - before[name]).abs().max()) for name, tensor in trainer.weights()),
+        "change": max(float((tensor - before[name]).abs().max()) for name, tensor in trainer.model.weights()),
         "grad_norm": metrics["grad_norm"],
         "signal": max(abs(a) for sample in samples for a in sample.advantages or (0.0,)),
     }

@@ -76,7 +76,7 @@ def spec_of(model: str, **changes: Any) -> TrainerSpec:
 
 
 def copy_weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.weights()}
+    return {name: tensor.clone() for name, tensor in trainer.model.weights()}
 
 
 def save(trainer: MegatronTrainer, folder: Path) -> None:
@@ -107,13 +107,13 @@ def export(rank: int, spec: TrainerSpec, routes: dict[int, SyncRoute]) -> None:
     trainer = MegatronTrainer(spec)
     for version, route in routes.items():
         sender = make_sender(route, rank=rank, exchange=parallel.exchange)
-        handover = sender.send(trainer.weight_blocks(), version, route.state)
+        handover = sender.send(trainer.model.weight_blocks(), version, route.state)
         if rank == 0:
             Path(f"{route.options['report']}").write_text(json.dumps(asdict(handover)))
     whole, local = copy_weights(trainer), trainer._parameters
     for bucket_bytes in (1, 20_000):
-        plan = plan_export(local, trainer.architecture, bucket_bytes)
-        again = {name: whole_of(rows) for name, rows in export_weights(local, trainer.architecture, plan)}
+        plan = plan_export(local, trainer.model.architecture, bucket_bytes)
+        again = {name: whole_of(rows) for name, rows in export_weights(local, trainer.model.architecture, plan)}
         assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
         assert len({entry.parameter for bucket in plan for entry in bucket.entries}) > len(plan) or bucket_bytes == 1
 
@@ -154,7 +154,7 @@ def criticise(rank: int, spec: TrainerSpec, policy: str, out: Path, samples: lis
     scores = trainer.score(pack(samples, 12))
     fresh = MegatronTrainer(replace(critic, model=policy))
     torch.save({"scores": scores, "fresh": copy_weights(fresh)}, out / f"rank{rank}.pt")
-    fresh.write_model(out / "exported")
+    fresh.model.write(out / "exported")
 
 
 def skip(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:

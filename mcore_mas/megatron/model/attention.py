@@ -147,9 +147,8 @@ def _row(x: Tensor, place: slice) -> Tensor:
 
 def _blocks(x: Tensor, own: CausalBlocks) -> Tensor:
     """[B, heads, L, ...] of [T, heads, ...]: a view where the blocks lie one after the other, all of them full."""
-    if own.place is not None:
-        return x[own.place].unflatten(0, (-1, own.length)).transpose(1, 2)
-    return x[own.rows].transpose(1, 2)
+    blocks: Tensor = x[own.rows] if own.place is None else x[own.place].unflatten(0, (-1, own.length))
+    return blocks.transpose(1, 2)
 
 
 def _put(x: Tensor, own: CausalBlocks, blocks: Tensor) -> None:
@@ -157,7 +156,7 @@ def _put(x: Tensor, own: CausalBlocks, blocks: Tensor) -> None:
     blocks = blocks.transpose(1, 2)
     if own.place is not None:
         x[own.place].unflatten(0, (-1, own.length)).copy_(blocks)
-    else:
+    elif own.rows is not None:
         x[own.rows[own.present]] = blocks[own.present].to(x.dtype)
 
 
@@ -168,7 +167,8 @@ class TreeRotary(RotaryEmbedding):
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: object = None) -> Tensor:
         """Angles [T, 1, 1, head_dim] of the current micro-batch."""
-        return self.get_emb(int(self.position_ids.max()) + 1)[self.position_ids]
+        angles: Tensor = self.get_emb(int(self.position_ids.max()) + 1)[self.position_ids]
+        return angles
 
 
 _aten = torch.ops.aten
@@ -195,9 +195,10 @@ def attend_backward(
 ) -> Gradients:
     """Gradients of q, k and v from that of the output; `out` and `lse` are those over all keys of the queries."""
     if q.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             of_out, q, k, v, out, lse, 0.0, causal, scale=scale
         )
+        return gradients
     expanded_k, expanded_v = _per_head(q, k), _per_head(q, v)
     backward = _efficient_backward if q.dtype == torch.float32 else _flash_backward
     of_q, of_k, of_v = backward(of_out, q, expanded_k, expanded_v, out, lse, causal, scale)
@@ -221,9 +222,10 @@ def _flash_backward(
 ) -> Gradients:
     none = torch.zeros(2, dtype=torch.uint64, device=q.device)
     lengths = (None, None, q.shape[2], k.shape[2])
-    return _aten._scaled_dot_product_flash_attention_backward(
+    gradients: Gradients = _aten._scaled_dot_product_flash_attention_backward(
         of_out, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, none, none[0], scale=scale
     )
+    return gradients
 
 
 def _per_head(q: Tensor, k: Tensor) -> Tensor:
@@ -234,7 +236,8 @@ def _per_head(q: Tensor, k: Tensor) -> Tensor:
 
 def _summed(of_expanded: Tensor, k: Tensor) -> Tensor:
     """Gradient of keys or values from that of `_per_head`."""
-    return of_expanded.unflatten(1, (k.shape[1], -1)).sum(dim=2)
+    summed: Tensor = of_expanded.unflatten(1, (k.shape[1], -1)).sum(dim=2)
+    return summed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +321,7 @@ class ContextAttention(TreeAttention):
         whole = _AllToAll.apply(torch.cat(parts, dim=2).transpose(0, 1)).flatten(0, 1)  # [T, heads / cp, head_dim]
         heads = whole.split([part.shape[2] for part in parts], dim=1)
         attended = super().forward(*(x[:, None] for x in heads), *args, **kwargs)  # [T, 1, heads / cp · head_dim]
-        back = _AllToAll.apply(attended[:, 0].unflatten(0, (ranks, -1)))  # [cp, T / cp, heads / cp · head_dim]
+        back: Tensor = _AllToAll.apply(attended[:, 0].unflatten(0, (ranks, -1)))  # [cp, T / cp, heads / cp · head_dim]
         return back.transpose(0, 1).reshape(query.shape[0], 1, -1)
 
 

@@ -57,9 +57,7 @@ class Adapter(torch.nn.Module):
     are cut (`linear_proj`, `linear_fc2`) has A cut by inputs and B whole. What crosses ranks is `rank` wide.
     """
 
-    def __init__(
-        self, linear: torch.nn.Module, *, rows: Mapping[str, int], groups: int, inputs_cut: bool, lora: LoraSpec
-    ) -> None:
+    def __init__(self, linear: Any, *, rows: Mapping[str, int], groups: int, inputs_cut: bool, lora: LoraSpec) -> None:
         """Stand beside `linear`, all zero, and add to its output from now on.
 
         Args:
@@ -80,8 +78,9 @@ class Adapter(torch.nn.Module):
         cut, whole = (self.a, self.b) if inputs_cut else (self.b, self.a)
         for parameter in cut.values():  # an unmarked shard is left out of the gradient norm as a duplicate
             set_tensor_model_parallel_attributes(parameter, True, 1 if inputs_cut else 0, 1)
-        for parameter in whole.values():  # sees its part of the sequence: Megatron sums its gradient over ranks
-            parameter.sequence_parallel = self._sequence_parallel
+        partial: Any
+        for partial in whole.values():  # sees its part of the sequence: Megatron sums its gradient over ranks
+            partial.sequence_parallel = self._sequence_parallel
         linear.adapter = self
         linear.register_forward_hook(self._add)
 
@@ -106,13 +105,17 @@ class Adapter(torch.nn.Module):
 
     def _exchange(self, low: Tensor) -> Tensor:
         """A x over the tokens that B is to see; backward, every rank's part of its gradient is summed."""
+        seen: Tensor
         if self._inputs_cut:  # each rank has A x of its inputs: the sum is A x
             if self._sequence_parallel:
-                return reduce_scatter_to_sequence_parallel_region(low)
-            return reduce_from_tensor_model_parallel_region(low)
-        if self._sequence_parallel:
-            return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
-        return copy_to_tensor_model_parallel_region(low)
+                seen = reduce_scatter_to_sequence_parallel_region(low)
+            else:
+                seen = reduce_from_tensor_model_parallel_region(low)
+        elif self._sequence_parallel:
+            seen = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+        else:
+            seen = copy_to_tensor_model_parallel_region(low)
+        return seen
 
     def _fuse(self, parts: Mapping[str, Tensor]) -> Tensor:
         """[..., rows of the layer] from projections' [..., rows], in the layer's order, zero where there is none."""
@@ -147,7 +150,7 @@ def attach_adapters(decoder: PackedGPTModel, architecture: Architecture, spec: T
             except AttributeError:
                 told = ", ".join(sorted(set(names) & set(lora.targets)))
                 raise ModelError(f"{spec.model}: lora.targets {told}: a layer has no {path}; leave them out") from None
-            rows = {name: sizes[name][0] // (1 if inputs_cut else spec.tp) for name in names}
+            rows: dict[str, int] = {name: sizes[name][0] // (1 if inputs_cut else spec.tp) for name in names}
             groups = architecture.kv_heads // spec.tp if "q" in names else 1
             Adapter(linear, rows=rows, groups=groups, inputs_cut=inputs_cut, lora=lora)
     if decoder.post_process and spec.head == "value":

@@ -136,7 +136,7 @@ LINEARS: dict[str, tuple[str, tuple[Projection, ...], bool]] = {
 
 def _adapters() -> dict[str, tuple[Sharding, tuple[str, ...]]]:
     """The rows of adapters, each under its name in Hugging Face's PEFT."""
-    rows = {}
+    rows: dict[str, tuple[Sharding, tuple[str, ...]]] = {}
     for linear, (place, projections, inputs_cut) in LINEARS.items():
         for x in projections:
             megatron, peft = f"decoder.layers.{{}}.{linear}.adapter", f"base_model.model.{place}{x}_proj.lora"

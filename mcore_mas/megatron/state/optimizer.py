@@ -1,18 +1,53 @@
-"""Optimizer state by parameter, whatever Megatron keeps of it where, and the learning-rate schedule."""
+"""The optimizer, its learning-rate schedule, and its state by parameter, whatever Megatron keeps of it where."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from mcore_mas.megatron.spec import TrainerSpec
+
+
+def make_optimizer(stages: Sequence[torch.nn.Module], spec: TrainerSpec) -> Any:
+    """Megatron's Adam for this rank's `stages`, as wrapped for training."""
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=spec.lr,
+            min_lr=spec.min_lr,
+            adam_beta1=spec.betas[0],
+            adam_beta2=spec.betas[1],
+            adam_eps=spec.eps,
+            weight_decay=spec.weight_decay,
+            clip_grad=spec.clip_grad,
+            use_distributed_optimizer=spec.distributed_optimizer,
+            overlap_param_gather=gathers_late(spec),
+            bf16=spec.bf16,
+            params_dtype=torch.bfloat16 if spec.bf16 else torch.float32,
+        ),
+        list(stages),
+    )
+    if not torch.cuda.is_available():  # Megatron has a fused Adam for GPUs, torch one for the CPU
+        for group in optimizer.param_groups:
+            group["fused"] = True
+    return optimizer
+
+
+def gathers_late(spec: TrainerSpec) -> bool:
+    """Whether the weights that other ranks have stepped are fetched in the next forward pass, layer by layer.
+
+    Those of adapters are few, and held by modules that Megatron does not see called: they are fetched at once.
+    """
+    return spec.overlap and spec.distributed_optimizer and spec.lora is None
+
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -294,4 +294,4 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
-        yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

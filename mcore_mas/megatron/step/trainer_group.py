@@ -1,8 +1,8 @@
-"""One policy's ranks as Ray actors: the controller's side of a trainer."""
+"""Worker group: the ranks of one policy's trainer as Ray actors, called together by the controller."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -59,8 +59,9 @@ class _Rank:
         )
         self._trainer = MegatronTrainer(spec)
 
-    def update(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:
-        return self._trainer.update(microbatches)
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call the trainer's `method`, as all ranks do."""
+        return getattr(self._trainer, method)(*arguments)
 
     def score(self, microbatches: Sequence[Microbatch], reference: bool, send: bool) -> list[Any]:
         scores = self._trainer.score(microbatches, reference=reference)
@@ -71,26 +72,14 @@ class _Rank:
         lasting = replace(route, state={})
         if self._sender is None or self._sender[0] != lasting:
             self._sender = lasting, make_sender(route, rank=self._rank, exchange=parallel.exchange)
-        return self._sender[1].send(self._trainer.weight_blocks(), version, route.state)
-
-    def sleep(self) -> int:
-        return self._trainer.sleep()
-
-    def wake(self) -> None:
-        self._trainer.wake()
-
-    def save(self, folder: str) -> None:
-        self._trainer.save(Path(folder))
+        return self._sender[1].send(self._trainer.model.weight_blocks(), version, route.state)
 
     @ray.method(concurrency_group="writing")
     def written(self) -> dict[str, Digest]:
         return self._trainer.written()
 
-    def restore(self, folder: str) -> None:
-        self._trainer.restore(Path(folder))
-
-    def write_model(self, folder: str) -> None:
-        self._trainer.write_model(Path(folder))
+    def write_model(self, folder: Path) -> None:
+        self._trainer.model.write(folder)
 
 
 def meeting_address(nodes: Sequence[str]) -> str:
@@ -116,7 +105,7 @@ class TrainerGroup:
         if places is None:
             places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
         # a thread of its own waits for what is written while the ranks' other calls go on in their order
-        actor = ray.remote(num_cpus=0, concurrency_groups={"writing": 1})(_Rank)
+        actor = ray.remote(num_cpus=0, concurrency_groups={"writing": 1})(_Rank)  # type: ignore[call-overload]
         self._ranks = [
             actor.options(name=f"{policy}-rank{rank}", **place).remote(spec, rank, threads)
             for rank, place in enumerate(places)
@@ -131,14 +120,17 @@ class TrainerGroup:
 
     async def update(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:
         """One optimizer step; see `MegatronTrainer.update`."""
-        return (await self._all("update", ray.put(list(microbatches))))[0]
+        metrics: dict[str, float] = (await self._all("update", ray.put(list(microbatches))))[0]
+        return metrics
 
     async def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
         """Log-probabilities, or a critic's values, of each micro-batch; see `MegatronTrainer.score`."""
         batches = ray.put(list(microbatches))
-        refs = [rank.score.remote(batches, reference, send=i == 0) for i, rank in enumerate(self._ranks)]
+        scores = await _together(
+            rank.score.remote(batches, reference, send=i == 0) for i, rank in enumerate(self._ranks)
+        )
         # what comes out of the object store is read-only, and torch has no tensors of that kind
-        return [torch.from_numpy(score.copy()) for score in [await ref for ref in refs][0]]
+        return [torch.from_numpy(score.copy()) for score in scores[0]]
 
     async def export(self, route: SyncRoute, version: int) -> WeightUpdate:
         """Send all weights over an engine's `route`; their bytes do not pass through this process.
@@ -146,8 +138,8 @@ class TrainerGroup:
         Raises:
             EngineError: the engine does not have these tensors, or does not take them.
         """
-        refs = [rank.export.remote(route, version) for rank in self._ranks]
-        return [await ref for ref in refs][0]
+        updates: list[WeightUpdate] = await _together(rank.export.remote(route, version) for rank in self._ranks)
+        return updates[0]
 
     async def sleep(self) -> int:
         """Give memory away while nothing is trained; returns the bytes on all ranks; see `MegatronTrainer.sleep`."""
@@ -173,7 +165,7 @@ class TrainerGroup:
 
     async def save(self, folder: Path) -> None:
         """Copy weights and optimizer state, which the ranks then write into `folder` beside their other work."""
-        await self._all("save", str(folder))
+        await self._all("save", folder)
 
     async def written(self) -> dict[str, Digest]:
         """Wait until what `save` copied is on disk; size and digest of every file by name.
@@ -192,12 +184,16 @@ class TrainerGroup:
 
     async def restore(self, folder: Path) -> None:
         """Continue from what `save` wrote."""
-        await self._all("restore", str(folder))
+        await self._all("restore", folder)
 
     async def write_model(self, folder: Path) -> None:
         """Write a Hugging Face folder of the policy as it is now."""
-        await self._all("write_model", str(folder))
+        await _together(rank.write_model.remote(folder) for rank in self._ranks)
 
     async def _all(self, method: str, *arguments: object) -> list[Any]:
-        refs = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
-        return [await ref for ref in refs]
+        return await _together(rank.call.remote(method, *arguments) for rank in self._ranks)
+
+
+async def _together(calls: Iterable[Any]) -> list[Any]:
+    """What the ranks' calls return, once all of them have begun."""
+    return [await call for call in list(calls)]

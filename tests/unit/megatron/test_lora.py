@@ -28,7 +28,7 @@ def adapt(rank: int, spec: TrainerSpec, out: Path) -> None:
     batches = pack(reference.make_samples(), 12)
     got = {
         "start": trainer.score(batches),
-        "fresh": {name: tensor.clone() for name, tensor in trainer.adapter()},
+        "fresh": {name: tensor.clone() for name, tensor in trainer.model.adapter()},
         "base": ranks.copy_weights(trainer),
     }
     trainer.update(batches)
@@ -36,7 +36,7 @@ def adapt(rank: int, spec: TrainerSpec, out: Path) -> None:
     ranks.save(trainer, out / "checkpoint")
     got |= {"trained": trainer.score(batches), "reference": trainer.score(batches, reference=True)}
     got |= {"again": trainer.score(batches)}
-    trainer.write_model(out / "written")
+    trainer.model.write(out / "written")
     restored = MegatronTrainer(spec)
     restored.restore(out / "checkpoint")
     for number, each in enumerate((trainer, restored)):

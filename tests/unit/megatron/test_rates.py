@@ -63,7 +63,7 @@ def decay(rank: int, spec: TrainerSpec, out: str) -> None:
     """One step of which weight decay is everything: lr · decay = 0.5, and Adam's own part is nothing."""
     trainer = MegatronTrainer(spec)
     before = ranks.copy_weights(trainer)
-    trainer._rates.set(0)
+    trainer._schedule.set(0)
     for parameter in trainer._parameters.values():
         parameter.main_grad.zero_()
     trainer._optimizer.step()

@@ -93,7 +93,7 @@ def test_a_rank_reads_its_part_of_gates_columns_and_vocabulary() -> None:
 def test_a_folder_comes_back_to_the_byte(alone: None, family: str, tmp_path: Path) -> None:
     reference.make_model(family, tmp_path / "model")
     trainer = MegatronTrainer(ranks.spec_of(str(tmp_path / "model")))
-    trainer.write_model(tmp_path / "again")
+    trainer.model.write(tmp_path / "again")
     loaded, written = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "again"))
     assert set(written) == set(loaded)
     for name, tensor in loaded.items():
@@ -106,7 +106,7 @@ def test_stacks_of_experts_are_read_like_single_ones(alone: None, tmp_path: Path
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     stacked = load_file(tmp_path / "stacked/model.safetensors")
     assert stacked["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 2 * 48, 64)
-    weights = dict(MegatronTrainer(ranks.spec_of(str(tmp_path / "stacked"))).weights())
+    weights = dict(MegatronTrainer(ranks.spec_of(str(tmp_path / "stacked"))).model.weights())
     single = load_file(tmp_path / "single/model.safetensors")
     assert set(weights) == set(single)
     assert all(torch.equal(weights[name], tensor) for name, tensor in single.items())
