@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # what a command needs is imported when it runs, so that --he
     from rollout.records.trajectory import Task
     from rollout.tasks.leaks import Leak, Match
 
-commands = typer.Typer()
+inspection_commands = typer.Typer()
 _TRAJECTORIES = "Look at trajectories"
 _DATA = "Look at data and names"
 
@@ -50,7 +50,7 @@ class UsageError(ValueError):
     """A command was called as it cannot be: says what was expected."""
 
 
-@commands.command("show", rich_help_panel=_TRAJECTORIES)
+@inspection_commands.command("show", rich_help_panel=_TRAJECTORIES)
 def show_trajectory(
     file: Annotated[Path, typer.Argument(help="Trajectories: a parquet file under train/trajectories or evaluation.")],
     index: Annotated[int, typer.Option(help="Which of the file's trajectories, from 0.")] = 0,
@@ -83,7 +83,7 @@ def show_trajectory(
     print(html)
 
 
-@commands.command("explain", rich_help_panel=_TRAJECTORIES)
+@inspection_commands.command("explain", rich_help_panel=_TRAJECTORIES)
 def explain_credit(
     file: Annotated[Path, typer.Argument(help="Trajectories: a parquet file under train/trajectories.")],
     advantage: Annotated[str, typer.Option(help="estimator (`mcore-mas list estimators`)")] = "drmas",
@@ -104,7 +104,7 @@ def explain_credit(
     print_credit(file, advantage, options, task, limit, Console(highlight=False))
 
 
-@commands.command("leaks", rich_help_panel=_DATA)
+@inspection_commands.command("leaks", rich_help_panel=_DATA)
 def show_leaks(
     files: Annotated[list[Path] | None, typer.Argument(help="Data files that should have no task in common.")] = None,
     config: Annotated[Path | None, typer.Option(help="A resolved config, whose splits are compared instead.")] = None,
@@ -199,7 +199,7 @@ def _line(leak: Leak, match: Match) -> str:
     return f"{match.earlier.id} → {match.task.id}{alike}: {shown}"
 
 
-@commands.command("list", rich_help_panel=_DATA)
+@inspection_commands.command("list", rich_help_panel=_DATA)
 def list_names(
     registry: Annotated[str, typer.Argument(help=", ".join(REGISTRIES))],
 ) -> None:

@@ -19,7 +19,7 @@ import typer
 
 from rollout.base.processes import start_group, stop_group
 
-commands = typer.Typer()
+machine_commands = typer.Typer()
 _PANEL = "This machine"
 HOST = "127.0.0.1"  # the pages have no password
 
@@ -67,7 +67,7 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-@commands.command("ui", rich_help_panel=_PANEL)
+@machine_commands.command("ui", rich_help_panel=_PANEL)
 def open_pages(
     store: Annotated[str, typer.Option(help="MLflow tracking store.")] = "sqlite:///results/mlflow.db",
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000,
@@ -92,7 +92,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where Ray keeps its objects)
 _NEEDED_GIB = {"memory": 8, "shared memory": 0.5, "disk": 5}
 
 
-@commands.command("doctor", rich_help_panel=_PANEL)
+@machine_commands.command("doctor", rich_help_panel=_PANEL)
 def examine() -> None:
     """Say what this machine has and lacks; exit status 1 if something needed is missing."""
     failed = 0

@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from mcore_mas.cli import inspection, machine, runs
+from mcore_mas.cli.inspection import inspection_commands
+from mcore_mas.cli.machine import machine_commands
+from mcore_mas.cli.runs import run_commands
 from mcore_mas.training.joblog import cause
 
 app = typer.Typer(
@@ -19,10 +21,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="What goes wrong is one line and a non-zero exit; --debug, anywhere, adds the traceback.",
 )
-for group in (runs.commands, inspection.commands, machine.commands):
+for group in (run_commands, inspection_commands, machine_commands):
     app.add_typer(group)
-write = typer.Typer(no_args_is_help=True)
-app.add_typer(write, name="write", help="Write documents of this repository.", rich_help_panel="Development")
+document_commands = typer.Typer(no_args_is_help=True)
+app.add_typer(
+    document_commands, name="write", help="Write documents of this repository.", rich_help_panel="Development"
+)
 
 
 def main() -> None:
@@ -38,7 +42,7 @@ def main() -> None:
         sys.exit(1)
 
 
-@write.command("results")
+@document_commands.command("results")
 def write_results(
     tables: Annotated[list[Path], typer.Argument(help="Tables of scores: results/tables/{suite}.csv.")],
     readme: Annotated[Path, typer.Option(help="The page with the block of results.")] = Path("README.md"),
@@ -50,11 +54,11 @@ def write_results(
     print(readme)
 
 
-@write.command("catalogue")
+@document_commands.command("catalogue")
 def write_catalogue() -> None:
     """Write docs/catalogue.md, the teams that ship."""
-    from mcore_mas.reports.catalogue import PAGE, page
+    from mcore_mas.reports.catalogue import CATALOGUE, render_catalogue
     from rollout.base.files import write_text
 
-    write_text(PAGE, page())
-    print(PAGE)
+    write_text(CATALOGUE, render_catalogue())
+    print(CATALOGUE)

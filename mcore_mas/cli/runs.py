@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 
 import typer
 
-commands = typer.Typer()
+run_commands = typer.Typer()
 _PANEL = "Train and evaluate"
 _Config = Annotated[Path, typer.Option("--config", help="A resolved config: results/{run}/config.yaml.")]
 
 
-@commands.command("train", rich_help_panel=_PANEL)
+@run_commands.command("train", rich_help_panel=_PANEL)
 def train_run(config: _Config) -> None:
     """Train one run, from its newest checkpoint if it has one."""
     from mcore_mas.training.session import Stopped
@@ -29,7 +29,7 @@ def train_run(config: _Config) -> None:
         raise typer.Exit(130) from None
 
 
-@commands.command("evaluate", rich_help_panel=_PANEL)
+@run_commands.command("evaluate", rich_help_panel=_PANEL)
 def evaluate_run(
     config: _Config,
     state: Annotated[Literal["base", "trained"], typer.Option(help="Which weights.")] = "trained",
@@ -44,7 +44,7 @@ def evaluate_run(
     print(path)
 
 
-@commands.command("export", rich_help_panel=_PANEL)
+@run_commands.command("export", rich_help_panel=_PANEL)
 def export_policy(
     run: Annotated[Path, typer.Argument(help="A run's folder: results/{run}.")],
     policy: Annotated[str, typer.Argument(help="One of its trained policies.")],

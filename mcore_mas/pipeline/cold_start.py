@@ -118,7 +118,7 @@ def _train(
 
 def _batches(config: RunConfig, cold_start: ColdStartConfig, renderer: Renderer) -> Iterator[list[Sample]]:
     """`max_steps` batches of samples, each weighted to a token mean."""
-    stream = demonstrations(config, cold_start, cold_start.max_steps * cold_start.batch)
+    stream = run_demonstrations(config, cold_start, cold_start.max_steps * cold_start.batch)
     # one micro-batch holds one agent's samples, and nobody asks here which agent a gradient came from
     while batch := [_sample(demonstration, renderer) for demonstration in islice(stream, cold_start.batch)]:
         yield weigh(batch, {_POLICY: 1.0})
@@ -148,7 +148,7 @@ _WORD = r" ?</?[a-z]+>| ?\p{L}+| ?[^\s\p{L}]+|\s+"  # a tag, a word or a sign, e
 _INIT_STD = 0.06  # a model this narrow learns several times faster from here than from the usual 0.02
 
 
-def demonstrations(config: RunConfig, cold_start: ColdStartConfig, n: int) -> Iterator[Demonstration]:
+def run_demonstrations(config: RunConfig, cold_start: ColdStartConfig, n: int) -> Iterator[Demonstration]:
     """`n` demonstrations by the run's generator, in the words of the run's agents."""
     assert config.data.generator is not None  # RunConfig has checked it
     roles = {name: build_role(name, agent) for name, agent in config.agents.items()}
@@ -170,7 +170,7 @@ def make_base_model(config_path: Path, tasks_dir: Path, out_dir: Path) -> None:
 
 
 def _texts(config: RunConfig, cold_start: ColdStartConfig, tasks_dir: Path) -> Iterator[str]:
-    for demonstration in demonstrations(config, cold_start, _DEMONSTRATIONS_READ):
+    for demonstration in run_demonstrations(config, cold_start, _DEMONSTRATIONS_READ):
         for message in demonstration.messages:  # as the chat template writes them; a reply is tokenised by itself
             written = message.role == "assistant"
             yield from (f"{message.role}\n", message.content) if written else (f"{message.role}\n{message.content}",)

@@ -1,4 +1,4 @@
-"""A run's inputs on disk: tasks, passages, the search index, and a proof that a server answers from it."""
+"""Data preparation of a run: tasks, passages, the search index, and a probe of the server that answers from it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rollout.base.registry import lookup
 from rollout.config.data import make_tasks
 from rollout.records.trajectory import write_tasks
 from rollout.tasks import GENERATORS
+
+PROBES = 50  # passages that are asked for by their titles
 
 
 def prepare_tasks(config_path: Path, out_dir: Path) -> None:
@@ -30,9 +32,6 @@ def prepare_tasks(config_path: Path, out_dir: Path) -> None:
     if generator.passages is not None:
         entries = enumerate(generator.passages(config.seed))
         write_corpus(out_dir / "passages.jsonl", (Passage.compose(str(i), e.title, e.text) for i, e in entries))
-
-
-PROBES = 50  # passages that are asked for by their titles
 
 
 def index_passages(config_path: Path, passages: Path, out_dir: Path) -> None:

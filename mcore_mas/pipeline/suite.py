@@ -1,4 +1,4 @@
-"""A suite: which runs one call of the pipeline makes, checked and resolved before any job starts."""
+"""Suite of runs of one Snakemake call: checked and resolved before any job starts, and reported as one HTML page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import itertools
 import json
 import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +22,17 @@ from mcore_mas.config.run import ConfigError
 from rollout.base.files import write_text
 from rollout.config.data import DataConfig
 
-SCHEMA = Path(__file__).resolve().parents[2] / "workflow" / "schemas" / "suite.schema.json"
+_ROOT = Path(__file__).resolve().parents[2]
+SNAKEFILE = _ROOT / "Snakefile"
+SUITE_SCHEMA = _ROOT / "workflow" / "schemas" / "suite.schema.json"
 
 
 class SuiteError(ValueError):
     """A suite cannot be used: says which key of which run, what was expected and what to do."""
+
+
+class ReportError(RuntimeError):
+    """Snakemake could not write its report; its own words are in the log above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +141,7 @@ def _started_from(config: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
 
 def _check_schema(suite: Mapping[str, Any]) -> None:
-    validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
+    validator = jsonschema.Draft202012Validator(json.loads(SUITE_SCHEMA.read_text(encoding="utf-8")))
     error = jsonschema.exceptions.best_match(validator.iter_errors(suite))
     if error is not None:
         place = "/".join(map(str, error.absolute_path)) or "top level"
@@ -167,3 +176,23 @@ def _experiments(overrides: Mapping[str, list[str]]) -> dict[str, str]:
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
     """Write a resolved config as YAML, complete or not at all."""
     write_text(path, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=120))
+
+
+def make_report(suite: Mapping[str, Any], targets: Sequence[str], out: Path) -> None:
+    """Write one HTML page `out` about the files `targets` and all jobs behind them.
+
+    A second Snakemake reads what the running one recorded. It takes no lock, because the first holds it, and starts
+    no job, because every target is an input of the rule that calls this.
+
+    Raises:
+        ReportError: Snakemake ended with an error.
+    """
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".report-") as folder:
+        suite_file, page = Path(folder) / "suite.yaml", Path(folder) / "report.html"
+        suite_file.write_text(yaml.safe_dump(dict(suite), sort_keys=False), encoding="utf-8")
+        command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE), "--configfile", str(suite_file)]
+        command += ["--workflow-profile", "none", "--nolock", "--cores", "1", "--report", str(page), "--", *targets]
+        status = subprocess.run(command, check=False).returncode
+        if status != 0 or not page.is_file():
+            raise ReportError(f"{out}: snakemake --report ended with status {status}")
+        page.replace(out)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from rollout.environments.games import GAMES
 from rollout.environments.games.game import BadPuzzle
@@ -15,15 +15,15 @@ from rollout.environments.games.picture import picture
 from rollout.orchestras.game_team import parse_decided, parse_listed
 from rollout.records.trajectory import RecordError, Task, ToolEvent, Trajectory, Turn, read_tasks, read_trajectories
 
-Advantages = Mapping[tuple[str, str, int], float]  # (trajectory, node, turn) -> its advantage
+TurnAdvantages = Mapping[tuple[str, str, int], float]  # (trajectory, node, turn) -> its advantage
 _HUES = 7  # agents that have a colour of their own
 
 
 def render_page(template: str, **values: Any) -> str:
     """The page that `template`, a file of `templates/`, makes of `values`.
 
-    Every value is escaped. Control characters, which a browser would drop or obey, are replaced. Should an escape ever
-    be missing, the page's own content security policy still lets nothing run and nothing load.
+    On a web page every value is escaped, and control characters, which a browser would drop or obey, are replaced.
+    Should an escape ever be missing, the page's own content security policy still lets nothing run and nothing load.
     """
     return _TEMPLATES.get_template(template).render(values)
 
@@ -37,15 +37,16 @@ def _printable(value: Any) -> Any:
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
-    autoescape=True,
+    autoescape=select_autoescape(disabled_extensions=("md.jinja",), default=True),  # Markdown quotes this repository
     finalize=_printable,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
+    keep_trailing_newline=True,
 )
 
 
-def trajectory_page(trajectory: Trajectory, advantages: Advantages) -> str:
+def trajectory_page(trajectory: Trajectory, advantages: TurnAdvantages) -> str:
     """The page of one trajectory; of a tree, with the branches that did not go on folded where they left the path."""
     agents: dict[str, list[Turn]] = {}
     nodes: dict[str, list[Turn]] = {}

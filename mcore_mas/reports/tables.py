@@ -18,7 +18,7 @@ from rollout.base.files import write_text
 STATES = ("base", "trained")
 GAIN = "trained-base"  # paired by task
 TASK_SCORES: dict[str, Callable[[Sequence[float]], float]] = {"avg": fmean, "pass": max}  # [k] scores of a task -> one
-COLUMNS = (  # of the CSV, one measured number a line; scores are fractions of 1
+SCORE_COLUMNS = (  # of the CSV, one measured number a line; scores are fractions of 1
     "experiment",
     "policy_state",  # base | trained | trained-base
     "dataset",  # data source, or "all" of them
@@ -65,7 +65,7 @@ def make_table(
     table = pd.DataFrame(_measured(scores))
     numbers = pd.DataFrame(published, columns=[*_KEY, "value", "source"]).drop_duplicates(_KEY)
     numbers = numbers.rename(columns={"value": "paper_value", "source": "paper_source"})
-    table = table.merge(numbers, on=_KEY, how="left")[list(COLUMNS)]
+    table = table.merge(numbers, on=_KEY, how="left")[list(SCORE_COLUMNS)]
     writers = {".csv": _csv, ".md": _markdown, ".html": _html}
     for path in outputs:
         write_text(path, writers[path.suffix](table))

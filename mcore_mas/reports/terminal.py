@@ -16,12 +16,12 @@ from mcore_mas.credit.assign import assess, by_place, columns, estimate, keep
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.advantages import ESTIMATORS
 from mcore_mas.equations.turns import GroupStatistics
-from mcore_mas.reports.pages import Advantages
+from mcore_mas.reports.pages import TurnAdvantages
 from rollout.config.sections import Choice
 from rollout.records.trajectory import Group, Task, Trajectory, Turn, read_trajectories
 
 
-def advantages_of(file: Path, trajectories: Sequence[Trajectory]) -> Advantages:
+def advantages_of(file: Path, trajectories: Sequence[Trajectory]) -> TurnAdvantages:
     """What the estimators of the run that `file` belongs to give its turns; {} where they cannot.
 
     They cannot of an evaluation, which has no rewards, or when they need what is not in the file: a critic's values or
@@ -41,7 +41,7 @@ def advantages_of(file: Path, trajectories: Sequence[Trajectory]) -> Advantages:
 
 
 def print_trajectory(
-    trajectory: Trajectory, console: Console, advantages: Advantages, *, branches: bool = False
+    trajectory: Trajectory, console: Console, advantages: TurnAdvantages, *, branches: bool = False
 ) -> None:
     """Print the line that led to the outcome to `console`; of a tree, with `branches`, also what did not go on."""
     outcome = "none" if trajectory.outcome is None else f"{trajectory.outcome:g}"

@@ -9,8 +9,8 @@ from tests.support.shipped import TEAMS
 
 
 def test_the_page_is_up_to_date() -> None:
-    written = catalogue.PAGE.read_text(encoding="utf-8")
-    assert written == catalogue.page(), "run python -m mcore_mas.reports.catalogue"
+    written = catalogue.CATALOGUE.read_text(encoding="utf-8")
+    assert written == catalogue.render_catalogue(), "run mcore-mas write catalogue"
 
 
 def test_every_orchestra_has_a_flow() -> None:
@@ -26,11 +26,11 @@ def test_a_graph_is_its_own_flow() -> None:
 
 
 def test_a_section_names_roles_rewards_configs_and_source() -> None:
-    text = catalogue.page().split("## solver_verifier\n")[1].split("\n## ")[0]
+    text = catalogue.render_catalogue().split("## solver_verifier\n")[1].split("\n## ")[0]
     assert "| `verifier` | `verifier` | `approve` or `reject`, None unless" in text
     assert "reward `shared_outcome`" in text and "Penalty `invalid`" in text
     assert "[solver_verifier](../configs/team/solver_verifier.yaml), with `sharing` shared or separate\n" in text
     assert "[rollout/orchestras/solver_verifier.py](../rollout/orchestras/solver_verifier.py)" in text
     assert "    verifier -->|reject| solver\n" in text
-    partly = catalogue.page().split("## chain\n")[1].split("\n## ")[0]
+    partly = catalogue.render_catalogue().split("## chain\n")[1].split("\n## ")[0]
     assert "`sharing` shared, separate or partly (`writer` for generator, refiner; `verifier` for verifier)\n" in partly

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import yaml
 
 from mcore_mas.cli.main import main
 from mcore_mas.config.compose import resolve
+from mcore_mas.reports import pages
 from mcore_mas.reports.pages import trajectory_page
 from mcore_mas.reports.terminal import advantages_of
 from rollout.records.completion import VersionSpan
@@ -77,6 +80,23 @@ def test_the_page_stands_by_itself():
     policy = next(a["content"] for _, a in Page(written).elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
     assert not any(word in written for word in ("http://", "https://", "url(", "@import", "<link", "<script"))
+
+
+def test_no_template_of_a_page_lifts_the_escape():
+    templates = sorted(Path(pages.__file__).with_name("templates").glob("*.html.jinja"))
+    assert [path.name for path in templates] == ["table.html.jinja", "trajectory.html.jinja"]
+    for path in templates:
+        text = path.read_text()
+        assert "default-src 'none'" in text
+        assert not re.search(r"\|\s*safe\b|autoescape|Markup|xmlattr|include|import", text), path.name
+
+
+def test_a_table_shows_names_as_text(tmp_path):
+    written = pages.render_page("table.html.jinja", rows=[{"policy": ATTACK}], numbers=(), gain="", note=ATTACK)
+    found = Page(written)
+    table = {"table", "thead", "tbody", "tr", "th", "td"}
+    assert {tag for tag, _ in found.elements} <= {"html", "head", "meta", "title", "style", "body", "p"} | table
+    assert found.text().count("</pre><script>alert(1)</script>") == 2
 
 
 def test_a_line_says_who_said_what_and_what_it_was_worth():
