@@ -7,12 +7,12 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from mcore_mas.equations.advantages import ESTIMATORS
-from mcore_mas.equations.aggregation import AGGREGATIONS
+from mcore_mas.equations.aggregation import AGGREGATIONS, AggregationName
 from mcore_mas.equations.corrections import CORRECTIONS
 from mcore_mas.equations.filters import FILTERS
-from mcore_mas.equations.kl import KL_ESTIMATES
+from mcore_mas.equations.kl import KLName
 from mcore_mas.equations.losses import LOSSES
-from rollout.base.registry import lookup
+from rollout.base.options import Registry
 from rollout.base.section import Section
 from rollout.config.sections import AgentConfig, Choice
 
@@ -20,12 +20,9 @@ from rollout.config.sections import AgentConfig, Choice
 class AdvantageConfig(Choice):
     """How rewards become advantages."""
 
-    align: int | None = Field(None, ge=1)  # turns per task and agent that train, the rest dropped or repeated (M-GRPO)
+    registry = Registry(kind="advantage", known=ESTIMATORS, takes=("turns",))
 
-    @model_validator(mode="after")
-    def _known(self) -> AdvantageConfig:
-        self.check("advantage", ESTIMATORS)
-        return self
+    align: int | None = Field(None, ge=1)  # turns per task and agent that train, the rest dropped or repeated (M-GRPO)
 
 
 class CreditedAgentConfig(AgentConfig):
@@ -38,26 +35,22 @@ class CreditedAgentConfig(AgentConfig):
 class FilterConfig(Choice):
     """Which turns train."""
 
-    resample: int = Field(0, ge=0)  # further batches of tasks that a step may collect to fill up what was left out
+    registry = Registry(kind="filter", known=FILTERS, takes=("turns",))
 
-    @model_validator(mode="after")
-    def _known(self) -> FilterConfig:
-        self.check("filter", FILTERS)
-        return self
+    resample: int = Field(0, ge=0)  # further batches of tasks that a step may collect to fill up what was left out
 
 
 class KLConfig(Section):
     """Staying near the policy's first model, by a term in the loss or a penalty in the reward."""
 
     coef: float = Field(0.0, ge=0)  # 0: no reference is kept
-    estimate: str = "k3"
+    estimate: KLName = "k3"
     where: Literal["loss", "reward"] = "loss"
     target: float | None = Field(None, gt=0)  # nats per token that an adaptive coefficient steers to; None: fixed
     horizon: float = Field(10_000.0, gt=0)  # samples, of the adaptive coefficient
 
     @model_validator(mode="after")
-    def _known(self) -> KLConfig:
-        lookup("KL estimate", self.estimate, KL_ESTIMATES)
+    def _starts(self) -> KLConfig:
         if self.target is not None and not self.coef:
             raise ValueError("an adaptive coefficient starts above 0; set coef, or leave target out")
         return self
@@ -66,27 +59,25 @@ class KLConfig(Section):
 class CorrectionConfig(Choice):
     """What the mismatch between sampler and trainer does to a token's weight."""
 
-    name: str = "none"
+    registry = Registry(kind="correction", known=CORRECTIONS, takes=("log_ratio", "sequences"), own=False)
 
-    @model_validator(mode="after")
-    def _known(self) -> CorrectionConfig:
-        self.check("correction", CORRECTIONS)
-        return self
+    name: str = "none"
 
 
 class LossConfig(Choice):
     """What an update minimises."""
 
-    aggregation: str = "token_mean"
+    registry = Registry(kind="loss", known=LOSSES, takes=("tokens", "old"), own=False)
+
+    aggregation: AggregationName = "token_mean"
     norm: float | None = Field(None, gt=0)  # tokens, for aggregations that divide by a constant length
     entropy: float = Field(0.0, ge=0)  # factor of the entropy bonus
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
 
     @model_validator(mode="after")
-    def _known(self) -> LossConfig:
-        self.check("loss", LOSSES)
-        normed = lookup("aggregation", self.aggregation, AGGREGATIONS).normed
+    def _normed(self) -> LossConfig:
+        normed = AGGREGATIONS[self.aggregation].normed
         if normed != (self.norm is not None):
             what = "needs norm, a length in tokens" if normed else "divides by no constant; leave norm out"
             raise ValueError(f"aggregation '{self.aggregation}' {what}")

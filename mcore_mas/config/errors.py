@@ -12,6 +12,7 @@ from typing import Any
 from hydra.errors import MissingConfigException
 from pydantic import ValidationError
 
+from rollout.base.schema_words import expected, json_schema, walk
 from rollout.base.section import Section
 
 
@@ -24,8 +25,14 @@ def invalid(error: ValidationError, model: type[Section]) -> str:
         return _unknown(first["loc"], model) or f"unknown key '{place}'"
     if first["type"] == "missing":
         return f"'{place}' is missing"
-    message = first["msg"].removeprefix("Value error, ")
-    got = "" if isinstance(first["input"], dict) or first["type"] == "value_error" else f" (got {first['input']!r})"
+    if first["type"] == "value_error":
+        return f"{place}: {first['msg'].removeprefix('Value error, ')}"
+    message = first["msg"]
+    if first["type"] != "option":  # whose message says already what was expected
+        schema = json_schema(model)
+        keys, at = walk(schema, first["loc"])
+        place, message = ".".join(map(str, keys)), f"expected {expected(at, schema['$defs'])}"
+    got = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
     return f"{place}: {message}{got}"
 
 

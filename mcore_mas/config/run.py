@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
+from pydantic_core import to_json
 
 from mcore_mas.config.cold_start import ColdStartConfig
 from mcore_mas.config.credit import AdvantageConfig, CreditedAgentConfig, FilterConfig, LossConfig
@@ -122,8 +123,12 @@ class RunConfig(Section):
                 f"engine.max_length {self.engine.max_length}; use microbatch_tokens: {self.engine.max_length}, "
                 f"or max_length: {self.trainer.microbatch_tokens}"
             )
-        if self.cold_start is not None and self.data.generator is None:
-            raise ValueError("cold_start needs data.generator, which writes its demonstrations")
+        if "retriever" in self.env.needs and self.retriever is None:
+            raise ValueError(
+                f"env '{self.env.name}' needs a retriever; add retriever: {{}}, or name a server's url in it"
+            )
+        if self.cold_start is not None:
+            self.data.demonstration_arguments(self.cold_start.options)
         self._check_turns()
         self._check_transport()
         self._check_ahead()
@@ -223,7 +228,7 @@ class RunConfig(Section):
     def ahead(self) -> bool:
         """Whether anything is collected while a step is trained."""
         order = self.trainer.alternate.order if self.trainer.alternate else ()
-        turns = [(name,) for name in order] or [self.trained]
+        turns: list[tuple[str, ...]] = [(name,) for name in order] or [self.trained]
         return bool(self.trained) and any(all(map(self.staleness_of, turn)) for turn in turns)
 
     def may_collect(self, step: int, trained: int) -> bool:
@@ -281,7 +286,7 @@ class RunConfig(Section):
             ConfigError: they do not validate.
         """
         try:
-            return cls.model_validate(values)
+            return cls.model_validate_json(to_json(values, inf_nan_mode="constants"), strict=True)
         except ValidationError as error:
             raise ConfigError(f"{where}: {invalid(error, cls)}") from error
         except UnknownName as error:

@@ -12,13 +12,13 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from mcore_mas.config.credit import AdvantageConfig, FilterConfig
 from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.equations.advantages import ESTIMATORS, NEEDS
 from mcore_mas.equations.filters import FILTERS
-from mcore_mas.equations.kl import kl_penalty
+from mcore_mas.equations.kl import KLName, kl_penalty
 from mcore_mas.equations.turns import Advantages, Turns
 from rollout.base.registry import lookup
-from rollout.config.sections import Choice
 
 # what an estimator's keys may name
 _IDS: dict[str, Callable[[Sample], object]] = {
@@ -82,7 +82,7 @@ def columns(samples: Sequence[Sample]) -> Turns:
     )
 
 
-def estimate(samples: Sequence[Sample], rules: Mapping[str, Choice]) -> list[Sample]:
+def estimate(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) -> list[Sample]:
     """The samples with advantages, and with returns where an agent's estimator has a critic.
 
     Args:
@@ -107,7 +107,7 @@ def estimate(samples: Sequence[Sample], rules: Mapping[str, Choice]) -> list[Sam
     return done
 
 
-def assess(turns: Turns, rule: Choice) -> Advantages:
+def assess(turns: Turns, rule: AdvantageConfig) -> Advantages:
     """What the estimator `rule` makes of the turns; one of a user's own may give the values alone.
 
     Raises:
@@ -116,7 +116,7 @@ def assess(turns: Turns, rule: Choice) -> Advantages:
     need = NEEDS.get(rule.name)
     if need is not None and getattr(turns, need) is None:
         raise CreditError(f"advantage '{rule.name}' needs {need} of every turn, and a turn has none")
-    made = lookup("advantage", rule.name, ESTIMATORS)(turns, **rule.options)
+    made = lookup("advantage", rule.name, ESTIMATORS)(turns, **rule.arguments)
     return made if isinstance(made, Advantages) else Advantages(made)
 
 
@@ -125,29 +125,29 @@ def by_place(samples: Sequence[Sample]) -> dict[tuple[str, str, int], float]:
     return {(s.trajectory, s.node, s.turn): fmean(s.advantages) for s in samples if s.advantages}
 
 
-def penalise(sample: Sample, coef: float, kind: str) -> Sample:
+def penalise(sample: Sample, coef: float, kind: KLName) -> Sample:
     """The sample with the penalty `coef` times KL estimate `kind`, against the reference, on every token's reward."""
     penalty = coef * kl_penalty(torch.tensor(sample.behaviour), torch.tensor(sample.reference), kind)
     return replace(sample, penalties=tuple(penalty.tolist()))
 
 
-def reference_kl(samples: Sequence[Sample], kind: str) -> float:
+def reference_kl(samples: Sequence[Sample], kind: KLName) -> float:
     """Mean KL estimate per token in nats, of the sampler against the reference."""
     behaviour = torch.tensor([value for sample in samples for value in sample.behaviour or ()])
     reference = torch.tensor([value for sample in samples for value in sample.reference or ()])
     return float(kl_penalty(behaviour, reference, kind).double().mean())
 
 
-def keep(samples: Sequence[Sample], rule: Choice) -> list[Sample]:
+def keep(samples: Sequence[Sample], rule: FilterConfig) -> list[Sample]:
     """The samples that the filter `rule` leaves in."""
     if not samples:
         return []
-    mask = lookup("filter", rule.name, FILTERS)(columns(samples), **rule.options)
+    mask = lookup("filter", rule.name, FILTERS)(columns(samples), **rule.arguments)
     return [sample for sample, stays in zip(samples, mask.tolist(), strict=True) if stays]
 
 
-def _distinct(samples: Sequence[Sample], rules: Mapping[str, Choice]) -> list[Choice]:
-    distinct: list[Choice] = []
+def _distinct(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) -> list[AdvantageConfig]:
+    distinct: list[AdvantageConfig] = []
     for sample in samples:
         if sample.agent not in rules:
             raise CreditError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mcore_mas.equations.aggregation import token_weights
+from mcore_mas.equations.aggregation import AggregationName, token_weights
 from rollout.base.seeds import derive_seed
 from rollout.records.trajectory import Group, Status
 
@@ -130,7 +130,7 @@ def split(samples: Sequence[Sample], parts: int, *place: int | str) -> list[list
 def weigh(
     samples: Sequence[Sample],
     loss_weights: Mapping[str, float],
-    aggregation: str = "token_mean",
+    aggregation: AggregationName = "token_mean",
     norm: float | None = None,
 ) -> list[Sample]:
     """One policy's samples with the weight of each of their tokens in an update, the denominator included.

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 from torch import Tensor
 
 from mcore_mas.equations.turns import Advantages, Grouping, GroupStatistics, Turns, average, reverse_scan, total
+from rollout.base.options import Share
 
 Lone = Literal["zero", "raw"]  # what a vote without peers gets
 _TURN = ("trajectory", "node", "turn")
@@ -58,7 +60,9 @@ class Relative:
     baseline: Callable[[GroupStatistics, float], Tensor]
     source: str
 
-    def __call__(self, turns: Turns, *, eps: float = 1e-6, ddof: int = 1, lone: Lone = "zero") -> Advantages:
+    def __call__(
+        self, turns: Turns, *, eps: NonNegativeFloat = 1e-6, ddof: NonNegativeInt = 1, lone: Lone = "zero"
+    ) -> Advantages:
         """Advantages [n].
 
         Args:
@@ -79,8 +83,8 @@ def drmas(
     *,
     mean: Literal["agent", "team"] = "agent",
     std: Literal["agent", "team"] = "agent",
-    eps: float = 1e-6,
-    ddof: int = 1,
+    eps: NonNegativeFloat = 1e-6,
+    ddof: NonNegativeInt = 1,
     lone: Lone = "zero",
 ) -> Advantages:
     """Advantages [n] normalised agent by agent: A^k = (r - μ_k) / (σ_k + ε)   Dr. MAS, arXiv 2602.08847, eq. 5.
@@ -102,11 +106,11 @@ def gigpo(
     turns: Turns,
     *,
     weight: float = 1.0,
-    gamma: float = 0.95,
+    gamma: Share = 0.95,
     scale: bool = True,
-    similarity: float = 1.0,
-    eps: float = 1e-6,
-    ddof: int = 1,
+    similarity: Annotated[float, Field(gt=0, le=1)] = 1.0,
+    eps: NonNegativeFloat = 1e-6,
+    ddof: NonNegativeInt = 1,
     lone: Lone = "zero",
 ) -> Advantages:
     """Advantages [n] of the episode, plus `weight` times those among turns that stood at the same state of the task.
@@ -184,7 +188,7 @@ def tree_baseline(turns: Turns, lam: float) -> tuple[GroupStatistics, Tensor]:
     return b, torch.where(baseline.isnan(), b.own, baseline)
 
 
-def mcts(turns: Turns, *, lam: float = 0.5) -> Advantages:
+def mcts(turns: Turns, *, lam: Share = 0.5) -> Advantages:
     """Advantages [n] of tree nodes: A = r - baseline, with `tree_baseline`'s of MARTI."""
     siblings, baseline = tree_baseline(turns, lam)
     return Advantages(siblings.own - baseline, {"siblings": siblings})
@@ -193,10 +197,10 @@ def mcts(turns: Turns, *, lam: float = 0.5) -> Advantages:
 def mars2(
     turns: Turns,
     *,
-    gamma: float = 0.3,
-    lam: float = 0.5,
-    eps: float = 1e-6,
-    ddof: int = 1,
+    gamma: NonNegativeFloat = 0.3,
+    lam: Share = 0.5,
+    eps: NonNegativeFloat = 1e-6,
+    ddof: NonNegativeInt = 1,
     lone: Lone = "zero",
 ) -> Advantages:
     """Advantages [n]: rewards shaped by the tree, r + γ (r - baseline), standardised over the nodes of the tree.
@@ -235,7 +239,7 @@ def _whitened(turns: Turns, values: Tensor, over: Whitened) -> Tensor:
 _TURNS_OF_TASK = Grouping(peers=("task",), vote=_TURN)
 
 
-def reinforce_pp(turns: Turns, *, gamma: float = 1.0, whitened: Whitened = "policy") -> Advantages:
+def reinforce_pp(turns: Turns, *, gamma: Share = 1.0, whitened: Whitened = "policy") -> Advantages:
     """Advantages [T]: each token's return to go in its turn, whitened   REINFORCE++, arXiv 2501.03262.
 
     `whitened` says over whose tokens: the whole "batch", those of a "policy" or of an "agent" (MARTI).
@@ -255,8 +259,8 @@ def reinforce_pp_baseline(turns: Turns, *, whitened: Whitened = "policy") -> Adv
 def gae(
     turns: Turns,
     *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    gamma: Share = 1.0,
+    lam: Share = 1.0,
     across: Across = "turn",
     whitened: Whitened = "policy",
 ) -> Advantages:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+AggregationName = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,7 @@ def _seq_mean_token_sum_norm(lengths: Tensor, norm: float) -> Tensor:
     return torch.ones_like(lengths) / ((lengths > 0).sum() * norm)
 
 
-AGGREGATIONS: dict[str, Aggregation] = {
+AGGREGATIONS: dict[AggregationName, Aggregation] = {
     "token_mean": Aggregation(weights=_token_mean, source="DAPO, arXiv 2503.14476; verl token-mean"),
     "seq_mean_token_sum": Aggregation(weights=_seq_mean_token_sum, source="REINFORCE's; verl seq-mean-token-sum"),
     "seq_mean_token_mean": Aggregation(
@@ -56,7 +59,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
 }
 
 
-def token_weights(lengths: Tensor, *, mode: str = "token_mean", norm: float | None = None) -> Tensor:
+def token_weights(lengths: Tensor, *, mode: AggregationName = "token_mean", norm: float | None = None) -> Tensor:
     """The weight [n] float64 of each single token of sample i, the update's denominator included.
 
     Args:
@@ -64,17 +67,6 @@ def token_weights(lengths: Tensor, *, mode: str = "token_mean", norm: float | No
             weight 0 and does not count in n.
         mode: name in `AGGREGATIONS`.
         norm: the constant length L in tokens, for modes that divide by one; None for the others.
-
-    Raises:
-        ValueError: the mode is unknown, or `norm` is missing, superfluous or not above 0.
     """
-    if mode not in AGGREGATIONS:
-        raise ValueError(f"aggregation is '{mode}'; expected one of {', '.join(AGGREGATIONS)}")
-    aggregation = AGGREGATIONS[mode]
-    if aggregation.normed != (norm is not None):
-        expected = "a length in tokens to divide by" if aggregation.normed else "none, as it divides by no constant"
-        raise ValueError(f"aggregation '{mode}': norm is {norm}; expected {expected}")
-    if norm is not None and not norm > 0:
-        raise ValueError(f"aggregation '{mode}': norm is {norm}; expected a length above 0 tokens")
     lengths = lengths.double()
-    return torch.where(lengths > 0, aggregation.weights(lengths, norm or 1.0), 0.0)
+    return torch.where(lengths > 0, AGGREGATIONS[mode].weights(lengths, norm or 1.0), 0.0)

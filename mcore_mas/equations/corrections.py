@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
+
+from rollout.base.options import AboveLow
 
 Correction = Callable[..., Tensor]
 
@@ -16,7 +20,7 @@ def none(log_ratio: Tensor, sequences: Tensor) -> Tensor:
     return torch.ones_like(log_ratio)
 
 
-def importance(log_ratio: Tensor, sequences: Tensor, *, level: str = "token", veto: float = 0.0) -> Tensor:
+def importance(log_ratio: Tensor, sequences: Tensor, *, level: Level = "token", veto: NonNegativeFloat = 0.0) -> Tensor:
     """w = π_old/μ [N], from log_ratio [N] = log π_old − log μ and the replies' numbers [N]."""
     known = torch.where(log_ratio.isnan(), 0.0, log_ratio.detach())
     weights = bounded_exp(at_level(known, sequences, level))
@@ -28,7 +32,14 @@ def importance(log_ratio: Tensor, sequences: Tensor, *, level: str = "token", ve
     return torch.where(lowest < math.log(veto), 0.0, weights)
 
 
-def tis(log_ratio: Tensor, sequences: Tensor, *, high: float = 2.0, level: str = "token", veto: float = 0.0) -> Tensor:
+def tis(
+    log_ratio: Tensor,
+    sequences: Tensor,
+    *,
+    high: PositiveFloat = 2.0,
+    level: Level = "token",
+    veto: NonNegativeFloat = 0.0,
+) -> Tensor:
     """Truncated importance sampling: min(w, high) [N]."""
     return importance(log_ratio, sequences, level=level, veto=veto).clamp(max=high)
 
@@ -37,18 +48,12 @@ def mis(
     log_ratio: Tensor,
     sequences: Tensor,
     *,
-    low: float = 0.0,
-    high: float = 2.0,
-    level: str = "sequence",
-    veto: float = 0.0,
+    low: NonNegativeFloat = 0.0,
+    high: AboveLow = 2.0,
+    level: Level = "sequence",
+    veto: NonNegativeFloat = 0.0,
 ) -> Tensor:
-    """Masked importance sampling: w where low ≤ w ≤ high, else 0 [N].
-
-    Raises:
-        ValueError: the range is empty.
-    """
-    if low >= high:
-        raise ValueError(f"correction: low is {low} and high is {high}; expected low < high")
+    """Masked importance sampling: w where low ≤ w ≤ high, else 0 [N]."""
     weights = importance(log_ratio, sequences, level=level, veto=veto)
     return torch.where((weights < low) | (weights > high), 0.0, weights)
 
@@ -57,10 +62,10 @@ def icepop(
     log_ratio: Tensor,
     sequences: Tensor,
     *,
-    low: float = 0.5,
-    high: float = 5.0,
-    level: str = "token",
-    veto: float = 0.0,
+    low: NonNegativeFloat = 0.5,
+    high: AboveLow = 5.0,
+    level: Level = "token",
+    veto: NonNegativeFloat = 0.0,
 ) -> Tensor:
     """IcePop: masked importance sampling of single tokens on both sides [N]."""
     return mis(log_ratio, sequences, low=low, high=high, level=level, veto=veto)
@@ -74,7 +79,7 @@ CORRECTIONS: dict[str, Correction] = {
     "icepop": icepop,
 }
 
-LEVELS = ("token", "sequence", "geometric")
+Level = Literal["token", "sequence", "geometric"]
 BOUND = 20.0  # nats; only guards exp against overflow, far outside every range that anyone clips to
 
 
@@ -83,7 +88,7 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-BOUND, BOUND).exp()
 
 
-def at_level(log_ratio: Tensor, sequences: Tensor, level: str) -> Tensor:
+def at_level(log_ratio: Tensor, sequences: Tensor, level: Level) -> Tensor:
     """Log-ratios [N] of tokens as each token sees them at a level.
 
     Args:
@@ -91,12 +96,7 @@ def at_level(log_ratio: Tensor, sequences: Tensor, level: str) -> Tensor:
         sequences: [N] tokens of one reply share a number, in any order.
         level: "token": the token's own; "sequence": of the whole reply, Σ_t, so exp of it is π(y) / μ(y);
             "geometric": the mean over the reply, so exp of it is (π(y) / μ(y))^(1/|y|).
-
-    Raises:
-        ValueError: the level is none of these.
     """
-    if level not in LEVELS:
-        raise ValueError(f"level is '{level}'; expected one of {', '.join(LEVELS)}")
     if level == "token":
         return log_ratio
     _, reply, size = torch.unique(sequences, return_inverse=True, return_counts=True)

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from mcore_mas.equations.turns import Grouping, GroupStatistics, Turns
+from rollout.base.options import AboveLow, Share
+
+Peers = Literal["task", "state"]
 
 _PEERS = {
     "task": Grouping(peers=("task",), vote=("trajectory",)),
@@ -20,24 +23,24 @@ _PEERS = {
 }
 
 
-def informative(turns: Turns, *, by: Literal["task", "state"] = "task") -> Tensor:
+def informative(turns: Turns, *, by: Peers = "task") -> Tensor:
     """Groups whose votes differ: equal ones have no gradient   DAPO's dynamic sampling, arXiv 2503.14476."""
     return _votes(turns, by).std > 1e-9
 
 
-def mean_range(turns: Turns, *, low: float = 0.0, high: float = 1.0, by: Literal["task", "state"] = "task") -> Tensor:
+def mean_range(turns: Turns, *, low: float = 0.0, high: AboveLow = 1.0, by: Peers = "task") -> Tensor:
     """Groups with low < mean < high   MARTI's dynamic filtering."""
     mean = _votes(turns, by).mean
     return (mean > low) & (mean < high)
 
 
-def lowest_mean(turns: Turns, *, ratio: float = 0.5, by: Literal["task", "state"] = "task") -> Tensor:
+def lowest_mean(turns: Turns, *, ratio: Share = 0.5, by: Peers = "task") -> Tensor:
     """All groups but the share `ratio` of them with the lowest mean   Stronger-MAS, filter_method mean."""
     b = _votes(turns, by)
     return _best_groups(b.mean, turns.key(*_PEERS[by].peers), ratio)
 
 
-def lowest_spread(turns: Turns, *, ratio: float = 0.5, by: Literal["task", "state"] = "task") -> Tensor:
+def lowest_spread(turns: Turns, *, ratio: Share = 0.5, by: Peers = "task") -> Tensor:
     """All groups but the share `ratio` of them with the lowest variance / range²   Stronger-MAS, filter_method std."""
     b = _votes(turns, by)
     groups = int(b.group_of.max()) + 1
@@ -49,7 +52,7 @@ def lowest_spread(turns: Turns, *, ratio: float = 0.5, by: Literal["task", "stat
     return _best_groups(spread, group, ratio)
 
 
-def outliers(turns: Turns, *, ratio: float = 0.1, by: Literal["task", "state"] = "task") -> Tensor:
+def outliers(turns: Turns, *, ratio: Share = 0.1, by: Peers = "task") -> Tensor:
     """All turns but the share `ratio` of them furthest from their group's mean   Stronger-MAS, filter_method uid."""
     distance = (turns.scores - _votes(turns, by).mean).abs()
     keep = torch.ones(len(distance), dtype=torch.bool)

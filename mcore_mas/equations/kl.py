@@ -19,6 +19,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from torch import Tensor
 from mcore_mas.equations.corrections import BOUND
 
 Estimate = Callable[[Tensor, Tensor], Tensor]
+KLName = Literal["k1", "k2", "k3", "k1+", "k3+"]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ def _straight_through(value: Estimate) -> Estimate:
     return estimate
 
 
-KL_ESTIMATES: dict[str, Estimate] = {
+KL_ESTIMATES: dict[KLName, Estimate] = {
     "k1": k1,
     "k2": k2,
     "k3": k3,
@@ -63,7 +65,7 @@ KL_ESTIMATES: dict[str, Estimate] = {
 }
 
 
-def kl_penalty(logprobs: Tensor, reference: Tensor, kind: str = "k1") -> Tensor:
+def kl_penalty(logprobs: Tensor, reference: Tensor, kind: KLName = "k1") -> Tensor:
     """What a token's reward loses per unit of the KL coefficient, [T] nats, without gradient.
 
     r_t ← r_t − β · penalty_t (Ziegler et al. 2019, arXiv 1909.08593, eq. 2, with k1).

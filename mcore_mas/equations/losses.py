@@ -13,14 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from mcore_mas.equations.corrections import CORRECTIONS, at_level, bounded_exp
-from mcore_mas.equations.kl import KL_ESTIMATES, k3
+from mcore_mas.equations.kl import KL_ESTIMATES, KLName, k3
+from rollout.base.options import Share
 
+DualClip = Annotated[float, Field(gt=1, allow_inf_nan=True)]
 Statistics = dict[str, Tensor]
 
 
@@ -53,7 +56,7 @@ def reinforce(tokens: Tokens, old: Tensor) -> tuple[Tensor, Statistics]:
 
 
 def ppo_clip(
-    tokens: Tokens, old: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 3.0
+    tokens: Tokens, old: Tensor, *, clip_low: Share = 0.2, clip_high: NonNegativeFloat = 0.2, dual_clip: DualClip = 3.0
 ) -> tuple[Tensor, Statistics]:
     """Clipped policy-gradient loss [N] with dual clip.
 
@@ -67,7 +70,12 @@ def ppo_clip(
 
 
 def gspo(
-    tokens: Tokens, old: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4, dual_clip: float = math.inf
+    tokens: Tokens,
+    old: Tensor,
+    *,
+    clip_low: Share = 3e-4,
+    clip_high: NonNegativeFloat = 4e-4,
+    dual_clip: DualClip = math.inf,
 ) -> tuple[Tensor, Statistics]:
     """Clipped policy-gradient loss [N] whose ratio is the whole reply's, length-normalised.
 
@@ -126,15 +134,9 @@ class Objective:
 
     loss: str = "ppo_clip"  # name in LOSSES
     options: Mapping[str, Any] = field(default_factory=dict)  # of the loss
-    kl: str = "k3"  # name in KL_ESTIMATES
+    kl: KLName = "k3"  # name in KL_ESTIMATES
     correction: str = "none"  # name in CORRECTIONS
     correction_options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for what, known in (("loss", LOSSES), ("kl", KL_ESTIMATES), ("correction", CORRECTIONS)):
-            name = getattr(self, what)
-            if name not in known:
-                raise ValueError(f"objective: {what} is '{name}'; expected one of {', '.join(known)}")
 
     def __call__(self, tokens: Tokens) -> tuple[Tensor, Statistics]:
         """(loss [N] before token weights, statistics [N] by name).

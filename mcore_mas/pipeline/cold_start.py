@@ -23,7 +23,6 @@ from mcore_mas.training.logbook import Reporter
 from mcore_mas.training.metrics import success
 from retrieval.corpus import Corpus
 from rollout.base.files import write_json
-from rollout.base.registry import lookup
 from rollout.base.seeds import derive_seed
 from rollout.config.build import build_orchestra, build_role, build_team
 from rollout.engines.embedded.engine import LocalEngine
@@ -150,11 +149,11 @@ _INIT_STD = 0.06  # a model this narrow learns several times faster from here th
 
 def run_demonstrations(config: RunConfig, cold_start: ColdStartConfig, n: int) -> Iterator[Demonstration]:
     """`n` demonstrations by the run's generator, in the words of the run's agents."""
-    assert config.data.generator is not None  # RunConfig has checked it
+    generator = GENERATORS[config.data.generator or ""]
+    assert generator.demonstrations is not None  # RunConfig has checked it
     roles = {name: build_role(name, agent) for name, agent in config.agents.items()}
-    return lookup("task generator", config.data.generator, GENERATORS).demonstrations(
-        config.seed, n, roles=roles, **config.data.options, **cold_start.options
-    )
+    options = config.data.arguments | config.data.demonstration_arguments(cold_start.options)
+    return generator.demonstrations(config.seed, n, roles=roles, **options)
 
 
 def make_base_model(config_path: Path, tasks_dir: Path, out_dir: Path) -> None:

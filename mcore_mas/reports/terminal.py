@@ -6,18 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
+from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.errors import invalid
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.credit.assign import assess, by_place, columns, estimate, keep
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
-from mcore_mas.equations.advantages import ESTIMATORS
 from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.pages import TurnAdvantages
-from rollout.config.sections import Choice
 from rollout.records.trajectory import Group, Task, Trajectory, Turn, read_trajectories
 
 
@@ -106,8 +107,10 @@ def print_credit(
         CreditError: a turn has no reward or the estimator lacks what it needs, or no turn is of `task`.
         ValueError: the estimator is unknown, or has no such option.
     """
-    rule = Choice(name=name, options=dict(options))
-    rule.check("advantage", ESTIMATORS)
+    try:
+        rule = AdvantageConfig(name=name, options=dict(options))
+    except ValidationError as error:
+        raise ValueError(invalid(error, AdvantageConfig)) from error
     samples = to_samples(groups_of(read_trajectories(file)))
     samples = estimate(samples, {sample.agent: rule for sample in samples})
     tasks = list(dict.fromkeys(sample.task for sample in samples))

@@ -19,10 +19,10 @@ def policy_spec(name: str, config: RunConfig) -> TrainerSpec:
     loss, policy = config.loss, config.policies[name]
     objective = Objective(
         loss=loss.name,
-        options=loss.options,
+        options=loss.arguments,
         kl=loss.kl.estimate,
         correction=loss.correction.name,
-        correction_options=loss.correction.options,
+        correction_options=loss.correction.arguments,
     )
     adapter = policy.lora.adapter if policy.lora is not None else None
     return _spec(name, config, policy, lora=_lora(name, config, adapter), objective=objective)

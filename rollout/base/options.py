@@ -8,16 +8,26 @@ config, the JSON schema for editors and the tables in docs/ are all made from th
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PydanticUserError,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
 from rollout.base.registry import UnknownName, lookup
@@ -26,6 +36,24 @@ from rollout.base.schema_words import expected, json_schema, keys_of, walk
 # A text is never read as a number; a whole number will do for a float, and a list for a tuple, as YAML has no other.
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _above_low(high: float, info: ValidationInfo) -> float:
+    low = info.data.get("low", -math.inf)
+    if high <= low:
+        raise ValueError(f"expected a number above low, which is {low:g}")
+    return high
+
+
+def _different(names: Sequence[str]) -> Sequence[str]:
+    if len(set(names)) < len(names):
+        raise ValueError("expected a list of different names")
+    return names
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Names = Annotated[Sequence[str], Field(min_length=1), AfterValidator(_different)]
+AboveLow = Annotated[float, Field(validate_default=True), AfterValidator(_above_low)]  # than the option `low` before it
 
 
 class OptionsError(ValueError):
@@ -70,14 +98,22 @@ class Registry:
         except OptionsError as error:
             raise OptionsError(f"{self.kind} '{name}': {error}") from error
 
-    def arguments(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, name: str, options: Mapping[str, Any], *, place: tuple[int | str, ...] = ()) -> dict[str, Any]:
         """The `options` of `name` as values of its parameters' types; those not given are left out.
+
+        Args:
+            place: keys under which errors say the options stand.
 
         Raises:
             UnknownName, OptionsError: as `model`; or an option is unknown or missing.
             ValidationError: a value is of another type or out of bounds; the error says what was expected.
         """
-        return checked(f"{self.kind} '{name}'", self.model(name), options)
+        return checked(f"{self.kind} '{name}'", self.model(name), options, place=place)
+
+    def needs(self, name: str) -> frozenset[str]:
+        """Which of `supplied` the function of `name` cannot do without."""
+        parameters = inspect.signature(self.find(name)).parameters
+        return frozenset(k for k in self.supplied & parameters.keys() if parameters[k].default is parameters[k].empty)
 
     def _trouble(self, found: object) -> str | None:
         """Why `found` cannot be called as this kind is; None when it can."""
@@ -105,7 +141,8 @@ def options_model(target: Callable[..., Any], supplied: frozenset[str] = frozens
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(target).parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY and name not in supplied:
-            default = ... if parameter.default is parameter.empty else parameter.default
+            default = parameter.default
+            default = ... if default is parameter.empty else dict(default) if isinstance(default, Mapping) else default
             fields[name] = (_annotation(target, parameter), default)
     try:
         with warnings.catch_warnings():
@@ -115,8 +152,14 @@ def options_model(target: Callable[..., Any], supplied: frozenset[str] = frozens
         raise OptionsError(f"its options cannot be typed: {' '.join(str(error).split())}") from error
 
 
-def checked(whose: str, model: type[BaseModel], options: Mapping[str, Any]) -> dict[str, Any]:
+def checked(
+    whose: str, model: type[BaseModel], options: Mapping[str, Any], *, place: tuple[int | str, ...] = ()
+) -> dict[str, Any]:
     """The `options` as values of the types of `model`; those not given are left out.
+
+    Args:
+        whose: as errors name it.
+        place: keys under which errors say the options stand.
 
     Raises:
         OptionsError: an option of `whose` is unknown or missing, or no plain value.
@@ -135,16 +178,16 @@ def checked(whose: str, model: type[BaseModel], options: Mapping[str, Any]) -> d
     except PydanticSerializationError as error:
         raise OptionsError(f"{whose}: an option is no plain value ({error})") from error
     except ValidationError as error:
-        raise explained(error, model) from None
+        raise _explained(error, model, place) from None
     return {name: getattr(values, name) for name in options}
 
 
-def explained(error: ValidationError, model: type[BaseModel]) -> ValidationError:
+def _explained(error: ValidationError, model: type[BaseModel], place: tuple[int | str, ...]) -> ValidationError:
     """The `error` of values for `model`, in words that say what was expected."""
     schema = json_schema(model)
     lines = []
     for details in error.errors(include_url=False):
-        place, at = walk(schema, details["loc"])
+        keys, at = walk(schema, details["loc"])
         if details["type"] in ("value_error", "assertion_error"):
             message = details["msg"].partition(", ")[2]
         elif details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -152,7 +195,7 @@ def explained(error: ValidationError, model: type[BaseModel]) -> ValidationError
         else:
             message = f"expected {expected(at, schema.get('$defs', {}))}"
         said = PydanticCustomError("option", "{message}", {"message": message})
-        lines.append(InitErrorDetails(type=said, loc=place, input=details["input"]))
+        lines.append(InitErrorDetails(type=said, loc=(*place, *keys), input=details["input"]))
     return ValidationError.from_exception_data(error.title, lines)
 
 

@@ -100,7 +100,7 @@ def _bounds(schema: Schema) -> Iterator[str]:
     if low is not None and high is not None:
         yield f"from {low:g} to {high:g}"
         return
-    said = [("of at least", low), ("above", above), ("of at most", high), ("below", below)]
+    said = [("of at least", low), ("above", above), ("at most", high), ("below", below)]
     found = [f"{word} {value:g}" for word, value in said if value is not None]
     yield from [" and ".join(found)] if found else []
     yield from [f"like {schema['pattern']}"] if "pattern" in schema else []

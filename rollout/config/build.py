@@ -63,17 +63,17 @@ def build_player(
 
 def build_orchestra(config: OrchestraConfig) -> Orchestra:
     """The orchestra with its options filled in."""
-    return partial(lookup("orchestra", config.name, ORCHESTRAS), **config.options)
+    return partial(lookup("orchestra", config.name, ORCHESTRAS), **config.arguments)
 
 
 def build_env(config: EnvConfig, **tools: Any) -> Callable[[Task], Env]:
     """A maker of fresh environments; `tools` are the live things an environment needs, such as a retriever."""
-    return partial(lookup("env", config.name, ENVS), **config.options, **tools)
+    return partial(lookup("env", config.name, ENVS), **config.arguments, **tools)
 
 
 def build_allocator(config: RewardConfig, agents: Mapping[str, AgentConfig]) -> Callable[[Group], Group]:
     """The allocator with its options, and after it the penalties; every reward is checked on its way out."""
-    allocator = partial(lookup("reward", config.name, ALLOCATORS), **config.options)
+    allocator = partial(lookup("reward", config.name, ALLOCATORS), **config.arguments)
     limits = {name: agent.max_tokens for name, agent in agents.items()}
     penalties = [_penalty(name, options, limits) for name, options in config.penalties.items()]
     return lambda group: apply_penalties(allocator(group), penalties)

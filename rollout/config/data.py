@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from rollout.base.options import OptionsError, checked, options_model
 from rollout.base.registry import lookup
 from rollout.base.section import Section
 from rollout.records.trajectory import RecordError, Task
@@ -33,12 +34,26 @@ class DataConfig(Section):
     """Where tasks come from: a generator with the number of tasks per split, or data files per split."""
 
     generator: str | None = None
-    options: dict[str, Any] = Field(default_factory=dict)  # of the generator: which tasks
+    options: dict[str, Any] = Field(default_factory=dict, validate_default=True)  # of the generator: which tasks
     format: str = OWN  # of files that name no other
     duplicates: Literal["refuse", "drop"] = "refuse"  # of a task that a split's files hold twice
     train: int | tuple[TaskFile, ...]
     validation: int | tuple[TaskFile, ...]
     test: int | tuple[TaskFile, ...]
+
+    @field_validator("generator")
+    @classmethod
+    def _known(cls, generator: str | None) -> str | None:
+        if generator is not None:
+            lookup("task generator", generator, GENERATORS)
+        return generator
+
+    @field_validator("options")
+    @classmethod
+    def _typed(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if "generator" in info.data:
+            _task_options(info.data["generator"], options)
+        return options
 
     @field_validator("train", "validation", "test", mode="before")
     @classmethod
@@ -53,11 +68,6 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
-        known = lookup("task generator", self.generator, GENERATORS).options if self.generator is not None else ()
-        for name in self.options:
-            if name not in known:
-                whose = f"task generator '{self.generator}'" if self.generator else "a file of tasks"
-                raise ValueError(f"{whose} has no option '{name}'; its options: {', '.join(known) or 'none'}")
         for split in SPLITS:
             value = getattr(self, split)
             if isinstance(value, int) == (self.generator is None):
@@ -73,6 +83,29 @@ class DataConfig(Section):
             elif file.source:
                 raise ValueError(f"{file.path}: files of the format '{OWN}' name their own sources; leave source out")
         return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The options as keyword arguments of the generator, in its parameters' types."""
+        return _task_options(self.generator, self.options)
+
+    def demonstration_arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The `options` of a cold start as keyword arguments of the generator's demonstrations.
+
+        Raises:
+            OptionsError: there are no demonstrations, or they have other options.
+            ValidationError: an option is of another type or out of bounds.
+        """
+        if self.generator is None:
+            raise OptionsError("cold_start needs data.generator, which writes its demonstrations")
+        model = lookup("task generator", self.generator, GENERATORS).demonstration_options
+        if model is None:
+            raise OptionsError(
+                f"task generator '{self.generator}' has no demonstrations; "
+                "name models that exist and set cold_start=null"
+            )
+        whose = f"the demonstrations of task generator '{self.generator}'"
+        return checked(whose, model, options, place=("cold_start", "options"))
 
     def files(self, split: Split) -> tuple[TaskFile, ...]:
         """The files of a split; none with a generator."""
@@ -95,8 +128,15 @@ def make_tasks(data: DataConfig, seed: int) -> dict[str, list[Task]]:
     if data.generator is None:
         return {split: _read_split(data, split) for split in SPLITS}
     generator = lookup("task generator", data.generator, GENERATORS)
-    tasks = generator.tasks(seed, {split: getattr(data, split) for split in SPLITS}, **data.options)
+    tasks = generator.tasks(seed, {split: getattr(data, split) for split in SPLITS}, **data.arguments)
     return {split: [task for task in tasks if task.split == split] for split in SPLITS}
+
+
+def _task_options(generator: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    if generator is None:
+        return checked("a file of tasks", options_model(make_tasks), options)
+    known = lookup("task generator", generator, GENERATORS)
+    return checked(f"task generator '{generator}'", known.task_options, options)
 
 
 def _read_split(data: DataConfig, split: Split) -> list[Task]:

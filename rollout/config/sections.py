@@ -2,88 +2,64 @@
 
 from __future__ import annotations
 
-import builtins
-import inspect
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from rollout.base.deadlines import Limits
 from rollout.base.http import check_url
+from rollout.base.options import Registry
 from rollout.base.registry import lookup
 from rollout.base.section import Section
 from rollout.engines import ENGINES, TRANSPORTS
 from rollout.environments import ENVS
 from rollout.orchestras import ORCHESTRAS
-from rollout.records.trajectory import Group, Task
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.penalties import PENALTIES
 from rollout.teams.graph import check_agents, read_graph
 from rollout.teams.team import ROLES
 
-_NOBODY = Group(task=Task(id="", prompt="", answers=(), env="", source="", split="train"), trajectories=())
-
 
 class Choice(Section):
-    """Something chosen by name, with keyword options that its function understands."""
+    """Something chosen by name, with options that are typed by the signature of what is chosen."""
+
+    registry: ClassVar[Registry]
 
     name: str
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict, validate_default=True)
 
-    def check(self, kind: str, known: dict[str, Callable[..., Any]], *given: str) -> None:
-        """Refuse an unknown name, or options that the chosen function does not take.
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        cls.registry.model(name)
+        return name
 
-        Args:
-            given: keyword arguments that are supplied at run time and so are not options.
+    @field_validator("options")
+    @classmethod
+    def _typed(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if "name" in info.data:
+            cls.registry.arguments(info.data["name"], options)
+        return options
 
-        Raises:
-            ValueError: also an UnknownName.
-        """
-        chosen = lookup(kind, self.name, known)
-        if not callable(chosen):
-            raise ValueError(f"{kind} '{self.name}' is a {type(chosen).__name__}; expected something to call")
-        parameters = inspect.signature(chosen).parameters.values()
-        options = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given}
-        for name in self.options:
-            if name not in options:
-                known_options = ", ".join(options) or "none"
-                raise ValueError(f"{kind} '{self.name}' has no option '{name}'; its options: {known_options}")
-        hints = _hints(chosen)
-        for name, value in self.options.items():
-            allowed = get_args(hints[name]) if get_origin(hints.get(name)) is Literal else None
-            if allowed is not None and value not in allowed:
-                expected = ", ".join(map(str, allowed))
-                raise ValueError(f"{kind} '{self.name}': option {name} is {value!r}; expected one of {expected}")
-        missing = [name for name, p in options.items() if p.default is p.empty and name not in self.options]
-        if missing:
-            raise ValueError(f"{kind} '{self.name}' needs option '{missing[0]}'")
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The options as keyword arguments of what is chosen, in its parameters' types."""
+        return self.registry.arguments(self.name, self.options)
 
 
-def _hints(chosen: Callable[..., Any]) -> dict[str, Any]:
-    """The types of a callable's options; none where they cannot be read at run time."""
-    function = chosen if inspect.isroutine(chosen) else type(chosen).__call__
-    try:
-        return get_type_hints(function, localns=_Names(function.__globals__))
-    except (AttributeError, NameError, TypeError):
-        return {}
-
-
-class _Names(dict[str, Any]):
-    """A module's names; those that it imports for type checkers only stand for anything."""
-
-    def __missing__(self, name: str) -> Any:
-        return getattr(builtins, name, Any)
+PENALTY_REGISTRY = Registry(kind="penalty", known=PENALTIES, takes=("turn",))
 
 
 class OrchestraConfig(Choice):
     """Who speaks when."""
 
+    registry = Registry(kind="orchestra", known=ORCHESTRAS, takes=("task", "team", "env"), coroutine=True)
+
     @model_validator(mode="after")
-    def _known(self) -> OrchestraConfig:
-        self.check("orchestra", ORCHESTRAS)
+    def _playable(self) -> OrchestraConfig:
         if self.name == "graph":
             read_graph(self.options["graph"])
         return self
@@ -101,9 +77,15 @@ class OrchestraConfig(Choice):
 class EnvConfig(Choice):
     """The world the team acts in."""
 
+    registry = Registry(kind="env", known=ENVS, takes=("task",), supplied=frozenset({"retriever", "sandbox"}))
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What a run must supply to it."""
+        return self.registry.needs(self.name)
+
     @model_validator(mode="after")
-    def _known(self) -> EnvConfig:
-        self.check("env", ENVS, "retriever", "sandbox")
+    def _reachable(self) -> EnvConfig:
         if self.name in ENVS:
             check_url("server", self.options.get("server"), secret=False)
         return self
@@ -112,19 +94,16 @@ class EnvConfig(Choice):
 class RewardConfig(Choice):
     """How a trajectory's outcome becomes a reward per turn, and what each turn's own reply adds to it."""
 
+    registry = Registry(kind="reward", known=ALLOCATORS, takes=("group",))
+
     penalties: dict[str, dict[str, Any]] = Field(default_factory=dict)  # options by name in PENALTIES
 
-    @model_validator(mode="after")
-    def _known(self) -> RewardConfig:
-        self.check("reward", ALLOCATORS)
-        for name, options in self.penalties.items():
-            Choice(name=name, options=options).check("penalty", PENALTIES)
-        if self.name in ALLOCATORS:  # which check their options before they look at a trajectory
-            try:
-                ALLOCATORS[self.name](_NOBODY, **self.options)
-            except (TypeError, AttributeError) as error:
-                raise ValueError(f"reward '{self.name}': an option has the wrong type ({error})") from error
-        return self
+    @field_validator("penalties")
+    @classmethod
+    def _penalties_typed(cls, penalties: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name, options in penalties.items():
+            PENALTY_REGISTRY.arguments(name, options, place=(name,))
+        return penalties
 
     def check_agents(self, team: Collection[str]) -> None:
         """Refuse options of registered allocators and penalties that name an agent who is not in `team`.
@@ -181,7 +160,7 @@ class EngineConfig(Section):
     key_file: Path | None = None  # of servers on other machines
     replicas: int = Field(1, ge=1)  # servers per policy
     tp: int = Field(1, ge=1)  # GPUs of each
-    options: dict[str, Any] = Field(default_factory=dict)  # further arguments of sglang.launch_server
+    options: dict[str, JsonValue] = Field(default_factory=dict)  # further arguments of sglang.launch_server
     environment: dict[str, str] = Field(default_factory=dict)  # variables of the servers
     verify: bool = True  # compare checksums after every update, where the server can
     timeout_s: float = Field(600.0, gt=0)  # of one request

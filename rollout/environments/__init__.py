@@ -16,17 +16,18 @@ from __future__ import annotations
 import atexit
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
-from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rollout.environments.games import GAMES
 from rollout.environments.games.game import Game, GameEnv
 from rollout.environments.math import MathEnv
 from rollout.environments.mcp import McpEnv
 from rollout.environments.protocol import Env, ToolCall
-from rollout.environments.search import Retriever, SearchEnv
+from rollout.environments.search import AnswerReward, PassageStyle, Retriever, SearchEnv
 from rollout.environments.text_world import WorldEnv
 from rollout.environments.text_world_libraries import AlfworldWorld, GymnasiumWorld, WebshopWorld, shop_thread
 from rollout.records.trajectory import Task
@@ -47,8 +48,8 @@ def make_math(
     sandbox: Runner | None = None,
     server: str | None = None,
     tier: Tier = "auto",
-    cpu_s: int = 20,
-    memory_mb: int = 512,
+    cpu_s: PositiveInt = 20,
+    memory_mb: PositiveInt = 512,
 ) -> MathEnv:
     """The environment of a math task; programs run in `sandbox`, on a server, or in this process's own of that tier."""
     return MathEnv(_program_runner(sandbox, server, tier, cpu_s, memory_mb))
@@ -58,9 +59,9 @@ def make_search(
     task: Task,
     *,
     retriever: Retriever,
-    top_k: int = 3,
-    style: Literal["search_r1", "verl", "text"] = "search_r1",
-    reward: Literal["exact_match", "token_f1"] = "exact_match",
+    top_k: PositiveInt = 3,
+    style: PassageStyle = "search_r1",
+    reward: AnswerReward = "exact_match",
 ) -> SearchEnv:
     """The environment of a question over `retriever`'s passages."""
     return SearchEnv(retriever, top_k=top_k, style=style, reward=reward)
@@ -73,10 +74,10 @@ def make_data_science(
     tier: Tier = "auto",
     reward: Literal["normalised", "gap"] = "normalised",
     malformed: float = 0.0,
-    max_turns: int | None = None,
-    cell_s: float = 60.0,
-    memory_mb: int = 2048,
-    disk_mb: int = 256,
+    max_turns: PositiveInt | None = None,
+    cell_s: PositiveFloat = 60.0,
+    memory_mb: PositiveInt = 2048,
+    disk_mb: PositiveInt = 256,
 ) -> DataScienceEnv:
     """The environment of a table to predict, in `sandbox` or in this process's own of that tier."""
     from rollout.environments.data_science import DataScienceEnv
@@ -92,11 +93,11 @@ def make_repository(
     *,
     sandbox: Sandbox | None = None,
     tier: Tier = "auto",
-    max_turns: int = 1,
+    max_turns: PositiveInt = 1,
     reward: Literal["all", "rate"] = "all",
     checkouts: str | None = None,
-    cpu_s: int = 20,
-    memory_mb: int = 1024,
+    cpu_s: PositiveInt = 20,
+    memory_mb: PositiveInt = 1024,
 ) -> RepositoryEnv:
     """The environment of a repository to repair, tested in `sandbox` or in this process's own of that tier."""
     from rollout.environments.repository import RepositoryEnv
@@ -112,11 +113,11 @@ def make_mcp(
     task: Task,
     *,
     servers: Mapping[str, Mapping[str, Any]],
-    max_turns: int = 10,
-    reward: Literal["exact_match", "token_f1"] = "exact_match",
-    deadline_s: float = 30.0,
-    start_s: float = 30.0,
-    max_chars: int = 4000,
+    max_turns: PositiveInt = 10,
+    reward: AnswerReward = "exact_match",
+    deadline_s: PositiveFloat = 30.0,
+    start_s: PositiveFloat = 30.0,
+    max_chars: PositiveInt = 4000,
 ) -> McpEnv:
     """The environment of a question to be answered with the tools of MCP servers."""
     return McpEnv(
@@ -128,12 +129,12 @@ def make_gymnasium(
     task: Task,
     *,
     id: str,
-    make: Mapping[str, Any] = MappingProxyType({}),
+    make: Mapping[str, JsonValue] = MappingProxyType({}),
     actions: Sequence[str] = (),
     goal: float | None = None,
-    max_turns: int = 30,
+    max_turns: PositiveInt = 30,
     malformed: float = 0.0,
-    deadline_s: float = 60.0,
+    deadline_s: PositiveFloat = 60.0,
 ) -> WorldEnv:
     """The environment of a Gymnasium game, `gymnasium.make(id, **make)` with names for its actions."""
     world = partial(GymnasiumWorld, id, make, actions, goal)
@@ -144,9 +145,9 @@ def make_alfworld(
     task: Task,
     *,
     config: str,
-    max_turns: int = 50,
+    max_turns: PositiveInt = 50,
     malformed: float = 0.0,
-    deadline_s: float = 120.0,
+    deadline_s: PositiveFloat = 120.0,
 ) -> WorldEnv:
     """The environment of an ALFWorld game, as ALFWorld's own `config` file sets it up."""
     world = partial(AlfworldWorld, config)
@@ -156,10 +157,10 @@ def make_alfworld(
 def make_webshop(
     task: Task,
     *,
-    num_products: int | None = 1000,
-    max_turns: int = 15,
+    num_products: PositiveInt | None = 1000,
+    max_turns: PositiveInt = 15,
     malformed: float = 0.0,
-    deadline_s: float = 600.0,
+    deadline_s: PositiveFloat = 600.0,
 ) -> WorldEnv:
     """The environment of a WebShop errand; the first one of a process loads the shop, which can take minutes."""
     return WorldEnv(
@@ -171,28 +172,25 @@ def make_webshop(
     )
 
 
-def game_maker(game: Callable[..., Game[Any]]) -> EnvFactory:
+def game_maker(game: type[Game[Any]]) -> EnvFactory:
     """The environment of puzzles of one game."""
-    known = list(signature(game).parameters)
 
     def make_game(
         task: Task,
         *,
-        max_turns: int = 5,
-        rewards: Mapping[str, float] = MappingProxyType({}),
+        max_turns: PositiveInt = 5,
+        rewards: Game[Any] | None = None,
         sandbox: Runner | None = None,
         server: str | None = None,
         tier: Tier = "auto",
-        cpu_s: int = 20,
-        memory_mb: int = 512,
+        cpu_s: PositiveInt = 20,
+        memory_mb: PositiveInt = 512,
     ) -> GameEnv[Any]:
-        for name in rewards:
-            if name not in known:
-                raise ValueError(f"env {task.env} has no reward '{name}'; its rewards: {', '.join(known)}")
         return GameEnv(
-            game(**rewards), max_turns=max_turns, run=_program_runner(sandbox, server, tier, cpu_s, memory_mb)
+            rewards or game(), max_turns=max_turns, run=_program_runner(sandbox, server, tier, cpu_s, memory_mb)
         )
 
+    make_game.__annotations__["rewards"] = game | None  # whose fields are the rewards
     return make_game
 
 
@@ -204,9 +202,9 @@ def make_code(
     tier: Tier = "auto",
     compare: Literal["tokens", "lines", "floats"] = "tokens",
     reward: Literal["all", "rate"] = "all",
-    max_tests: int = 0,
-    cpu_s: int = 6,
-    memory_mb: int = 512,
+    max_tests: NonNegativeInt = 0,
+    cpu_s: PositiveInt = 6,
+    memory_mb: PositiveInt = 512,
 ) -> CodeEnv:
     """The environment of a programming problem, in `sandbox`, on a server, or in this process's own of that tier."""
     from rollout.environments.code import CodeEnv

@@ -12,7 +12,7 @@ from rollout.base.errors import EnvError
 from rollout.base.tags import last_tag
 from rollout.environments.protocol import Case, Step, ToolCall
 from rollout.records.trajectory import Task
-from rollout.sandbox.judge import COMPARES, CallTest, Judged, Runner, StdinTest, Test, judge_all
+from rollout.sandbox.judge import CallTest, Comparing, Judged, Runner, StdinTest, Test, judge_all
 from rollout.sandbox.records import Limits, Verdict, render_result
 
 _THOUGHT = "</think>"
@@ -124,7 +124,7 @@ class CodeEnv:
         self,
         sandbox: Runner,
         *,
-        compare: str = "tokens",
+        compare: Comparing = "tokens",
         reward: Literal["all", "rate"] = "all",
         max_tests: int = 0,
         limits: Limits | None = None,
@@ -132,18 +132,11 @@ class CodeEnv:
         """An environment that runs programs in `sandbox`.
 
         Args:
-            compare: how printed output is compared, a name in COMPARES.
+            compare: how printed output is compared, a name in `COMPARES`.
             reward: 1 when every test passes, else 0; or the fraction that does.
             max_tests: score on so many tests, those with the longest inputs; 0 is all.
             limits: of each run, instead of the sandbox's own.
-
-        Raises:
-            ValueError: an option is out of range.
         """
-        if compare not in COMPARES:
-            raise ValueError(f"unknown comparison '{compare}'; known: {', '.join(COMPARES)}")
-        if reward not in ("all", "rate"):
-            raise ValueError(f"code: reward is '{reward}'; expected all or rate")
         self._sandbox = sandbox
         self._compare = compare
         self._reward = reward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Protocol
+from typing import Literal, Protocol
 
 from retrieval.client import BadRequest, RetrievalError
 from rollout.base.errors import EnvError
@@ -13,13 +13,15 @@ from rollout.environments.protocol import Step, ToolCall
 from rollout.environments.text_scores import exact_match, normalise, token_f1
 from rollout.records.trajectory import Task
 
-PASSAGE_STYLES: dict[str, str] = {  # how one hit reads inside <information>
+PassageStyle = Literal["search_r1", "verl", "text"]
+PASSAGE_STYLES: dict[PassageStyle, str] = {  # how one hit reads inside <information>
     "search_r1": "Doc {rank}(Title: {title}) {text}\n",
     "verl": "Doc {rank} (Title: {title})\n{text}\n\n",
     "text": "{text}\n",
 }
 
-REWARDS: dict[str, Callable[[str, Iterable[str]], float]] = {"exact_match": exact_match, "token_f1": token_f1}
+AnswerReward = Literal["exact_match", "token_f1"]
+REWARDS: dict[AnswerReward, Callable[[str, Iterable[str]], float]] = {"exact_match": exact_match, "token_f1": token_f1}
 
 _MAX_QUERY_CHARS = 500  # a longer one is a reply gone wrong, and retrievers refuse it
 
@@ -54,13 +56,14 @@ class SearchEnv:
     """
 
     def __init__(
-        self, retriever: Retriever, *, top_k: int = 3, style: str = "search_r1", reward: str = "exact_match"
+        self,
+        retriever: Retriever,
+        *,
+        top_k: int = 3,
+        style: PassageStyle = "search_r1",
+        reward: AnswerReward = "exact_match",
     ) -> None:
         """`top_k` passages a search, written in the `style` named in PASSAGE_STYLES."""
-        if style not in PASSAGE_STYLES:
-            raise ValueError(f"unknown passage style '{style}'; known: {', '.join(PASSAGE_STYLES)}")
-        if reward not in REWARDS:
-            raise ValueError(f"unknown reward of an answer '{reward}'; known: {', '.join(REWARDS)}")
         self._retriever = retriever
         self._reward = reward
         self._top_k = top_k

@@ -8,7 +8,10 @@ from math import sqrt
 from random import Random
 from typing import Literal, Protocol, TypeVar
 
+from pydantic import PositiveInt
+
 from rollout.base.errors import EnvError
+from rollout.base.options import Names
 from rollout.base.tags import after_thought
 from rollout.environments.code import last_program
 from rollout.environments.math import last_boxed
@@ -64,8 +67,8 @@ async def ab_mcts(
     team: TeamSession,
     env: GradedEnv,
     *,
-    agents: Sequence[str] = ("generator",),
-    max_nodes: int = 8,
+    agents: Names = ("generator",),
+    max_nodes: PositiveInt = 8,
     posterior: Literal["gaussian", "beta"] = "gaussian",
     measure: str = "reward",
     malformed: float = 0.0,
@@ -85,13 +88,9 @@ async def ab_mcts(
     trajectory's leaf; "" is, where every reply was malformed. A node of at least `stop_at` ends the search.
 
     Raises:
-        ValueError: an option is out of range, or the trajectory is sampled as a tree already.
+        ValueError: the trajectory is sampled as a tree already.
         EnvError: the environment cannot preview, or does not measure `measure`.
     """
-    if max_nodes < 1 or not agents:
-        raise ValueError(f"ab_mcts: {len(agents)} agents and max_nodes {max_nodes}; expected at least 1 of each")
-    if posterior not in PRIORS:
-        raise ValueError(f"ab_mcts: posterior is '{posterior}'; expected one of {', '.join(PRIORS)}")
     problem = env.reset(task)
     search = Search(agents, PRIORS[posterior]())
     attempts: dict[str, tuple[str, str]] = {"": ("", "")}  # text and feedback, by node

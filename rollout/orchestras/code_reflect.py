@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from pydantic import PositiveInt
+
 from rollout.base.tags import after_thought, last_tag
 from rollout.environments.protocol import Env, Previewing
 from rollout.orchestras.coder_tester import fenced, pass_rate
@@ -71,7 +73,7 @@ class GradedEnv(Env, Previewing, Protocol):
     """A world in which programs can be tried and graded."""
 
 
-async def code_reflect(task: Task, team: TeamSession, env: GradedEnv, *, max_turns: int = 3) -> None:
+async def code_reflect(task: Task, team: TeamSession, env: GradedEnv, *, max_turns: PositiveInt = 3) -> None:
     """Ask `planner`, then `coder` and `reflector` in turn, until a program passes the visible tests or `max_turns`
     programs are spent. The last program is final, and nobody reflects on it.
 
@@ -83,11 +85,8 @@ async def code_reflect(task: Task, team: TeamSession, env: GradedEnv, *, max_tur
     These are the tests that decide the outcome, which nobody sees; the released code measures on the visible ones.
 
     Raises:
-        ValueError: max_turns is out of range.
         EnvError: the environment cannot grade single programs.
     """
-    if max_turns < 1:
-        raise ValueError(f"code_reflect: max_turns is {max_turns}; expected at least 1")
     problem = env.reset(task)
     plan = (await team.act("planner", problem=problem)).value or ""
     history = ""

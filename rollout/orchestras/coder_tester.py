@@ -7,6 +7,8 @@ import json
 import re
 from typing import Protocol
 
+from pydantic import PositiveInt
+
 from rollout.base.errors import EnvError
 from rollout.base.tags import after_thought
 from rollout.environments.protocol import Case, Env, Previewing, Testing
@@ -57,7 +59,13 @@ class TestedEnv(Env, Previewing, Testing, Protocol):
 
 
 async def coder_tester(
-    task: Task, team: TeamSession, env: TestedEnv, *, max_turns: int = 5, max_cases: int = 8, malformed: float = -2.0
+    task: Task,
+    team: TeamSession,
+    env: TestedEnv,
+    *,
+    max_turns: PositiveInt = 5,
+    max_cases: PositiveInt = 8,
+    malformed: float = -2.0,
 ) -> None:
     """Ask `coder` and `tester` side by side until the program passes all the tests, or `max_turns` are spent.
 
@@ -70,12 +78,8 @@ async def coder_tester(
     `local_team` then wants `missing_local: zero`); `malformed` of either for a malformed reply.
 
     Raises:
-        ValueError: an option is out of range.
         EnvError: the environment cannot grade programs or run the agents' tests.
     """
-    if max_turns < 1 or max_cases < 1:
-        option = f"max_turns is {max_turns}" if max_turns < 1 else f"max_cases is {max_cases}"
-        raise ValueError(f"coder_tester: {option}; expected at least 1")
     problem = env.reset(task)
     history = ""
     for _ in range(max_turns):

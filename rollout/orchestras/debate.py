@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from pydantic import NonNegativeInt, PositiveInt
+
+from rollout.base.options import Names
 from rollout.base.seeds import derive_seed
 from rollout.base.tags import after_thought
 from rollout.orchestras.answers import AnswerEnv, boxed, grade, parse_boxed, vote
@@ -31,9 +34,9 @@ async def debate(
     team: TeamSession,
     env: AnswerEnv,
     *,
-    debaters: Sequence[str] = ("debater_1", "debater_2", "debater_3"),
-    rounds: int = 2,
-    max_others: int = 5,
+    debaters: Names = ("debater_1", "debater_2", "debater_3"),
+    rounds: PositiveInt = 2,
+    max_others: NonNegativeInt = 5,
     contain_self: bool = True,
 ) -> None:
     """Let all `debaters` answer side by side, `rounds` times; the answer given most often in the last round is final.
@@ -45,10 +48,8 @@ async def debate(
     in MARTI: the reward that its answer would have alone.
 
     Raises:
-        ValueError: an option is out of range.
         EnvError: the environment cannot grade or compare single answers.
     """
-    _check(debaters, rounds, max_others)
     problem = env.reset(task)
 
     async def speak(name: str, others: str) -> AgentReply:
@@ -75,12 +76,3 @@ def _others(said: Mapping[str, str], listener: str, place: tuple[str, int], most
     own = [listener] if contain_self and listener in said else []
     names = shuffled([*chosen, *own])
     return "\n\n".join(f"[Solution {number}]\n{said[name]}" for number, name in enumerate(names, start=1))
-
-
-def _check(debaters: Sequence[str], rounds: int, max_others: int) -> None:
-    if isinstance(debaters, str) or not debaters or len(set(debaters)) < len(debaters):
-        raise ValueError(f"debate: debaters is {debaters!r}; expected a list of different agents")
-    if rounds < 1:
-        raise ValueError(f"debate: rounds is {rounds}; expected at least 1")
-    if max_others < 0:
-        raise ValueError(f"debate: max_others is {max_others}; expected at least 0")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from pydantic import Field, PositiveInt
 
 from rollout.base.tags import after_thought
 from rollout.environments.data_science import SUBMIT
@@ -73,8 +75,8 @@ async def dsbench(
     team: TeamSession,
     env: WorkshopEnv,
     *,
-    max_turns: int = 4,
-    artefacts: Mapping[str, Sequence[str]] = ARTEFACTS,
+    max_turns: PositiveInt = 4,
+    artefacts: Annotated[Mapping[str, Sequence[str]], Field(min_length=1)] = ARTEFACTS,
 ) -> None:
     """Let each agent of `artefacts`, in its order, write programs until its files exist or `max_turns` are spent; then
     the submission is scored.
@@ -85,11 +87,8 @@ async def dsbench(
     score of a turn: the share of the agent's files that exist after it, 0 for a malformed reply.
 
     Raises:
-        ValueError: an option is out of range.
         EnvError: the environment cannot run programs or keep files.
     """
-    if max_turns < 1 or not artefacts:
-        raise ValueError(f"dsbench: {len(artefacts)} agents and max_turns {max_turns}; expected at least 1 of each")
     problem = env.reset(task)
     handed, there = "", await env.files()
     for agent, wanted in artefacts.items():

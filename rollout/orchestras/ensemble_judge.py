@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
+
+from pydantic import AfterValidator, NonNegativeInt, ValidationInfo
 
 from rollout.base.tags import after_thought
 from rollout.orchestras.answers import ProgramEnv, boxed, compute, grade, parse_boxed
@@ -25,8 +28,19 @@ within \\boxed{{}}.""",
 )(parse_boxed)
 
 
+def _somebody(tool_users: int, info: ValidationInfo) -> int:
+    if not tool_users and not info.data.get("reasoners"):
+        raise ValueError("expected at least 1 without reasoners")
+    return tool_users
+
+
 async def ensemble_judge(
-    task: Task, team: TeamSession, env: ProgramEnv, *, reasoners: int = 2, tool_users: int = 1
+    task: Task,
+    team: TeamSession,
+    env: ProgramEnv,
+    *,
+    reasoners: NonNegativeInt = 2,
+    tool_users: Annotated[NonNegativeInt, AfterValidator(_somebody)] = 1,
 ) -> None:
     """Ask `reasoner` and `tool_user` so many times side by side, then `judge`, whose answer is final.
 
@@ -37,12 +51,8 @@ async def ensemble_judge(
     tool user 1, 0, or -1 when its program failed or there is none.
 
     Raises:
-        ValueError: an option is out of range.
         EnvError: the environment cannot grade single answers, or cannot run programs.
     """
-    if reasoners < 0 or tool_users < 0 or not reasoners + tool_users:
-        what = f"reasoners is {reasoners}, tool_users is {tool_users}"
-        raise ValueError(f"ensemble_judge: {what}; expected at least one of them, and none below 0")
     problem = env.reset(task)
 
     async def reason() -> str:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
+from pydantic import PositiveInt
+
 from rollout.base.errors import EnvError
 from rollout.environments.code import last_program
 from rollout.environments.protocol import Env, Previewing, Running
@@ -107,8 +109,9 @@ async def _printed(proposal: AgentReply, env: Env) -> str:
     return "" if call.failed else parse_listed(call.result) or ""
 
 
+Tool = Literal["actions", "program"]
 # how a tool agent's reply becomes a list of actions
-PROPOSALS: dict[str, Callable[[AgentReply, Env], Awaitable[str]]] = {"actions": _stated, "program": _printed}
+PROPOSALS: dict[Tool, Callable[[AgentReply, Env], Awaitable[str]]] = {"actions": _stated, "program": _printed}
 
 
 async def game_team(
@@ -116,9 +119,9 @@ async def game_team(
     team: TeamSession,
     env: Env,
     *,
-    max_turns: int = 5,
+    max_turns: PositiveInt = 5,
     order: Literal["sequential", "simultaneous"] = "sequential",
-    tool: str = "actions",
+    tool: Tool = "actions",
 ) -> None:
     """Play one puzzle: in each turn the agent `tool` proposes and the agent `planner` acts, until the puzzle has ended.
 
@@ -133,10 +136,8 @@ async def game_team(
     planner, the reward that its actions had.
 
     Raises:
-        ValueError: an option is out of range.
         EnvError: the environment cannot preview.
     """
-    _check(max_turns, order, tool)
     problem = env.reset(task)
     if not isinstance(env, Previewing):
         raise EnvError(f"game_team: {type(env).__name__} cannot preview an action; name a game in env")
@@ -162,12 +163,3 @@ async def game_team(
             return
         state, earlier = step.observation, proposal
         history += f"{plan.value or '(no actions)'}\n{step.observation}\n"
-
-
-def _check(max_turns: int, order: str, tool: str) -> None:
-    if max_turns < 1:
-        raise ValueError(f"game_team: max_turns is {max_turns}; expected at least 1")
-    if order not in ("sequential", "simultaneous"):
-        raise ValueError(f"game_team: order is '{order}'; expected sequential or simultaneous")
-    if tool not in PROPOSALS:
-        raise ValueError(f"game_team: tool is '{tool}'; expected one of {', '.join(PROPOSALS)}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from pydantic import JsonValue, PositiveInt
 
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
@@ -12,7 +13,9 @@ from rollout.teams.graph import Graph, GraphNode, read_graph
 from rollout.teams.team import TeamSession
 
 
-async def graph(task: Task, team: TeamSession, env: Env, *, graph: Mapping[str, Any], max_steps: int = 16) -> None:
+async def graph(
+    task: Task, team: TeamSession, env: Env, *, graph: Mapping[str, JsonValue], max_steps: PositiveInt = 16
+) -> None:
     """Play one task along `graph`, in at most `max_steps` waves.
 
     The first wave is the nodes in `start`. In a wave every node sees what there was before it: agents are asked side
@@ -26,11 +29,8 @@ async def graph(task: Task, team: TeamSession, env: Env, *, graph: Mapping[str, 
     without an action steps the environment with "", which scores it as an empty reply.
 
     Raises:
-        ValueError: max_steps is out of range.
         GraphError: the graph cannot be played.
     """
-    if max_steps < 1:
-        raise ValueError(f"graph: max_steps is {max_steps}; expected at least 1")
     drawn = read_graph(graph)
     values = drawn.blank() | {"problem": env.reset(task)}
     wave = [drawn.nodes[name] for name in dict.fromkeys(drawn.start)]

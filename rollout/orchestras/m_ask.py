@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from pydantic import PositiveInt
+
 from rollout.base.errors import EnvError
 from rollout.base.tags import last_tag
 from rollout.environments.protocol import Env, Previewing
@@ -13,7 +15,7 @@ from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession, register_agent
 
 
-async def m_ask(task: Task, team: TeamSession, env: Env, *, max_turns: int = 5) -> None:
+async def m_ask(task: Task, team: TeamSession, env: Env, *, max_turns: PositiveInt = 5) -> None:
     """Play one question: a plan with an answer, then up to `max_turns` times search, summarise, update and answer.
 
     The agents are named `planner`, `searcher`, `summariser`, `updater` and `answerer`. Templates may use the slot
@@ -28,11 +30,8 @@ async def m_ask(task: Task, team: TeamSession, env: Env, *, max_turns: int = 5) 
     nothing, and a malformed answer is an empty one.
 
     Raises:
-        ValueError: max_turns is out of range.
         EnvError: the environment cannot preview.
     """
-    if max_turns < 1:
-        raise ValueError(f"m_ask: max_turns is {max_turns}; expected at least 1")
     question = env.reset(task)
     if not isinstance(env, Previewing):
         raise EnvError(f"m_ask: {type(env).__name__} cannot preview an answer; name search in env")

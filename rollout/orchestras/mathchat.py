@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import PositiveInt
+
 from rollout.base.tags import after_thought
 from rollout.orchestras.answers import ProgramEnv, boxed, parse_boxed
 from rollout.orchestras.reason_tool import parse_program
@@ -62,7 +64,7 @@ async def mathchat(
     team: TeamSession,
     env: ProgramEnv,
     *,
-    max_programs: int = 2,
+    max_programs: PositiveInt = 2,
     verifier_reads: Literal["all", "programs"] = "all",
 ) -> None:
     """Ask `solver`, `coder` and `verifier` in this order; the verifier's answer is final.
@@ -74,13 +76,8 @@ async def mathchat(
     answer. Nobody is scored alone: that is the coach's part.
 
     Raises:
-        ValueError: an option is out of range.
         EnvError: the environment cannot run programs.
     """
-    if max_programs < 1:
-        raise ValueError(f"mathchat: max_programs is {max_programs}; expected at least 1")
-    if verifier_reads not in ("all", "programs"):
-        raise ValueError(f"mathchat: verifier_reads is '{verifier_reads}'; expected all or programs")
     problem = env.reset(task)
     solution = after_thought((await team.act("solver", problem=problem)).text)
     history = ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
+from rollout.base.options import Names
 from rollout.base.tags import after_thought
 from rollout.orchestras.answers import AnswerEnv, boxed, grade, parse_boxed
 from rollout.records.trajectory import Task
@@ -37,7 +37,7 @@ async def mixture(
     team: TeamSession,
     env: AnswerEnv,
     *,
-    proposers: Sequence[str] = ("proposer_1", "proposer_2", "proposer_3"),
+    proposers: Names = ("proposer_1", "proposer_2", "proposer_3"),
 ) -> None:
     """Ask all `proposers` side by side, then the agent `aggregator`, whose answer is final.
 
@@ -46,11 +46,8 @@ async def mixture(
     leaves the team without an answer. Local score of a turn, as in MARTI: the reward that its answer would have alone.
 
     Raises:
-        ValueError: an option is out of range.
         EnvError: the environment cannot grade single answers.
     """
-    if isinstance(proposers, str) or not proposers:
-        raise ValueError(f"mixture: proposers is {proposers!r}; expected a list of agents")
     problem = env.reset(task)
 
     async def propose(name: str) -> AgentReply:

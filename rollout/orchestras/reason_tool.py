@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from pydantic import PositiveInt
+
 from rollout.base.tags import after_thought
 from rollout.environments.code import last_program
 from rollout.orchestras.answers import ProgramEnv, boxed, compute, grade, parse_boxed
@@ -42,7 +44,7 @@ def parse_program(text: str) -> str | None:
     return last_program(text)
 
 
-async def reason_tool(task: Task, team: TeamSession, env: ProgramEnv, *, max_turns: int = 4) -> None:
+async def reason_tool(task: Task, team: TeamSession, env: ProgramEnv, *, max_turns: PositiveInt = 4) -> None:
     """Ask `tool_user` and `reasoner` side by side until their answers are equal or `max_turns` are spent.
 
     The reasoner's last answer is final. Templates may use the slots `problem` and `history`, all turns before: what
@@ -52,11 +54,8 @@ async def reason_tool(task: Task, team: TeamSession, env: ProgramEnv, *, max_tur
     answer, else 0; of the tool user 1, 0, or -1 when its program failed or there is none.
 
     Raises:
-        ValueError: max_turns is out of range.
         EnvError: the environment cannot grade or compare single answers, or cannot run programs.
     """
-    if max_turns < 1:
-        raise ValueError(f"reason_tool: max_turns is {max_turns}; expected at least 1")
     problem = env.reset(task)
     history = ""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import PositiveInt
+
 from rollout.base.tags import last_tag
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
@@ -79,7 +81,7 @@ async def search_team(
     team: TeamSession,
     env: Env,
     *,
-    max_turns: int = 4,
+    max_turns: PositiveInt = 4,
     malformed_verdict: Literal["search", "answer"] = "search",
 ) -> None:
     """Play one question: at most `max_turns` turns, each a verdict and then a search or the answer, which ends it.

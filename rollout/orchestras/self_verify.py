@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import PositiveInt
+
 from rollout.base.tags import after_thought
 from rollout.orchestras.answers import AnswerEnv, boxed, grade, parse_boxed
 from rollout.records.trajectory import Task
@@ -23,7 +25,7 @@ your final answer within \\boxed{{}}.""",
 )(parse_boxed)
 
 
-async def self_verify(task: Task, team: TeamSession, env: AnswerEnv, *, max_turns: int = 3) -> None:
+async def self_verify(task: Task, team: TeamSession, env: AnswerEnv, *, max_turns: PositiveInt = 3) -> None:
     """Let the agent `solver` answer, and answer again with its own reply in sight, until it gives the same answer twice
     in a row or `max_turns` are spent. Its last answer is final.
 
@@ -32,11 +34,8 @@ async def self_verify(task: Task, team: TeamSession, env: AnswerEnv, *, max_turn
     Local score of a turn: the reward that its answer would have alone.
 
     Raises:
-        ValueError: max_turns is out of range.
         EnvError: the environment cannot grade or compare single answers.
     """
-    if max_turns < 1:
-        raise ValueError(f"self_verify: max_turns is {max_turns}; expected at least 1")
     problem = env.reset(task)
     solution, answer = "", None
     for _ in range(max_turns):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pydantic import PositiveInt
+
 from rollout.base.tags import after_thought, last_tag
 from rollout.environments.math import last_boxed
 from rollout.environments.patches import BadPatch, parse_patch
 from rollout.environments.protocol import Env
-from rollout.orchestras.game_team import PROPOSALS, parse_decided
+from rollout.orchestras.game_team import PROPOSALS, Tool, parse_decided
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession, register_agent
 
@@ -114,7 +116,9 @@ def parse_repair(text: str) -> str | None:
     return after_thought(text)
 
 
-async def single(task: Task, team: TeamSession, env: Env, *, max_turns: int = 5, tool: str = "actions") -> None:
+async def single(
+    task: Task, team: TeamSession, env: Env, *, max_turns: PositiveInt = 5, tool: Tool = "actions"
+) -> None:
     """Let the agent `player` act until the environment has ended or `max_turns` are spent.
 
     The environment is stepped with what the role's parser made of the reply, "" when it is malformed. Templates may use
@@ -123,13 +127,8 @@ async def single(task: Task, team: TeamSession, env: Env, *, max_turns: int = 5,
     games (role `game_coder`), and the environment is stepped with the list of actions that it prints.
 
     Raises:
-        ValueError: an option is out of range.
         EnvError: the environment cannot run a program.
     """
-    if max_turns < 1:
-        raise ValueError(f"single: max_turns is {max_turns}; expected at least 1")
-    if tool not in PROPOSALS:
-        raise ValueError(f"single: tool is '{tool}'; expected one of {', '.join(PROPOSALS)}")
     problem = env.reset(task)
     state, history = task.prompt, ""
     for _ in range(max_turns):

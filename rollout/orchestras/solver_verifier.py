@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import PositiveInt
 
 from rollout.base.tags import last_tag
 from rollout.environments.math import last_boxed
@@ -64,20 +67,18 @@ def slots(problem: str, said: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 
 async def solver_verifier(
-    task: Task, team: TeamSession, env: Env, *, max_loops: int = 2, malformed_verdict: str = "reject"
+    task: Task,
+    team: TeamSession,
+    env: Env,
+    *,
+    max_loops: PositiveInt = 2,
+    malformed_verdict: Literal["approve", "reject"] = "reject",
 ) -> None:
     """Let the solver try up to `max_loops` times; its last text is the team's answer.
 
     The verifier speaks after every attempt but the last one possible, whose verdict could change nothing. A malformed
     verdict counts as `malformed_verdict`; Dr.MAS's released code approves.
-
-    Raises:
-        ValueError: an option is out of range.
     """
-    if max_loops < 1:
-        raise ValueError(f"solver_verifier: max_loops is {max_loops}; expected at least 1")
-    if malformed_verdict not in VERDICTS:
-        raise ValueError(f"solver_verifier: malformed_verdict is '{malformed_verdict}'; expected approve or reject")
     problem = env.reset(task)
     said: list[tuple[str, str]] = []
     for attempt in range(1, max_loops + 1):

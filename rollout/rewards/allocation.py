@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rollout.records.trajectory import Group, Status, Trajectory, Turn
@@ -107,13 +107,3 @@ def local_score(trajectory: Trajectory, turn: Turn, name: str) -> float | None:
 def rounds(turns: Sequence[Turn]) -> list[int]:
     """Each turn's round: how many turns its agent had before."""
     return [sum(earlier.agent == turn.agent for earlier in turns[:i]) for i, turn in enumerate(turns)]
-
-
-def check_option(name: str, value: str, known: Collection[str]) -> None:
-    """Refuse a setting that does not exist.
-
-    Raises:
-        RewardError: it does not.
-    """
-    if value not in known:
-        raise RewardError(f"{name} is '{value}'; expected one of {', '.join(known)}")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Literal
 
+from pydantic import NonNegativeFloat, PositiveInt
+
+from rollout.base.options import Share
 from rollout.records.trajectory import Group, Status, Trajectory
-from rollout.rewards.allocation import RewardError, allocate, check_option, locate, outcome, rounds, unbranched
+from rollout.rewards.allocation import RewardError, allocate, locate, outcome, rounds, unbranched
 
 
 def shared_outcome(group: Group) -> Group:
@@ -19,16 +23,16 @@ def shared_outcome(group: Group) -> Group:
     return allocate(group, lambda trajectory: [outcome(trajectory)] * len(trajectory.turns))
 
 
-MODES = ("hop_weighted", "hop_discount", "turn_weighted", "discount", "binary", "normalized", "shaped")
+Mode = Literal["hop_weighted", "hop_discount", "turn_weighted", "discount", "binary", "normalized", "shaped"]
 
 
 def discounts(
     group: Group,
     *,
-    mode: str,
-    gamma: float = 0.99,
-    max_hops: int = 10,
-    max_turns: int = 8,
+    mode: Mode,
+    gamma: Share = 0.99,
+    max_hops: PositiveInt = 10,
+    max_turns: PositiveInt = 8,
     threshold: float = 0.5,
 ) -> Group:
     """The group with each trajectory's outcome R on its turns, changed by `mode`.
@@ -43,11 +47,8 @@ def discounts(
     The released code lets rounds beyond `max_turns` weigh more than 1; here they weigh 1, as hops do there.
 
     Raises:
-        RewardError: a completed trajectory has no outcome or is a tree, or an option is out of range.
+        RewardError: a completed trajectory has no outcome or is a tree.
     """
-    check_option("mode", mode, MODES)
-    if min(max_hops, max_turns) < 1:
-        raise RewardError(f"max_hops is {max_hops}, max_turns is {max_turns}; expected at least 1")
 
     def weighted(value: float, n: int, limit: int) -> float:
         return value * min(1.0, (n + 1) / limit)
@@ -56,7 +57,7 @@ def discounts(
         return value * gamma ** max(0, limit - n)
 
     # (R, hop, round) -> r   Stronger-MAS (arXiv 2510.11062), core_algo.calculate_reward
-    rules: dict[str, Callable[[float, int, int], float]] = {
+    rules: dict[Mode, Callable[[float, int, int], float]] = {
         "hop_weighted": lambda r, hop, turn: weighted(r, hop, max_hops),
         "hop_discount": lambda r, hop, turn: discounted(r, hop, max_hops),
         "turn_weighted": lambda r, hop, turn: weighted(r, turn, max_turns),
@@ -77,10 +78,12 @@ def _clip(value: float) -> float:
     return min(max(value, -1.0), 1.0)
 
 
-SHARE_SPLITS = ("full", "turns", "agents")
-
-
-def shares(group: Group, *, split: str = "full", weights: Mapping[str, float] | None = None) -> Group:
+def shares(
+    group: Group,
+    *,
+    split: Literal["full", "turns", "agents"] = "full",
+    weights: Mapping[str, NonNegativeFloat] | None = None,
+) -> Group:
     """The group with each turn's share of its trajectory's outcome R.
 
     Args:
@@ -90,14 +93,9 @@ def shares(group: Group, *, split: str = "full", weights: Mapping[str, float] | 
         weights: by agent, 1 where not given; 0 takes an agent out.
 
     Raises:
-        RewardError: a weight is negative, nobody in a trajectory has a share of R, a completed trajectory has no
-            outcome or is a tree, or `split` is unknown.
+        RewardError: nobody in a trajectory has a share of R, or a completed trajectory has no outcome or is a tree.
     """
-    check_option("split", split, SHARE_SPLITS)
     weights = weights or {}
-    for agent, weight in weights.items():
-        if not weight >= 0:
-            raise RewardError(f"weights: agent '{agent}' has {weight}; expected at least 0")
 
     def rewards(trajectory: Trajectory) -> list[float]:
         calls = Counter(turn.agent for turn in trajectory.turns)

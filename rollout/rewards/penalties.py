@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from pydantic import PositiveInt
+
 from rollout.records.trajectory import Group, Trajectory, Turn
 from rollout.rewards.allocation import RewardError, allocate, locate
 
@@ -21,20 +23,22 @@ def invalid(turn: Turn, *, coef: float = 1.0) -> float:
     return 0.0 if turn.valid else -coef
 
 
-def overlong(turn: Turn, *, buffer: int, max_tokens: Mapping[str, int] | None = None, coef: float = 1.0) -> float:
+def overlong(
+    turn: Turn, *, buffer: PositiveInt, max_tokens: Mapping[str, PositiveInt] | None = None, coef: float = 1.0
+) -> float:
     """Minus `coef` times the used share of the last `buffer` tokens before the limit, 1 at the limit and beyond.
 
     Args:
         max_tokens: the limit of a reply by agent; in a run, each agent's own where not given.
 
     Raises:
-        RewardError: the turn's agent has no limit, or a limit below `buffer`, or `buffer` is not positive.
+        RewardError: the turn's agent has no limit, or one below `buffer`.
     """
     limit = (max_tokens or {}).get(turn.agent)
-    if limit is None or not 0 < buffer <= limit:
+    if limit is None or buffer > limit:
         raise RewardError(
             f"overlong: max_tokens of agent '{turn.agent}' is {limit} and buffer {buffer}; "
-            "expected 0 < buffer <= max_tokens"
+            "expected buffer <= max_tokens"
         )
     exceed = len(turn.completion_ids) - (limit - buffer)
     # r -= coef min(1, max(0, exceed / buffer))   DAPO (arXiv 2503.14476), soft overlong punishment

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator
+
+from rollout.base.options import Names, Share
 from rollout.records.trajectory import Group, Trajectory, Turn
 from rollout.rewards.allocation import (
     RewardError,
     allocate,
-    check_option,
     local_score,
     locate,
     outcome,
@@ -20,7 +23,7 @@ from rollout.rewards.allocation import (
 )
 
 
-def local_team(group: Group, *, alpha: float = 1.0, missing_local: str = "refuse") -> Group:
+def local_team(group: Group, *, alpha: float = 1.0, missing_local: Literal["refuse", "zero"] = "refuse") -> Group:
     """The group with a reward on every turn from its scores "local" and "team"; one whose local is undecided is masked.
 
     In a tree the team's part is what the branch's own round brought, by which branches are compared: the score
@@ -32,9 +35,8 @@ def local_team(group: Group, *, alpha: float = 1.0, missing_local: str = "refuse
         missing_local: `refuse`, or `zero` for agents that nobody scores by themselves.
 
     Raises:
-        RewardError: a turn lacks a score, or an option is unknown.
+        RewardError: a turn lacks a score.
     """
-    check_option("missing_local", missing_local, ("refuse", "zero"))
 
     def local(trajectory: Trajectory, turn: Turn) -> float | None:
         if missing_local == "zero" and not {"local", "undecided"} & turn.scores.keys():
@@ -59,7 +61,7 @@ def local_team(group: Group, *, alpha: float = 1.0, missing_local: str = "refuse
     return allocate(group, rewards)
 
 
-def turn_difference(group: Group, *, metric: str, scored: Sequence[str], absolute: Sequence[str] = ()) -> Group:
+def turn_difference(group: Group, *, metric: str, scored: Names, absolute: Sequence[str] = ()) -> Group:
     """The group with every turn rewarded by how its round changed `metric`.
 
     A round ends with a turn of an agent in `scored`, and its f is that turn's score `metric`. So whoever speaks
@@ -74,11 +76,8 @@ def turn_difference(group: Group, *, metric: str, scored: Sequence[str], absolut
 
     Raises:
         RewardError: a turn in `scored` has no such score, a turn has another value than its round, an agent in
-            `absolute` spoke after the last measurement, `scored` is empty, or a trajectory is a tree.
+            `absolute` spoke after the last measurement, or a trajectory is a tree.
     """
-    for option, names in {"scored": scored, "absolute": absolute}.items():
-        if isinstance(names, str) or not (names or option == "absolute"):
-            raise RewardError(f"{option} is {names!r}; expected a list of agents")
 
     def rewards(trajectory: Trajectory) -> list[float]:
         paid: list[float] = []
@@ -104,8 +103,9 @@ def turn_difference(group: Group, *, metric: str, scored: Sequence[str], absolut
     return allocate(group, rewards)
 
 
+Formula = Literal["margin", "quality"]
 # Delta(R, Q)   MARTI (ICLR 2026), auto_reward_alloc.py
-FORMULAS: dict[str, Callable[[float, float], float]] = {
+FORMULAS: dict[Formula, Callable[[float, float], float]] = {
     "margin": lambda r, q: r - q,
     "quality": lambda r, q: q * r - (1 - q) * (1 - r),  # R and Q in [0, 1]
 }
@@ -128,8 +128,9 @@ def _proposers(turns: Sequence[Turn], i: int) -> list[int]:
     return [j for j in range(i) if turns[j].agent != turns[i].agent] if i == len(turns) - 1 else []
 
 
+History = Literal["own", "rounds", "before", "proposers"]
 # which turns' mean score is Q
-HISTORIES: dict[str, Callable[[Sequence[Turn], int], list[int]]] = {
+HISTORIES: dict[History, Callable[[Sequence[Turn], int], list[int]]] = {
     "own": _own,  # the agent's own earlier turns (MARTI's debate class)
     "rounds": _rounds,  # all agents' turns of earlier rounds (debate in its generic class)
     "before": _before,  # every turn before (chain)
@@ -142,8 +143,8 @@ def shaping(
     group: Group,
     *,
     measure: str = "local",
-    formula: str = "margin",
-    history: str = "own",
+    formula: Formula = "margin",
+    history: History = "own",
     alpha: float = 0.5,
     beta: float = 0.0,
 ) -> Group:
@@ -160,10 +161,8 @@ def shaping(
             score for `own` and `rounds`, the trajectory's for `before` and `proposers`.
 
     Raises:
-        RewardError: a turn has no such score, a trajectory is a tree, or an option is unknown.
+        RewardError: a turn has no such score, or a trajectory is a tree.
     """
-    check_option("formula", formula, FORMULAS)
-    check_option("history", history, HISTORIES)
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
         turns = unbranched(trajectory).turns
@@ -184,7 +183,7 @@ def shaping(
     return allocate(group, rewards)
 
 
-def tree_shaping(group: Group, *, measure: str = "local", gamma: float = 0.3, mix: float = 0.5) -> Group:
+def tree_shaping(group: Group, *, measure: str = "local", gamma: float = 0.3, mix: Share = 0.5) -> Group:
     """The group with every turn's score shaped by its node's place in its trajectory's tree.
 
     A node's value is the mean score of its turns; a turn whose score is undecided is masked, and in no mean. Values are
@@ -235,12 +234,18 @@ def _baseline(node: str, values: Mapping[str, float], mix: float) -> float | Non
     return siblings if above is None else above
 
 
+def _ordered(clip: tuple[float, float] | None) -> tuple[float, float] | None:
+    if clip is not None and clip[0] > clip[1]:
+        raise ValueError("expected [low, high]")
+    return clip
+
+
 def coach(
     group: Group,
     *,
     measure: str = "process",
     scale: float = 1.0,
-    clip: Sequence[float] | None = None,
+    clip: Annotated[tuple[float, float] | None, AfterValidator(_ordered)] = None,
     outcome_weight: float = 0.0,
 ) -> Group:
     """The group with the coach's score on every turn; a turn that the coach did not score is masked.
@@ -252,10 +257,8 @@ def coach(
         outcome_weight: weight of the trajectory's outcome beside it; trees, which have none, need 0.
 
     Raises:
-        RewardError: a score is not finite, `clip` is no pair in order, or an outcome is needed and there is none.
+        RewardError: a score is not finite, or an outcome is needed and there is none.
     """
-    if clip is not None and not (len(clip) == 2 and clip[0] <= clip[1]):
-        raise RewardError(f"clip is {list(clip)}; expected [low, high]")
 
     def process(trajectory: Trajectory, turn: Turn) -> float:
         value = scale * score_of(trajectory, turn, measure)

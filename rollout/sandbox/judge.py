@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rollout.sandbox.records import Limits, Result, SandboxError, Verdict
 
@@ -56,7 +56,7 @@ class Runner(Protocol):
 
 
 async def judge(
-    runner: Runner, source: str, test: Test, *, compare: str = "tokens", limits: Limits | None = None
+    runner: Runner, source: str, test: Test, *, compare: Comparing = "tokens", limits: Limits | None = None
 ) -> Judged:
     """Run a program on one test; `compare`, for what is printed, is a name in COMPARES.
 
@@ -79,7 +79,7 @@ async def judge_all(
     source: str,
     tests: Sequence[Test],
     *,
-    compare: str = "tokens",
+    compare: Comparing = "tokens",
     limits: Limits | None = None,
 ) -> list[Judged]:
     """Run a program on every test, in order.
@@ -118,7 +118,8 @@ def same_floats(given: str, expected: str) -> bool:
     return len(words) == len(wanted) and all(map(_same_word, words, wanted))
 
 
-COMPARES: dict[str, Compare] = {"lines": same_lines, "tokens": same_tokens, "floats": same_floats}
+Comparing = Literal["lines", "tokens", "floats"]
+COMPARES: dict[Comparing, Compare] = {"lines": same_lines, "tokens": same_tokens, "floats": same_floats}
 
 
 def same_value(given: str, expected: Any) -> bool:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
+from pydantic import BaseModel, PositiveInt
+
+from rollout.base.options import Share, options_model
 from rollout.environments.games import PUZZLES
 from rollout.environments.games.game import PuzzleSource
 from rollout.records.trajectory import Demonstration, Task
@@ -29,23 +31,27 @@ from rollout.tasks.worlds import alfworld_tasks, gymnasium_tasks, webshop_tasks
 from rollout.teams.team import Role
 
 
-def no_demonstrations(seed: int, n: int, **_: Any) -> Iterator[Demonstration]:
-    """Refuse: nobody has written down how a team should reply here.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError("these tasks have no demonstrations; name models that exist and set cold_start=null")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
     """A world of tasks that is a function of a seed."""
 
-    tasks: Callable[..., list[Task]]  # (seed, tasks per split, **options)
-    demonstrations: Callable[..., Iterator[Demonstration]] = no_demonstrations  # (seed, n, *, roles, **options)
-    options: tuple[str, ...] = ()  # names of keyword arguments that say which tasks, taken by both
+    tasks: Callable[..., list[Task]]  # (seed, tasks per split, *, options)
+    # (seed, n, *, roles, the options of the tasks, options of its own), on training tasks only; None: there are none
+    demonstrations: Callable[..., Iterator[Demonstration]] | None = None
+    options: Callable[..., object] | None = None  # whose keyword arguments say which tasks; None: those of `tasks`
     passages: Callable[[int], list[Passage]] | None = None  # (seed), where the tasks are about passages
+
+    @property
+    def task_options(self) -> type[BaseModel]:
+        """What says which tasks."""
+        return options_model(self.options or self.tasks)
+
+    @property
+    def demonstration_options(self) -> type[BaseModel] | None:
+        """What says further how demonstrations are made of them; None where there are none."""
+        if self.demonstrations is None:
+            return None
+        return options_model(self.demonstrations, frozenset({"roles", *self.task_options.model_fields}))
 
 
 def game_generator(source: type[PuzzleSource]) -> Generator:
@@ -59,23 +65,23 @@ def game_generator(source: type[PuzzleSource]) -> Generator:
         n: int,
         *,
         roles: Mapping[str, Role],
-        slips: Mapping[str, float] = CARELESS,
-        max_turns: int = 2,
+        slips: Mapping[str, Share] = CARELESS,
+        max_turns: PositiveInt = 2,
         **options: Any,
     ) -> Iterator[Demonstration]:
         return demonstrate(source(**options), seed, n, roles=roles, slips=slips, max_turns=max_turns)
 
-    return Generator(tasks=tasks, demonstrations=demonstrations, options=tuple(signature(source).parameters))
+    return Generator(tasks=tasks, demonstrations=demonstrations, options=source)
 
 
 GENERATORS: dict[str, Generator] = {
     "arithmetic": Generator(tasks=arithmetic_tasks, demonstrations=arithmetic_demonstrations),
     "encyclopedia": Generator(tasks=encyclopedia_tasks, demonstrations=encyclopedia_demonstrations, passages=passages),
-    "tabular": Generator(tasks=tabular_tasks, options=("kinds", "features", "train_rows", "test_rows")),
-    "dsbench": Generator(tasks=dsbench_tasks, options=("folder", "metrics")),
-    "repositories": Generator(tasks=repository_tasks, options=("modules",)),
-    "gymnasium": Generator(tasks=gymnasium_tasks, options=("name", "instructions")),
-    "alfworld": Generator(tasks=alfworld_tasks, options=("folder",)),
+    "tabular": Generator(tasks=tabular_tasks),
+    "dsbench": Generator(tasks=dsbench_tasks),
+    "repositories": Generator(tasks=repository_tasks),
+    "gymnasium": Generator(tasks=gymnasium_tasks),
+    "alfworld": Generator(tasks=alfworld_tasks),
     "webshop": Generator(tasks=webshop_tasks),
     **{game: game_generator(source) for game, source in PUZZLES.items()},
 }

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from rollout.base.options import Share
 from rollout.base.seeds import derive_seed
 from rollout.orchestras.solver_verifier import slots
 from rollout.records.trajectory import Demonstration, Message, Task
@@ -88,7 +89,7 @@ def arithmetic_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
 
 
 def arithmetic_demonstrations(
-    seed: int, n: int, *, roles: Mapping[str, Role] = ROLES, slips: float = 0.0
+    seed: int, n: int, *, roles: Mapping[str, Role] = ROLES, slips: Share = 0.0
 ) -> Iterator[Demonstration]:
     """Yield `n` demonstrations of solver and verifier on training problems, in the words of `roles`.
 

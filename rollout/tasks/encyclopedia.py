@@ -13,8 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from pydantic import PositiveInt
+
+from rollout.base.options import Share
 from rollout.base.seeds import derive_seed
-from rollout.environments.search import SearchEnv
+from rollout.environments.search import PassageStyle, SearchEnv
 from rollout.orchestras.search_team import search_team
 from rollout.records.trajectory import Demonstration, Message, Task
 from rollout.teams.team import AgentReply, Role, Team, TeamSession
@@ -63,11 +66,11 @@ def encyclopedia_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
 def encyclopedia_demonstrations(
     seed: int,
     n: int,
-    roles: Mapping[str, Role],
     *,
-    slips: Mapping[str, float] = CARELESS_VERIFIER,
-    top_k: int = 1,
-    style: str = "text",
+    roles: Mapping[str, Role],
+    slips: Mapping[str, Share] = CARELESS_VERIFIER,
+    top_k: PositiveInt = 1,
+    style: PassageStyle = "text",
 ) -> Iterator[Demonstration]:
     """`n` turns of a team at work on train questions, in the order they were spoken; easy turns are thinned out.
 

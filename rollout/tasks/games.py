@@ -9,6 +9,9 @@ from itertools import count
 from random import Random
 from typing import Any
 
+from pydantic import PositiveInt
+
+from rollout.base.options import Share
 from rollout.base.seeds import derive_seed
 from rollout.environments.games import GAMES
 from rollout.environments.games.game import GameEnv, PuzzleSource
@@ -88,8 +91,8 @@ def demonstrate(
     n: int,
     *,
     roles: Mapping[str, Role],
-    slips: Mapping[str, float] = CARELESS,
-    max_turns: int = 2,
+    slips: Mapping[str, Share] = CARELESS,
+    max_turns: PositiveInt = 2,
 ) -> Iterator[Demonstration]:
     """`n` turns on training puzzles of `source`, in the order they were spoken.
 

@@ -7,7 +7,9 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from rollout.base.seeds import derive_seed
 from rollout.environments.repository import CheckCall, pack_check, pack_source
@@ -22,17 +24,17 @@ _OTHERS = 2  # of every other function
 _PATIENCE = 2000  # draws of arguments
 
 
-def repository_tasks(seed: int, sizes: Mapping[str, int], *, modules: int = 2) -> list[Task]:
+def repository_tasks(
+    seed: int, sizes: Mapping[str, int], *, modules: Annotated[int, Field(ge=1, le=len(BUGGY_FUNCTIONS) // 2)] = 2
+) -> list[Task]:
     """sizes[split] packages for each split; a bug of a function belongs to one split whatever the seed.
 
     Args:
         modules: of a package, each with two functions.
 
     Raises:
-        ValueError: an option is out of range, or an unknown split.
+        ValueError: an unknown split.
     """
-    if not 1 <= modules <= len(BUGGY_FUNCTIONS) // 2:
-        raise ValueError(f"repositories: modules is {modules}; expected 1 to {len(BUGGY_FUNCTIONS) // 2}")
     check_splits("repositories", sizes)
     tasks: dict[str, Task] = {}
     for split, size in sizes.items():

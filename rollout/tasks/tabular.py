@@ -23,7 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from rollout.base.seeds import derive_seed
 from rollout.environments.data_science import SUBMISSION, pack_file, pack_file_at, pack_target
@@ -87,10 +89,10 @@ def tabular_tasks(
     seed: int,
     sizes: Mapping[str, int],
     *,
-    kinds: Sequence[TableKind] = ("regression", "classification"),
-    features: int = 3,
-    train_rows: int = 120,
-    test_rows: int = 60,
+    kinds: Annotated[Sequence[TableKind], Field(min_length=1)] = ("regression", "classification"),
+    features: Annotated[int, Field(ge=1, le=len(_COLUMNS))] = 3,
+    train_rows: Annotated[int, Field(ge=10)] = 120,
+    test_rows: Annotated[int, Field(ge=10)] = 60,
 ) -> list[Task]:
     """sizes[split] tables for each split; a world belongs to one split whatever the seed.
 
@@ -98,12 +100,8 @@ def tabular_tasks(
     is that of the target without noise, which nobody can know better.
 
     Raises:
-        ValueError: an option is out of range, or an unknown split.
+        ValueError: an unknown split.
     """
-    if not kinds or set(kinds) - set(_METRICS):
-        raise ValueError(f"tabular: kinds is {list(kinds)}; expected some of {', '.join(_METRICS)}")
-    if not 1 <= features <= len(_COLUMNS) or train_rows < 10 or test_rows < 10:
-        raise ValueError(f"tabular: expected 1 <= features <= {len(_COLUMNS)} and at least 10 rows of each table")
     check_splits("tabular", sizes)
     tasks = []
     for split, size in sizes.items():

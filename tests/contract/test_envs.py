@@ -43,10 +43,5 @@ def test_a_shipped_team_plays_in_it(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(GENERATORS) - {"arithmetic", "encyclopedia"} - set(GAMES)))
 def test_a_generator_is_described(name: str) -> None:
     written = row(f"| `{name}` |")
-    options = [
-        p.name for p in inspect.signature(GENERATORS[name].tasks).parameters.values() if p.kind is p.KEYWORD_ONLY
-    ]
-    assert tuple(options) == GENERATORS[name].options
-    assert [option for option in options if f"`{option}`" not in written] == []
-    with pytest.raises(ValueError, match="have no demonstrations; name models that exist"):
-        GENERATORS[name].demonstrations(1, 1, roles={})
+    assert [option for option in GENERATORS[name].task_options.model_fields if f"`{option}`" not in written] == []
+    assert GENERATORS[name].demonstration_options is None

@@ -7,7 +7,9 @@ from itertools import combinations, permutations
 from random import Random
 
 import pytest
+from pydantic import ValidationError
 
+from rollout.base.options import checked, options_model
 from rollout.environments import ENVS
 from rollout.environments.games import GAMES, PUZZLES
 from rollout.environments.games.game import GameEnv
@@ -164,16 +166,21 @@ def test_more_puzzles_than_there_are_cannot_be_had(game: str, options: dict[str,
 @pytest.mark.parametrize(
     ("game", "options", "message"),
     [
-        ("plan_path", {"size": 1}, "size >= 2"),
-        ("sokoban", {"boxes": 0}, "the others >= 1"),
-        ("sudoku", {"size": 6}, "expected 4 or 9"),
-        ("sudoku", {"givens": 3}, "expected 4 to 15"),
-        ("blocksworld", {"blocks": 9}, "expected 2 to 6"),
+        ("plan_path", {"size": 1}, "expected an integer of at least 2"),
+        ("plan_path", {"size": "tiny"}, "expected an integer of at least 2"),
+        ("plan_path", {"obstacles": 1}, "expected a number of at least 0 and below 1"),
+        ("sokoban", {"boxes": 0}, "expected an integer above 0"),
+        ("sokoban", {"turn": 2}, "expected a number from 0 to 1"),
+        ("sudoku", {"size": 6}, "expected one of 4, 9"),
+        ("sudoku", {"givens": 3}, "expected an integer from 4 to 15 for size 4, or null"),
+        ("sudoku", {"size": 9, "givens": 16}, "expected an integer from 17 to 80 for size 9, or null"),
+        ("blocksworld", {"blocks": 9}, "expected an integer from 2 to 6"),
     ],
 )
-def test_options_are_checked(game: str, options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PUZZLES[game](**options)
+def test_options_are_checked(game: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        checked(game, options_model(PUZZLES[game]), options)
+    assert [error["msg"] for error in refused.value.errors()] == [message]
 
 
 def test_small_games_are_counted() -> None:

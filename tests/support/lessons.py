@@ -157,6 +157,7 @@ def team_config(team: str, sharing: str, model: str, results: Path) -> RunConfig
         *(f"+agents.{agent}={{max_tokens: 3, temperature: 20.0}}" for agent in values["agents"]),
         "+trainer={steps: 2, tasks_per_step: 2, group_size: 4}",
         "+evaluation={}",
+        "retriever={}",  # of teams that search
         *(["orchestra.options.max_turns=2"] if values.get("env", {}).get("name") in _PATIENT else []),
         *(["orchestra.options.max_nodes=4"] if team == "ab_mcts" else []),
     ]

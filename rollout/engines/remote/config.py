@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from rollout.base.http import check_url
 from rollout.base.registry import lookup
@@ -37,7 +36,7 @@ class RemoteConfig(Section):
     key_variable: str | None = None  # name of the environment variable with the key ...
     key_file: Path | None = None  # ... or a file with nothing else in it, which only its owner may read
     proxy: str | None = None
-    request: dict[str, Any] = Field(default_factory=dict)  # further fields of the request; null takes one out
+    request: dict[str, JsonValue] = Field(default_factory=dict)  # further fields of the request; null takes one out
     concurrency: int = Field(default=16, ge=1)  # questions in flight at once
     retries: int = Field(default=4, ge=0)  # after the first call
     timeout_s: float = Field(default=60.0, gt=0)  # of one call

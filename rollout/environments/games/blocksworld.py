@@ -9,6 +9,9 @@ from functools import lru_cache
 from itertools import permutations, product, zip_longest
 from random import Random
 from string import ascii_uppercase
+from typing import Annotated
+
+from pydantic import Field
 
 from rollout.environments.games.game import (
     BadPuzzle,
@@ -143,14 +146,7 @@ _LISTED = 4  # blocks up to which every pair is listed: 73 stackings of 4, 501 o
 class BlocksworldSource(PuzzleSource):
     """Every pair of different stackings of `blocks` blocks; the pair is the key."""
 
-    blocks: int = 4
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.blocks <= 6:
-            raise ValueError(
-                f"blocksworld: blocks {self.blocks}; expected 2 to 6 (shortest plans are found by search, which takes "
-                "seconds for 7)"
-            )
+    blocks: Annotated[int, Field(ge=2, le=6)] = 4  # shortest plans are found by search, which takes seconds for 7
 
     game = "blocksworld"
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Annotated
 
+from pydantic import Field, PositiveInt
+
+from rollout.base.options import Share
 from rollout.environments.games.game import (
     MOVES,
     BadPuzzle,
@@ -48,8 +52,8 @@ class PlanPath(Game[Walk]):
     fail: float = -1.0
     malformed: float = -1.0
     shaping: float = 1.0
-    gamma: float = 0.99
-    max_moves: int = 10_000
+    gamma: Share = 0.99
+    max_moves: PositiveInt = 10_000
 
     about = (
         "Walk from S to G through a grid: . is free, # is an obstacle. A move goes one cell up (U), down (D), left "
@@ -138,14 +142,8 @@ def shortest_way(free: frozenset[Cell], start: Cell, goal: Cell) -> list[str] | 
 class PlanPathSource(PuzzleSource):
     """Square grids; the obstacles are the key, so no split has seen another's map."""
 
-    size: int = 10
-    obstacles: float = 0.22  # probability of each cell
-
-    def __post_init__(self) -> None:
-        if self.size < 2 or not 0 <= self.obstacles < 1:
-            raise ValueError(
-                f"plan_path: size {self.size}, obstacles {self.obstacles}; expected size >= 2, 0 <= obstacles < 1"
-            )
+    size: Annotated[int, Field(ge=2)] = 10
+    obstacles: Annotated[float, Field(ge=0, lt=1)] = 0.22  # probability of each cell
 
     game = "plan_path"
 

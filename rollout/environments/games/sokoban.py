@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Annotated
 
+from pydantic import Field, PositiveInt
+
+from rollout.base.options import Share
 from rollout.environments.games.game import (
     MOVES,
     BadPuzzle,
@@ -51,8 +55,8 @@ class Sokoban(Game[SokobanRoom]):
     fail: float = -5.0
     malformed: float = -1.0
     shaping: float = 0.1
-    gamma: float = 0.99
-    max_moves: int = 200
+    gamma: Share = 0.99
+    max_moves: PositiveInt = 200
 
     about = (
         "Push every box onto a goal: # wall, _ floor, . goal, $ box, * box on a goal, @ you, + you on a goal. A "
@@ -156,18 +160,11 @@ def _far(state: SokobanRoom) -> int:
 class SokobanSource(PuzzleSource):
     """Rooms of Stronger-MAS's size; the walls are the key, so no split has seen another's room."""
 
-    size: int = 6  # cells a side, walls included
-    boxes: int = 1
-    walk: int = 25  # steps of the walk
-    turn: float = 0.35  # probability of a new direction before each step
-    tries: int = 20  # placements of boxes, goals and player in one room
-
-    def __post_init__(self) -> None:
-        if self.size < 4 or self.boxes < 1 or self.walk < 1 or self.tries < 1:
-            raise ValueError(
-                f"sokoban: size {self.size}, boxes {self.boxes}, walk {self.walk}, tries {self.tries}; "
-                "expected size >= 4 and the others >= 1"
-            )
+    size: Annotated[int, Field(ge=4)] = 6  # cells a side, walls included
+    boxes: PositiveInt = 1
+    walk: PositiveInt = 25  # steps of the walk
+    turn: Share = 0.35  # probability of a new direction before each step
+    tries: PositiveInt = 20  # placements of boxes, goals and player in one room
 
     game = "sokoban"
 

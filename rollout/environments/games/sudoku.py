@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isqrt
 from random import Random
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, ValidationInfo
 
 from rollout.environments.games.game import (
     BadPuzzle,
@@ -223,6 +226,13 @@ _GIVENS = {4: 8, 9: 36}
 _LEAST = {4: 4, 9: 17}  # no puzzle with fewer givens has one solution (McGuire et al. 2012 for 9)
 
 
+def _solvable(givens: int | None, info: ValidationInfo) -> int | None:
+    size = info.data.get("size")
+    if givens is not None and size is not None and not _LEAST[size] <= givens < size**2:
+        raise ValueError(f"expected an integer from {_LEAST[size]} to {size**2 - 1} for size {size}, or null")
+    return givens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SudokuSource(PuzzleSource):
     """Puzzles of one size; what differs only in the names of the digits has one key.
@@ -231,15 +241,8 @@ class SudokuSource(PuzzleSource):
     the digits, so there the puzzle is.
     """
 
-    size: int = 4
-    givens: int | None = None  # digits that are given; None: 8 of 16, 36 of 81
-
-    def __post_init__(self) -> None:
-        if self.size not in _GIVENS:
-            raise ValueError(f"sudoku: size {self.size}; expected 4 or 9")
-        low, high = _LEAST[self.size], self.size**2 - 1
-        if not low <= self._givens <= high:
-            raise ValueError(f"sudoku: givens {self.givens}; expected {low} to {high} for size {self.size}")
+    size: Literal[4, 9] = 4
+    givens: Annotated[int | None, AfterValidator(_solvable)] = None  # digits that are given; None: 8 of 16, 36 of 81
 
     game = "sudoku"
 

@@ -25,11 +25,11 @@ NOT_CALLABLE = 3
     [
         ({"name": "shared_outcome", "options": {"alpha": 1}}, "reward 'shared_outcome' has no option 'alpha'"),
         ({"name": "turn_difference", "options": {"metric": "f1"}}, "reward 'turn_difference' needs option 'scored'"),
-        ({"name": "shaping", "options": {"formula": "best"}}, "formula is 'best'; expected one of margin, quality"),
-        ({"name": "shares", "options": {"weights": 3}}, "reward 'shares': an option has the wrong type"),
+        ({"name": "shaping", "options": {"formula": "best"}}, "expected one of margin, quality"),
+        ({"name": "shares", "options": {"weights": 3}}, "expected a mapping to numbers of at least 0 or null"),
         ({"name": "shares", "penalties": {"invalid": {"cost": 1}}}, "penalty 'invalid' has no option 'cost'"),
         ({"name": "shares", "penalties": {"overlong": {}}}, "penalty 'overlong' needs option 'buffer'"),
-        ({"name": f"{__name__}:NOT_CALLABLE"}, "is a int; expected something to call"),
+        ({"name": f"{__name__}:NOT_CALLABLE"}, "must take (group, *, ...); it is of type int"),
         ({"name": f"{__name__}:halved", "options": {"part": 1}}, "has no option 'part'; its options: share"),
     ],
 )

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from mcore_mas.config.credit import AdvantageConfig, FilterConfig
 from mcore_mas.credit.assign import columns, estimate, keep
 from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.equations.advantages import whiten
 from mcore_mas.equations.turns import Turns
-from rollout.config.sections import Choice
 
 
 def sample(trajectory: str, turn: int, agent: str, reward: float, **fields: object) -> Sample:
@@ -27,8 +27,8 @@ def team() -> list[Sample]:
 
 def test_every_agent_has_its_own_rule_under_one_policy() -> None:
     rules = {
-        "solver": Choice(name="rloo"),
-        "verifier": Choice(name="drmas", options={"std": "agent", "eps": 1e-12}),
+        "solver": AdvantageConfig(name="rloo"),
+        "verifier": AdvantageConfig(name="drmas", options={"std": "agent", "eps": 1e-12}),
     }
     got = estimate(team(), rules)
     assert [len(s.advantages or ()) for s in got] == [2] * 5
@@ -40,7 +40,8 @@ def test_every_agent_has_its_own_rule_under_one_policy() -> None:
 
 
 def test_a_critics_agents_get_returns_and_others_need_none() -> None:
-    rules = {"solver": Choice(name="grpo"), "verifier": Choice(name="gae", options={"gamma": 0.5, "lam": 1.0})}
+    gae = AdvantageConfig(name="gae", options={"gamma": 0.5, "lam": 1.0})
+    rules = {"solver": AdvantageConfig(name="grpo"), "verifier": gae}
     samples = team()
     for i in (1, 3):
         samples[i] = sample(samples[i].trajectory, 1, "verifier", samples[i].reward, values=(1.0, 2.0), policy="q")
@@ -58,9 +59,9 @@ def test_a_critics_agents_get_returns_and_others_need_none() -> None:
 
 def test_remax_needs_the_greedy_outcome() -> None:
     samples = [sample("a", 0, "solver", 1.0, scores={"greedy": 0.25})]
-    assert estimate(samples, {"solver": Choice(name="remax")})[0].advantages == (0.75, 0.75)
+    assert estimate(samples, {"solver": AdvantageConfig(name="remax")})[0].advantages == (0.75, 0.75)
     with pytest.raises(CreditError, match="advantage 'remax' needs greedy"):
-        estimate(team()[:1], {"solver": Choice(name="remax")})
+        estimate(team()[:1], {"solver": AdvantageConfig(name="remax")})
 
 
 def test_penalties_are_taken_from_the_score() -> None:
@@ -68,7 +69,7 @@ def test_penalties_are_taken_from_the_score() -> None:
     turns = columns(samples)
     assert turns.scores.tolist() == [0.5, 1.0]
     assert turns.token_rewards().tolist() == [-0.25, 0.75, 0.0, 1.0]
-    assert [s.advantages[0] for s in estimate(samples, {"solver": Choice(name="dr_grpo")})] == [-0.25, 0.25]
+    assert [s.advantages[0] for s in estimate(samples, {"solver": AdvantageConfig(name="dr_grpo")})] == [-0.25, 0.25]
 
 
 def test_nodes_and_parents_are_numbered_within_their_tree() -> None:
@@ -93,7 +94,7 @@ def test_alike_states_join_the_first_that_is_near_enough() -> None:
 
 def test_an_agent_without_a_rule_is_named() -> None:
     with pytest.raises(CreditError, match=r"trajectory a, turn 1: agent 'verifier' has no estimator; agents: solver"):
-        estimate(team(), {"solver": Choice(name="grpo")})
+        estimate(team(), {"solver": AdvantageConfig(name="grpo")})
 
 
 def own_estimator(turns: Turns, *, factor: float = 2.0) -> torch.Tensor:
@@ -102,7 +103,7 @@ def own_estimator(turns: Turns, *, factor: float = 2.0) -> torch.Tensor:
 
 
 def test_an_estimator_of_ones_own_may_give_values_alone() -> None:
-    rule = Choice(name="tests.unit.credit.test_credit:own_estimator", options={"factor": 3.0})
+    rule = AdvantageConfig(name="tests.unit.credit.test_credit:own_estimator", options={"factor": 3.0})
     got = estimate([sample("a", 0, "solver", 0.5)], {"solver": rule})[0]
     assert got.advantages == (1.5, 1.5)
     assert got.returns is None
@@ -110,9 +111,9 @@ def test_an_estimator_of_ones_own_may_give_values_alone() -> None:
 
 def test_nothing_is_nothing() -> None:
     assert estimate([], {}) == []
-    assert keep([], Choice(name="informative")) == []
+    assert keep([], FilterConfig(name="informative")) == []
 
 
 def test_keep_leaves_out_what_the_filter_says() -> None:
     samples = [*team(), sample("d", 0, "solver", 1.0, task="u"), sample("e", 0, "solver", 1.0, task="u")]
-    assert {s.task for s in keep(samples, Choice(name="informative"))} == {"t"}
+    assert {s.task for s in keep(samples, FilterConfig(name="informative"))} == {"t"}

@@ -73,14 +73,3 @@ def test_any_split_gives_the_formula(replies: list[list[float]], splits: list[in
     )
     trained = [torch.tensor(reply, dtype=torch.float64) for reply in replies if reply]
     assert loss == pytest.approx(formula(mode, trained, 10.0), abs=1e-12)
-
-
-def test_bad_choices_are_named() -> None:
-    with pytest.raises(ValueError, match="aggregation is 'mean'; expected one of token_mean, "):
-        token_weights(LENGTHS, mode="mean")
-    with pytest.raises(ValueError, match="norm is None; expected a length in tokens"):
-        token_weights(LENGTHS, mode="seq_mean_token_sum_norm")
-    with pytest.raises(ValueError, match=r"norm is 5.0; expected none"):
-        token_weights(LENGTHS, mode="token_mean", norm=5.0)
-    with pytest.raises(ValueError, match=r"norm is 0.0; expected a length above 0"):
-        token_weights(LENGTHS, mode="seq_mean_token_sum_norm", norm=0.0)

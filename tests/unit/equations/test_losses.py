@@ -247,15 +247,6 @@ def test_supervised_tokens_need_no_sampler(correction: str) -> None:
     assert gradient(loss, given_tokens) == [-1.0, -1.0]
 
 
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="loss is 'ppo'; expected one of cross_entropy, reinforce, ppo_clip, gspo"):
-        Objective(loss="ppo")
-    with pytest.raises(ValueError, match="kl is 'k4'"):
-        Objective(kl="k4")
-    with pytest.raises(ValueError, match="correction is 'tiss'"):
-        Objective(correction="tiss")
-
-
 def test_an_objective_is_plain_data() -> None:
     objective = Objective(loss="gspo", options={"clip_low": 1e-3}, kl="k2", correction="tis")
     assert copy.deepcopy(objective) == objective  # what pickling does, too

@@ -141,15 +141,6 @@ def test_what_cannot_be_graded_fails_the_trajectory(options: dict[str, Any], mes
     assert trajectory.status is Status.FAILED and message in trajectory.error
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"max_nodes": 0}, "max_nodes 0"), ({"agents": ()}, "0 agents"), ({"posterior": "flat"}, "gaussian, beta")],
-)
-def test_options_are_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        play("ab_mcts", SOLVER, RIGHT, **options)
-
-
 def test_it_cannot_be_sampled_as_a_tree_of_turns_too() -> None:
     replies = {("generator", 0, ""): WRONG, ("generator", 0, "1"): WRONG}
     with pytest.raises(ValueError, match="grows its own tree; set no branching"):

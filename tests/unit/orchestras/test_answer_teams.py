@@ -201,23 +201,6 @@ def test_chain_verdict_is_a_boxed_bit(text: str, value: str | None) -> None:
     assert parse_verdict(text) == value
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("debate", {"rounds": 0}),
-        ("debate", {"max_others": -1}),
-        ("debate", {"debaters": []}),
-        ("debate", {"debaters": ["a", "a"]}),
-        ("debate", {"debaters": "debater_1"}),
-        ("mixture", {"proposers": []}),
-        ("self_verify", {"max_turns": 0}),
-    ],
-)
-def test_options_out_of_range_are_refused(name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{name}: {next(iter(options))} is"):
-        play(name, {}, **options)
-
-
 def test_a_world_that_cannot_grade_is_named() -> None:
     class Mute:
         def reset(self, task: object) -> str:

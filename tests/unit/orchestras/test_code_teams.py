@@ -201,15 +201,6 @@ def test_plan_and_reflection_are_tags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("coder_tester", {"max_turns": 0}), ("coder_tester", {"max_cases": 0}), ("code_reflect", {"max_turns": 0})],
-)
-def test_options_out_of_range_are_refused(name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{name}: {next(iter(options))} is"):
-        play(name, {}, **options)
-
-
-@pytest.mark.parametrize(
     ("name", "roles", "replies"),
     [("coder_tester", PAIR, (code("good"), written(("1 2", "3")))), ("code_reflect", TRIO, (PLAN, code("good")))],
 )

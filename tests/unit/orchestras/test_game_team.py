@@ -159,19 +159,6 @@ def test_malformed_replies_are_counted_and_cost_a_turn() -> None:
     assert trajectory.status is Status.COMPLETED
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_turns": 0}, "max_turns is 0; expected at least 1"),
-        ({"order": "random"}, "order is 'random'; expected sequential or simultaneous"),
-        ({"tool": "magic"}, "tool is 'magic'; expected one of actions"),
-    ],
-)
-def test_options_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        play(partial(game_team, **options), ("tool", "planner"))
-
-
 def test_an_environment_that_cannot_preview_fails_the_trajectory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENVS, "adder", Adder)
     sums = Task(id="s", prompt="1+1", answers=("2",), env="adder", source="s", split="train")
@@ -188,8 +175,6 @@ def test_one_agent_alone() -> None:
     assert (trajectory.success, trajectory.metrics["malformed_actions"]) == (1.0, 1.0)
     given_up, _ = play(partial(single, max_turns=1), ("player",), "#### R")
     assert (len(given_up.turns), given_up.success) == (1, 0.0)
-    with pytest.raises(ValueError, match="single: max_turns is 0"):
-        play(partial(single, max_turns=0), ("player",))
 
 
 def test_one_agent_alone_on_other_tasks() -> None:
@@ -341,8 +326,6 @@ def test_one_agent_alone_does_what_its_program_prints() -> None:
     assert "(no actions)" in prompts[2]
     assert [turn.scores["team"] for turn in trajectory.turns] == pytest.approx([ONE, -1.0, BOTH - ONE])
     assert [event.after_turn for event in trajectory.tools] == [0, 1, 2]
-    with pytest.raises(ValueError, match="single: tool is 'magic'; expected one of actions, program"):
-        play(partial(single, tool="magic"), ("player",))
 
 
 def test_teams_that_leave_the_same_state_agree() -> None:

@@ -110,14 +110,6 @@ def test_solution_without_a_box_is_invalid_and_scores_zero():
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_loops": 0}, {"malformed_verdict": "aprove"}], ids=["no loop", "unknown verdict"]
-)
-def test_options_out_of_range_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        play(RIGHT, APPROVE, **options)
-
-
-@pytest.mark.parametrize(
     ("text", "verdict"),
     [
         ("fine. <verify>approve</verify>", "approve"),

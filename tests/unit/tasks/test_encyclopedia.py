@@ -95,7 +95,7 @@ def test_sizes_are_checked() -> None:
 
 
 def test_demonstrations_are_legal_and_about_train_only(roles: dict[str, Role]) -> None:
-    shown = list(encyclopedia_demonstrations(0, 3000, roles))
+    shown = list(encyclopedia_demonstrations(0, 3000, roles=roles))
     assert len(shown) == 3000
     world = make_encyclopedia(0)
     others = {entity.name for entity in (*world.people, *world.towns) if entity.split != "train"}
@@ -109,7 +109,7 @@ def test_demonstrations_are_legal_and_about_train_only(roles: dict[str, Role]) -
 def test_demonstrations_read_as_rollouts(roles: dict[str, Role]) -> None:
     """Two-hop question, no slips: the prompts are those that the orchestra shows, word for word."""
     person = {p.name: p for p in make_encyclopedia(0).people}
-    for shown in encyclopedia_demonstrations(0, 500, roles, slips={}):
+    for shown in encyclopedia_demonstrations(0, 500, roles=roles, slips={}):
         if shown.agent == "answerer" and shown.messages[0].content.count("<search>") == 2:
             break
     prompt, reply = (message.content for message in shown.messages)
@@ -132,7 +132,7 @@ def test_only_the_named_agents_slip(roles: dict[str, Role]) -> None:
     def hasty(**options: object) -> float:
         verdicts = [
             shown.messages[-1].content
-            for shown in encyclopedia_demonstrations(0, 2500, roles, **options)  # type: ignore[arg-type]
+            for shown in encyclopedia_demonstrations(0, 2500, roles=roles, **options)  # type: ignore[arg-type]
             if shown.agent == "verifier" and "<search>" not in shown.messages[0].content
         ]
         return verdicts.count("<verify>yes</verify>") / len(verdicts)

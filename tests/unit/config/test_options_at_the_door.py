@@ -1,0 +1,260 @@
+"""Options of every registry are typed and bounded, and a wrong value is refused in one line before anything starts."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
+
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.equations.aggregation import AGGREGATIONS, AggregationName
+from mcore_mas.equations.kl import KL_ESTIMATES, KLName
+from rollout.base.schema_words import json_schema
+from rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
+from rollout.tasks import GENERATORS
+
+REGISTRIES = (
+    EnvConfig.registry,
+    OrchestraConfig.registry,
+    RewardConfig.registry,
+    PENALTY_REGISTRY,
+    AdvantageConfig.registry,
+    FilterConfig.registry,
+    LossConfig.registry,
+    CorrectionConfig.registry,
+)
+
+
+def models() -> Iterator[tuple[str, type[BaseModel]]]:
+    for registry in REGISTRIES:
+        yield from ((f"{registry.kind} {name}", registry.model(name)) for name in registry.known)
+    for name, generator in GENERATORS.items():
+        yield f"tasks {name}", generator.task_options
+        if generator.demonstration_options is not None:
+            yield f"demonstrations {name}", generator.demonstration_options
+
+
+MODELS = dict(models())
+
+
+def leaves(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every part of a JSON schema that says what a value is."""
+    if isinstance(schema, dict):
+        if "type" in schema and isinstance(schema["type"], str):
+            yield schema
+        for name, part in schema.items():
+            yield from leaves(part) if name != "default" else ()
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from leaves(part)
+
+
+FREE = {  # options that another library reads
+    ("env gymnasium", "make"),
+    ("env mcp", "servers"),
+    ("orchestra graph", "graph"),  # read by rollout.teams.graph
+}
+UNBOUNDED = {("tasks sudoku", "givens")}  # by the puzzle's size
+
+
+@pytest.mark.parametrize("whose", MODELS)
+def test_every_option_is_typed_and_bounded(whose: str) -> None:
+    schema = json_schema(MODELS[whose])
+    for name, option in schema.get("properties", {}).items():
+        assert {"type", "anyOf", "$ref", "enum"} & set(option), f"{whose}: option {name} has no type"
+        if (whose, name) in FREE | UNBOUNDED:
+            continue
+        for part in leaves(option):
+            if part["type"] == "integer" and "enum" not in part:
+                bounds = {"minimum", "exclusiveMinimum"} & set(part)
+                assert bounds, f"{whose}: option {name} is an integer without a lower bound"
+            assert part["type"] != "object" or part.get("additionalProperties") is not True, f"{whose}: {name}"
+
+
+@pytest.mark.parametrize("whose", MODELS)
+def test_defaults_are_values_that_could_be_given(whose: str) -> None:
+    model = MODELS[whose]
+    given = {name: field.default for name, field in model.model_fields.items() if not field.is_required()}
+    try:
+        model.model_validate_json(to_json(given, inf_nan_mode="constants"))
+    except ValidationError as error:
+        assert {details["type"] for details in error.errors()} == {"missing"}, error
+
+
+@pytest.mark.parametrize(("names", "known"), [(KLName, KL_ESTIMATES), (AggregationName, AGGREGATIONS)])
+def test_names_of_the_equations_are_their_tables(names: Any, known: dict[str, Any]) -> None:
+    assert get_args(names) == tuple(known)
+
+
+@cache
+def composed(experiment: str) -> dict[str, Any]:
+    return resolve([f"experiment={experiment}"])
+
+
+def changed(experiment: str, path: str, value: Any) -> dict[str, Any]:
+    values = copy.deepcopy(composed(experiment))
+    at = values
+    *sections, last = path.split(".")
+    for section in sections:
+        at[section] = at.get(section) or {}
+        at = at[section]
+    at[last] = value
+    return values
+
+
+MATH, GAME, SEARCH = "demo_math", "demo_path", "demo_search"
+WRONG = [
+    (MATH, "loss.options.clip_high", "banana", "expected a number of at least 0 (got 'banana')"),
+    (MATH, "loss.options.clip_low", 1.5, "expected a number from 0 to 1 (got 1.5)"),
+    (MATH, "loss.options.dual_clip", 1, "expected a number above 1 (got 1)"),
+    (MATH, "loss.correction", {"name": "mis", "options": {"low": 3.0}}, "expected a number above low, which is 3"),
+    (MATH, "loss.aggregation", "mean", "expected one of token_mean, seq_mean_token_sum, "),
+    (MATH, "loss.kl.estimate", "k4", "expected one of k1, k2, k3, k1+, k3+ (got 'k4')"),
+    (MATH, "advantage.options.eps", "small", "expected a number of at least 0 (got 'small')"),
+    (MATH, "advantage.options.lone", "rwa", "expected one of zero, raw (got 'rwa')"),
+    (MATH, "filter", {"name": "lowest_mean", "options": {"ratio": 2}}, "expected a number from 0 to 1 (got 2)"),
+    (MATH, "filter", {"name": "mean_range", "options": {"low": 1.0}}, "expected a number above low, which is 1"),
+    (GAME, "orchestra.options.max_turns", "5", "expected an integer above 0 (got '5')"),
+    (GAME, "orchestra.options.max_turns", "five", "expected an integer above 0 (got 'five')"),
+    (GAME, "orchestra.options.max_turns", -3, "expected an integer above 0 (got -3)"),
+    (GAME, "orchestra.options.max_turns", 2.5, "expected an integer above 0 (got 2.5)"),
+    (GAME, "orchestra.options.order", "random", "expected one of sequential, simultaneous (got 'random')"),
+    (GAME, "orchestra.options.tool", "magic", "expected one of actions, program (got 'magic')"),
+    (GAME, "env.options.max_turns", True, "expected an integer above 0 (got True)"),
+    (GAME, "env.options.rewards.win", "lots", "there is no 'win'; known here: step, impossible, goal"),
+    (GAME, "env.options.rewards.goal", "lots", "expected a number (got 'lots')"),
+    (GAME, "env.options.rewards.goal", math.nan, "expected a number (got nan)"),
+    (GAME, "env.options.cpu_s", "never", "expected an integer above 0 (got 'never')"),
+    (GAME, "env.options.tier", "none", "expected one of auto, namespaces, landlock, unisolated (got 'none')"),
+    (GAME, "data.options.size", "tiny", "expected an integer of at least 2 (got 'tiny')"),
+    (GAME, "cold_start.options.slips", "often", "expected a mapping to numbers from 0 to 1 (got 'often')"),
+    (GAME, "cold_start.options.slips", {"tool": 2}, "expected a number from 0 to 1 (got 2)"),
+    (MATH, "cold_start.options.slips", "often", "expected a number from 0 to 1 (got 'often')"),
+    (SEARCH, "env.options.style", "r2", "expected one of search_r1, verl, text (got 'r2')"),
+    (SEARCH, "env.options.reward", "f1", "expected one of exact_match, token_f1 (got 'f1')"),
+    (MATH, "reward", {"name": "shares", "options": {"split": "halves"}}, "expected one of full, turns, agents"),
+    (MATH, "reward", {"name": "shares", "options": {"weights": {"solver": -1}}}, "expected a number of at least 0"),
+    (MATH, "reward", {"name": "coach", "options": {"clip": [1, 0]}}, "expected [low, high] (got [1, 0])"),
+    (MATH, "reward.penalties", {"overlong": {"buffer": 0}}, "expected an integer above 0 (got 0)"),
+    (MATH, "trainer.steps", "5", "expected an integer of at least 1 (got '5')"),
+    (MATH, "policies.solver.lr", "fast", "expected a number of at least 0 (got 'fast')"),
+    (MATH, "coach", {"model": "m", "retries": "many"}, "expected an integer of at least 0 (got 'many')"),
+    (SEARCH, "retriever.threads", "2", "expected an integer of at least 1 (got '2')"),
+    (MATH, "engine.slots", "many", "expected an integer of at least 1 (got 'many')"),
+]
+PLACES = {  # where the key that is wrong is below the one that is set
+    "loss.correction": "loss.correction.options.high",
+    "filter": "filter.options.",
+    "reward": "reward.options.",
+    "reward.penalties": "reward.penalties.overlong.buffer",
+    "coach": "coach.retries",
+    "env.options.rewards.win": "env.options.rewards",
+    "cold_start.options.slips": "cold_start.options.slips",
+}
+
+
+@pytest.mark.parametrize(("experiment", "path", "value", "message"), WRONG)
+def test_a_wrong_value_is_one_line(experiment: str, path: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        RunConfig.check(changed(experiment, path, value), "run 'x'")
+    line = str(refused.value)
+    assert line.startswith(f"run 'x': {PLACES.get(path, path)}")
+    assert message in line
+    assert "\n" not in line
+
+
+UNKNOWN = [
+    (MATH, "loss.options.clip", "loss.options: loss 'ppo_clip' has no option 'clip'; its options: clip_low, clip_high"),
+    (MATH, "orchestra.options.loops", "orchestra.options: orchestra 'solver_verifier' has no option 'loops'; its opti"),
+    (GAME, "env.options.retriever", "env.options: env 'plan_path' has no option 'retriever'; its options: max_turns"),
+    (GAME, "data.options.sise", "data.options: task generator 'plan_path' has no option 'sise'; its options: size"),
+    (GAME, "cold_start.options.slip", "the demonstrations of task generator 'plan_path' has no option 'slip'; its op"),
+    (
+        MATH,
+        "reward.penalties.late",
+        "reward.penalties: unknown penalty 'late'; known: invalid, mask_truncated",
+    ),
+    (MATH, "engine.slot", "unknown key 'engine.slot'; known here: name, slots"),
+]
+
+
+@pytest.mark.parametrize(("experiment", "path", "message"), UNKNOWN)
+def test_an_unknown_option_is_one_line(experiment: str, path: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        RunConfig.check(changed(experiment, path, {} if "penalties" in path else 1), "run 'x'")
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def race(task: object, *, laps: int = 3) -> None: ...
+
+
+def race_backwards(env: object, track: object) -> None: ...
+
+
+async def relay(task: object, team: object, env: object, *, loops: int = 1) -> None: ...
+
+
+def relay_of_another_time(task: object, team: object, env: object) -> None: ...
+
+
+OWN = [
+    (
+        "env",
+        {"name": f"{__name__}:race_backwards"},
+        f"env.name: env '{__name__}:race_backwards' must take (task, *, ...), not (env, track)",
+    ),
+    (
+        "env",
+        {"name": f"{__name__}:race", "options": {"laps": "3"}},
+        "env.options.laps: expected an integer (got '3')",
+    ),
+    (
+        "orchestra",
+        {"name": f"{__name__}:relay", "options": {"loops": "many"}},
+        "orchestra.options.loops: expected an integer (got 'many')",
+    ),
+    (
+        "orchestra",
+        {"name": f"{__name__}:relay_of_another_time"},
+        f"orchestra '{__name__}:relay_of_another_time' must take (task, team, env, *, ...) as an async function",
+    ),
+    ("reward", {"name": f"{__name__}:relay"}, "must take (group, *, ...), not (task, team, env, *, loops=1)"),
+    ("advantage", {"name": f"{__name__}:race_backwards"}, "must take (turns, *, ...), not (env, track)"),
+    ("loss", {"name": f"{__name__}:race"}, f"loss.name: unknown loss '{__name__}:race'; known: cross_entropy, gspo"),
+]
+
+
+@pytest.mark.parametrize(("section", "value", "message"), OWN)
+def test_own_code_is_checked_before_any_process_starts(section: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        RunConfig.check(changed(MATH, section, value), "run 'x'")
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_whole_numbers_and_lists_are_taken_as_yaml_gives_them() -> None:
+    config = RunConfig.check(changed(MATH, "loss.options", {"clip_high": 1}), "run 'x'")
+    assert config.loss.arguments == {"clip_high": 1.0}
+    assert isinstance(config.loss.arguments["clip_high"], float)
+    config = RunConfig.check(changed(MATH, "policies.solver.betas", [0, 1]), "run 'x'")
+    assert config.policies["solver"].betas == (0.0, 1.0)
+
+
+def test_a_team_that_searches_needs_a_retriever() -> None:
+    with pytest.raises(ConfigError, match=r"env 'search' needs a retriever; add retriever: \{\}, or name"):
+        RunConfig.check(changed(SEARCH, "retriever", None), "run 'x'")
+
+
+def test_tasks_without_demonstrations_make_no_cold_start() -> None:
+    values = changed(MATH, "data", {"generator": "repositories", "train": 1, "validation": 1, "test": 1})
+    with pytest.raises(ConfigError, match="task generator 'repositories' has no demonstrations; name models that"):
+        RunConfig.check(values, "run 'x'")
