@@ -106,11 +106,12 @@ def load(rank: int, folder: Path) -> None:
     """Load one rank's shard; writes what that took to rank<n>.json."""
     from mcore_mas.megatron import parallel
     from mcore_mas.megatron.model.build import build_model
-    from mcore_mas.megatron.spec import TrainerSpec
+    from mcore_mas.megatron.spec import ParallelLayout, TrainerSpec
     from mcore_mas.megatron.state.weight_import import SafeTensors, import_weights
     from rollout.models.architecture import read_architecture
 
-    parallel.init_process_groups(rank=rank, tp=TP, threads=1, store=dist.FileStore(str(folder / "store"), TP))
+    store = dist.FileStore(str(folder / "store"), TP)
+    parallel.init_process_groups(ParallelLayout(tp=TP), rank=rank, threads=1, store=store)
     architecture = read_architecture(folder)
     started = time.perf_counter()
     with Peak() as peak:

@@ -11,6 +11,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from mcore_mas.megatron.spec import ParallelLayout
+
 
 def host_store(address: str) -> tuple[Store, int]:
     """Where the ranks of a group find each other, kept by rank 0, and the port at `address` that the system gave it."""
@@ -24,35 +26,25 @@ def reach_store(address: str, port: int) -> Store:
 
 
 def init_process_groups(
-    *,
-    rank: int,
-    tp: int = 1,
-    pp: int = 1,
-    cp: int = 1,
-    dp: int = 1,
-    vpp: int = 1,
-    ep: int = 1,
-    threads: int,
-    store: Store | None = None,
+    layout: ParallelLayout | None = None, *, rank: int, threads: int, store: Store | None = None
 ) -> None:
-    """Join the policy's process group of `tp` · `pp` · `cp` · `dp` ranks, NCCL where there is CUDA and gloo elsewhere.
+    """Join the policy's process groups, of one rank if no `layout` is given; NCCL where there is CUDA, else gloo.
 
     Neighbouring ranks are of one tensor-parallel group, then of one context-parallel, then of one data-parallel group.
-    With `vpp` > 1 every pipeline rank holds that many stages; `ep` of the `dp` ranks share out the experts. A group of
-    one needs no `store` to find itself.
+    A group of one needs no `store` to find itself.
     """
-    world = tp * pp * cp * dp
+    layout = layout or ParallelLayout()
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world, store=store or HashStore())
+    dist.init_process_group(backend, rank=rank, world_size=layout.ranks, store=store or HashStore())
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
     )
     if torch.cuda.is_available():
         model_parallel_cuda_manual_seed(1)  # drawn from by nothing, asked for by every layer: there is no dropout

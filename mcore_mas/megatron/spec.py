@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NoReturn
 
 from mcore_mas.equations.losses import Objective, ValueObjective
 from rollout.base.errors import ModelError
@@ -32,7 +32,25 @@ class LoraSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSpec:
+class ParallelLayout:
+    """How many ranks each kind of parallelism takes."""
+
+    tp: int = 1  # tensor-parallel ranks
+    pp: int = 1  # pipeline-parallel ranks
+    vpp: int = 1  # pipeline stages on each of them
+    cp: int = 1  # context-parallel ranks
+    dp: int = 1  # data-parallel ranks
+    ep: int = 1  # of those, how many share out the experts of a layer
+    sp: bool = False  # sequence parallelism: cut what tensor parallelism repeats
+
+    @property
+    def ranks(self) -> int:
+        """Processes of a trainer."""
+        return self.tp * self.pp * self.cp * self.dp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec(ParallelLayout):
     """One trainer, as plain data that travels to every rank."""
 
     model: str  # Hugging Face folder
@@ -41,13 +59,6 @@ class TrainerSpec:
     reference: str | None = None  # Hugging Face folder of the frozen reference; None: as it starts
     lora: LoraSpec | None = None  # train adapters on a frozen `model`; None: train all weights
     head: Literal["policy", "value"] = "policy"  # "value": a critic, whose head starts afresh if `model` has none
-    tp: int = 1  # tensor-parallel ranks
-    pp: int = 1  # pipeline-parallel ranks
-    vpp: int = 1  # pipeline stages on each of them
-    cp: int = 1  # context-parallel ranks
-    dp: int = 1  # data-parallel ranks
-    ep: int = 1  # of those, how many share out the experts of a layer
-    sp: bool = False  # cut what tensor parallelism repeats by sequence
     distributed_optimizer: bool = False  # each data-parallel rank keeps its part of the optimizer's state
     overlap: bool = False  # reduce gradients while others are computed; with the distributed optimizer, gather likewise
     bucket: int | None = None  # parameters of one overlapping exchange; None: Megatron's choice
@@ -79,117 +90,72 @@ class TrainerSpec:
         if self.lora is not None and self.reference is not None:
             raise ValueError("trainer: lora with a reference of its own; the reference of adapters is the bare model")
 
-    @property
-    def ranks(self) -> int:
-        """Processes of this trainer."""
-        return self.tp * self.pp * self.cp * self.dp
-
 
 _ATTENTION: tuple[Projection, ...] = ("q", "k", "v", "o")
 
 
-def check_layout(
-    a: Architecture,
-    tp: int,
-    pp: int = 1,
-    vpp: int = 1,
-    *,
-    dp: int = 1,
-    ep: int = 1,
-    sp: bool = False,
-    cp: int = 1,
+def check_fit(
+    a: Architecture, layout: ParallelLayout, layers: str = "local", targets: Collection[Projection] = ()
 ) -> None:
-    """Refuse a tensor-, context-, pipeline- or expert-parallel size that cannot cut this model.
+    """Refuse to train a model in a parallel layout that cannot cut it, or with what is not there.
+
+    Args:
+        layers: whose linear layers.
+        targets: projections that get adapters.
 
     Raises:
-        ModelError: with the sizes that can.
+        ModelError: says what fits.
     """
+    tp, pp, vpp, cp = layout.tp, layout.pp, layout.vpp, layout.cp
     sizes = {"heads": a.heads, "key/value heads": a.kv_heads, "feed-forward width": a.ffn}
     if a.experts:
         sizes["expert width"] = a.experts.ffn
     for what, size in sizes.items():
         if size % tp:
-            valid = [n for n in range(1, min(sizes.values()) + 1) if all(s % n == 0 for s in sizes.values())]
-            raise ModelError(
-                f"tp: {tp} does not divide the model's {size} {what}; valid here: {valid}, nearest: "
-                f"{_nearest(tp, valid)}"
-            )
-    if a.heads % (tp * cp):
-        valid = [n for n in range(1, a.heads + 1) if a.heads % (tp * n) == 0]
-        raise ModelError(
-            f"cp: {cp} does not divide the {a.heads // tp} heads that tp: {tp} leaves to each rank; "
-            f"valid here: {valid}, nearest: {_nearest(cp, valid)}"
-        )
-    stages = pp * vpp
-    if a.layers % stages:
-        valid = [n for n in range(1, a.layers + 1) if a.layers % n == 0]
-        what = f"pp: {pp}" if vpp == 1 else f"pp · vpp: {pp} · {vpp}"
-        raise ModelError(
-            f"{what} does not divide the model's {a.layers} layers; valid here: {valid}, nearest: "
-            f"{_nearest(stages, valid)}"
-        )
+            _refuse(f"tp: {tp} does not divide the model's {size} {what}", tp, *sizes.values())
+    heads = a.heads // tp
+    if heads % cp:
+        _refuse(f"cp: {cp} does not divide the {heads} heads that tp: {tp} leaves to each rank", cp, heads)
+    if a.layers % (pp * vpp):
+        stages = f"pp: {pp}" if vpp == 1 else f"pp · vpp: {pp} · {vpp}"
+        _refuse(f"{stages} does not divide the model's {a.layers} layers", pp * vpp, a.layers)
     if vpp > 1 and pp == 1:
         raise ModelError(f"vpp: {vpp} stages on each pipeline rank need pp of 2 or more; use vpp: 1, or pp: 2")
-    if sp and tp == 1:
+    if layout.sp and tp == 1:
         raise ModelError("sp: cutting by sequence needs tp of 2 or more; use sp: false, or tp: 2")
-    if a.experts is None and ep > 1:
-        raise ModelError(f"ep: {ep} on a model without experts; valid here: [1], nearest: 1 (dp is what repeats it)")
-    refusal = expert_refusal(a.experts, tp=tp, dp=dp, ep=ep, sp=sp, cp=cp) if a.experts else None
-    if refusal:
-        raise ModelError(refusal)
-
-
-def check_adapters(a: Architecture, targets: Collection[Projection]) -> None:
-    """Refuse adapters that this model cannot have.
-
-    Raises:
-        ModelError: with the projections that can have some.
-    """
-    refusal = adapter_refusal(targets) if a.experts else None
-    if refusal:
-        raise ModelError(refusal)
-
-
-def check_layers(layers: str) -> None:
-    """Refuse layers that cannot be made here.
-
-    Raises:
-        ModelError: Transformer Engine is asked for and not there.
-    """
+    if a.experts is None and layout.ep > 1:
+        raise ModelError(
+            f"ep: {layout.ep} on a model without experts; valid here: [1], nearest: 1 (dp is what repeats it)"
+        )
     if layers == "te" and importlib.util.find_spec("transformer_engine") is None:
         raise ModelError(
             "layers: te needs Transformer Engine, which is not installed here; use layers: local, or install "
             "transformer-engine[pytorch]"
         )
+    if a.experts:
+        _check_experts(a.experts, layout, targets)
 
 
-def expert_refusal(experts: Experts, *, tp: int, dp: int, ep: int, sp: bool, cp: int = 1) -> str | None:
-    """Why these sizes cannot train this mixture, with the nearest that can; None if they can."""
+def _check_experts(experts: Experts, layout: ParallelLayout, targets: Collection[Projection]) -> None:
     if experts.per_token == 1 and experts.normalised:
-        return "norm_topk_prob with num_experts_per_tok: 1 gives every expert weight 1, so its router cannot learn"
-    ranks = dp * cp  # that hold whole layers, each with tokens of its own
-    valid = [n for n in range(1, experts.count + 1) if experts.count % n == 0 and ranks % n == 0]
-    if ep not in valid:
-        near = min(valid, key=lambda size: abs(size - ep))
-        return (
-            f"ep: {ep} must divide the model's {experts.count} experts, and dp · cp: {ranks}, whose ranks share them; "
-            f"valid here: {valid}, nearest: {near}"
+        raise ModelError(
+            "norm_topk_prob with num_experts_per_tok: 1 gives every expert weight 1, so its router cannot learn"
         )
-    if tp > 1 and not sp:
-        return f"tp: {tp} on a mixture of experts cuts by sequence too; use sp: true, or tp: 1"
-    return None
+    ranks = layout.dp * layout.cp  # that hold whole layers, each with tokens of its own
+    if experts.count % layout.ep or ranks % layout.ep:
+        must = f"must divide the model's {experts.count} experts, and dp · cp: {ranks}, whose ranks share them"
+        _refuse(f"ep: {layout.ep} {must}", layout.ep, experts.count, ranks)
+    if layout.tp > 1 and not layout.sp:
+        raise ModelError(f"tp: {layout.tp} on a mixture of experts cuts by sequence too; use sp: true, or tp: 1")
+    if refused := [x for x in targets if x not in _ATTENTION]:
+        raise ModelError(
+            f"lora.targets: {', '.join(refused)} of a mixture of experts are its experts', which take no adapters; "
+            f"use targets: [{', '.join(_ATTENTION)}], or some of them"
+        )
 
 
-def adapter_refusal(targets: Collection[Projection]) -> str | None:
-    """Why adapters on these projections cannot train this mixture; None if they can."""
-    refused = [x for x in targets if x not in _ATTENTION]
-    if not refused:
-        return None
-    return (
-        f"lora.targets: {', '.join(refused)} of a mixture of experts are its experts', which take no adapters; "
-        f"use targets: [{', '.join(_ATTENTION)}], or some of them"
-    )
-
-
-def _nearest(wanted: int, valid: list[int]) -> int:
-    return min(valid, key=lambda size: abs(size - wanted))
+def _refuse(why: str, asked: int, *sizes: int) -> NoReturn:
+    """Name the numbers that divide all `sizes`."""
+    valid = [n for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes)]
+    nearest = min(valid, key=lambda n: abs(n - asked))
+    raise ModelError(f"{why}; valid here: {valid}, nearest: {nearest}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.config.policy import RateConfig
+from mcore_mas.config.policy import PolicyConfig, RateConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.equations.losses import Objective, ValueObjective
-from mcore_mas.megatron.spec import LoraSpec, TrainerSpec, check_adapters, check_layers, check_layout
+from mcore_mas.megatron.spec import LoraSpec, ParallelLayout, TrainerSpec, check_fit
 from rollout.base.errors import ModelError
 from rollout.base.seeds import derive_seed
 from rollout.models.architecture import read_architecture
@@ -54,13 +55,7 @@ def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> Trainer
         schedule=rate.schedule,
         min_lr=rate.min_lr,
         decay_steps=rate.decay_steps or config.updates_of(name),
-        tp=policy.tp,
-        pp=policy.pp,
-        vpp=policy.vpp,
-        cp=policy.cp,
-        dp=policy.dp,
-        ep=policy.ep,
-        sp=policy.sp,
+        **_layout(policy),
         distributed_optimizer=policy.distributed_optimizer,
         overlap=policy.overlap,
         recompute=policy.recompute,
@@ -76,6 +71,10 @@ def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> Trainer
     )
 
 
+def _layout(policy: PolicyConfig) -> dict[str, Any]:
+    return {field.name: getattr(policy, field.name) for field in fields(ParallelLayout)}
+
+
 def check_layouts(config: RunConfig) -> None:
     """Refuse a config whose models cannot be trained as it says.
 
@@ -86,12 +85,8 @@ def check_layouts(config: RunConfig) -> None:
         policy = config.policies[name]
         try:
             architecture = read_architecture(Path(model))
-            check_layout(
-                architecture, policy.tp, policy.pp, policy.vpp, dp=policy.dp, ep=policy.ep, sp=policy.sp, cp=policy.cp
-            )
-            if policy.lora is not None:
-                check_adapters(architecture, policy.lora.targets)
-            check_layers(policy.layers)
+            layout = ParallelLayout(**_layout(policy))
+            check_fit(architecture, layout, policy.layers, policy.lora.targets if policy.lora else ())
         except ModelError as error:
             raise ModelError(f"policies.{name}: {error}") from None
         if config.engine.max_length > architecture.positions:

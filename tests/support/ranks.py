@@ -19,7 +19,7 @@ from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.model import decoder
-from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.spec import ParallelLayout, TrainerSpec
 from mcore_mas.megatron.state.weight_export import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
@@ -62,7 +62,7 @@ def _play(rank: int, jobs: Sequence[Job]) -> None:
         if rank < job.ranks:
             sizes = {"tp": job.tp, "pp": job.pp, "cp": job.cp, "dp": job.dp, "vpp": job.vpp, "ep": job.ep}
             store = dist.FileStore(str(job.meeting), job.ranks)
-            parallel.init_process_groups(rank=rank, **sizes, threads=1, store=store)
+            parallel.init_process_groups(ParallelLayout(**sizes), rank=rank, threads=1, store=store)
             job.function(rank, **job.arguments)
             parallel.destroy_process_groups()
             gc.collect()  # cycles hold a trainer's groups, each with threads that wake a hundred times a second

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.model.build import build_model
-from mcore_mas.megatron.spec import TrainerSpec, check_adapters, check_layers, check_layout
+from mcore_mas.megatron.spec import TrainerSpec, check_fit
 from mcore_mas.megatron.state.lora import (
     Adapter,
     AdapterFolder,
@@ -41,10 +41,7 @@ class ShardedModel:
         """
         self._spec = spec
         self.architecture = read_architecture(Path(spec.model))
-        check_layout(self.architecture, spec.tp, spec.pp, spec.vpp, dp=spec.dp, ep=spec.ep, sp=spec.sp, cp=spec.cp)
-        check_layers(spec.layers)
-        if spec.lora is not None:
-            check_adapters(self.architecture, spec.lora.targets)
+        check_fit(self.architecture, spec, spec.layers, spec.lora.targets if spec.lora else ())
         self.stages = [
             build_model(self.architecture, spec, vp_stage if spec.vpp > 1 else None).to(parallel.device())
             for vp_stage in range(spec.vpp)

@@ -45,19 +45,9 @@ class _Rank:
 
     def join(self, place: tuple[str, int]) -> None:
         """Meet the other ranks and load the model."""
-        spec = self._spec
-        parallel.init_process_groups(
-            rank=self._rank,
-            tp=spec.tp,
-            pp=spec.pp,
-            cp=spec.cp,
-            dp=spec.dp,
-            vpp=spec.vpp,
-            ep=spec.ep,
-            threads=self._threads,
-            store=self._store or parallel.reach_store(*place),
-        )
-        self._trainer = MegatronTrainer(spec)
+        store = self._store or parallel.reach_store(*place)
+        parallel.init_process_groups(self._spec, rank=self._rank, threads=self._threads, store=store)
+        self._trainer = MegatronTrainer(self._spec)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call the trainer's `method`, as all ranks do."""

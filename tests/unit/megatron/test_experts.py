@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from mcore_mas.megatron.spec import adapter_refusal, expert_refusal
-from rollout.models.architecture import Experts
+from mcore_mas.megatron.spec import ParallelLayout, check_fit
+from rollout.base.errors import ModelError
+from rollout.models.architecture import Architecture, Experts
 
 CONFIG = {
     "num_hidden_layers": 6,
@@ -33,6 +34,13 @@ def test_configs_of_transformers_4_and_5_say_the_same() -> None:
     assert not Experts.of(plain).normalised
 
 
+def mixture(**changes: int) -> Architecture:
+    return Architecture(
+        layers=6, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=96, vocab=128, tied=True, qkv_bias=False,
+        qk_norm=True, norm_eps=1e-6, rope_theta=1e4, positions=128, experts=Experts.of(CONFIG | changes),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
@@ -45,28 +53,32 @@ def test_configs_of_transformers_4_and_5_say_the_same() -> None:
     ],
 )
 def test_layouts_that_cannot_share_them_are_refused(sizes: dict, told: str) -> None:
-    refusal = expert_refusal(Experts.of(CONFIG), **{"tp": 1, "dp": 1, "ep": 1, "sp": False, **sizes})
-    assert refusal is not None
-    assert re.search(told, refusal)
+    with pytest.raises(ModelError, match=told):
+        check_fit(mixture(), ParallelLayout(**sizes))
 
 
-def test_layouts_that_can_are_not() -> None:
-    experts = Experts.of(CONFIG)
-    assert expert_refusal(experts, tp=2, dp=4, ep=4, sp=True) is None
-    assert expert_refusal(experts, tp=1, dp=3, ep=1, sp=False) is None
-    # 2 · 2 ranks hold tokens of their own
-    assert expert_refusal(experts, tp=1, dp=2, cp=2, ep=4, sp=False) is None
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2, "dp": 4, "ep": 4, "sp": True},
+        {"dp": 3},
+        {"dp": 2, "cp": 2, "ep": 4},  # 2 · 2 ranks hold tokens of their own
+    ],
+)
+def test_layouts_that_can_are_not(sizes: dict) -> None:
+    check_fit(mixture(), ParallelLayout(**sizes))
 
 
 def test_adapters_are_of_attention_alone() -> None:
-    assert adapter_refusal(("q", "v")) is None
-    assert adapter_refusal(("q", "up", "down")) == (
+    check_fit(mixture(), ParallelLayout(), targets=("q", "v"))
+    told = (
         "lora.targets: up, down of a mixture of experts are its experts', which take no adapters; "
         "use targets: [q, k, v, o], or some of them"
     )
+    with pytest.raises(ModelError, match=re.escape(told)):
+        check_fit(mixture(), ParallelLayout(), targets=("q", "up", "down"))
 
 
 def test_a_router_that_cannot_learn_is_refused() -> None:
-    refusal = expert_refusal(Experts.of(CONFIG | {"num_experts_per_tok": 1}), tp=1, dp=1, ep=1, sp=False)
-    assert refusal is not None
-    assert "its router cannot learn" in refusal
+    with pytest.raises(ModelError, match="its router cannot learn"):
+        check_fit(mixture(num_experts_per_tok=1), ParallelLayout())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_mas.megatron.spec import check_layout
+from mcore_mas.megatron.spec import ParallelLayout, check_fit
 from rollout.base.errors import ModelError
 from rollout.models.architecture import read_architecture
 from tests.support import precision, ranks, reference
@@ -114,7 +114,7 @@ def test_a_mixture_in_bfloat16_stays_near_the_one_in_float32(runs: Path) -> None
 def test_layouts_that_cannot_be_cut_are_refused_with_the_nearest_that_can(tmp_path: Path) -> None:
     reference.make_model("qwen2", tmp_path, layers=6)
     architecture = read_architecture(tmp_path)
-    check_layout(architecture, 2, 3, 2, sp=True)
+    check_fit(architecture, ParallelLayout(tp=2, pp=3, vpp=2, sp=True))
     for refused, told in [
         ({"tp": 4}, r"tp: 4 does not divide the model's 2 key/value heads; valid here: \[1, 2\], nearest: 2"),
         ({"tp": 1, "pp": 4}, r"pp: 4 does not divide the model's 6 layers; valid here: \[1, 2, 3, 6\], nearest: 3"),
@@ -123,6 +123,6 @@ def test_layouts_that_cannot_be_cut_are_refused_with_the_nearest_that_can(tmp_pa
         ({"tp": 1, "sp": True}, "sp: cutting by sequence needs tp of 2 or more"),
     ]:
         with pytest.raises(ModelError, match=told):
-            check_layout(architecture, **refused)
+            check_fit(architecture, ParallelLayout(**refused))
     with pytest.raises(ModelError, match=r"ep: 2 on a model without experts; valid here: \[1\], nearest: 1"):
-        check_layout(architecture, 1, dp=2, ep=2)
+        check_fit(architecture, ParallelLayout(dp=2, ep=2))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_mas.megatron.spec import check_layout
+from mcore_mas.megatron.spec import ParallelLayout, check_fit
 from rollout.base.errors import ModelError
 from rollout.models.architecture import read_architecture
 from tests.support import precision, ranks, reference
@@ -72,9 +72,9 @@ def test_checkpoint_of_tp2_continues_at_tp1_and_tp2(runs: Path, tmp_path: Path) 
 def test_layouts_that_cannot_be_cut_are_refused_with_those_that_can(tmp_path: Path) -> None:
     reference.make_model("qwen2", tmp_path)
     architecture = read_architecture(tmp_path)
-    check_layout(architecture, 2)
+    check_fit(architecture, ParallelLayout(tp=2))
     with pytest.raises(ModelError, match=r"tp: 4 does not divide the model's 2 key/value heads; valid here: \[1, 2\]"):
-        check_layout(architecture, 4)
+        check_fit(architecture, ParallelLayout(tp=4))
 
 
 def test_rope_is_read_from_configs_of_transformers_4_and_5(tmp_path: Path) -> None:

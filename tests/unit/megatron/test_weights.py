@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.model.decoder import EXPERT, LAYER
-from mcore_mas.megatron.spec import check_layers
+from mcore_mas.megatron.spec import ParallelLayout, check_fit
 from mcore_mas.megatron.state.names import (
     COLUMNS,
     GATE_UP,
@@ -199,10 +199,11 @@ def test_every_row_of_the_table_says_which_numbers_its_tensors_take() -> None:
         assert EXPERT.sub("{}", LAYER.sub("{}", named)) == parameter
 
 
-def test_transformer_engine_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference.make_model("qwen2", tmp_path)
+    architecture = read_architecture(tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    check_layers("local")
-    with pytest.raises(
-        ModelError, match="layers: te needs Transformer Engine, which is not installed here; use layers"
-    ):
-        check_layers("te")
+    check_fit(architecture, ParallelLayout(), "local")
+    told = "layers: te needs Transformer Engine, which is not installed here; use layers"
+    with pytest.raises(ModelError, match=told):
+        check_fit(architecture, ParallelLayout(), "te")
