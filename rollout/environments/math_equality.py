@@ -134,9 +134,6 @@ def _peak_bytes() -> int:
     return int(status.partition("VmPeak:")[2].split()[0]) * 1024
 
 
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
-
 MAX_CHARS = 400
 MAX_DEPTH = 30  # of brackets in each other
 MAX_DIGITS = 100  # of one number
@@ -245,3 +242,7 @@ def _power(base: int, exponent: int) -> int:
         return _BEYOND
     value: int = base**exponent
     return min(value, _BEYOND)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))

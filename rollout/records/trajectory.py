@@ -1,4 +1,4 @@
-"""The currency of the whole system: tasks, turns, trajectories and groups, with their Arrow schemas.
+"""Records of rollouts: tasks, turns, trajectories and groups, with their Arrow schemas.
 
 Records are frozen. Tokens are written once, by the engine that sampled them, and never re-tokenised. Every row carries
 every id, so any grouping is one key function over a row (see `mcore_mas.credit.samples`).
@@ -148,74 +148,52 @@ class Group:
     trajectories: tuple[Trajectory, ...]
 
 
-TASK_SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("prompt", pa.string()),
-        ("answers", pa.list_(pa.string())),
-        ("env", pa.string()),
-        ("source", pa.string()),
-        ("split", pa.string()),
-    ]
-)
+_TYPES = {
+    "string": pa.string(),
+    "strings": pa.list_(pa.string()),
+    "bool": pa.bool_(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "uint64": pa.uint64(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "tokens": pa.list_(pa.int32()),
+    "logprobs": pa.list_(pa.float32()),
+    "scores": pa.map_(pa.string(), pa.float64()),
+}
 
-_SPAN = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
-_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
-_TURN = pa.struct(
-    [
-        ("index", pa.int32()),
-        ("round", pa.int32()),
-        ("agent", pa.string()),
-        ("policy", pa.string()),
-        ("policy_version", pa.int64()),
-        ("versions", pa.list_(_SPAN)),
-        ("node", pa.string()),
-        ("state_key", pa.string()),
-        ("messages", pa.list_(_MESSAGE)),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("completion_ids", pa.list_(pa.int32())),
-        ("logprobs", pa.list_(pa.float32())),
-        ("temperature", pa.float32()),
-        ("text", pa.string()),
-        ("finish_reason", pa.string()),
-        ("valid", pa.bool_()),
-        ("seed", pa.uint64()),
-        ("scores", pa.map_(pa.string(), pa.float64())),
-        ("reward", pa.float64()),
-        ("masked", pa.bool_()),
-        ("started_s", pa.float64()),
-        ("took_s", pa.float64()),
-    ]
-)
-_TOOL = pa.struct(
-    [
-        ("after_turn", pa.int32()),
-        ("node", pa.string()),
-        ("tool", pa.string()),
-        ("query", pa.string()),
-        ("result", pa.string()),
-        ("failed", pa.bool_()),
-        ("started_s", pa.float64()),
-        ("took_s", pa.float64()),
-    ]
-)
 
+def _columns(text: str) -> list[tuple[str, pa.DataType]]:
+    """Columns written as `name:type`, in their order; a type is one of `_TYPES`."""
+    return [(name, _TYPES[kind]) for name, _, kind in (column.partition(":") for column in text.split())]
+
+
+_TYPES["spans"] = pa.list_(pa.struct(_columns("version:int64 start:int32 end:int32")))
+_TYPES["messages"] = pa.list_(pa.struct(_columns("role:string content:string")))
+_TYPES["turns"] = pa.list_(
+    pa.struct(
+        _columns("""
+            index:int32 round:int32 agent:string policy:string policy_version:int64 versions:spans node:string
+            state_key:string messages:messages prompt_ids:tokens completion_ids:tokens logprobs:logprobs
+            temperature:float32 text:string finish_reason:string valid:bool seed:uint64 scores:scores reward:float64
+            masked:bool started_s:float64 took_s:float64
+        """)
+    )
+)
+_TYPES["tools"] = pa.list_(
+    pa.struct(
+        _columns("""
+            after_turn:int32 node:string tool:string query:string result:string failed:bool started_s:float64
+            took_s:float64
+        """)
+    )
+)
+TASK_SCHEMA = pa.schema(_columns("id:string prompt:string answers:strings env:string source:string split:string"))
 TRAJECTORY_SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("task_id", pa.string()),
-        ("source", pa.string()),
-        ("sample", pa.int32()),
-        ("step", pa.int64()),
-        ("turns", pa.list_(_TURN)),
-        ("tools", pa.list_(_TOOL)),
-        ("outcome", pa.float64()),
-        ("answer", pa.string()),
-        ("leaf", pa.string()),
-        ("metrics", pa.map_(pa.string(), pa.float64())),
-        ("status", pa.string()),
-        ("error", pa.string()),
-    ]
+    _columns("""
+        id:string task_id:string source:string sample:int32 step:int64 turns:turns tools:tools outcome:float64
+        answer:string leaf:string metrics:scores status:string error:string
+    """)
 )
 
 
