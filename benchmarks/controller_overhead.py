@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.protocol import Step
-from rollout.orchestras.solver_verifier import solver_verifier
+from rollout.orchestras.sequential import solver_verifier
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Task
 from rollout.teams.collect import CollectOptions, collect

@@ -1,4 +1,6 @@
-"""Orchestras: who speaks when, one async function per file; answers.py is what those share that answer in a box.
+"""Orchestras (multi-agent workflows): who speaks when, each an async function in plain control flow.
+
+Their roles' prompts are in roles.yaml, the parsers of replies in parsers.py, who may follow whom in flows.py.
 
 ab_mcts           a tree of attempts that widens or deepens by Thompson sampling (MARTI's MARS2)
 chain             a generator, a verifier and a refiner, each once (MARTI)
@@ -26,31 +28,22 @@ solver_verifier   a solver and a verifier in turn, until approval (Dr.MAS math)
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import yaml
 
 from rollout.orchestras.ab_mcts import ab_mcts
-from rollout.orchestras.chain import chain
-from rollout.orchestras.code_reflect import code_reflect
-from rollout.orchestras.coder_tester import coder_tester
-from rollout.orchestras.debate import debate
-from rollout.orchestras.dsbench import dsbench
-from rollout.orchestras.ensemble_judge import ensemble_judge
+from rollout.orchestras.coding import code_reflect, coder_tester, dsbench
 from rollout.orchestras.game_team import game_team
 from rollout.orchestras.graph import graph
-from rollout.orchestras.m_ask import m_ask
-from rollout.orchestras.math_refine import math_refine
-from rollout.orchestras.mathchat import mathchat
-from rollout.orchestras.mixture import mixture
-from rollout.orchestras.qa_decompose import qa_decompose, qa_evidence
-from rollout.orchestras.qa_rewrite import qa_rewrite
-from rollout.orchestras.reason_tool import reason_tool
-from rollout.orchestras.search_team import search_team
-from rollout.orchestras.self_verify import self_verify
-from rollout.orchestras.single import single
-from rollout.orchestras.solver_verifier import solver_verifier
+from rollout.orchestras.parallel import debate, ensemble_judge, mixture, reason_tool
+from rollout.orchestras.parsers import PARSERS
+from rollout.orchestras.search import m_ask, qa_decompose, qa_evidence, qa_rewrite, search_team
+from rollout.orchestras.sequential import chain, math_refine, mathchat, solver_verifier
+from rollout.orchestras.single import self_verify, single
+from rollout.teams.team import register_agent
 
-Orchestra = Callable[..., Awaitable[None]]  # (task, team, env, **options)
-
-ORCHESTRAS: dict[str, Orchestra] = {
+ORCHESTRAS: dict[str, Callable[..., Awaitable[None]]] = {  # (task, team, env, **options)
     "ab_mcts": ab_mcts,
     "chain": chain,
     "code_reflect": code_reflect,
@@ -76,3 +69,6 @@ ORCHESTRAS: dict[str, Orchestra] = {
 
 # which grow a tree of their own: a task's turns are compared within one trajectory too, and it cannot be branched
 SEARCHES = frozenset({"ab_mcts"})
+
+for _name, _role in yaml.safe_load(Path(__file__).with_name("roles.yaml").read_text(encoding="utf-8")).items():
+    register_agent(_name, system=_role["system"], user=_role["user"])(PARSERS[_role["parse"]])

@@ -1,4 +1,4 @@
-"""Adaptive branching tree search by one or several agents, as MARTI's MARS2 samples it: widen or refine (AB-MCTS)."""
+"""Tree search by one or several agents: widen or refine attempts by Thompson sampling (AB-MCTS; MARTI's MARS2)."""
 
 from __future__ import annotations
 
@@ -13,53 +13,12 @@ from pydantic import PositiveInt
 from rollout.base.errors import EnvError
 from rollout.base.options import Names
 from rollout.base.tags import after_thought
-from rollout.environments.code import last_program
-from rollout.environments.math import last_boxed
-from rollout.environments.protocol import Env, Previewing
-from rollout.orchestras.coder_tester import fenced
+from rollout.environments.protocol import Previewing
+from rollout.orchestras.answers import (
+    GradedEnv,
+)
 from rollout.records.trajectory import Task
-from rollout.teams.team import TeamSession, register_agent
-
-_ATTEMPT = """# Problem
-{problem}
-
-# An earlier attempt
-{attempt}
-
-# What came of it
-{feedback}
-
-# What to do
-"""
-
-
-@register_agent(
-    "tree_coder",
-    system="You are an expert programmer.",
-    user=_ATTEMPT
-    + """If there is an attempt above, find out what is wrong with it and mend it, or write a better one from scratch.
-If there is none, solve the problem. Put the whole program into one block fenced by ```python and ```.""",
-)
-def parse_program(text: str) -> str | None:
-    """The last program in its fence, which is what the environment `code` takes; None without one."""
-    return fenced(last_program(text)) or None
-
-
-@register_agent(
-    "tree_solver",
-    system="You are a careful problem solver.",
-    user=_ATTEMPT
-    + """If there is an attempt above, go through it step by step and mend it. If there is none, solve the problem.
-Reason step by step, and put your final answer within \\boxed{{}}.""",
-)
-def parse_solution(text: str) -> str | None:
-    """The text after any thought, which is what the environment `math` takes; None when its last box is missing."""
-    text = after_thought(text)
-    return text if last_boxed(text) else None
-
-
-class GradedEnv(Env, Previewing, Protocol):
-    """A world in which actions can be graded without being taken."""
+from rollout.teams.team import TeamSession
 
 
 async def ab_mcts(
@@ -92,9 +51,9 @@ async def ab_mcts(
         EnvError: the environment cannot preview, or does not measure `measure`.
     """
     problem = env.reset(task)
-    search = Search(agents, PRIORS[posterior]())
+    search = TreeSearch(agents, PRIORS[posterior]())
     attempts: dict[str, tuple[str, str]] = {"": ("", "")}  # text and feedback, by node
-    best: tuple[Node, str] | None = None  # and its action
+    best: tuple[SearchNode, str] | None = None  # and its action
     for number in range(max_nodes):
         parent, agent = search.select(Random(team.seed("node", number)))
         attempt, feedback = attempts[parent.name]
@@ -127,7 +86,7 @@ async def _grade(env: Previewing, action: str, measure: str) -> tuple[float, str
     return step.metrics[measure], step.observation
 
 
-Key = TypeVar("Key")
+_Key = TypeVar("_Key")
 
 
 class Posterior(Protocol):
@@ -190,28 +149,28 @@ PRIORS: dict[str, Callable[[], Posterior]] = {"gaussian": Gaussian, "beta": Beta
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Node:
+class SearchNode:
     """An attempt in the tree, or the root, which is none."""
 
     name: str = ""  # child numbers from the root, as "0.2"
-    parent: Node | None = None
+    parent: SearchNode | None = None
     score: float = 0.0
-    children: list[Node] = field(default_factory=list)
+    children: list[SearchNode] = field(default_factory=list)
     made: list[float] = field(default_factory=list)  # GEN: scores of its own children
     below: list[float] = field(default_factory=list)  # CONT: scores made below its children
     seen: list[float] = field(default_factory=list)  # its own score, and all made below it
 
 
-class Search:
+class TreeSearch:
     """A tree of attempts and what is believed of them."""
 
     def __init__(self, agents: Sequence[str], prior: Posterior) -> None:
         """Any of `agents` may make a node; before it has a score, everything is believed as in `prior`."""
-        self.root = Node()
+        self.root = SearchNode()
         self.scores: dict[str, list[float]] = {agent: [] for agent in agents}
         self._prior = prior
 
-    def select(self, random: Random) -> tuple[Node, str]:
+    def select(self, random: Random) -> tuple[SearchNode, str]:
         """Where to make the next node, and who makes it."""
         node = self.root
         while node.children and self._draw({"GEN": node.made, "CONT": node.below}, random) == "CONT":
@@ -219,10 +178,10 @@ class Search:
             node = node.children[chosen]
         return node, self._draw(self.scores, random)
 
-    def add(self, parent: Node, agent: str, score: float) -> Node:
+    def add(self, parent: SearchNode, agent: str, score: float) -> SearchNode:
         """The node that `agent` made under `parent`; its score is told to everything above it."""
         name = f"{parent.name}.{len(parent.children)}".lstrip(".")
-        node = Node(name=name, parent=parent, score=score, seen=[score])
+        node = SearchNode(name=name, parent=parent, score=score, seen=[score])
         self._prior.after([score])  # refuses what it cannot take, before anything is written down
         self.scores[agent].append(score)
         parent.children.append(node)
@@ -234,7 +193,7 @@ class Search:
             above = above.parent
         return node
 
-    def _draw(self, scores: Mapping[Key, Sequence[float]], random: Random) -> Key:
+    def _draw(self, scores: Mapping[_Key, Sequence[float]], random: Random) -> _Key:
         """The key whose posterior draws highest; where there is one key, nothing is drawn."""
         if len(scores) == 1:
             return next(iter(scores))

@@ -1,8 +1,8 @@
-"""What teams share whose agents answer in a box: how a reply is read, graded alone, computed and voted on."""
+"""What teams share whose agents answer in a box or by programs: how a reply is graded alone, computed and voted on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from rollout.base.errors import Undecided
@@ -20,9 +20,8 @@ class ProgramEnv(AnswerEnv, Running, Protocol):
     """One that also runs programs."""
 
 
-def parse_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}` after any thought, None when there is none or it is empty."""
-    return last_boxed(text) or None
+class GradedEnv(Env, Previewing, Protocol):
+    """A world in which programs can be tried and graded."""
 
 
 def boxed(answer: str | None) -> str:
@@ -47,6 +46,30 @@ async def _grade(team: TeamSession, env: AnswerEnv, turn: int, answer: str | Non
         return None
     team.score(turn, local=step.reward)  # before anybody else is asked: a tree chooses by it
     return step.reward
+
+
+async def graded(team: TeamSession, env: AnswerEnv, name: str, **slots: object) -> AgentReply:
+    """The reply of an agent who is asked for a boxed answer, after its local score was written down; see `grade`."""
+    reply = await team.act(name, **slots)
+    await grade(team, env, reply)
+    return reply
+
+
+async def calculated(team: TeamSession, env: ProgramEnv, **slots: object) -> tuple[str | None, str]:
+    """The answer of the agent `tool_user` (see `compute`), and its program with what came of it."""
+    reply = await team.act("tool_user", **slots)
+    answer, shown = await compute(team, env, reply)
+    return answer, with_output((reply.value or "").strip(), shown)
+
+
+def numbered(texts: Iterable[str]) -> str:
+    """Solutions as those read them who compare them."""
+    return "\n\n".join(f"[Solution {number}]\n{text}" for number, text in enumerate(texts, start=1))
+
+
+def with_output(program: str, output: str) -> str:
+    """A program with what it printed, as it is read later."""
+    return f"```python\n{program}\n```\n{output}"
 
 
 async def vote(env: AnswerEnv, answers: Sequence[str | None]) -> str | None:

@@ -9,89 +9,10 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from rollout.base.errors import EnvError
-from rollout.environments.code import last_program
 from rollout.environments.protocol import Env, Previewing, Running
+from rollout.orchestras.parsers import parse_listed
 from rollout.records.trajectory import Task
-from rollout.teams.team import AgentReply, TeamSession, register_agent
-
-LISTED = "**Actions List**:"  # what a proposal starts with, in a reply as in the output of a program
-DECIDED = "####"  # what the final actions start with
-_SYSTEM = "You are a member of a team of two that solves puzzles."
-
-
-@register_agent(
-    "game_tool",
-    system=_SYSTEM,
-    user="""# Puzzle
-{problem}
-
-# What was done so far, and what came of it
-{history}
-
-# Now
-{state}
-
-# Your role
-You propose what to do; your partner decides. Look for a list of actions that solves the puzzle from where it stands
-now, or else goes as far towards it as you can see. Think first. Then end with one line:
-**Actions List**: your actions""",
-)
-def parse_listed(text: str) -> str | None:
-    """The rest of the last line that starts with `**Actions List**:`, None when there is none or nothing follows."""
-    lines = [line.strip() for line in text.splitlines()]
-    listed = [line.removeprefix(LISTED).strip() for line in lines if line.startswith(LISTED)]
-    return (listed or [""])[-1] or None
-
-
-@register_agent(
-    "game_planner",
-    system=_SYSTEM,
-    user="""# Puzzle
-{problem}
-
-# What was done so far, and what came of it
-{history}
-
-# Now
-{state}
-
-# Your partner's proposal
-{proposal}
-
-# Your role
-You decide what is done. Follow the proposal step by step; take it over when it is right, mend or replace it when it is
-not. Think first. Then end with the final actions on one line:
-#### your actions""",
-)
-def parse_decided(text: str) -> str | None:
-    """What follows the last `####`; None when it is missing, nothing follows, or more than one line does."""
-    _, sign, actions = text.rpartition(DECIDED)
-    actions = actions.strip()
-    return actions if sign and actions and "\n" not in actions else None
-
-
-@register_agent(
-    "game_coder",
-    system=_SYSTEM,
-    user="""# Puzzle
-{problem}
-
-# What was done so far, and what came of it
-{history}
-
-# Now
-{state}
-
-# Your role
-You write a program that finds out what to do; your partner decides. Write one complete Python program that works out a
-list of actions which solves the puzzle from where it stands now. Write the puzzle down in the program: it reads no
-input. The last line that it prints must be
-**Actions List**: the actions
-Put the program into one block fenced by ```python and ```.""",
-)
-def parse_program(text: str) -> str | None:
-    """The last program in its fence after any thought, None when there is none or it is blank."""
-    return last_program(text)
+from rollout.teams.team import AgentReply, TeamSession
 
 
 async def _stated(proposal: AgentReply, env: Env) -> str:
@@ -110,6 +31,8 @@ async def _printed(proposal: AgentReply, env: Env) -> str:
 
 
 Tool = Literal["actions", "program"]
+
+
 # how a tool agent's reply becomes a list of actions
 PROPOSALS: dict[Tool, Callable[[AgentReply, Env], Awaitable[str]]] = {"actions": _stated, "program": _printed}
 

@@ -15,7 +15,8 @@ from rollout.base.options import Share
 from rollout.base.seeds import derive_seed
 from rollout.environments.games import GAMES
 from rollout.environments.games.game import GameEnv, PuzzleSource
-from rollout.orchestras.game_team import DECIDED, LISTED, game_team
+from rollout.orchestras.game_team import game_team
+from rollout.orchestras.parsers import DECIDED, LISTED
 from rollout.orchestras.single import single
 from rollout.records.trajectory import Demonstration, Message, Task
 from rollout.tasks.splits import check_splits, split_of

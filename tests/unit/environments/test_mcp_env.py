@@ -16,7 +16,7 @@ from rollout.base.errors import EnvError
 from rollout.environments import make_mcp
 from rollout.environments.mcp import McpEnv
 from rollout.environments.protocol import Step
-from rollout.orchestras.single import parse_call
+from rollout.orchestras.parsers import parse_call_or_answer
 from rollout.records.trajectory import Status, Task
 from tests.support.casts import play, validity
 
@@ -145,4 +145,4 @@ def test_it_wants_to_be_opened_and_to_know_an_answer() -> None:
     ],
 )
 def test_replies_are_calls_or_answers(text: str, value: str | None) -> None:
-    assert parse_call(text) == value
+    assert parse_call_or_answer(text) == value

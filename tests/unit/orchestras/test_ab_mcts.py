@@ -15,7 +15,7 @@ from mcore_mas.equations.advantages import mars2, mcts
 from rollout.base.seeds import derive_seed
 from rollout.environments import make_code
 from rollout.environments.code import pack_test
-from rollout.orchestras.ab_mcts import Gaussian, Search
+from rollout.orchestras.ab_mcts import Gaussian, TreeSearch
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.turn_scores import local_team, tree_shaping
 from rollout.sandbox.judge import StdinTest
@@ -29,7 +29,7 @@ RIGHT, WRONG, NONE = "It is \\boxed{7}.", "It is \\boxed{8}.", "no idea"
 
 def expected_nodes(agents: list[str], grades: list[float]) -> list[tuple[str, str]]:
     """The nodes and who makes them, by the same draws."""
-    search, made = Search(agents, Gaussian()), []
+    search, made = TreeSearch(agents, Gaussian()), []
     for number, grade in enumerate(grades):
         seed = derive_seed(SEED, STEP, "t", 0, "orchestra", "node", number)
         parent, agent = search.select(Random(seed))

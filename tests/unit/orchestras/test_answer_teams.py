@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from rollout.orchestras import ORCHESTRAS
-from rollout.orchestras.chain import parse_verdict
-from rollout.orchestras.math_refine import parse_review
+from rollout.orchestras.parsers import parse_boxed_verdict, parse_review
 from rollout.records.trajectory import Group, Status
 from rollout.rewards.turn_scores import shaping
 from tests.support.casts import SUM, grow, play, scores, speakers, validity
@@ -198,7 +197,7 @@ def test_review_needs_both_tags(text: str, value: str | None) -> None:
     ("text", "value"), [("\\boxed{1}", "1"), ("\\boxed{0}", "0"), ("\\boxed{2}", None), ("1", None)]
 )
 def test_chain_verdict_is_a_boxed_bit(text: str, value: str | None) -> None:
-    assert parse_verdict(text) == value
+    assert parse_boxed_verdict(text) == value
 
 
 def test_a_world_that_cannot_grade_is_named() -> None:

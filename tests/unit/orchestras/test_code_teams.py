@@ -13,8 +13,7 @@ from rollout.base.errors import EnvError
 from rollout.environments import make_code
 from rollout.environments.code import pack_solution, pack_test
 from rollout.environments.protocol import Env
-from rollout.orchestras.code_reflect import parse_plan, parse_reflection
-from rollout.orchestras.coder_tester import parse_cases
+from rollout.orchestras.parsers import PARSERS, parse_cases
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.turn_scores import local_team, turn_difference
 from rollout.sandbox.judge import CallTest, StdinTest, Test
@@ -194,10 +193,10 @@ def test_cases_are_pairs_of_tags(text: str, cases: str | None) -> None:
 
 
 def test_plan_and_reflection_are_tags() -> None:
-    assert [parse_plan(text) for text in (PLAN, f"<think>{PLAN}</think>", "<pseudocode></pseudocode>")] == [
+    assert [PARSERS["pseudocode"](text) for text in (PLAN, f"<think>{PLAN}</think>", "<pseudocode></pseudocode>")] == [
         "add them", None, None,
     ]  # fmt: skip
-    assert [parse_reflection(text) for text in (ADVICE, PLAN)] == ["mind large ones", None]
+    assert [PARSERS["reflection"](text) for text in (ADVICE, PLAN)] == ["mind large ones", None]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ import pytest
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments import ENVS
 from rollout.environments.games import PUZZLES
-from rollout.orchestras.game_team import game_team, parse_decided, parse_listed
-from rollout.orchestras.single import parse_boxed, parse_step, single
+from rollout.orchestras.game_team import game_team
+from rollout.orchestras.parsers import parse_decided, parse_listed, parse_search_or_answer, parse_solution
+from rollout.orchestras.single import single
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.outcome import majority
@@ -227,11 +228,11 @@ def test_parsers(text: str, listed: str | None, decided: str | None) -> None:
 
 
 def test_parsers_of_the_other_lone_agents() -> None:
-    assert parse_boxed("so \\boxed{7}") == "so \\boxed{7}"
-    assert parse_boxed("so 7") is parse_boxed("\\boxed{}") is None
-    assert parse_step("<search> a </search>") == "<search> a </search>"
-    assert parse_step("<search>a</search> <answer>b</answer>") == "<answer> b </answer>"
-    assert parse_step("<answer></answer>") is None
+    assert parse_solution("so \\boxed{7}") == "so \\boxed{7}"
+    assert parse_solution("so 7") is parse_solution("\\boxed{}") is None
+    assert parse_search_or_answer("<search> a </search>") == "<search> a </search>"
+    assert parse_search_or_answer("<search>a</search> <answer>b</answer>") == "<answer> b </answer>"
+    assert parse_search_or_answer("<answer></answer>") is None
 
 
 @pytest.mark.parametrize(("game", "options"), [("plan_path", {"size": 5}), ("sudoku", {}), ("sokoban", {})])

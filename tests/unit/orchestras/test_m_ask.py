@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from rollout.base.errors import EnvError
-from rollout.orchestras.m_ask import Plan, m_ask, parse_change, parse_plan, parse_search, read_plan
+from rollout.orchestras.parsers import parse_change, parse_plan, parse_search, read_plan
+from rollout.orchestras.search import AskPlan, m_ask
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.team import Team, TeamSession
 from tests.support.play import Adder
@@ -98,9 +99,9 @@ def test_what_cannot_be_played_is_refused() -> None:
 
 
 def test_a_plan_changes_by_one_step() -> None:
-    plan = Plan((("a?", "1"), ("b?", "2")))
-    assert plan.changed("update|t2|3") == Plan((("a?", "1"), ("b?", "3")))
-    assert plan.changed("add|c?|4") == Plan((*plan.steps, ("c?", "4")))
+    plan = AskPlan((("a?", "1"), ("b?", "2")))
+    assert plan.changed("update|t2|3") == AskPlan((("a?", "1"), ("b?", "3")))
+    assert plan.changed("add|c?|4") == AskPlan((*plan.steps, ("c?", "4")))
     assert plan.changed("update|t3|4") == plan.changed(None) == plan
     assert str(plan) == "t1: a? | 1\nt2: b? | 2\n"
 
@@ -120,7 +121,7 @@ def test_a_plan_changes_by_one_step() -> None:
 )
 def test_read_plan(text: str, steps: int) -> None:
     plan = read_plan(text)
-    assert plan == ((Plan((("a?", "1"),) * steps), "x") if steps else None)
+    assert plan == (((("a?", "1"),) * steps, "x") if steps else None)
     assert parse_plan(text) == (text if steps else None)
 
 

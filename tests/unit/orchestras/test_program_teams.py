@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollout.environments import make_math
-from rollout.orchestras.reason_tool import parse_program
+from rollout.environments.code import last_program
 from rollout.records.trajectory import Group, Status, Trajectory
 from rollout.rewards.turn_scores import local_team
 from tests.support.canned import Canned
@@ -138,7 +138,7 @@ def test_mathchat_as_released_keeps_the_solution_from_the_verifier() -> None:
     [("```python\nx\n```", "x\n"), ("```python\n\n```", None), ("<think>```python\nx\n```</think>", None), ("x", None)],
 )
 def test_program_is_the_last_fenced_block(text: str, program: str | None) -> None:
-    assert parse_program(text) == program
+    assert last_program(text) == program
 
 
 def test_programs_run_in_the_sandbox() -> None:

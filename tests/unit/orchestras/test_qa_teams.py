@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.orchestras.qa_decompose import parse_evidence, parse_queries
-from rollout.orchestras.qa_rewrite import parse_selection, select
+from rollout.orchestras.parsers import PARSERS, parse_queries, parse_selection
+from rollout.orchestras.search import select
 from rollout.records.trajectory import Task, Trajectory
 from tests.support.shipped import Library, play_shipped, seen
 
@@ -146,4 +146,4 @@ def test_select_keeps_the_order_of_the_selection() -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("<evidence> x </evidence>", "x"), ("<evidence> </evidence>", None)])
 def test_parse_evidence(text: str, value: str | None) -> None:
-    assert parse_evidence(text) == value
+    assert PARSERS["evidence"](text) == value

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from rollout.environments.search import SearchEnv
-from rollout.orchestras.search_team import parse_answer, parse_query, parse_verdict, search_team
+from rollout.orchestras.parsers import PARSERS, parse_enough, parse_query
+from rollout.orchestras.search import search_team
 from rollout.records.trajectory import Task
 from rollout.tasks.encyclopedia import Passage
 from rollout.teams.team import ROLES, AgentReply, Team, TeamSession
@@ -91,7 +92,7 @@ def test_malformed_query_leaves_an_empty_note() -> None:
     ],
 )
 def test_parse_verdict(text: str, value: str | None) -> None:
-    assert parse_verdict(text) == value
+    assert parse_enough(text) == value
 
 
 @pytest.mark.parametrize(
@@ -110,4 +111,4 @@ def test_parse_query(text: str, value: str | None) -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("<answer> Otter </answer>", "Otter"), ("<answer></answer>", None)])
 def test_parse_answer(text: str, value: str | None) -> None:
-    assert parse_answer(text) == value
+    assert PARSERS["answer"](text) == value

@@ -8,7 +8,8 @@ import pytest
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments import ENVS
 from rollout.orchestras import ORCHESTRAS
-from rollout.orchestras.solver_verifier import parse_solution, parse_verdict, slots, solver_verifier
+from rollout.orchestras.parsers import parse_approval, parse_boxed
+from rollout.orchestras.sequential import slots, solver_verifier
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Status, Task
 from rollout.teams.collect import collect
@@ -124,7 +125,7 @@ def test_solution_without_a_box_is_invalid_and_scores_zero():
     ],
 )
 def test_verdict_needs_exactly_one_tag(text, verdict):
-    assert parse_verdict(text) == verdict
+    assert parse_approval(text) == verdict
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_verdict_needs_exactly_one_tag(text, verdict):
     [("\\boxed{1} \\boxed{2}", "2"), ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"), ("\\boxed{}", None), ("2", None)],
 )
 def test_solution_is_the_last_box(text, value):
-    assert parse_solution(text) == value
+    assert parse_boxed(text) == value
 
 
 def test_slots_keep_braces_of_replies_out_of_the_template():

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from rollout.orchestras.ab_mcts import Beta, Gaussian, Search
+from rollout.orchestras.ab_mcts import Beta, Gaussian, TreeSearch
 
 
 def test_a_beta_posterior_counts_successes_and_failures() -> None:
@@ -54,7 +54,7 @@ class Certain:
 
 
 def test_where_nothing_is_known_of_below_it_goes_wider_only_if_that_pays() -> None:
-    search = Search(["a"], Certain(0.5))
+    search = TreeSearch(["a"], Certain(0.5))
     assert search.select(Random(0)) == (search.root, "a")
     poor = search.add(search.root, "a", 0.25)
     # GEN promises 0.25, CONT nothing seen: 0.5; the leaf below can only be expanded
@@ -72,7 +72,7 @@ def test_where_nothing_is_known_of_below_it_goes_wider_only_if_that_pays() -> No
 
 
 def test_the_agent_whose_nodes_score_best_makes_the_next() -> None:
-    search = Search(["a", "b"], Certain(0.5))
+    search = TreeSearch(["a", "b"], Certain(0.5))
     assert search.select(Random(0))[1] == "a"  # the first of equals
     search.add(search.root, "a", 0.25)
     assert search.select(Random(0))[1] == "b"
@@ -81,7 +81,7 @@ def test_the_agent_whose_nodes_score_best_makes_the_next() -> None:
 
 
 def test_scores_outside_the_belief_leave_the_tree_as_it_was() -> None:
-    search = Search(["a"], Beta())
+    search = TreeSearch(["a"], Beta())
     with pytest.raises(ValueError, match="choose gaussian"):
         search.add(search.root, "a", 2.0)
     assert (search.root.children, search.scores) == ([], {"a": []})

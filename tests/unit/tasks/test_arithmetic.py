@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from rollout.environments.math import last_boxed
-from rollout.orchestras.solver_verifier import parse_solution, parse_verdict
+from rollout.orchestras.parsers import parse_approval, parse_boxed
 from rollout.tasks import GENERATORS
 from rollout.tasks.arithmetic import (
     LEVELS,
@@ -155,10 +155,10 @@ def test_demonstrations_are_balanced_and_legal():
             first, *rest = numbers(problem)
             answer = first - sum(rest) if operation(problem) == "-" else first + sum(rest)
             right = last_boxed(solution) == str(answer)
-            verdicts[parse_verdict(reply.content)] += 1
-            assert parse_verdict(reply.content) == ("approve" if right else "reject")
+            verdicts[parse_approval(reply.content)] += 1
+            assert parse_approval(reply.content) == ("approve" if right else "reject")
         else:
-            assert parse_solution(reply.content) is not None
+            assert parse_boxed(reply.content) is not None
             second["reject" in prompt.content] += 1
     assert 0.8 < verdicts["approve"] / verdicts["reject"] < 1.25
     assert 100 < second[True] < second[False]

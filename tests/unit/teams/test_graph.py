@@ -12,7 +12,7 @@ from rollout.config.sections import AgentConfig, OrchestraConfig
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.search import SearchEnv
 from rollout.orchestras.graph import graph
-from rollout.orchestras.search_team import search_team
+from rollout.orchestras.search import search_team
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.collect import collect
 from rollout.teams.graph import GraphError, check_agents, read_graph
