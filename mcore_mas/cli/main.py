@@ -62,3 +62,15 @@ def write_catalogue() -> None:
 
     write_text(CATALOGUE, render_catalogue())
     print(CATALOGUE)
+
+
+@document_commands.command("options")
+def write_options() -> None:
+    """Write docs/options.md, what every option takes, and configs/schema/, which tells editors the same."""
+    from mcore_mas.config.schema import SCHEMAS, write_schemas
+    from mcore_mas.reports.catalogue import OPTIONS, render_options
+    from rollout.base.files import write_text
+
+    write_schemas()
+    write_text(OPTIONS, render_options())
+    print(SCHEMAS, OPTIONS, sep="\n")

@@ -1,4 +1,4 @@
-"""The catalogue of teams, docs/catalogue.md, written from the registries and the shipped configs."""
+"""Pages of docs/ that are written from the registries: the catalogue of teams, and the options of everything."""
 
 from __future__ import annotations
 
@@ -9,18 +9,35 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from mcore_mas.config.compose import CONFIGS
+from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
 from mcore_mas.reports.pages import render_page
+from rollout.base.options import descriptions
+from rollout.base.schema_words import expected, json_schema
+from rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
 from rollout.environments import ENVS
 from rollout.orchestras import ORCHESTRAS
 from rollout.orchestras.flows import FLOWS
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.penalties import PENALTIES
+from rollout.tasks import GENERATORS
 from rollout.teams.team import ROLES
 
 ROOT = CONFIGS.parent
 CATALOGUE = ROOT / "docs" / "catalogue.md"
+OPTIONS = ROOT / "docs" / "options.md"
+_REGISTRIES = {
+    "Orchestras": ("`orchestra.name`, `orchestra.options`", OrchestraConfig.registry),
+    "Environments": ("`env.name`, `env.options`", EnvConfig.registry),
+    "Rewards": ("`reward.name`, `reward.options`", RewardConfig.registry),
+    "Penalties": ("`reward.penalties`, options by name", PENALTY_REGISTRY),
+    "Estimators": ("`advantage.name`, `advantage.options`", AdvantageConfig.registry),
+    "Filters": ("`filter.name`, `filter.options`", FilterConfig.registry),
+    "Losses": ("`loss.name`, `loss.options`", LossConfig.registry),
+    "Corrections": ("`loss.correction.name`, `loss.correction.options`", CorrectionConfig.registry),
+}
 
 
 def render_catalogue() -> str:
@@ -33,7 +50,9 @@ def _team(name: str) -> dict[str, Any]:
     file = CONFIGS / "team" / f"{name}.yaml"
     text = file.read_text(encoding="utf-8")
     team = yaml.safe_load(text)
-    comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    comment = itertools.takewhile(
+        lambda line: line.startswith("#"), text.splitlines()[1:]
+    )  # the first names the schema
     roles = {agent: ROLES[str(section.get("role") or agent)] for agent, section in team["agents"].items()}
     return {
         "name": name,
@@ -48,6 +67,40 @@ def _team(name: str) -> dict[str, Any]:
         "source": Path(inspect.getfile(ORCHESTRAS[name])).relative_to(ROOT),
         "roles": list({role.name: role for role in roles.values()}.values()),
     }
+
+
+def render_options() -> str:
+    """The page of every option: a table for each registry, a row for each option."""
+    tables = []
+    for title, (text, registry) in _REGISTRIES.items():
+        options = {name: (registry.model(name), registry.find(name)) for name in registry.known}
+        tables.append({"title": title, "text": f"{text}.", "rows": list(_option_rows(options))})
+    tasks = {name: (made.task_options, made.options or made.tasks) for name, made in GENERATORS.items()}
+    tables.append({"title": "Task generators", "text": "`data.options`.", "rows": list(_option_rows(tasks))})
+    starts = {
+        name: (made.demonstration_options, made.demonstrations)
+        for name, made in GENERATORS.items()
+        if made.demonstrations is not None and made.demonstration_options is not None
+    }
+    tables.append({"title": "Cold starts", "text": "`cold_start.options`.", "rows": list(_option_rows(starts))})
+    return render_page("options.md.jinja", tables=tables)
+
+
+def _option_rows(options: Mapping[str, tuple[type[BaseModel], Callable[..., Any]]]) -> Iterator[tuple[str, ...]]:
+    """Cells of each name's options: what it takes, its default, and what the docstring says of it."""
+    for name, (model, function) in options.items():
+        schema, said = json_schema(model), descriptions(function)
+        for option, part in schema.get("properties", {}).items():
+            default = "required" if option in schema.get("required", ()) else f"`{_value(part.get('default'))}`"
+            takes = expected(part, schema.get("$defs", {}))
+            yield f"`{name}`", f"`{option}`", takes, default, said.get(option, "").replace("|", "/")
+        if not model.model_fields:
+            yield f"`{name}`", "none", "", "", ""
+
+
+def _value(default: Any) -> str:
+    """A default as YAML writes it, in one line."""
+    return yaml.safe_dump(default, default_flow_style=True, width=1000, sort_keys=False).removesuffix("...\n").strip()
 
 
 def flow(name: str, team: Mapping[str, Any]) -> Iterator[str]:

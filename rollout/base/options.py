@@ -52,7 +52,9 @@ def _different(names: Sequence[str]) -> Sequence[str]:
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Names = Annotated[Sequence[str], Field(min_length=1), AfterValidator(_different)]
+Names = Annotated[
+    Sequence[str], Field(min_length=1, json_schema_extra={"uniqueItems": True}), AfterValidator(_different)
+]
 AboveLow = Annotated[float, Field(validate_default=True), AfterValidator(_above_low)]  # than the option `low` before it
 
 

@@ -111,7 +111,8 @@ def _array(schema: Schema, definitions: Schema) -> Iterator[str]:
     if "prefixItems" in schema:
         yield f"a list of {', '.join(expected(item, definitions) for item in schema['prefixItems'])}"
         return
-    yield f"a list of {expected(schema.get('items', {}), definitions, names=_MANY)}"
+    different = "different " if schema.get("uniqueItems") else ""
+    yield f"a list of {different}{expected(schema.get('items', {}), definitions, names=_MANY)}"
     low, high = schema.get("minItems", 0), schema.get("maxItems")
     if high is not None:
         yield f", {low} to {high} of them"

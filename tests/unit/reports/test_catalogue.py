@@ -13,6 +13,10 @@ def test_the_page_is_up_to_date() -> None:
     assert written == catalogue.render_catalogue(), "run mcore-mas write catalogue"
 
 
+def test_the_page_of_options_is_what_the_signatures_say() -> None:
+    assert catalogue.OPTIONS.read_text(encoding="utf-8") == catalogue.render_options(), "run mcore-mas write options"
+
+
 def test_every_orchestra_has_a_flow() -> None:
     assert set(FLOWS) | {"graph"} == set(ORCHESTRAS)
 

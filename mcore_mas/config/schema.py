@@ -1,0 +1,122 @@
+"""JSON schemas of configs for editors, made from the models that check them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mcore_mas.config.compose import CONFIGS
+from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
+from mcore_mas.config.run import RunConfig
+from rollout.base.files import write_text
+from rollout.base.options import Registry
+from rollout.base.schema_words import json_schema
+from rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
+from rollout.tasks import GENERATORS
+
+Schema = dict[str, Any]
+
+SCHEMAS = CONFIGS / "schema"
+SECTIONS = {  # the section that a file of a group sets; files of other groups may set any
+    "advantage": "AdvantageConfig",
+    "cluster": "ClusterConfig",
+    "coach": "CoachConfig",
+    "engine": "EngineConfig",
+    "loss": "LossConfig",
+    "tracking": "TrackingConfig",
+}
+_CHOICES = (EnvConfig, OrchestraConfig, RewardConfig, AdvantageConfig, FilterConfig, LossConfig, CorrectionConfig)
+_INTERPOLATED = {"type": "string", "pattern": r"^(\$\{.*\}|\?\?\?)$"}  # OmegaConf fills it in
+
+
+def editor_schemas() -> dict[str, Schema]:
+    """The schema of whole runs, and of each section that has a group of files, by the name of its file."""
+    groups = {group: {"$ref": f"run.json#/$defs/{section}"} for group, section in SECTIONS.items()}
+    return {"run": run_schema(), **groups}
+
+
+def run_schema() -> Schema:
+    """The schema of files that set any part of a run: nothing is required, and what Hydra reads may stand there too."""
+    schema = _partial(json_schema(RunConfig))
+    sections = schema["$defs"]
+    for choice in _CHOICES:
+        options = {name: _options(sections, choice.registry, name) for name in choice.registry.known}
+        _choose(sections[choice.__name__], "name", options, own=choice.registry.own)
+    penalties = {name: _options(sections, PENALTY_REGISTRY, name) for name in PENALTY_REGISTRY.known}
+    sections["RewardConfig"]["properties"]["penalties"] = {"type": "object", "properties": penalties}
+    tasks = {name: _hoisted(sections, json_schema(generator.task_options)) for name, generator in GENERATORS.items()}
+    _choose(sections["DataConfig"], "generator", tasks, own=False)
+    file = {"anyOf": [{"$ref": "#/$defs/TaskFile"}, {"type": "string"}]}
+    for split in ("train", "validation", "test"):
+        sections["DataConfig"]["properties"][split] = {
+            "anyOf": [{"type": "integer", "minimum": 1}, *file["anyOf"], {"type": "array", "items": file}]
+        }
+    schema["allOf"] = [*_cold_starts(sections)]
+    schema["properties"] |= {
+        "defaults": {"type": "array"},
+        "sharing": {"anyOf": [{"enum": ["shared", "separate", "partly"]}, {"type": "object"}]},
+        "partly": {"type": "object", "additionalProperties": {"type": "string"}},
+        "policy_defaults": {"$ref": "#/$defs/PolicyConfig"},
+        "grid": {"type": "object", "additionalProperties": {"$ref": "#/$defs/Piece"}},
+        "settings": {"type": "object", "additionalProperties": {"$ref": "#/$defs/Piece"}},
+    }
+    piece = [{"type": ["string", "null"]}, {"type": "array", "items": {"$ref": "#/$defs/Piece"}}, {"$ref": "#"}]
+    sections["Piece"] = {"anyOf": piece}
+    for section in SECTIONS.values():
+        sections[section]["properties"]["defaults"] = {"type": "array"}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "mcore-mas run", **schema}
+
+
+def _cold_starts(sections: Schema) -> Iterator[Schema]:
+    """The options of a cold start by the generator of its demonstrations."""
+    for name, generator in GENERATORS.items():
+        if generator.demonstration_options is not None:
+            options = _hoisted(sections, json_schema(generator.demonstration_options))
+            then = {"properties": {"cold_start": {"properties": {"options": options}}}}
+            yield {"if": _where("data", _where("generator", {"const": name})), "then": then}
+
+
+def _choose(section: Schema, key: str, options: Mapping[str, Schema], *, own: bool) -> None:
+    """Make the options of a section follow the name under `key`."""
+    names: list[Schema] = [{"enum": [*sorted(options), *([None] if key == "generator" else [])]}]
+    section["properties"][key] = {"anyOf": [*names, {"type": "string", "pattern": ":"}]} if own else names[0]
+    section["allOf"] = [
+        {"if": _where(key, {"const": name}), "then": {"properties": {"options": schema}}}
+        for name, schema in options.items()
+    ]
+
+
+def _where(key: str, schema: Schema) -> Schema:
+    return {"properties": {key: schema}, "required": [key]}
+
+
+def _options(sections: Schema, registry: Registry, name: str) -> Schema:
+    return _hoisted(sections, json_schema(registry.model(name)))
+
+
+def _hoisted(sections: Schema, schema: Schema) -> Schema:
+    """The schema of options, with what it refers to among `sections`."""
+    partial: Schema = _partial(schema)
+    sections |= partial.pop("$defs", {})
+    return partial
+
+
+def _partial(schema: Any) -> Any:
+    """The schema with nothing required, no titles, and interpolations in place of any value."""
+    if isinstance(schema, list):
+        return [_partial(part) for part in schema]
+    if not isinstance(schema, dict):
+        return None if isinstance(schema, float) and schema == float("inf") else schema
+    kept = {key: _partial(part) for key, part in schema.items() if key not in ("required", "title", "properties")}
+    if "properties" in schema:
+        kept["properties"] = {
+            name: {"anyOf": [_partial(part), _INTERPOLATED]} for name, part in schema["properties"].items()
+        }
+    return kept
+
+
+def write_schemas() -> None:
+    """Write the schemas that the first lines of the shipped configs name."""
+    for name, schema in editor_schemas().items():
+        write_text(SCHEMAS / f"{name}.json", json.dumps(schema, indent=1, allow_nan=False, sort_keys=True) + "\n")
