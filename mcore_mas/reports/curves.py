@@ -181,7 +181,7 @@ def _compared(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
     measures = dict.fromkeys((key for run in runs for key in run if key not in ("advantage", "seed")), 0.0)
     arms: dict[str, pd.DataFrame] = {
         str(advantage): own.set_index("seed").sort_index()
-        for advantage, own in pd.DataFrame([measures | run for run in runs]).groupby("advantage", sort=False)
+        for advantage, own in pd.DataFrame([{**measures, **run} for run in runs]).groupby("advantage", sort=False)
     }
     first, *others = arms
     if not others:
