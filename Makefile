@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 STAMP  := $(VENV)/.stamp
 PORT   ?= 5000
+WORKERS ?= 2
 STORE  ?= sqlite:///results/mlflow.db
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -35,8 +36,8 @@ study: $(STAMP) ## compare estimators over five seeds, on two CPU cores in about
 	$(BIN)/snakemake study_stability --configfile workflow/suites/stability_path.yaml
 	@cat results/tables/stability_study.md results/tables/stability_path_study.md
 
-test: $(STAMP) ## run every test
-	$(BIN)/python -m pytest
+test: $(STAMP) ## run every test, in two processes (WORKERS=2)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-sglang: $(STAMP) .venv-sglang/.stamp ## run engines, transports and a training against real SGLang servers (.venv-sglang)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang --sglang .venv-sglang/bin/python tests/contract/test_engines.py tests/sglang

@@ -32,8 +32,11 @@ SETTINGS = [
     "trainer.validate_every=2",
 ]
 CREDIT = {
-    # PPO with a critic of each policy, a KL penalty in the reward whose coefficient adapts, an entropy bonus
+    # PPO with a critic of each policy, a KL penalty in the reward whose coefficient adapts, an entropy bonus; process
+    # scores of a coach behind a real server, of which every third call is garbage and masked
     "ppo": [
+        "coach=local",
+        "reward.name=coach",
         "advantage=gae",
         "+policies.solver.critic={lr: 1.0e-3}",
         "+policies.verifier.critic={lr: 1.0e-3}",
@@ -42,6 +45,7 @@ CREDIT = {
     ],
     # two updates a step under truncated importance sampling, KL in the loss, groups without signal made up for
     "gspo": [
+        "advantage=reinforce_pp",
         "loss=gspo",
         "+loss.correction={name: tis}",
         "+loss.kl={coef: 0.1}",
@@ -56,8 +60,6 @@ CREDIT = {
         "+agents.verifier.advantage={name: rloo, align: 3}",
         "+agents.verifier.loss_weight=0.5",
     ],
-    # process scores of a coach behind a real server; every third call is garbage, which is masked
-    "coach": ["coach=local", "reward.name=coach", "advantage=reinforce_pp"],
     # adapters of two policies on one model, one with a critic, trained in turn and held near the model without them
     "lora": [
         "trainer.steps=3",
@@ -100,7 +102,7 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         return says("I cannot say." if number % 3 == 2 else f"PROCESS_SCORE: {number % 10}")
 
     with chat_server(judge) as server:
-        url = [f"coach.url={server.url}"] if request.param == "coach" else []
+        url = [f"coach.url={server.url}"] if request.param == "ppo" else []
         run = make_run(tmp_path, *SETTINGS, *CREDIT[request.param], *url)
         train(run / "config.yaml")
     return request.param, run / "train"
@@ -126,6 +128,11 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
         assert first["agent/solver/critic/explained_variance"] < 1
         assert "solver.critic/rank_00000.safetensors" in checkpoint["files"]
         assert first["policy/solver/critic/grad_norm"] > 0
+        masked = sum(first[f"agent/{agent}/masked"] for agent in ("solver", "verifier"))
+        failures = sum(first[f"coach/{agent}/failures"] for agent in ("solver", "verifier"))
+        assert masked == failures
+        assert 0 < first["agent/solver/reward_mean"] <= 9
+        assert first["policy/solver/grad_norm"] > 0
     if kind == "gspo":
         assert first["agent/solver/correction_weight"] == pytest.approx(1.0, abs=1e-3)
         assert first["agent/solver/reference_kl"] == pytest.approx(0.0, abs=1e-3)
@@ -134,12 +141,6 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
     if kind == "agents":
         assert {"agent/solver/grad_norm", "agent/verifier/grad_norm"} <= first.keys()
         assert "policy/verifier/grad_norm" not in first
-    if kind == "coach":
-        masked = sum(first[f"agent/{agent}/masked"] for agent in ("solver", "verifier"))
-        failures = sum(first[f"coach/{agent}/failures"] for agent in ("solver", "verifier"))
-        assert masked == failures
-        assert 0 < first["agent/solver/reward_mean"] <= 9
-        assert first["policy/solver/grad_norm"] > 0
     if kind == "lora":
         check_lora(folder, steps)
         check_export(folder)

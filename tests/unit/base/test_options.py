@@ -118,7 +118,6 @@ def test_values_become_the_parameters_types() -> None:
         ({"world": 3}, "env 'play' has no option 'world'; its options: max_turns, temperature, dual_clip, order, "),
         ({"slips": object()}, "env 'play': an option is no plain value (Unable to serialize unknown type: "),
     ],
-    ids=str,
 )
 def test_an_option_that_is_not_there_is_named(options: dict[str, Any], line: str) -> None:
     with pytest.raises(OptionsError) as refused:
