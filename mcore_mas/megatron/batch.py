@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from rollout.models.architecture import Architecture, read_architecture
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A stretch of tokens that is stored once, for all sequences that continue it.
+    """A node of a prefix tree: a stretch of tokens that is stored once, for all sequences that continue it.
 
     Its tokens attend to those before them in it and to all of the segments above it: of its parent, its parent's
     parent, and so on.
@@ -42,7 +41,7 @@ def pairs(segments: Sequence[Segment]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """Trees of one agent's sequences, end to end: T tokens, N rows to train.
+    """Prefix trees of one agent's sequences, packed end to end: T tokens, N rows to train.
 
     Segments come depth first: all that continue one follow it directly. Row n says: what comes out at `predictors[n]`
     predicts `labels[n]`. A token may predict several, and the same one for several samples.
@@ -104,7 +103,7 @@ _PER_STAGE = 2  # micro-batches of a rank, up to which more of them shorten the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Over how many ranks the micro-batches of a pass are spread, and what one of them costs."""
+    """What micro-batches cost, and how long the ranks that they are spread over take for them."""
 
     dp: int = 1
     pp: int = 1
@@ -113,21 +112,42 @@ class CostModel:
     value_head: bool = False
 
     @classmethod
-    def of(cls, spec: TrainerSpec) -> CostModel:
-        """The shares of a trainer."""
+    def of(cls, spec: TrainerSpec, architecture: Architecture | None = None) -> CostModel:
+        """The cost model of a trainer, whose `architecture` is read if it is not given."""
         return cls(
             dp=spec.dp,
             pp=spec.pp,
             vpp=spec.vpp,
-            architecture=read_architecture(Path(spec.model)),
+            architecture=architecture or read_architecture(spec.model),
             value_head=spec.head == "value",
         )
 
     def work(self, tokens: int, seen: float, rows: int) -> float:
-        """Floating-point operations of a forward pass, or tokens where the model is not known."""
-        if self.architecture is None:
+        """Floating-point operations of one forward pass, or tokens where the model is not known.
+
+        A backward pass has twice as many.
+
+        Args:
+            seen: pairs of a token and one that it attends to.
+            rows: tokens that go through the head.
+        """
+        if (a := self.architecture) is None:
             return float(tokens)
-        return operations(tokens, seen, rows, self.architecture, value_head=self.value_head)
+        attention = a.heads * a.head_dim
+        # a weight is used once per token: queries and outputs, keys and values; gate, up and down of a dense layer, of
+        # a sparse one those of the experts that see the token, and the router
+        weights = a.layers * a.hidden * (2 * attention + 2 * a.kv_heads * a.head_dim)
+        sparse = sum(a.experts.sparse) if a.experts else 0
+        weights += (a.layers - sparse) * a.hidden * 3 * a.ffn
+        if a.experts:
+            weights += sparse * a.hidden * (3 * a.experts.per_token * a.experts.ffn + a.experts.count)
+        head = a.hidden * (1 if self.value_head else a.vocab)
+        # scores and sums of values over what is attended to
+        return 2.0 * (tokens * weights + 2 * a.layers * seen * attention + rows * head)
+
+    def work_of(self, batch: Microbatch) -> float:
+        """`work` of a micro-batch."""
+        return self.work(len(batch.token_ids), pairs(batch.segments), len(batch.predictors))
 
     def counts(self, least: int) -> list[int]:
         """How many micro-batches may be worth their while, where at least `least` are needed."""
@@ -140,47 +160,20 @@ class CostModel:
 
     def makespan(self, loads: Sequence[float]) -> float:
         """How long a pass takes, in work: the busiest rank's, and its stages' wait for the first and the last."""
-        dealt = [[loads[i] for i in own] for own in balance_work(loads, self.dp)]
-        return max((sum(own) + (self.pp - 1) * max(own, default=0.0)) / self.pp for own in dealt)
+        ranks = [[loads[i] for i in own] for own in balance_work(loads, self.dp)]
+        return max((sum(own) + (self.pp - 1) * max(own, default=0.0)) / self.pp for own in ranks)
 
 
 def balance_work(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Which of the pieces each rank gets: the dearest first, each to the rank that has least so far.
+    """Load balancing: which micro-batches each rank gets, the dearest first, each to the rank with least so far.
 
     At most 4/3 of the best possible maximum (Graham 1969). Equal loads go to the lowest rank, so that every process
-    comes to the same answer; a rank's pieces keep their order, and a rank may get none.
+    comes to the same answer; a rank's micro-batches keep their order, and a rank may get none.
     """
     loads = [0.0] * ranks
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    for piece in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+    given: list[list[int]] = [[] for _ in range(ranks)]
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         rank = min(range(ranks), key=lambda r: (loads[r], r))
-        loads[rank] += costs[piece]
-        dealt[rank].append(piece)
-    return [sorted(pieces) for pieces in dealt]
-
-
-def operations(tokens: int, seen: float, rows: int, architecture: Architecture, *, value_head: bool = False) -> float:
-    """Floating-point operations of one forward pass; a backward pass has twice as many.
-
-    Args:
-        seen: pairs of a token and one that it attends to.
-        rows: tokens that go through the head.
-    """
-    a = architecture
-    attention = a.heads * a.head_dim
-    # a weight is used once per token: queries and outputs, keys and values; gate, up and down of a dense layer, of a
-    # sparse one those of the experts that see the token, and the router
-    weights = a.layers * a.hidden * (2 * attention + 2 * a.kv_heads * a.head_dim)
-    sparse = sum(a.experts.sparse) if a.experts else 0
-    weights += (a.layers - sparse) * a.hidden * 3 * a.ffn
-    if a.experts:
-        weights += sparse * a.hidden * (3 * a.experts.per_token * a.experts.ffn + a.experts.count)
-    head = a.hidden * (1 if value_head else a.vocab)
-    # scores and sums of values over what is attended to
-    return 2.0 * (tokens * weights + 2 * a.layers * seen * attention + rows * head)
-
-
-def flops(batch: Microbatch, architecture: Architecture, *, value_head: bool = False) -> float:
-    """`operations` of a micro-batch."""
-    seen = pairs(batch.segments)
-    return operations(len(batch.token_ids), seen, len(batch.predictors), architecture, value_head=value_head)
+        loads[rank] += costs[i]
+        given[rank].append(i)
+    return [sorted(own) for own in given]

@@ -1,1 +1,1 @@
-"""Sequence packing: samples as a prefix tree, dealt to micro-batches by bin packing."""
+"""Sequence packing: samples as prefix trees, put into micro-batches by bin packing."""

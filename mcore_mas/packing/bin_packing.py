@@ -1,9 +1,9 @@
-"""A forest of sequences dealt to micro-batches: none above a number of tokens, all of about the same work."""
+"""Bin packing: sequences of prefix trees into micro-batches of limited tokens and about equal work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from mcore_mas.megatron.batch import CostModel
@@ -14,7 +14,7 @@ _LEVEL = 1.05  # of the mean, from which on the largest micro-batch is worth cut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingItem:
-    """A stretch of a forest's sequences that stay together, and what they cost together."""
+    """Neighbouring sequences [first, end) of a forest that stay together, and what they cost together."""
 
     first: int
     end: int
@@ -22,8 +22,25 @@ class PackingItem:
     work: float
 
 
-def bin_pack(forest: PrefixForest, rows: Sequence[int], max_tokens: int, shares: CostModel) -> list[list[PackingItem]]:
-    """Pieces of the forest by micro-batch.
+@dataclass(slots=True)
+class _Bin:
+    """A micro-batch that is being filled."""
+
+    items: list[PackingItem] = field(default_factory=list)
+    tokens: int = 0
+    work: float = 0.0
+
+    def fits(self, item: PackingItem, max_tokens: int) -> bool:
+        return not self.items or self.tokens + item.tokens <= max_tokens
+
+    def add(self, item: PackingItem) -> None:
+        self.items.append(item)
+        self.tokens += item.tokens
+        self.work += item.work
+
+
+def bin_pack(forest: PrefixForest, rows: Sequence[int], max_tokens: int, cost: CostModel) -> list[list[PackingItem]]:
+    """The forest's sequences by micro-batch.
 
     Trees that are too large are cut, each part with a stem of its own; then the largest comes first, into the first
     micro-batch that has room. Where several ranks or stages work at once, that many micro-batches or a few more are
@@ -33,105 +50,86 @@ def bin_pack(forest: PrefixForest, rows: Sequence[int], max_tokens: int, shares:
         rows: of each sequence, how many of its tokens are trained, however often.
         max_tokens: of a micro-batch; only a sequence that is longer by itself may be.
     """
-    costs = _Costs(forest, rows, shares)
-    pieces = [part for tree in costs.trees() for part in costs.cut(tree, max_tokens)]
-    best = _first_fit(pieces, max_tokens)
-    for bins in shares.counts(len(best)):
-        dealt = _level(pieces, bins, max_tokens, costs)
-        if _makespan(dealt, shares) < _makespan(best, shares):
-            best = dealt
-    return best
+    sums = _Sums(forest, rows, cost)
+    items = [part for tree in sums.trees() for part in sums.cut(tree, max_tokens)]
+    best = _first_fit(items, max_tokens)
+    for count in cost.counts(len(best)):
+        level = _level(items, count, max_tokens, sums)
+        if cost.makespan([own.work for own in level]) < cost.makespan([own.work for own in best]):
+            best = level
+    return [own.items for own in best]
 
 
-class _Costs:
-    """Sums over stretches of a forest's sequences."""
+class _Sums:
+    """Tokens, pairs and work of any neighbouring sequences of a forest."""
 
-    def __init__(self, forest: PrefixForest, rows: Sequence[int], shares: CostModel) -> None:
+    def __init__(self, forest: PrefixForest, rows: Sequence[int], cost: CostModel) -> None:
         self._shared = [*forest.shared, 0]
-        self._lengths = [len(ids) for ids in forest.sequences]
-        own = list(zip(self._lengths, forest.shared, strict=True))
+        own = [(len(ids), shared) for ids, shared in zip(forest.sequences, forest.shared, strict=True)]
         self._tokens = [0, *accumulate(length - shared for length, shared in own)]
         self._pairs = [0.0, *accumulate((length**2 - shared**2) / 2 for length, shared in own)]
         self._rows = [0, *accumulate(rows)]
-        self._shares = shares
+        self._cost = cost
 
-    def piece(self, first: int, end: int) -> PackingItem:
+    def item(self, first: int, end: int) -> PackingItem:
         stem = self._shared[first]
         tokens = self._tokens[end] - self._tokens[first] + stem
         pairs = self._pairs[end] - self._pairs[first] + stem**2 / 2
-        work = self._shares.work(tokens, pairs, self._rows[end] - self._rows[first])
+        work = self._cost.work(tokens, pairs, self._rows[end] - self._rows[first])
         return PackingItem(first=first, end=end, tokens=tokens, work=work)
 
     def trees(self) -> Iterator[PackingItem]:
         starts = [i for i, shared in enumerate(self._shared) if not shared]
         for first, end in pairwise(starts):
-            yield self.piece(first, end)
+            yield self.item(first, end)
 
     def cut(self, tree: PackingItem, max_tokens: int) -> Iterator[PackingItem]:
         """The tree in stretches as long as fit."""
         first = tree.first
         for end in range(tree.first + 1, tree.end + 1):
-            if end == tree.end or self.piece(first, end + 1).tokens > max_tokens:
-                yield self.piece(first, end)
+            if end == tree.end or self.item(first, end + 1).tokens > max_tokens:
+                yield self.item(first, end)
                 first = end
 
-    def halves(self, piece: PackingItem) -> tuple[PackingItem, PackingItem]:
-        """The two parts of a piece whose larger one is smallest."""
-        cuts = ((self.piece(piece.first, i), self.piece(i, piece.end)) for i in range(piece.first + 1, piece.end))
+    def halves(self, item: PackingItem) -> tuple[PackingItem, PackingItem]:
+        """The two parts of an item whose larger one is smallest."""
+        cuts = ((self.item(item.first, i), self.item(i, item.end)) for i in range(item.first + 1, item.end))
         return min(cuts, key=lambda parts: max(part.work for part in parts))
 
 
-def _first_fit(pieces: Sequence[PackingItem], max_tokens: int) -> list[list[PackingItem]]:
-    bins: list[list[PackingItem]] = []
-    room: list[int] = []
-    for piece in sorted(pieces, key=lambda p: (-p.tokens, p.first)):
-        found = next((i for i, left in enumerate(room) if left >= piece.tokens), None)
+def _first_fit(items: Sequence[PackingItem], max_tokens: int) -> list[_Bin]:
+    """First-fit decreasing: the largest first, each into the first micro-batch that has room."""
+    bins: list[_Bin] = []
+    for item in sorted(items, key=lambda item: (-item.tokens, item.first)):
+        found = next((own for own in bins if own.fits(item, max_tokens)), None)
         if found is None:
-            bins.append([])
-            room.append(max_tokens)
-            found = len(bins) - 1
-        bins[found].append(piece)
-        room[found] -= piece.tokens
+            bins.append(found := _Bin())
+        found.add(item)
     return bins
 
 
-def _level(pieces: Sequence[PackingItem], bins: int, max_tokens: int, costs: _Costs) -> list[list[PackingItem]]:
-    """`bins` micro-batches of about the same work; the largest piece of the fullest is halved while that helps."""
-    best = _deal(pieces, bins, max_tokens)
-    while best[0] and _load(best[0]) * len(best) > _LEVEL * sum(map(_load, best)):
-        widest = max(best[0], key=lambda piece: piece.work)
+def _level(items: Sequence[PackingItem], count: int, max_tokens: int, sums: _Sums) -> list[_Bin]:
+    """`count` micro-batches of about the same work; the largest item of the fullest is halved while that helps."""
+    best = _least_loaded(items, count, max_tokens)
+    while best[0].items and best[0].work * len(best) > _LEVEL * sum(own.work for own in best):
+        widest = max(best[0].items, key=lambda item: item.work)
         if widest.end - widest.first == 1:
             break
-        finer = [*(piece for piece in pieces if piece is not widest), *costs.halves(widest)]
-        dealt = _deal(finer, bins, max_tokens)
-        if list(map(_load, dealt)) >= list(map(_load, best)):
+        finer = [*(item for item in items if item is not widest), *sums.halves(widest)]
+        level = _least_loaded(finer, count, max_tokens)
+        if [own.work for own in level] >= [own.work for own in best]:
             break
-        pieces, best = finer, dealt
-    return [own for own in best if own]
+        items, best = finer, level
+    return [own for own in best if own.items]
 
 
-def _deal(pieces: Sequence[PackingItem], bins: int, max_tokens: int) -> list[list[PackingItem]]:
+def _least_loaded(items: Sequence[PackingItem], count: int, max_tokens: int) -> list[_Bin]:
     """The dearest first, each to the micro-batch with least work that has room; the fullest comes first."""
-    dealt: list[list[PackingItem]] = [[] for _ in range(bins)]
-    tokens = [0] * bins
-    loads = [0.0] * bins
-    for piece in sorted(pieces, key=lambda p: (-p.work, p.first)):
-        fitting = [i for i in range(len(dealt)) if not dealt[i] or tokens[i] + piece.tokens <= max_tokens]
+    bins = [_Bin() for _ in range(count)]
+    for item in sorted(items, key=lambda item: (-item.work, item.first)):
+        fitting = [own for own in bins if own.fits(item, max_tokens)]
         if not fitting:
-            dealt.append([])
-            tokens.append(0)
-            loads.append(0.0)
-            fitting = [len(dealt) - 1]
-        place = min(fitting, key=lambda i: loads[i])
-        dealt[place].append(piece)
-        tokens[place] += piece.tokens
-        loads[place] += piece.work
-    return sorted(dealt, key=_load, reverse=True)
-
-
-def _load(pieces: Sequence[PackingItem]) -> float:
-    return sum(piece.work for piece in pieces)
-
-
-def _makespan(bins: Sequence[Sequence[PackingItem]], shares: CostModel) -> float:
-    return shares.makespan([_load(own) for own in bins])
+            fitting = [_Bin()]
+            bins += fitting
+        min(fitting, key=lambda own: own.work).add(item)
+    return sorted(bins, key=lambda own: own.work, reverse=True)

@@ -1,4 +1,4 @@
-"""Samples as micro-batches: what the samples of an agent begin with in common is stored and computed once."""
+"""Sequence packing: samples as micro-batches, in which what an agent's samples begin with in common is stored once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Sequence:
 
 
 def pack(
-    samples: Sequence[Sample], max_tokens: int, shares: CostModel | None = None, *, share: bool = True
+    samples: Sequence[Sample], max_tokens: int, cost: CostModel | None = None, *, share: bool = True
 ) -> list[Microbatch]:
     """Pack one policy's samples, agent by agent, into micro-batches of at most `max_tokens` tokens.
 
@@ -49,7 +49,7 @@ def pack(
     token is left out, so samples without trained tokens are in none.
 
     Args:
-        shares: over how many ranks the work is to be spread; None: one.
+        cost: of micro-batches, and over how many ranks the work is to be spread; None: tokens, on one rank.
         share: off, every sample is stored by itself.
     """
     microbatches = []
@@ -61,8 +61,8 @@ def pack(
         for own, holder in zip(members, holders, strict=True):
             held[holder].append(own)
         rows = [sum(len(own.trained) for own in riders) for riders in held]
-        for pieces in bin_pack(forest, rows, max_tokens, shares or CostModel()):
-            microbatches.append(_microbatch(agent, forest, held, pieces))
+        for items in bin_pack(forest, rows, max_tokens, cost or CostModel()):
+            microbatches.append(_microbatch(agent, forest, held, items))
     return microbatches
 
 
@@ -91,7 +91,7 @@ def _spread(sample: Sample, values: list[float]) -> tuple[float, ...]:
 
 
 def _microbatch(
-    agent: str, forest: PrefixForest, held: Sequence[Sequence[_Sequence]], pieces: Sequence[PackingItem]
+    agent: str, forest: PrefixForest, held: Sequence[Sequence[_Sequence]], items: Sequence[PackingItem]
 ) -> Microbatch:
     segments: list[Segment] = []
     token_ids: list[Tensor] = []
@@ -99,11 +99,11 @@ def _microbatch(
     predictors: list[Tensor] = []
     trained: list[_Sequence] = []
     stored = 0
-    for piece in pieces:
-        part = forest[piece.first : piece.end]
+    for item in items:
+        part = forest[item.first : item.end]
         own, places = part.segments()
         ids, positions = torch.empty(2, part.tokens, dtype=torch.int64)
-        for sequence, place, riders in zip(part.sequences, places, held[piece.first : piece.end], strict=True):
+        for sequence, place, riders in zip(part.sequences, places, held[item.first : item.end], strict=True):
             ids[place] = sequence
             positions[place] = torch.arange(len(place))
             for rider in riders:

@@ -1,4 +1,4 @@
-"""Token sequences as a forest: what they begin with in common is one segment."""
+"""Prefix trees of token sequences: what several begin with in common is one segment, stored and computed once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_SAVED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixForest:
-    """Sequences in lexicographic order, none a beginning of another, and what neighbours share.
+    """Prefix trees, as sequences in lexicographic order, none a beginning of another, and what neighbours share.
 
     Any stretch of them is a forest again: of sequence i, its first `shared[i]` tokens are those of its predecessor,
     and are stored with it once more where the predecessor is elsewhere.
@@ -41,11 +41,6 @@ class PrefixForest:
     def tokens(self) -> int:
         """Tokens of all segments."""
         return sum(len(ids) - shared for ids, shared in zip(self.sequences, self.shared, strict=True))
-
-    @property
-    def pairs(self) -> float:
-        """Pairs of a token and one that it attends to, itself counted half."""
-        return sum((len(ids) ** 2 - shared**2) / 2 for ids, shared in zip(self.sequences, self.shared, strict=True))
 
     def segments(self) -> tuple[list[Segment], list[Tensor]]:
         """The segments, depth first, and of each sequence where its tokens are in them."""

@@ -68,4 +68,4 @@ class Run:
 
     def packed(self, trainer: TrainerGroup, samples: Sequence[Sample]) -> list[Microbatch]:
         """The samples as micro-batches for that trainer."""
-        return pack(samples, self.config.trainer.microbatch_tokens, trainer.shares)
+        return pack(samples, self.config.trainer.microbatch_tokens, trainer.cost_model)

@@ -111,7 +111,7 @@ def handed_over(version: int) -> WeightUpdate:
 class SimulatedGang:
     """A trainer that takes `seconds` of the number of its updates so far."""
 
-    shares = None
+    cost_model = None
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self.updates: list[list] = []  # micro-batches of each

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_mas.equations.losses import Tokens, ValueTokens
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.batch import Microbatch, balance_work, flops
+from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
 from mcore_mas.megatron.model.attention import ContextShard, join
 from mcore_mas.megatron.model.build import equal_lengths
 from mcore_mas.megatron.model.decoder import PackedGPTModel
@@ -79,7 +79,7 @@ class Pipeline:
         """`stages` are this rank's parts of the model, as wrapped for training, first to last."""
         self._stages = list(stages)
         self._spec = spec
-        self._architecture = architecture
+        self._cost = CostModel.of(spec, architecture)
         self._run = get_forward_backward_func()
 
     def backward(self, microbatches: Sequence[Microbatch]) -> list[TokenStatistics]:
@@ -113,12 +113,10 @@ class Pipeline:
 
     def _own(self, microbatches: Sequence[Microbatch]) -> tuple[list[int], int]:
         """Which micro-batches this data-parallel rank takes, and how many it goes through at least."""
-        value_head = self._spec.head == "value"
-        costs = [flops(batch, self._architecture, value_head=value_head) for batch in microbatches]
-        shares = balance_work(costs, self._spec.dp)
+        ranks = balance_work([self._cost.work_of(batch) for batch in microbatches], self._spec.dp)
         # gradients are exchanged in the pass, so nobody may stay away; experts are in every micro-batch of every rank
-        rounds = 1 if self._spec.ep == 1 else max(len(share) for share in shares)
-        return shares[parallel_state.get_data_parallel_rank()], rounds
+        rounds = 1 if self._spec.ep == 1 else max(len(own) for own in ranks)
+        return ranks[parallel_state.get_data_parallel_rank()], rounds
 
     def _pass(
         self, own: list[Microbatch], rounds: int, some: Microbatch, *, forward_only: bool

@@ -91,7 +91,7 @@ class TrainerGroup:
         """
         self.policy = policy
         self._asleep = False
-        self.shares = CostModel.of(spec)  # what micro-batches are to be packed for
+        self.cost_model = CostModel.of(spec)  # what micro-batches are to be packed for
         if places is None:
             places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
         # a thread of its own waits for what is written while the ranks' other calls go on in their order

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_mas.equations.losses import ValueObjective
-from mcore_mas.megatron.batch import CostModel, Microbatch, Segment, balance_work, flops
+from mcore_mas.megatron.batch import CostModel, Microbatch, Segment, balance_work
 from mcore_mas.megatron.spec import TrainerSpec
 from rollout.models.architecture import Architecture, read_architecture
 from tests.support import reference
@@ -57,8 +57,10 @@ def test_operations_by_hand(architecture: Architecture) -> None:
     # a prompt of 4 sees 8; replies of 2 and 6 see 2 · (4 + 1) and 6 · (4 + 3)
     seen = 8 + 10 + 42
     batch = microbatch(Segment(tokens=4), Segment(tokens=2, parent=0), Segment(tokens=6, parent=0), rows=8)
-    assert flops(batch, architecture) == 2 * (2 * (12 * weights + 2 * seen * 64) + 8 * 64 * 101)
-    assert flops(batch, architecture, value_head=True) == 2 * (2 * (12 * weights + 2 * seen * 64) + 8 * 64)
+    policy = CostModel(architecture=architecture)
+    assert policy.work_of(batch) == 2 * (2 * (12 * weights + 2 * seen * 64) + 8 * 64 * 101)
+    critic = CostModel(architecture=architecture, value_head=True)
+    assert critic.work_of(batch) == 2 * (2 * (12 * weights + 2 * seen * 64) + 8 * 64)
 
 
 def test_operations_of_a_mixture_by_hand(tmp_path: Path) -> None:
@@ -69,7 +71,7 @@ def test_operations_of_a_mixture_by_hand(tmp_path: Path) -> None:
     weights = 3 * attention + dense + 2 * sparse
     seen = 8 + 10
     want = 2 * (6 * weights + 3 * 2 * seen * 128 + 2 * 64 * 101)
-    assert flops(batch, read_architecture(tmp_path)) == want
+    assert CostModel(architecture=read_architecture(tmp_path)).work_of(batch) == want
 
 
 def test_a_head_goes_with_its_objective() -> None:
