@@ -18,8 +18,7 @@ from rollout.base.options import descriptions
 from rollout.base.schema_words import expected, json_schema
 from rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
 from rollout.environments import ENVS
-from rollout.orchestras import ORCHESTRAS
-from rollout.orchestras.flows import FLOWS
+from rollout.orchestras import FLOWS, ORCHESTRAS
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.penalties import PENALTIES
 from rollout.tasks import GENERATORS

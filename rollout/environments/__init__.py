@@ -81,9 +81,9 @@ def make_data_science(
 ) -> DataScienceEnv:
     """The environment of a table to predict, in `sandbox` or in this process's own of that tier."""
     from rollout.environments.data_science import DataScienceEnv
-    from rollout.sandbox import Limits
+    from rollout.sandbox import RunLimits
 
-    limits = Limits(wall_s=cell_s, memory_mb=memory_mb, disk_mb=disk_mb, file_mb=disk_mb)
+    limits = RunLimits(wall_s=cell_s, memory_mb=memory_mb, disk_mb=disk_mb, file_mb=disk_mb)
     runner = sandbox or _own_sandbox(tier)
     return DataScienceEnv(runner, reward=reward, malformed=malformed, max_turns=max_turns, limits=limits)
 
@@ -101,9 +101,9 @@ def make_repository(
 ) -> RepositoryEnv:
     """The environment of a repository to repair, tested in `sandbox` or in this process's own of that tier."""
     from rollout.environments.repository import RepositoryEnv
-    from rollout.sandbox import Limits
+    from rollout.sandbox import RunLimits
 
-    limits = Limits(cpu_s=cpu_s, wall_s=3.0 * cpu_s, memory_mb=memory_mb, disk_mb=512, files=50_000)
+    limits = RunLimits(cpu_s=cpu_s, wall_s=3.0 * cpu_s, memory_mb=memory_mb, disk_mb=512, files=50_000)
     folder = Path(checkouts) if checkouts else None
     runner = sandbox or _own_sandbox(tier)
     return RepositoryEnv(runner, max_turns=max_turns, reward=reward, checkouts=folder, limits=limits)
@@ -208,9 +208,9 @@ def make_code(
 ) -> CodeEnv:
     """The environment of a programming problem, in `sandbox`, on a server, or in this process's own of that tier."""
     from rollout.environments.code import CodeEnv
-    from rollout.sandbox import Limits
+    from rollout.sandbox import RunLimits
 
-    limits = Limits(cpu_s=cpu_s, wall_s=2.0 * cpu_s, memory_mb=memory_mb)
+    limits = RunLimits(cpu_s=cpu_s, wall_s=2.0 * cpu_s, memory_mb=memory_mb)
     runner = sandbox or _own_runner(server, tier)
     return CodeEnv(runner, compare=compare, reward=reward, max_tests=max_tests, limits=limits)
 
@@ -220,9 +220,9 @@ def _program_runner(
 ) -> Callable[[str], Awaitable[ToolCall]]:
     async def run(program: str) -> ToolCall:
         from rollout.environments.code import run_program
-        from rollout.sandbox import Limits
+        from rollout.sandbox import RunLimits
 
-        limits = Limits(cpu_s=cpu_s, wall_s=2.0 * cpu_s, memory_mb=memory_mb)
+        limits = RunLimits(cpu_s=cpu_s, wall_s=2.0 * cpu_s, memory_mb=memory_mb)
         return await run_program(sandbox or _own_runner(server, tier), program, limits)
 
     return run

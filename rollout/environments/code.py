@@ -12,8 +12,8 @@ from rollout.base.errors import EnvError
 from rollout.base.tags import last_tag
 from rollout.environments.protocol import Case, Step, ToolCall
 from rollout.records.trajectory import Task
-from rollout.sandbox.judge import CallTest, Comparing, Judged, Runner, StdinTest, Test, judge_all
-from rollout.sandbox.records import Limits, Verdict, render_result
+from rollout.sandbox.judge import CallTest, CompareBy, Judged, Runner, StdinTest, Test, judge_all
+from rollout.sandbox.records import RunLimits, Verdict, render_result
 
 _THOUGHT = "</think>"
 _FENCE = re.compile(r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
@@ -124,10 +124,10 @@ class CodeEnv:
         self,
         sandbox: Runner,
         *,
-        compare: Comparing = "tokens",
+        compare: CompareBy = "tokens",
         reward: Literal["all", "rate"] = "all",
         max_tests: int = 0,
-        limits: Limits | None = None,
+        limits: RunLimits | None = None,
     ) -> None:
         """An environment that runs programs in `sandbox`.
 
@@ -263,7 +263,7 @@ def _short(text: str) -> str:
 _PRINTED_CHARS = 4000  # of what a program printed
 
 
-async def run_program(sandbox: Runner, program: str, limits: Limits) -> ToolCall:
+async def run_program(sandbox: Runner, program: str, limits: RunLimits) -> ToolCall:
     """Run a program; the result is what it printed, and what went wrong if it failed.
 
     Raises:

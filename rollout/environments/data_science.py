@@ -14,7 +14,7 @@ from rollout.environments.code import last_program
 from rollout.environments.predictions import TABLE_METRICS, BadSubmission, Target
 from rollout.environments.protocol import Step, ToolCall
 from rollout.records.trajectory import Task
-from rollout.sandbox.records import Limits, Verdict, render_result
+from rollout.sandbox.records import RunLimits, Verdict, render_result
 
 if TYPE_CHECKING:
     from rollout.sandbox import Sandbox, Session
@@ -56,7 +56,7 @@ class DataScienceEnv:
         reward: Literal["normalised", "gap"] = "normalised",
         malformed: float = 0.0,
         max_turns: int | None = None,
-        limits: Limits | None = None,
+        limits: RunLimits | None = None,
     ) -> None:
         """An environment whose cells run in `sandbox`.
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 
 from rollout.base.errors import EnvError, Undecided
-from rollout.environments.math_equality import Comparer, ComparerError, Comparison, Refused, check_answer
+from rollout.environments.math_equality import AnswerComparison, AnswerRefused, Comparer, ComparerError, check_answer
 from rollout.environments.protocol import Step, ToolCall
 from rollout.records.trajectory import Task
 
@@ -36,7 +36,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def compare_answers(given: str, truth: str) -> Comparison:
+def compare_answers(given: str, truth: str) -> AnswerComparison:
     """Whether an answer is the truth: as normalised text, as integers, or as mathematics.
 
     A given answer that cannot be understood, or that asks for too much before it is read, is different. Undecided is
@@ -47,14 +47,14 @@ def compare_answers(given: str, truth: str) -> Comparison:
     """
     given, truth = _normalise(given), _normalise(truth)
     if given == truth and truth:
-        return Comparison.EQUAL
+        return AnswerComparison.EQUAL
     if _refused(truth):
-        return Comparison.UNDECIDED
+        return AnswerComparison.UNDECIDED
     if _refused(given):
-        return Comparison.DIFFERENT
+        return AnswerComparison.DIFFERENT
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(truth):
         same = int(given.replace(",", "")) == int(truth.replace(",", ""))
-        return Comparison.EQUAL if same else Comparison.DIFFERENT
+        return AnswerComparison.EQUAL if same else AnswerComparison.DIFFERENT
     return _COMPARER.compare(given, truth)
 
 
@@ -86,12 +86,16 @@ class MathEnv:
             raise EnvError(f"task {self._task.id} has no answers; a math task needs at least one")
         given = last_boxed(action) or ""
         try:
-            found = await asyncio.to_thread(_compare_any, given, self._task.answers) if given else Comparison.DIFFERENT
+            found = (
+                await asyncio.to_thread(_compare_any, given, self._task.answers)
+                if given
+                else AnswerComparison.DIFFERENT
+            )
         except ComparerError as error:
             raise EnvError(str(error)) from error
-        if found is Comparison.UNDECIDED:
+        if found is AnswerComparison.UNDECIDED:
             raise Undecided(f"task {self._task.id}: it cannot be decided whether '{_short(given)}' is right")
-        right = found is Comparison.EQUAL
+        right = found is AnswerComparison.EQUAL
         metrics = {"answered": float(bool(given))}
         if given and not right and _refused(_normalise(given)):
             metrics["refused"] = 1.0
@@ -112,7 +116,7 @@ class MathEnv:
             EnvError: they cannot be compared on this machine.
         """
         try:
-            return await asyncio.to_thread(compare_answers, answer, other) is Comparison.EQUAL
+            return await asyncio.to_thread(compare_answers, answer, other) is AnswerComparison.EQUAL
         except ComparerError as error:
             raise EnvError(str(error)) from error
 
@@ -127,13 +131,13 @@ class MathEnv:
         return await self._run(program)
 
 
-def _compare_any(given: str, truths: Sequence[str]) -> Comparison:
-    found = Comparison.DIFFERENT
+def _compare_any(given: str, truths: Sequence[str]) -> AnswerComparison:
+    found = AnswerComparison.DIFFERENT
     for truth in truths:
         one = compare_answers(given, truth)
-        if one is Comparison.EQUAL:
+        if one is AnswerComparison.EQUAL:
             return one
-        if one is Comparison.UNDECIDED:
+        if one is AnswerComparison.UNDECIDED:
             found = one
     return found
 
@@ -141,7 +145,7 @@ def _compare_any(given: str, truths: Sequence[str]) -> Comparison:
 def _refused(normalised: str) -> bool:
     try:
         check_answer(normalised)
-    except Refused:
+    except AnswerRefused:
         return True
     return False
 

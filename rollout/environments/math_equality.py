@@ -16,7 +16,7 @@ _WORKERS = 2
 _PATIENCE = 20  # times the limit of CPU seconds, on the clock: for a child that is stopped, not busy
 
 
-class Comparison(enum.StrEnum):
+class AnswerComparison(enum.StrEnum):
     """What is known of two answers."""
 
     EQUAL = "equal"
@@ -24,7 +24,7 @@ class Comparison(enum.StrEnum):
     UNDECIDED = "undecided"  # the comparison went over a limit or broke down
 
 
-_REPLIES = {f"{verdict}\n": verdict for verdict in Comparison}
+_REPLIES = {f"{verdict}\n": verdict for verdict in AnswerComparison}
 
 
 class ComparerError(RuntimeError):
@@ -41,7 +41,7 @@ class Comparer:
         for child in self._children:
             self._idle.put(child)
 
-    def compare(self, given: str, truth: str) -> Comparison:
+    def compare(self, given: str, truth: str) -> AnswerComparison:
         """Whether two LaTeX answers are equal. The order matters: `x=5` is 5 when 5 is the truth.
 
         Raises:
@@ -68,7 +68,7 @@ class _Child:
         self._limit_s = limit_s
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, given: str, truth: str) -> Comparison:
+    def ask(self, given: str, truth: str) -> AnswerComparison:
         process = self._process = self._process or _start(self._limit_s)
         assert process.stdout is not None
         try:
@@ -79,7 +79,7 @@ class _Child:
             reply = ""
         if reply not in _REPLIES:
             self.stop()
-        return _REPLIES.get(reply, Comparison.UNDECIDED)
+        return _REPLIES.get(reply, AnswerComparison.UNDECIDED)
 
     def stop(self) -> None:
         if self._process:
@@ -116,10 +116,10 @@ def _serve(limit_s: int) -> None:
         try:
             guess, gold = (parse(_in_dollars(text), parsing_timeout=None) for text in (given, truth))
             equal = bool(guess and gold) and verify(gold, guess, allow_set_relation_comp=True, timeout_seconds=None)
-            verdict = Comparison.EQUAL if equal else Comparison.DIFFERENT
+            verdict = AnswerComparison.EQUAL if equal else AnswerComparison.DIFFERENT
         except Exception:  # sympy raises anything at all on text that is no mathematics, and then it equals nothing
-            verdict = Comparison.DIFFERENT
-        if verdict is Comparison.DIFFERENT and _peak_bytes() > _MEMORY_BYTES // 2:
+            verdict = AnswerComparison.DIFFERENT
+        if verdict is AnswerComparison.DIFFERENT and _peak_bytes() > _MEMORY_BYTES // 2:
             raise MemoryError  # the library hides its own; what grows by doubling fails above half of what there is
         print(verdict.value, file=replies, flush=True)
 
@@ -148,7 +148,7 @@ _EXPONENT = re.compile(r"[-+]?\d+|.", re.DOTALL)
 _STEP = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
-class Refused(ValueError):
+class AnswerRefused(ValueError):
     """An answer asks for more than any right one would: says what."""
 
 
@@ -162,19 +162,19 @@ def check_answer(text: str) -> None:
         Refused: it is empty, or too long, nested or numerous, or has too large operands.
     """
     if not text:
-        raise Refused("nothing")
+        raise AnswerRefused("nothing")
     if len(text) > MAX_CHARS:
-        raise Refused(f"{len(text)} characters; at most {MAX_CHARS}")
+        raise AnswerRefused(f"{len(text)} characters; at most {MAX_CHARS}")
     if text.count(",") > MAX_COMMAS:
-        raise Refused(f"{text.count(',')} commas; at most {MAX_COMMAS}")
+        raise AnswerRefused(f"{text.count(',')} commas; at most {MAX_COMMAS}")
     if _LONG_NUMBER.search(text):
-        raise Refused(f"a number of more than {MAX_DIGITS} digits")
+        raise AnswerRefused(f"a number of more than {MAX_DIGITS} digits")
     depth = deepest = 0
     for character in text:
         depth += _STEP.get(character, 0)
         deepest = max(deepest, depth)
     if deepest > MAX_DEPTH:
-        raise Refused(f"{deepest} brackets in each other; at most {MAX_DEPTH}")
+        raise AnswerRefused(f"{deepest} brackets in each other; at most {MAX_DEPTH}")
     for match in _BINOMIAL.finditer(text):
         _operand("a binomial", int(match[1]))
     _size(text)
@@ -205,7 +205,7 @@ def _size(text: str) -> int:
 
 def _operand(what: str, size: int) -> int:
     if size > MAX_OPERAND:
-        raise Refused(f"{what} of more than {MAX_OPERAND}")
+        raise AnswerRefused(f"{what} of more than {MAX_OPERAND}")
     return size
 
 

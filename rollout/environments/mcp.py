@@ -13,7 +13,7 @@ from rollout.base.errors import EnvError
 from rollout.base.tags import last_tag
 from rollout.base.task_group import stop
 from rollout.environments.protocol import Step, ToolCall
-from rollout.environments.text_scores import exact_match, normalise, token_f1
+from rollout.environments.search import exact_match, normalise, token_f1
 from rollout.records.trajectory import Task
 
 _SCORES = {"exact_match": exact_match, "token_f1": token_f1}

@@ -15,7 +15,7 @@ from rollout.environments.patches import BadPatch, apply_patch, parse_patch
 from rollout.environments.protocol import Step, ToolCall
 from rollout.records.trajectory import Task
 from rollout.sandbox.judge import CallTest, judge
-from rollout.sandbox.records import Limits, Result, Verdict
+from rollout.sandbox.records import RunLimits, RunResult, Verdict
 
 if TYPE_CHECKING:
     from rollout.sandbox import Sandbox
@@ -102,7 +102,7 @@ class RepositoryEnv:
         max_turns: int = 1,
         reward: Literal["all", "rate"] = "all",
         checkouts: Path | None = None,
-        limits: Limits | None = None,
+        limits: RunLimits | None = None,
     ) -> None:
         """An environment that runs tests in `sandbox`.
 
@@ -195,7 +195,7 @@ class _InFolder:
         self._sandbox = sandbox
         self._files = {path: content.encode() for path, content in files.items()}
 
-    async def run(self, source: str, *, stdin: str | bytes = b"", limits: Limits | None = None) -> Result:
+    async def run(self, source: str, *, stdin: str | bytes = b"", limits: RunLimits | None = None) -> RunResult:
         try:
             return await self._sandbox.run(source, stdin=stdin, limits=limits, files=self._files)
         except (OSError, ValueError) as error:  # a file where a folder is, or a name that is none

@@ -1,7 +1,10 @@
-"""Open-book questions: `<search>` asks a retriever, `<answer>` ends the trajectory and is scored."""
+"""Search environment (open-book question answering with a retriever as tool), scored by exact match or token F1."""
 
 from __future__ import annotations
 
+import re
+import string
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Literal, Protocol
@@ -10,8 +13,34 @@ from retrieval.client import BadRequest, RetrievalError
 from rollout.base.errors import EnvError
 from rollout.base.tags import last_tag
 from rollout.environments.protocol import Step, ToolCall
-from rollout.environments.text_scores import exact_match, normalise, token_f1
 from rollout.records.trajectory import Task
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalise(text: str) -> str:
+    """`text` in lower case without ASCII punctuation, then without articles, with single spaces."""
+    bare = text.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", bare).split())
+
+
+def exact_match(answer: str, references: Iterable[str]) -> float:
+    """1.0 when the normalised answer equals a normalised reference, else 0.0; an empty answer never matches."""
+    got = normalise(answer)
+    return float(bool(got) and any(got == normalise(reference) for reference in references))
+
+
+def token_f1(answer: str, references: Iterable[str]) -> float:
+    """The best F1 in [0, 1] of the answer's normalised words against a reference's, as bags of words."""
+    return max((_f1(normalise(answer).split(), normalise(reference).split()) for reference in references), default=0.0)
+
+
+def _f1(got: list[str], expected: list[str]) -> float:
+    # F1 = 2 P R / (P + R) with P = shared / |got|, R = shared / |expected|
+    shared = sum((Counter(got) & Counter(expected)).values())
+    return 2 * shared / (len(got) + len(expected)) if shared else 0.0
+
 
 PassageStyle = Literal["search_r1", "verl", "text"]
 PASSAGE_STYLES: dict[PassageStyle, str] = {  # how one hit reads inside <information>

@@ -1,6 +1,6 @@
 """Orchestras (multi-agent workflows): who speaks when, each an async function in plain control flow.
 
-Their roles' prompts are in roles.yaml, the parsers of replies in parsers.py, who may follow whom in flows.py.
+Their roles' prompts are in roles.yaml, the parsers of replies in parsers.py, who may follow whom in flows.yaml.
 
 ab_mcts           a tree of attempts that widens or deepens by Thompson sampling (MARTI's MARS2)
 chain             a generator, a verifier and a refiner, each once (MARTI)
@@ -29,18 +29,18 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from rollout.orchestras.ab_mcts import ab_mcts
+from rollout.orchestras.acting import game_team, self_verify, single
 from rollout.orchestras.coding import code_reflect, coder_tester, dsbench
-from rollout.orchestras.game_team import game_team
 from rollout.orchestras.graph import graph
 from rollout.orchestras.parallel import debate, ensemble_judge, mixture, reason_tool
 from rollout.orchestras.parsers import PARSERS
 from rollout.orchestras.search import m_ask, qa_decompose, qa_evidence, qa_rewrite, search_team
 from rollout.orchestras.sequential import chain, math_refine, mathchat, solver_verifier
-from rollout.orchestras.single import self_verify, single
 from rollout.teams.team import register_agent
 
 ORCHESTRAS: dict[str, Callable[..., Awaitable[None]]] = {  # (task, team, env, **options)
@@ -70,5 +70,11 @@ ORCHESTRAS: dict[str, Callable[..., Awaitable[None]]] = {  # (task, team, env, *
 # which grow a tree of their own: a task's turns are compared within one trajectory too, and it cannot be branched
 SEARCHES = frozenset({"ab_mcts"})
 
-for _name, _role in yaml.safe_load(Path(__file__).with_name("roles.yaml").read_text(encoding="utf-8")).items():
+
+def _table(name: str) -> Any:
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+FLOWS: dict[str, list[str]] = _table("flows.yaml")  # edges by orchestra, for pictures
+for _name, _role in _table("roles.yaml").items():
     register_agent(_name, system=_role["system"], user=_role["user"])(PARSERS[_role["parse"]])

@@ -17,7 +17,7 @@ from rollout.rewards.allocation import RewardError, allocate, locate
 Penalty = Callable[..., float | None]  # (turn, **options) -> what to add to its reward; None: the turn does not train
 
 
-def invalid(turn: Turn, *, coef: float = 1.0) -> float:
+def invalid_reply(turn: Turn, *, coef: float = 1.0) -> float:
     """Minus `coef` for a reply that the role's parser refused."""
     # r -= coef [malformed]   Dr.MAS, apply_invalid_action_penalty; UnityMAS-O, format_weight phi with phi = -1
     return 0.0 if turn.valid else -coef
@@ -50,7 +50,7 @@ def mask_truncated(turn: Turn) -> float | None:
     return None if turn.finish_reason == "length" else 0.0  # DAPO, overlong filtering
 
 
-PENALTIES: dict[str, Penalty] = {"invalid": invalid, "overlong": overlong, "mask_truncated": mask_truncated}
+PENALTIES: dict[str, Penalty] = {"invalid": invalid_reply, "overlong": overlong, "mask_truncated": mask_truncated}
 
 
 def apply_penalties(group: Group, penalties: Sequence[Callable[[Turn], float | None]]) -> Group:

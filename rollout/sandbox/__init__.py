@@ -13,12 +13,12 @@ from __future__ import annotations
 from rollout.sandbox.box import Sandbox
 from rollout.sandbox.fusion import SandboxFusion
 from rollout.sandbox.judge import Runner
-from rollout.sandbox.records import Limits, Result, SandboxError, SandboxUnavailable, Verdict
+from rollout.sandbox.records import RunLimits, RunResult, SandboxError, SandboxUnavailable, Verdict
 from rollout.sandbox.session import Session
 
 __all__ = [
-    "Limits",
-    "Result",
+    "RunLimits",
+    "RunResult",
     "Runner",
     "Sandbox",
     "SandboxError",

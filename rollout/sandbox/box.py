@@ -11,7 +11,7 @@ from types import TracebackType
 from rollout.sandbox import pool as tiers
 from rollout.sandbox.jail import check_name
 from rollout.sandbox.pool import JailPool
-from rollout.sandbox.records import Limits, Result, SandboxError, SandboxUnavailable, Verdict
+from rollout.sandbox.records import RunLimits, RunResult, SandboxError, SandboxUnavailable, Verdict
 from rollout.sandbox.session import Session, execute
 
 _CANARY = """
@@ -40,7 +40,7 @@ class Sandbox:
 
     def __init__(
         self,
-        limits: Limits | None = None,
+        limits: RunLimits | None = None,
         *,
         slots: int | None = None,
         tier: str = "auto",
@@ -60,7 +60,7 @@ class Sandbox:
         Raises:
             ValueError: no such tier, or not one slot.
         """
-        self.limits = limits or Limits()
+        self.limits = limits or RunLimits()
         self.slots = len(os.sched_getaffinity(0)) if slots is None else slots
         self.tier = ""  # the one in force, once started
         self.faults = 0  # runs in which the sandbox failed and that were tried again
@@ -77,10 +77,10 @@ class Sandbox:
         source: str,
         *,
         stdin: str | bytes = b"",
-        limits: Limits | None = None,
+        limits: RunLimits | None = None,
         files: Mapping[str, bytes] | None = None,
         fetch: Sequence[str] = (),
-    ) -> Result:
+    ) -> RunResult:
         """Run a program to its end; cancelling the call kills it.
 
         Args:
@@ -108,7 +108,7 @@ class Sandbox:
             return await self._run(source, stdin, limits, files, fetch)
 
     @asynccontextmanager
-    async def session(self, limits: Limits | None = None) -> AsyncIterator[Session]:
+    async def session(self, limits: RunLimits | None = None) -> AsyncIterator[Session]:
         """A process that keeps its variables and files from one cell to the next, until the block ends.
 
         `wall_s` is each cell's; `cpu_s` does not apply.
@@ -184,7 +184,7 @@ class Sandbox:
         await self._pool.ready()
         if tier in tiers.ISOLATED:
             try:
-                result = await self._run(_CANARY, b"", Limits(), {}, ())
+                result = await self._run(_CANARY, b"", RunLimits(), {}, ())
             except SandboxError as error:
                 raise SandboxUnavailable(str(error)) from error
             if result.verdict is not Verdict.OK:
@@ -198,8 +198,8 @@ class Sandbox:
                 await self._start()
 
     async def _run(
-        self, source: str, stdin: str | bytes, limits: Limits, files: Mapping[str, bytes], fetch: Sequence[str]
-    ) -> Result:
+        self, source: str, stdin: str | bytes, limits: RunLimits, files: Mapping[str, bytes], fetch: Sequence[str]
+    ) -> RunResult:
         if self._pool is None:
             raise SandboxError("the sandbox was closed")
         pool = self._pool

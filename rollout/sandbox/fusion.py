@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout.base.http import HttpClient, Refused, Unanswered, retried
 from rollout.sandbox.jail import check_name
-from rollout.sandbox.records import Limits, Result, SandboxError, Verdict
+from rollout.sandbox.records import RunLimits, RunResult, SandboxError, Verdict
 
 _ROOM_S = 10.0  # for the server's own work, beyond a program's wall time
 _REPLY_BYTES = 64 << 20
@@ -22,14 +22,14 @@ class SandboxFusion:
     def __init__(
         self,
         url: str,
-        limits: Limits | None = None,
+        limits: RunLimits | None = None,
         *,
         slots: int = 16,
         retries: int = 4,
         token_file: Path | None = None,
     ) -> None:
         """`slots` requests at once; `token_file` holds the server's bearer token, if it wants one."""
-        self.limits = limits or Limits()
+        self.limits = limits or RunLimits()
         self.retried = 0  # requests that were sent again
         self._slots = slots
         self._retries = retries
@@ -42,10 +42,10 @@ class SandboxFusion:
         source: str,
         *,
         stdin: str | bytes = b"",
-        limits: Limits | None = None,
+        limits: RunLimits | None = None,
         files: Mapping[str, bytes] | None = None,
         fetch: Sequence[str] = (),
-    ) -> Result:
+    ) -> RunResult:
         """Run a program to its end; see `Sandbox.run`.
 
         Raises:
@@ -111,7 +111,7 @@ class SandboxFusion:
         self.retried += 1
 
 
-def _read(answer: dict[str, Any], limits: Limits) -> Result:
+def _read(answer: dict[str, Any], limits: RunLimits) -> RunResult:
     """The result in an answer.
 
     Raises:
@@ -122,7 +122,7 @@ def _read(answer: dict[str, Any], limits: Limits) -> Result:
         stdout, stderr = str(run["stdout"] or ""), str(run["stderr"] or "")
         code = run["return_code"]
         files = {name: base64.b64decode(content) for name, content in (answer.get("files") or {}).items()}
-        result = Result(
+        result = RunResult(
             verdict=_verdict(run["status"], code, max(len(stdout), len(stderr)), limits, stderr),
             stdout=stdout[: limits.output_kb << 10],
             stderr=stderr[: limits.output_kb << 10],
@@ -135,7 +135,7 @@ def _read(answer: dict[str, Any], limits: Limits) -> Result:
     return result
 
 
-def _verdict(status: str, code: int | None, length: int, limits: Limits, stderr: str) -> Verdict:
+def _verdict(status: str, code: int | None, length: int, limits: RunLimits, stderr: str) -> Verdict:
     if length > limits.output_kb << 10:
         return Verdict.OLE
     if status == "TimeLimitExceeded":

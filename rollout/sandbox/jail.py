@@ -15,7 +15,7 @@ from typing import Any
 
 from rollout.sandbox.cgroup import Cgroup
 from rollout.sandbox.guest import wire
-from rollout.sandbox.records import Limits, SandboxError
+from rollout.sandbox.records import RunLimits, SandboxError
 
 _LISTING_BYTES = 4 << 20
 
@@ -31,7 +31,7 @@ class Jail:
         self._jobs = 0  # started so far
         self._ended: dict[str, Any] | None = None  # report on the last one, if it came before it was waited for
 
-    def open(self, limits: Limits) -> None:
+    def open(self, limits: RunLimits) -> None:
         """Furnish the box; the first thing to ask for.
 
         Raises:

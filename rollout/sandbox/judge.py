@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rollout.sandbox.records import Limits, Result, SandboxError, Verdict
+from rollout.sandbox.records import RunLimits, RunResult, SandboxError, Verdict
 
 _CALLER = (Path(__file__).resolve().parent / "guest" / "caller.py").read_text(encoding="utf-8")
 
@@ -41,13 +41,13 @@ class Judged:
     """One program on one test."""
 
     verdict: Verdict
-    result: Result  # its own verdict does not know what was expected
+    result: RunResult  # its own verdict does not know what was expected
 
 
 class Runner(Protocol):
     """Whatever runs programs: the sandbox of this machine, or a server's."""
 
-    async def run(self, source: str, *, stdin: str | bytes = b"", limits: Limits | None = None) -> Result:
+    async def run(self, source: str, *, stdin: str | bytes = b"", limits: RunLimits | None = None) -> RunResult:
         """Run a program to its end.
 
         Raises:
@@ -56,7 +56,7 @@ class Runner(Protocol):
 
 
 async def judge(
-    runner: Runner, source: str, test: Test, *, compare: Comparing = "tokens", limits: Limits | None = None
+    runner: Runner, source: str, test: Test, *, compare: CompareBy = "tokens", limits: RunLimits | None = None
 ) -> Judged:
     """Run a program on one test; `compare`, for what is printed, is a name in COMPARES.
 
@@ -79,8 +79,8 @@ async def judge_all(
     source: str,
     tests: Sequence[Test],
     *,
-    compare: Comparing = "tokens",
-    limits: Limits | None = None,
+    compare: CompareBy = "tokens",
+    limits: RunLimits | None = None,
 ) -> list[Judged]:
     """Run a program on every test, in order.
 
@@ -118,8 +118,8 @@ def same_floats(given: str, expected: str) -> bool:
     return len(words) == len(wanted) and all(map(_same_word, words, wanted))
 
 
-Comparing = Literal["lines", "tokens", "floats"]
-COMPARES: dict[Comparing, Compare] = {"lines": same_lines, "tokens": same_tokens, "floats": same_floats}
+CompareBy = Literal["lines", "tokens", "floats"]
+COMPARES: dict[CompareBy, Compare] = {"lines": same_lines, "tokens": same_tokens, "floats": same_floats}
 
 
 def same_value(given: str, expected: Any) -> bool:

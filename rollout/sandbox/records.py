@@ -34,7 +34,7 @@ class SandboxUnavailable(SandboxError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RunLimits:
     """What one program may use."""
 
     wall_s: float = 12.0  # generous: on a busy machine processor time is the fair measure
@@ -71,7 +71,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class RunResult:
     """How one run ended."""
 
     verdict: Verdict
@@ -94,7 +94,7 @@ _ENDINGS = {
 }
 
 
-def render_result(result: Result, max_chars: int) -> str:
+def render_result(result: RunResult, max_chars: int) -> str:
     """A result as a model reads it: what was printed, then stderr, then how it ended if not well.
 
     Of longer output the middle is left out.

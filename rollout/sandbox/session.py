@@ -14,7 +14,7 @@ from typing import Any
 from rollout.sandbox.guest import wire
 from rollout.sandbox.guest.program import OUT_OF_MEMORY
 from rollout.sandbox.jail import Jail, as_file, take_text, until_readable
-from rollout.sandbox.records import Limits, Result, SandboxError, Verdict
+from rollout.sandbox.records import RunLimits, RunResult, SandboxError, Verdict
 
 _GRACE_S = 5.0  # for a warden to report, beyond the job's wall time
 _INTERRUPT_S = 1.0  # for a cell to give in to an interrupt before its process is killed
@@ -27,7 +27,7 @@ class Session:
     ends by itself, variables are gone and files stay; the next cell starts a new process, and its result is `fresh`.
     """
 
-    def __init__(self, jail: Jail, limits: Limits, slot: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+    def __init__(self, jail: Jail, limits: RunLimits, slot: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         """`slot` is entered for every cell, so that sessions share the processors with everybody."""
         self._jail = jail
         self._limits = limits
@@ -35,7 +35,7 @@ class Session:
         self._cells: socket.socket | None = None
         self._turn = asyncio.Lock()
 
-    async def run(self, source: str, *, wall_s: float | None = None) -> Result:
+    async def run(self, source: str, *, wall_s: float | None = None) -> RunResult:
         """Run one cell; the value of a last expression is shown as in a notebook.
 
         A call that is cancelled ends the process.
@@ -91,7 +91,7 @@ class Session:
             self._jail.start("cells", [theirs.fileno()])
         return self._cells
 
-    async def _run(self, cells: socket.socket, handles: list[int], wall_s: float, fresh: bool) -> Result:
+    async def _run(self, cells: socket.socket, handles: list[int], wall_s: float, fresh: bool) -> RunResult:
         began = time.monotonic()
         late = False
         ended: dict[str, Any] = {}
@@ -117,7 +117,7 @@ class Session:
             verdict = Verdict.OLE
         else:
             verdict = {"": Verdict.OK, "MemoryError": Verdict.MLE}.get(error, Verdict.RE)
-        return Result(
+        return RunResult(
             verdict=Verdict.TLE if late else verdict,
             stdout=stdout.text,
             stderr=stderr.text,
@@ -145,10 +145,10 @@ async def execute(
     jail: Jail,
     source: str,
     stdin: str | bytes,
-    limits: Limits,
+    limits: RunLimits,
     files: Mapping[str, bytes],
     fetch: Sequence[str],
-) -> Result:
+) -> RunResult:
     """Run a program in a jail that was just lent; see `Sandbox.run`.
 
     Raises:
@@ -170,7 +170,7 @@ async def execute(
     finally:
         for handle in handles:
             os.close(handle)
-    return Result(
+    return RunResult(
         verdict=judge_end(ended, limits, stdout.complete and stderr.complete),
         stdout=stdout.text,
         stderr=stderr.text,
@@ -190,7 +190,7 @@ async def _end(jail: Jail, patience_s: float) -> dict[str, Any]:
         raise SandboxError(f"a job's warden did not report within {patience_s:g} s") from None
 
 
-def judge_end(ended: dict[str, Any], limits: Limits, output_complete: bool) -> Verdict:
+def judge_end(ended: dict[str, Any], limits: RunLimits, output_complete: bool) -> Verdict:
     """The verdict on a job from its warden's report, in which `ran_out` says that the kernel killed for memory."""
     code = ended["exit"]
     if not output_complete or ended["killed"] == "disk":

@@ -4,8 +4,7 @@ arithmetic.py    generated sums and word problems with exact answers, their solu
 encyclopedia.py  generated people and towns, passages about them, and questions of one and two hops
 tabular.py       generated tables to predict, and DSBench's own
 repositories.py  generated packages with one bug (of repository_functions.py)
-worlds.py        games of text worlds: Gymnasium, ALFWorld, WebShop
-games.py         generated puzzles: grids, Sokoban rooms, Sudokus, blocks
+games.py         generated puzzles (grids, Sokoban rooms, Sudokus, blocks), games of Gymnasium, ALFWorld and WebShop
 files.py         published data files: math, questions over passages (fields.py), programs and SWE-bench (programs.py)
 splits.py        which split owns what is generated; leaks.py: what two splits share all the same
 """
@@ -23,11 +22,10 @@ from rollout.environments.games import PUZZLES
 from rollout.environments.games.game import PuzzleSource
 from rollout.records.trajectory import Demonstration, Task
 from rollout.tasks.arithmetic import arithmetic_demonstrations, arithmetic_tasks
-from rollout.tasks.encyclopedia import Passage, encyclopedia_demonstrations, encyclopedia_tasks, passages
-from rollout.tasks.games import CARELESS, demonstrate, draw_tasks
+from rollout.tasks.encyclopedia import Article, encyclopedia_demonstrations, encyclopedia_tasks, passages
+from rollout.tasks.games import CARELESS, alfworld_tasks, demonstrate, draw_tasks, gymnasium_tasks, webshop_tasks
 from rollout.tasks.repositories import repository_tasks
 from rollout.tasks.tabular import dsbench_tasks, tabular_tasks
-from rollout.tasks.worlds import alfworld_tasks, gymnasium_tasks, webshop_tasks
 from rollout.teams.team import Role
 
 
@@ -39,7 +37,7 @@ class Generator:
     # (seed, n, *, roles, the options of the tasks, options of its own), on training tasks only; None: there are none
     demonstrations: Callable[..., Iterator[Demonstration]] | None = None
     options: Callable[..., object] | None = None  # whose keyword arguments say which tasks; None: those of `tasks`
-    passages: Callable[[int], list[Passage]] | None = None  # (seed), where the tasks are about passages
+    passages: Callable[[int], list[Article]] | None = None  # (seed), where the tasks are about passages
 
     @property
     def task_options(self) -> type[BaseModel]:

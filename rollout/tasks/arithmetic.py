@@ -18,7 +18,7 @@ _PATIENCE = 1000  # draws in a row without a new problem before a source counts 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class SumLevel:
     """One data source, a level of difficulty: numbers of a size, put in one of several wordings."""
 
     digits: int
@@ -61,13 +61,13 @@ _STORIES = {
 _NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn")
 _THINGS = ("coins", "cups", "books", "pens", "nuts", "stamps")
 
-LEVELS: dict[str, Level] = {  # in order of difficulty
-    "add_2digit": Level(digits=2, wordings={"+": _PLAIN["+"]}),
-    "sub_2digit": Level(digits=2, wordings={"-": _PLAIN["-"]}),
-    "word_2digit": Level(digits=2, wordings=_STORIES),
-    "add_3digit": Level(digits=3, wordings={"+": _PLAIN["+"]}),
-    "sub_3digit": Level(digits=3, wordings={"-": _PLAIN["-"]}),
-    "word_3digit": Level(digits=3, wordings=_STORIES),
+LEVELS: dict[str, SumLevel] = {  # in order of difficulty
+    "add_2digit": SumLevel(digits=2, wordings={"+": _PLAIN["+"]}),
+    "sub_2digit": SumLevel(digits=2, wordings={"-": _PLAIN["-"]}),
+    "word_2digit": SumLevel(digits=2, wordings=_STORIES),
+    "add_3digit": SumLevel(digits=3, wordings={"+": _PLAIN["+"]}),
+    "sub_3digit": SumLevel(digits=3, wordings={"-": _PLAIN["-"]}),
+    "word_3digit": SumLevel(digits=3, wordings=_STORIES),
 }
 
 

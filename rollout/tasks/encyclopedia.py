@@ -37,19 +37,19 @@ _SIBLING = {"trade": "home", "home": "trade", "river": "goods", "goods": "river"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passage:
+class Article:
     """One passage of the encyclopedia."""
 
     title: str
     text: str
 
 
-def passages(seed: int) -> list[Passage]:
+def passages(seed: int) -> list[Article]:
     """The whole encyclopedia of `seed`, one passage a person and one a town, in a fixed order."""
     world = make_encyclopedia(seed)
-    people = [Passage(title=p.name, text=f"{p.name} is a {p.trade} who lives in {p.home.name}.") for p in world.people]
+    people = [Article(title=p.name, text=f"{p.name} is a {p.trade} who lives in {p.home.name}.") for p in world.people]
     towns = [
-        Passage(title=t.name, text=f"{t.name} lies on the river {t.river} and sells {t.goods}.") for t in world.towns
+        Article(title=t.name, text=f"{t.name} lies on the river {t.river} and sells {t.goods}.") for t in world.towns
     ]
     return people + towns
 
@@ -145,15 +145,15 @@ def _fact(person: Person, fact: str) -> str:
 class _Book:
     """The encyclopedia opened by title: an exact title first, then titles that share a word with the query."""
 
-    def __init__(self, entries: Sequence[Passage]) -> None:
+    def __init__(self, entries: Sequence[Article]) -> None:
         self._by_title = {entry.title: entry for entry in entries}
-        self._by_word: dict[str, list[Passage]] = {}
+        self._by_word: dict[str, list[Article]] = {}
         for entry in entries:
             for word in entry.title.split():
                 self._by_word.setdefault(word, []).append(entry)
         self._first = entries[0]
 
-    async def search(self, query: str, k: int) -> list[Passage]:
+    async def search(self, query: str, k: int) -> list[Article]:
         exact = [self._by_title[query]] if query in self._by_title else []
         similar = [entry for word in reversed(query.split()) for entry in self._by_word.get(word, [])]
         return list(dict.fromkeys([*exact, *similar, self._first]))[:k]

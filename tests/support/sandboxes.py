@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollout.sandbox import Limits, Result, Sandbox, SandboxUnavailable, Verdict
+from rollout.sandbox import RunLimits, RunResult, Sandbox, SandboxUnavailable, Verdict
 
 REFUSED = """
 import os, socket, ctypes
@@ -17,7 +17,7 @@ def refused(what):
         return True
     return value
 """
-LIMITS = Limits(wall_s=20.0, cpu_s=4, memory_mb=256, processes=24)
+LIMITS = RunLimits(wall_s=20.0, cpu_s=4, memory_mb=256, processes=24)
 
 
 def started(tier: str, **options: object) -> Sandbox:
@@ -30,7 +30,7 @@ def started(tier: str, **options: object) -> Sandbox:
     return sandbox
 
 
-def run(box: Sandbox, source: str, limits: Limits | None = None, **options: object) -> Result:
+def run(box: Sandbox, source: str, limits: RunLimits | None = None, **options: object) -> RunResult:
     """How one program ends."""
     return asyncio.run(box.run(source, limits=limits, **options))  # type: ignore[arg-type]
 

@@ -14,7 +14,7 @@ from rollout.config.build import build_allocator, build_env, build_orchestra, bu
 from rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
 from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Task, Trajectory
-from rollout.tasks.encyclopedia import Passage
+from rollout.tasks.encyclopedia import Article
 from rollout.teams.collect import collect
 from rollout.teams.team import EngineClient
 from tests.support.play import Bytes
@@ -34,9 +34,9 @@ class Library:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
 
-    async def search(self, query: str, k: int) -> list[Passage]:
+    async def search(self, query: str, k: int) -> list[Article]:
         self.asked.append((query, k))
-        return [] if query == "nothing" else [Passage(title=query, text=f"{query} {rank}") for rank in range(1, k + 1)]
+        return [] if query == "nothing" else [Article(title=query, text=f"{query} {rank}") for rank in range(1, k + 1)]
 
 
 def play_shipped(

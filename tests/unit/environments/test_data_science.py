@@ -18,7 +18,7 @@ from rollout.environments.data_science import DataScienceEnv, pack_file, pack_ta
 from rollout.environments.predictions import Target
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import RecordError, Status, Task, Trajectory
-from rollout.sandbox import Limits, Sandbox, SandboxFusion
+from rollout.sandbox import RunLimits, Sandbox, SandboxFusion
 from rollout.tasks import GENERATORS
 from rollout.tasks.tabular import TableModel, metric_of
 from tests.support.casts import play, scores, speakers, validity
@@ -156,7 +156,7 @@ print("7.0" in text, len(here), os.environ.get("truth"))"""
 
 def steps(box: Any, *actions: str, task: Task = TASK, **options: Any) -> list[Step]:
     async def play_all() -> list[Step]:
-        env = DataScienceEnv(box, limits=Limits(memory_mb=256), **options)
+        env = DataScienceEnv(box, limits=RunLimits(memory_mb=256), **options)
         try:
             await env.open(task)
             env.reset(task)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollout.environments.math import compare_answers
-from rollout.environments.math_equality import Refused, check_answer
+from rollout.environments.math_equality import AnswerRefused, check_answer
 
 PAIRS = [
     json.loads(line) for line in (Path(__file__).parents[2] / "data" / "math_pairs.jsonl").read_text().splitlines()
@@ -50,7 +50,7 @@ def test_pairs_are_all_different():
     ],
 )
 def test_what_asks_for_too_much_is_refused(text, why):
-    with pytest.raises(Refused, match=why.replace("(", "\\(")):
+    with pytest.raises(AnswerRefused, match=why.replace("(", "\\(")):
         check_answer(text)
 
 

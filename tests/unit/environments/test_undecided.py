@@ -13,7 +13,7 @@ from mcore_mas.credit.samples import to_samples
 from mcore_mas.training.metrics import rollout_metrics
 from rollout.base.errors import Undecided
 from rollout.environments.math import MathEnv, compare_answers
-from rollout.environments.math_equality import Comparer, Comparison
+from rollout.environments.math_equality import AnswerComparison, Comparer
 from rollout.records.trajectory import Group, Status
 from rollout.rewards import ALLOCATORS
 from tests.support.casts import SUM, grow, play, scores
@@ -35,9 +35,9 @@ def score(text, *answers):
 def test_an_endless_comparison_is_undecided_and_the_next_one_works():
     comparer = Comparer(limit_s=1)
     try:
-        assert comparer.compare("10000000!", "5") is Comparison.UNDECIDED
-        assert comparer.compare("0.5", "\\frac{1}{2}") is Comparison.EQUAL
-        assert comparer.compare("0.4", "\\frac{1}{2}") is Comparison.DIFFERENT
+        assert comparer.compare("10000000!", "5") is AnswerComparison.UNDECIDED
+        assert comparer.compare("0.5", "\\frac{1}{2}") is AnswerComparison.EQUAL
+        assert comparer.compare("0.4", "\\frac{1}{2}") is AnswerComparison.DIFFERENT
     finally:
         comparer.close()
 
@@ -47,27 +47,27 @@ def test_a_question_does_not_queue_behind_one_that_hangs():
     comparer = Comparer()
     found = []
     try:
-        assert comparer.compare("0.5", "\\frac{1}{2}") is Comparison.EQUAL
+        assert comparer.compare("0.5", "\\frac{1}{2}") is AnswerComparison.EQUAL
         busy = comparer._children[-1]._process.pid
         os.kill(busy, signal.SIGSTOP)
         hanging = threading.Thread(target=lambda: found.append(comparer.compare("1", "2")))
         hanging.start()
         while comparer._idle.qsize() == 2:
             time.sleep(0.01)
-        assert comparer.compare("0.5", "\\frac{1}{2}") is Comparison.EQUAL
+        assert comparer.compare("0.5", "\\frac{1}{2}") is AnswerComparison.EQUAL
         assert hanging.is_alive()
         os.kill(busy, signal.SIGKILL)
         hanging.join()
-        assert found == [Comparison.UNDECIDED]
+        assert found == [AnswerComparison.UNDECIDED]
     finally:
         comparer.close()
 
 
 def test_the_truth_can_make_an_answer_undecided_and_the_answer_cannot():
-    assert compare_answers("5", HUGE) is Comparison.UNDECIDED
-    assert compare_answers(HUGE, HUGE) is Comparison.EQUAL
-    assert compare_answers(HUGE, "5") is Comparison.DIFFERENT
-    assert compare_answers(f"{HUGE}+1", HUGE) is Comparison.UNDECIDED
+    assert compare_answers("5", HUGE) is AnswerComparison.UNDECIDED
+    assert compare_answers(HUGE, HUGE) is AnswerComparison.EQUAL
+    assert compare_answers(HUGE, "5") is AnswerComparison.DIFFERENT
+    assert compare_answers(f"{HUGE}+1", HUGE) is AnswerComparison.UNDECIDED
 
 
 def test_an_undecided_score_is_an_error_and_no_reward():

@@ -13,15 +13,14 @@ import pytest
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments import ENVS
 from rollout.environments.games import PUZZLES
-from rollout.orchestras.game_team import game_team
+from rollout.orchestras.acting import game_team, single
 from rollout.orchestras.parsers import parse_decided, parse_listed, parse_search_or_answer, parse_solution
-from rollout.orchestras.single import single
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.outcome import majority
 from rollout.rewards.turn_scores import local_team
 from rollout.tasks import GENERATORS
-from rollout.tasks.encyclopedia import Passage
+from rollout.tasks.encyclopedia import Article
 from rollout.tasks.games import demonstrate
 from rollout.tasks.splits import split_of
 from rollout.teams.episode import Orchestra
@@ -192,8 +191,8 @@ def test_one_agent_alone_on_other_tasks() -> None:
     assert alone("lone_solver", sums, "so 7")[0].success == 0.0
 
     class Book:
-        async def search(self, query: str, k: int) -> list[Passage]:
-            return [Passage(title=query, text="Ada is a miller.")]
+        async def search(self, query: str, k: int) -> list[Article]:
+            return [Article(title=query, text="Ada is a miller.")]
 
     trade = Task(id="q", prompt="Ada's trade?", answers=("miller",), env="search", source="q", split="train")
     replies = ("<search>Ada</search>", "<answer>miller</answer>")

@@ -10,7 +10,7 @@ from rollout.environments.search import SearchEnv
 from rollout.orchestras.parsers import PARSERS, parse_enough, parse_query
 from rollout.orchestras.search import search_team
 from rollout.records.trajectory import Task
-from rollout.tasks.encyclopedia import Passage
+from rollout.tasks.encyclopedia import Article
 from rollout.teams.team import ROLES, AgentReply, Team, TeamSession
 
 TASK = Task(id="t", prompt="Who?", answers=("Otter",), env="search", source="one_hop", split="test")
@@ -38,8 +38,8 @@ class Script(TeamSession):
 
 
 class Echo:
-    async def search(self, query: str, k: int) -> list[Passage]:
-        return [Passage(title=query, text=f"about {query}")]
+    async def search(self, query: str, k: int) -> list[Article]:
+        return [Article(title=query, text=f"about {query}")]
 
 
 def play(script: Script, **options: object) -> None:

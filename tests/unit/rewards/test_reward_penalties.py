@@ -8,7 +8,7 @@ from rollout.config.build import build_allocator
 from rollout.config.sections import AgentConfig, RewardConfig
 from rollout.rewards import penalties as package
 from rollout.rewards.allocation import RewardError
-from rollout.rewards.penalties import PENALTIES, apply_penalties, invalid, mask_truncated, overlong
+from rollout.rewards.penalties import PENALTIES, apply_penalties, invalid_reply, mask_truncated, overlong
 from tests.support.played import failed, group, rewards, trajectory, turn
 
 AGENTS = {"solver": AgentConfig(policy="p", max_tokens=10), "verifier": AgentConfig(policy="p", max_tokens=6)}
@@ -19,9 +19,9 @@ def says(tokens, agent="solver", **fields):
 
 
 def test_a_malformed_reply_costs():
-    assert invalid(turn(0)) == 0.0
-    assert invalid(turn(0, valid=False)) == -1.0
-    assert invalid(turn(0, valid=False), coef=0.1) == -0.1
+    assert invalid_reply(turn(0)) == 0.0
+    assert invalid_reply(turn(0, valid=False)) == -1.0
+    assert invalid_reply(turn(0, valid=False), coef=0.1) == -0.1
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (13, -1.0)])
@@ -49,7 +49,7 @@ def test_penalties_add_up_after_the_allocator():
         turn(3, reward=1.0, finish_reason="length", valid=False),
         turn(4, reward=None, masked=True, valid=False),
     )
-    both = [partial(invalid, coef=0.1), partial(overlong, buffer=4, max_tokens={"solver": 10}), mask_truncated]
+    both = [partial(invalid_reply, coef=0.1), partial(overlong, buffer=4, max_tokens={"solver": 10}), mask_truncated]
     charged = apply_penalties(group(played, failed(turn(0, valid=False), sample=1)), both)
     assert rewards(charged) == [[1.0, 0.9, -0.6, None, None], [None]]
     assert [t.masked for t in charged.trajectories[0].turns] == [False, False, False, True, True]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.sandbox.records import Result, Verdict, render_result
+from rollout.sandbox.records import RunResult, Verdict, render_result
 
 
-def result(verdict: Verdict, stdout: str = "", stderr: str = "") -> Result:
-    return Result(verdict=verdict, stdout=stdout, stderr=stderr, exit_code=0, wall_s=0)
+def result(verdict: Verdict, stdout: str = "", stderr: str = "") -> RunResult:
+    return RunResult(verdict=verdict, stdout=stdout, stderr=stderr, exit_code=0, wall_s=0)
 
 
 @pytest.mark.parametrize(
@@ -23,5 +23,5 @@ def result(verdict: Verdict, stdout: str = "", stderr: str = "") -> Result:
         (result(Verdict.OK, "a" * 30 + "b" * 30), "aaaaaaaaaa\n[... 40 characters ...]\nbbbbbbbbbb"),
     ],
 )
-def test_what_a_model_reads(given: Result, text: str) -> None:
+def test_what_a_model_reads(given: RunResult, text: str) -> None:
     assert render_result(given, 20) == text

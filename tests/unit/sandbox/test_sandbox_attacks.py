@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.sandbox import Limits, Result, Sandbox, Verdict
+from rollout.sandbox import RunLimits, RunResult, Sandbox, Verdict
 from tests.support.sandboxes import refused, run, started
 
 # --- network
@@ -235,11 +235,11 @@ print(subprocess.run([sys.executable, "-c", "print(6 * 7)"], capture_output=True
 with multiprocessing.get_context("fork").Pool(2) as pool:
     print(pool.map(abs, [-1, 2]))
 """
-    assert run(spacious, source, Limits(processes=48)).stdout == "42\n[1, 2]\n"
+    assert run(spacious, source, RunLimits(processes=48)).stdout == "42\n[1, 2]\n"
 
 
 def test_concurrent_programs_do_not_see_each_other(box: Sandbox) -> None:
-    async def both() -> list[Result]:
+    async def both() -> list[RunResult]:
         first = box.run("import time, os\nopen('mine', 'w').write('x')\ntime.sleep(0.5)\nprint(os.listdir('.'))")
         second = box.run("import time, os\ntime.sleep(0.2)\nprint(os.listdir('.'))")
         return list(await asyncio.gather(first, second))

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from rollout.sandbox import Limits, Sandbox, Verdict
+from rollout.sandbox import RunLimits, Sandbox, Verdict
 from tests.support.sandboxes import refused, run
 
 # --- processes
@@ -42,7 +42,7 @@ def test_without_namespaces_there_is_one_process(box: Sandbox, body: str) -> Non
 
 def test_an_exponential_fork_bomb_ends_with_its_time(spacious: Sandbox) -> None:
     source = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    result = run(spacious, source, Limits(wall_s=1.0, processes=16))
+    result = run(spacious, source, RunLimits(wall_s=1.0, processes=16))
     assert result.verdict is Verdict.TLE
     assert run(spacious, "print('still here')").stdout == "still here\n"
 
@@ -98,12 +98,12 @@ def test_the_parent_is_not_read_through_proc(box: Sandbox, name: str) -> None:
 
 
 def test_a_stopped_program_runs_out_of_time(box: Sandbox) -> None:
-    result = run(box, "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", Limits(wall_s=0.5))
+    result = run(box, "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", RunLimits(wall_s=0.5))
     assert result.verdict is Verdict.TLE
 
 
 def test_closing_the_pipes_and_spinning_runs_out_of_time(box: Sandbox) -> None:
-    result = run(box, "import os\nfor n in range(3): os.close(n)\nwhile True: pass", Limits(wall_s=20, cpu_s=1))
+    result = run(box, "import os\nfor n in range(3): os.close(n)\nwhile True: pass", RunLimits(wall_s=20, cpu_s=1))
     assert result.verdict is Verdict.TLE
     assert result.cpu_s < 2.5
 
@@ -111,11 +111,11 @@ def test_closing_the_pipes_and_spinning_runs_out_of_time(box: Sandbox) -> None:
 @pytest.mark.slow
 def test_ignoring_the_signal_of_the_processor_limit_does_not_help(box: Sandbox) -> None:
     source = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
-    assert run(box, source, Limits(wall_s=20, cpu_s=1)).verdict is Verdict.TLE
+    assert run(box, source, RunLimits(wall_s=20, cpu_s=1)).verdict is Verdict.TLE
 
 
 def test_sleep_is_wall_time(box: Sandbox) -> None:
-    result = run(box, "import time\ntime.sleep(60)", Limits(wall_s=0.3))
+    result = run(box, "import time\ntime.sleep(60)", RunLimits(wall_s=0.3))
     assert result.verdict is Verdict.TLE
     assert 0.3 <= result.wall_s < 5
 
@@ -145,7 +145,7 @@ for _ in range(11):
     except OSError: pass
 raise SystemExit(7)
 """
-    limits = Limits(wall_s=30, memory_mb=256, disk_mb=16)  # together 1200 MiB where 272 are allowed
+    limits = RunLimits(wall_s=30, memory_mb=256, disk_mb=16)  # together 1200 MiB where 272 are allowed
     assert run(spacious, source, limits).verdict in (Verdict.MLE, Verdict.RE)
     killed = [group for group in spacious._pool.groups._all if group._count_kills()]
     assert killed  # by the kernel, for the group's limit
@@ -155,7 +155,7 @@ raise SystemExit(7)
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_endless_output_is_cut(box: Sandbox, stream: str) -> None:
     source = f"import sys\nwhile True: sys.{stream}.write('x' * 65536)"
-    result = run(box, source, Limits(output_kb=64, file_mb=2))
+    result = run(box, source, RunLimits(output_kb=64, file_mb=2))
     assert result.verdict is Verdict.OLE
     assert len(getattr(result, stream)) == 64 << 10
     assert result.wall_s < 10
@@ -188,7 +188,7 @@ try:
 except OSError as error:
     print(n, error.errno)
 """
-    limits = Limits(disk_mb=16, file_mb=8, memory_mb=256)
+    limits = RunLimits(disk_mb=16, file_mb=8, memory_mb=256)
     result = run(box, source, limits)
     if box.tier == "namespaces":
         assert result.stdout == "4 28\n"  # ENOSPC at the fifth file of 4 MiB
@@ -207,7 +207,7 @@ try:
 except OSError as error:
     print(n, error.errno)
 """
-    result = run(box, source, Limits(files=100))
+    result = run(box, source, RunLimits(files=100))
     if box.tier == "namespaces":
         assert result.stdout == "100 28\n"  # ENOSPC
     else:

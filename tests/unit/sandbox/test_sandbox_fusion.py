@@ -19,7 +19,7 @@ from rollout.config.build import build_env
 from rollout.config.sections import EnvConfig
 from rollout.environments.code import pack_test
 from rollout.records.trajectory import Task
-from rollout.sandbox import Limits, SandboxError, SandboxFusion, Verdict
+from rollout.sandbox import RunLimits, SandboxError, SandboxFusion, Verdict
 from rollout.sandbox.judge import StdinTest, judge_all
 
 
@@ -89,7 +89,7 @@ def finished(stdout: str = "", code: int | None = 0, *, status: str = "Finished"
 
 def ask(server: Server, **options: Any) -> Any:
     async def main() -> Any:
-        async with SandboxFusion(server.url, Limits(wall_s=2, memory_mb=100, output_kb=1), retries=2) as client:
+        async with SandboxFusion(server.url, RunLimits(wall_s=2, memory_mb=100, output_kb=1), retries=2) as client:
             return await client.run("print(1)", **options)
 
     return asyncio.run(main())

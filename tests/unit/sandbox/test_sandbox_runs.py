@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rollout.base.errors import EnvError
-from rollout.sandbox import Limits, Sandbox, SandboxError, SandboxUnavailable, Verdict
+from rollout.sandbox import RunLimits, Sandbox, SandboxError, SandboxUnavailable, Verdict
 from rollout.sandbox import box as box_module
 from rollout.sandbox.pool import BOXES, Zygote
 from tests.support.sandboxes import run, started
@@ -123,7 +123,7 @@ def test_what_was_measured(box: Sandbox) -> None:
 )
 def test_limits_are_checked(limits: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Limits(**limits)  # type: ignore[arg-type]
+        RunLimits(**limits)  # type: ignore[arg-type]
 
 
 def test_it_goes_from_loop_to_loop_and_starts_again_after_close(box: Sandbox) -> None:
@@ -171,7 +171,7 @@ def test_a_failing_sandbox_is_an_error_and_no_verdict(monkeypatch: pytest.Monkey
     try:
         with monkeypatch.context() as patch:
             patch.setattr(box_module, "_CANARY", "")
-            patch.setattr(Limits, "wire", lambda self: {})  # no limits reach the warden, which cannot go on
+            patch.setattr(RunLimits, "wire", lambda self: {})  # no limits reach the warden, which cannot go on
             with pytest.raises(SandboxError) as failure:
                 run(box, "print(1)")
         assert isinstance(failure.value, EnvError)
@@ -247,7 +247,7 @@ def test_it_runs_unisolated_when_told_so_by_name() -> None:
     try:
         assert run(box, "print(1)").stdout == "1\n"
         assert box.tier == "unisolated"
-        assert run(box, "while True: pass", Limits(cpu_s=1)).verdict is Verdict.TLE
+        assert run(box, "while True: pass", RunLimits(cpu_s=1)).verdict is Verdict.TLE
     finally:
         box.close()
     with pytest.raises(ValueError, match="unknown sandbox tier 'jail'; known: auto, namespaces, landlock, unisolated"):

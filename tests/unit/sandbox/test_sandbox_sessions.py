@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rollout.sandbox import Limits, Sandbox, Session, Verdict
+from rollout.sandbox import RunLimits, Sandbox, Session, Verdict
 
-LIMITS = Limits(wall_s=10, memory_mb=256, disk_mb=8, file_mb=4)
+LIMITS = RunLimits(wall_s=10, memory_mb=256, disk_mb=8, file_mb=4)
 
 
 def use(box: Sandbox, what: Callable[[Session], Awaitable[None]]) -> None:
