@@ -1,1 +1,1 @@
-"""The command line, `mcore-mas`."""
+"""Command line `mcore-mas`: a module per group of commands."""

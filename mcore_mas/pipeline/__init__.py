@@ -1,1 +1,1 @@
-"""The stages of the Snakemake pipeline: suites, tasks, index, cold start, logs, report."""
+"""Stages of the Snakemake pipeline: suites of runs, data preparation, cold start, report."""

@@ -1,1 +1,1 @@
-"""What people read of a run: pages and drawings of trajectories, tables, curves and studies."""
+"""Reports: tables, training curves, web pages and terminal output of what runs did, and generated documents."""

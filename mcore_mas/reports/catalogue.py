@@ -49,9 +49,8 @@ def _team(name: str) -> dict[str, Any]:
     file = CONFIGS / "team" / f"{name}.yaml"
     text = file.read_text(encoding="utf-8")
     team = yaml.safe_load(text)
-    comment = itertools.takewhile(
-        lambda line: line.startswith("#"), text.splitlines()[1:]
-    )  # the first names the schema
+    # the first line names the schema
+    comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()[1:])
     roles = {agent: ROLES[str(section.get("role") or agent)] for agent, section in team["agents"].items()}
     return {
         "name": name,

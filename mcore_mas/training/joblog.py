@@ -61,7 +61,7 @@ def cause(error: BaseException) -> str:
     return message if own and message else f"{type(error).__name__}: {message}".rstrip(": ")
 
 
-def success(results: Path | str, suite: str) -> str:
+def success_message(results: Path | str, suite: str) -> str:
     """What to look at after a pipeline run that ended well."""
     pages = {"Report": Path(results) / "report.html", "Table": Path(results) / "tables" / f"{suite}.md"}
     made = [f"{name}: {path}" for name, path in pages.items() if path.is_file()]
@@ -69,7 +69,7 @@ def success(results: Path | str, suite: str) -> str:
     return f"\nDone. {'   '.join(made)}\n`make ui{store}` opens MLflow on every curve of every agent."
 
 
-def failure(workflow_logs: Iterable[Path | str], lines: int = 15) -> str:
+def failure_message(workflow_logs: Iterable[Path | str], lines: int = 15) -> str:
     """What failed, from Snakemake's own log files: one line for each cause, then the logs of the jobs it ended.
 
     A job that died without a word (killed, out of memory) is followed by the last `lines` lines of its log.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from mcore_mas.training.joblog import cause, failure, success
+from mcore_mas.training.joblog import cause, failure_message, success_message
 from rollout.records.trajectory import RecordError
 
 
@@ -43,9 +43,9 @@ def test_own_messages_stand_without_the_name_of_their_class() -> None:
 
 
 def test_success_names_what_was_made(tmp_path: Path) -> None:
-    assert "report.html" not in success(tmp_path, "demo")
+    assert "report.html" not in success_message(tmp_path, "demo")
     (tmp_path / "report.html").touch()
-    assert f"Done. Report: {tmp_path}/report.html\n" in success(tmp_path, "demo")
+    assert f"Done. Report: {tmp_path}/report.html\n" in success_message(tmp_path, "demo")
 
 
 def test_failure_names_each_cause_and_log(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_failure_names_each_cause_and_log(tmp_path: Path) -> None:
     workflow = tmp_path / "snakemake.log"
     line = "    log: {} (check log file(s) for error details)\n"
     workflow.write_text("Error in rule train:\n" + line.format(said) + line.format(silent) + line.format(again))
-    text = failure([workflow], lines=3)
+    text = failure_message([workflow], lines=3)
     assert text.count("error: ") == 2
     assert f"error: a.parquet: no such file\n  logs: {said}, {again}" in text
     assert f"the end of its log:\n  | step 37\n  | step 38\n  | step 39\n  logs: {silent}" in text

@@ -54,8 +54,8 @@ onstart:
 
 
 onsuccess:
-    print(joblog.success(config.get("results", "results"), SUITE.name))
+    print(joblog.success_message(config.get("results", "results"), SUITE.name))
 
 
 onerror:
-    print(joblog.failure(log), file=sys.stderr)
+    print(joblog.failure_message(log), file=sys.stderr)
