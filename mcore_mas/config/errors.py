@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import re
-import typing
-from collections.abc import Sequence
 from difflib import get_close_matches
-from types import NoneType
-from typing import Any
 
 from hydra.errors import MissingConfigException
 from pydantic import ValidationError
 
-from rollout.base.schema_words import expected, json_schema, walk
+from rollout.base.schema_words import expected, json_schema, keys_of, walk
 from rollout.base.section import Section
 
 
 def invalid(error: ValidationError, model: type[Section]) -> str:
-    """The first of pydantic's complaints about values for `model`."""
-    errors = error.errors()
-    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])  # a typo explains the others
-    place = ".".join(str(part) for part in first["loc"]) or "the config"
-    if first["type"] == "extra_forbidden":
-        return _unknown(first["loc"], model) or f"unknown key '{place}'"
+    """The first of pydantic's complaints about values for `model`; a misspelt key comes before a missing one."""
+    first = min(error.errors(), key=lambda details: details["type"] != "extra_forbidden")
+    place = ".".join(map(str, first["loc"])) or "the config"
     if first["type"] == "missing":
         return f"'{place}' is missing"
     if first["type"] == "value_error":
@@ -31,6 +24,9 @@ def invalid(error: ValidationError, model: type[Section]) -> str:
     if first["type"] != "option":  # whose message says already what was expected
         schema = json_schema(model)
         keys, at = walk(schema, first["loc"])
+        if first["type"] == "extra_forbidden":
+            unknown = ".".join(map(str, first["loc"][: len(keys) + 1]))
+            return f"unknown key '{unknown}'; known here: {', '.join(keys_of(schema, at))}"
         place, message = ".".join(map(str, keys)), f"expected {expected(at, schema['$defs'])}"
     got = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
     return f"{place}: {message}{got}"
@@ -47,24 +43,3 @@ def uncomposed(error: Exception) -> str:
         which = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(error.options)}"
         return f"no file '{name}' in configs/{group}; {which}"
     return " ".join(str(error).split())
-
-
-def _unknown(loc: Sequence[int | str], model: type[Section]) -> str | None:
-    """The first part of `loc` that is no key, with the keys there; None when all may be."""
-    at: Any = model
-    for depth, part in enumerate(loc):
-        if isinstance(at, type) and issubclass(at, Section):
-            if part not in at.model_fields:
-                place = ".".join(map(str, loc[: depth + 1]))
-                return f"unknown key '{place}'; known here: {', '.join(at.model_fields)}"
-            at = _present(at.model_fields[str(part)].annotation)
-        else:  # in a dict or list of sections any name goes, in a dict of plain values all that follows
-            at = _present((typing.get_args(at) or (None,))[-1])
-    return None
-
-
-def _present(annotation: Any) -> Any:
-    """What a key holds when it is not None."""
-    options = [option for option in typing.get_args(annotation) if option is not NoneType]
-    optional = NoneType in typing.get_args(annotation)
-    return options[0] if optional else annotation
