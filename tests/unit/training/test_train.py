@@ -1,7 +1,10 @@
 """What a run does before its processes start."""
 
+import asyncio
 import os
+import threading
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.training.engine_factory import world
 from mcore_mas.training.train import train
+from retrieval.corpus import RetrievalError
 from rollout.engines.remote import protocol as keys
 from tests.support.run_folder import make_run
 
@@ -49,11 +53,24 @@ def test_keys_leave_the_environment_before_the_first_child_process(
 def test_a_retriever_elsewhere_is_asked_with_its_token(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("0123456789abcdef\n")
-    url = ["+retriever.url=http://127.0.0.1:9", f"+retriever.key_file={token}"]
-    with world(RunConfig.check(resolve(["experiment=demo_search", *url]), "a test"), "unused") as make_env:
-        client = make_env.keywords["retriever"]
-        assert client.url == "http://127.0.0.1:9"
-        assert client._headers == {"Authorization": "Bearer 0123456789abcdef"}
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.headers["Authorization"])
+            self.send_error(400, "seen")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = [f"+retriever.url=http://127.0.0.1:{server.server_port}", f"+retriever.key_file={token}"]
+        config = RunConfig.check(resolve(["experiment=demo_search", *url]), "a test")
+        with world(config, "unused") as make_env, pytest.raises(RetrievalError, match="400"):
+            asyncio.run(make_env.keywords["retriever"].search("who?"))
+        server.shutdown()
+    assert asked == ["Bearer 0123456789abcdef"]
     with pytest.raises(ConfigError, match="retriever: key_file is the token of a server that runs elsewhere; set url"):
         resolve(["experiment=demo_search", url[1]])
 
