@@ -33,7 +33,7 @@ REGISTRIES = {  # where the names that a config may use stand, by what they are
     "filters": "mcore_mas.equations.filters:FILTERS",
     "losses": "mcore_mas.equations.losses:LOSSES",
     "corrections": "mcore_mas.equations.corrections:CORRECTIONS",
-    "aggregations": "mcore_mas.equations.aggregation:AGGREGATIONS",
+    "aggregations": "mcore_mas.equations.losses:AGGREGATIONS",
     "engines": "rollout.engines:ENGINES",
 }
 

@@ -7,11 +7,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from mcore_mas.equations.advantages import ESTIMATORS
-from mcore_mas.equations.aggregation import AGGREGATIONS, AggregationName
 from mcore_mas.equations.corrections import CORRECTIONS
 from mcore_mas.equations.filters import FILTERS
 from mcore_mas.equations.kl import KLName
-from mcore_mas.equations.losses import LOSSES
+from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, AggregationName
 from rollout.base.options import Registry
 from rollout.base.section import Section
 from rollout.config.sections import AgentConfig, Choice

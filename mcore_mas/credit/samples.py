@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mcore_mas.equations.aggregation import AggregationName, token_weights
+from mcore_mas.equations.losses import AggregationName, token_weights
 from rollout.base.seeds import derive_seed
 from rollout.records.trajectory import Group, Status
 

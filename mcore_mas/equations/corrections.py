@@ -1,4 +1,21 @@
-"""Importance-sampling corrections for engine (μ) and trainer (π_old) that disagree: TIS, MIS, IcePop."""
+"""Importance-sampling corrections for the mismatch of engine (μ) and trainer (π_old): TIS, MIS, IcePop.
+
+Engine and trainer never agree to the last bit, and a sampler may be some versions behind. Decoupled PPO (AReaL, arXiv
+2505.24298) keeps the clipped ratio π/π_old for the size of the update and puts the mismatch into a weight without
+gradient, w = π_old/μ. Methods differ in the level at which w is taken, and in what becomes of it where it is extreme:
+
+| name | weight | level | source |
+|---|---|---|---|
+| `importance` | w | token | AReaL, arXiv 2505.24298 |
+| `tis` | min(w, high) | token, high 2 | Yao et al. 2025, https://fengyao.notion.site/off-policy-rl |
+| `mis` | w inside [low, high], else 0 | sequence, 0 to 2 | Liu, Li et al. 2025, https://richardli.xyz/rl-collapse |
+| `icepop` | w inside [low, high], else 0 | token, 0.5 to 5 | Ring-1T, arXiv 2510.18855; range as in verl |
+
+Levels are those of `at_level`; a geometric ratio is a mean, so its useful range is much narrower (verl masks outside
+0.999 to 1.001). `veto` gives weight 0 to every token of a reply in which any token has π_old/μ < veto; 0 is off, 1e-4
+is verl's value. A token whose sampler is unknown (NaN) counts as w = 1. Weights stay out of the denominator: a masked
+token still counts in the loss's mean, as in the papers.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Per-token losses of a policy and of its critic.
+"""Losses per token of a policy and of its critic, and aggregation: how much each token counts in an update.
 
 A policy's loss maps a `Tokens` of N tokens, and the log-probabilities [N] of the old policy that its ratio starts
-from, to (loss [N], statistics [N] by name). The trainer multiplies by the token weights and sums, so aggregation and
-the denominator are numbers on the tokens and never a property of a micro-batch.
+from, to (loss [N], statistics [N] by name). Statistics are reduced over all tokens by their mean, those whose name ends
+in `_max` or `_min` by maximum or minimum; NaN says that a token does not have that statistic.
 
-Statistics are reduced over all tokens by their mean, those whose name ends in `_max` or `_min` by maximum or minimum;
-NaN says that a token does not have that statistic.
+The loss of an update is Σ_i Σ_t weight_i · loss_it over all tokens of all its samples, so it does not depend on how
+samples are cut into micro-batches or spread over ranks. A sequence is a sample: one reply of one agent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat
@@ -219,3 +219,53 @@ def explained_variance(means: Mapping[str, float]) -> float:
     returns = means["return_squared"] - means["return"] ** 2
     errors = means["value_error_squared"] - means["value_error"] ** 2
     return 1.0 - errors / returns if returns > 0 else math.nan
+
+
+AggregationName = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregation:
+    """One way to make a loss of all tokens."""
+
+    weights: Callable[[Tensor, float], Tensor]  # (lengths [n] float64, norm) -> weight of a token of each sample [n]
+    source: str
+    normed: bool = False  # divides by a configured length
+
+
+AGGREGATIONS: dict[AggregationName, Aggregation] = {
+    # 1 / Σ_j |y_j|
+    "token_mean": Aggregation(
+        weights=lambda lengths, _: torch.ones_like(lengths) / lengths.sum(),
+        source="DAPO, arXiv 2503.14476; verl token-mean",
+    ),
+    # 1 / n
+    "seq_mean_token_sum": Aggregation(
+        weights=lambda lengths, _: torch.ones_like(lengths) / (lengths > 0).sum(),
+        source="REINFORCE's; verl seq-mean-token-sum",
+    ),
+    # 1 / (n |y_i|)
+    "seq_mean_token_mean": Aggregation(
+        weights=lambda lengths, _: 1.0 / ((lengths > 0).sum() * lengths),
+        source="GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071; verl seq-mean-token-mean",
+    ),
+    # 1 / (n L)
+    "seq_mean_token_sum_norm": Aggregation(
+        weights=lambda lengths, norm: torch.ones_like(lengths) / ((lengths > 0).sum() * norm),
+        source="Dr. GRPO, arXiv 2503.20783, with a constant length; verl seq-mean-token-sum-norm",
+        normed=True,
+    ),
+}
+
+
+def token_weights(lengths: Tensor, *, mode: AggregationName = "token_mean", norm: float | None = None) -> Tensor:
+    """The weight [n] float64 of each single token of sample i, the update's denominator included.
+
+    Args:
+        lengths: [n] trained tokens of every sample of the update. A sample without any is no sequence: it gets
+            weight 0 and does not count in n.
+        mode: name in `AGGREGATIONS`.
+        norm: the constant length L in tokens, for modes that divide by one; None for the others.
+    """
+    lengths = lengths.double()
+    return torch.where(lengths > 0, AGGREGATIONS[mode].weights(lengths, norm or 1.0), 0.0)

@@ -1,4 +1,4 @@
-"""What megatron-core needs from CUDA at import and in a training step, answered for a machine that has none.
+"""CPU support for megatron-core: what it needs of CUDA at import and in a training step, without a GPU.
 
 Nothing here runs where CUDA is available, so the GPU path is Megatron's own.
 """
@@ -188,7 +188,17 @@ def untried(version: str) -> str | None:
 
 
 def patch_release() -> None:
-    """Supply what a version of megatron-core leaves out, on every device; warns of one that has not been tried."""
+    """Supply what a version of megatron-core leaves out, on every device; warns of one that has not been tried.
+
+    What this package uses of megatron-core has the same names and arguments from 0.16.1 to 0.19.2. But:
+
+    - 0.16: the router reads `te_general_gemm`, which only an import of Transformer Engine defines.
+    - 0.17 on: Python 3.12 or later by their metadata. 0.18 on: `triton` is imported with the schedules; its package
+      does that without a GPU too, where torch came without it.
+    - 0.18 on: a module is made by calling what a spec names, with keywords only; `RMSNorm` and `TreeAttention` take
+      them.
+    - 0.19: the exchange of gradients asks which stream it is on; `patch_cuda` answers.
+    """
     said = untried(metadata.version("megatron-core"))
     if said:
         warnings.warn(said, stacklevel=2)

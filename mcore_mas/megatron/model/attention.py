@@ -1,4 +1,14 @@
-"""Attention and rotary positions over packed prefix trees, also under context parallelism, as Megatron modules."""
+"""Attention and rotary positions over packed prefix trees, also under context parallelism, as Megatron modules.
+
+torch's fused kernels attend from one block of queries to one block of keys. The output and its log-sum-exp of several
+blocks of keys become those of all keys, and each block's gradient follows from the joint output and log-sum-exp alone
+(as in ring attention, arXiv 2310.01889). torch differentiates its kernels through the output of one call only, so both
+directions are called here.
+
+Context parallelism cuts the tokens of a micro-batch over ranks, and exchanges them for heads to attend. The exchange is
+DeepSpeed-Ulysses' (arXiv 2309.14509), "a2a" in Megatron's words: every rank attends over the whole micro-batch with its
+part of the heads, so any layout of sequences stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -175,6 +185,10 @@ _aten = torch.ops.aten
 _LSE_MULTIPLE = 32  # to which the memory-efficient kernel pads its log-sum-exps
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+# in `attend` and its gradient, queries and outputs are [B, heads, Q, d], keys and values [B, kv_heads, K, d], and
+# log-sum-exps [B, heads, Q] float32; heads are a multiple of kv_heads
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

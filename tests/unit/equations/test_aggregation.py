@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_mas.equations.aggregation import AGGREGATIONS, token_weights
+from mcore_mas.equations.losses import AGGREGATIONS, token_weights
 
 # replies of 1, 2 and 5 tokens, and one of which nothing is trained
 LENGTHS = torch.tensor([1, 2, 5, 0])

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_mas.equations.aggregation import token_weights
 from mcore_mas.equations.losses import (
     LOSSES,
     Objective,
@@ -23,6 +22,7 @@ from mcore_mas.equations.losses import (
     gspo,
     ppo_clip,
     reinforce,
+    token_weights,
 )
 
 OLD = -1.0  # every old log-probability
