@@ -15,7 +15,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.embedded.decoder import Decoder
+from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import Architecture
 from rollout.models.fused_weights import Weights
 from rollout.records.completion import Sampling
@@ -40,9 +40,9 @@ SHAPE = (
 )
 
 
-def random_decoder() -> Decoder:
+def random_decoder() -> CachedDecoder:
     """A decoder of that shape with weights drawn at random."""
-    decoder = Decoder(SHAPE, CONTEXT + STEPS * (REPEATS + 2))
+    decoder = CachedDecoder(SHAPE, CONTEXT + STEPS * (REPEATS + 2))
     generator = torch.Generator().manual_seed(0)
     decoder.load(
         (name, torch.ones(tensor.shape) if "norm" in name else 0.02 * torch.randn(tensor.shape, generator=generator))
@@ -51,7 +51,7 @@ def random_decoder() -> Decoder:
     return decoder
 
 
-def running_engine(decoder: Decoder) -> EmbeddedEngine:
+def running_engine(decoder: CachedDecoder) -> EmbeddedEngine:
     """An engine in which `ROWS` different requests, `CONTEXT` tokens long, are decoding."""
     engine = EmbeddedEngine(decoder, rows=ROWS)
     prompts = np.random.default_rng(0).integers(1, SHAPE.vocab, (ROWS, CONTEXT)).tolist()

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from rollout.base.errors import EngineError
-from rollout.engines.embedded import rows as sampler
-from rollout.engines.embedded.decoder import Cache, Decoder, Span
-from rollout.engines.embedded.rows import Request, Rows
+from rollout.engines.embedded.decoder import Cache, CachedDecoder, Span
+from rollout.engines.embedded.rows import CacheRows, GenerationRequest
 from rollout.engines.protocol import BUSY, Tag, problem_of
 from rollout.records.completion import Completion, Sampling, VersionSpan
 
 _PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
 
+Ask = tuple[int, Sequence[int], Sampling]  # request id, prompt ids, how to sample
 Outcome = Completion | EngineError
 
 
@@ -49,7 +49,7 @@ class EmbeddedEngine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: CachedDecoder,
         *,
         rows: int = 192,
         version: int = 0,
@@ -59,35 +59,26 @@ class EmbeddedEngine:
         self.version = version
         self.stats = Stats()
         self.max_length = decoder.max_length
-        self._decoder = decoder
-        self._rows = Rows(rows, decoder.max_length)
+        self.decoder = decoder  # the model and its weights
+        self._rows = CacheRows(rows, decoder.max_length)
         self._cache: Any = None  # as while the engine sleeps
-        self._asleep: set[Tag] = {"kv_cache"}
-        self.wake(tuple(self._asleep))
+        self._asleep: set[Tag] = set()
+        self.wake(["kv_cache"])
         self._reuse = reuse_prefixes
         self._alone = deterministic
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[GenerationRequest] = deque()
         self._done: list[tuple[int, Outcome]] = []
 
     @classmethod
     def from_folder(
-        cls,
-        folder: Path | str,
-        *,
-        max_length: int,
-        rows: int = 192,
-        version: int = 0,
-        reuse_prefixes: bool = True,
-        deterministic: bool = False,
-        device: str = "cpu",
+        cls, folder: Path | str, *, max_length: int, device: str = "cpu", **settings: Any
     ) -> EmbeddedEngine:
-        """Build from a Hugging Face model folder (config.json and safetensors).
+        """Build from a Hugging Face model folder (config.json and safetensors); `settings` are those of the class.
 
         Raises:
             EngineError: the folder is not a model that this engine computes.
         """
-        decoder = Decoder.from_folder(Path(folder), max_length, device)
-        return cls(decoder, rows=rows, version=version, reuse_prefixes=reuse_prefixes, deterministic=deterministic)
+        return cls(CachedDecoder.from_folder(Path(folder), max_length, device), **settings)
 
     @property
     def has_work(self) -> bool:
@@ -96,14 +87,32 @@ class EmbeddedEngine:
 
     def submit(self, request_id: int, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Queue one generation. What is wrong with it comes back from `step` as its EngineError."""
-        problem = problem_of(prompt_ids, sampling, self._decoder.shape.vocab, self.max_length)
-        if self._asleep:
-            problem = "the engine sleeps; wake it first"
+        unfit = problem_of(prompt_ids, sampling, self.decoder.shape.vocab, self.max_length)
+        problem = "the engine sleeps; wake it first" if self._asleep else unfit
         if problem:
             self._done.append((request_id, EngineError(problem)))
         else:
             prompt = np.asarray(prompt_ids, dtype=np.int64)
-            self._waiting.append(Request(id=request_id, prompt=prompt, sampling=sampling))
+            self._waiting.append(GenerationRequest(id=request_id, prompt=prompt, sampling=sampling))
+
+    def exchange(self, asks: list[Ask], aborts: list[int], budget_s: float = 0.0) -> list[tuple[int, Outcome]]:
+        """Take new requests, end `aborts`, decode for about `budget_s`, at least a step; returns what has ended.
+
+        As long as nothing has ended it goes on, for at most five times as long.
+        """
+        for request_id, prompt_ids, sampling in asks:
+            self.submit(request_id, prompt_ids, sampling)
+        self.abort(aborts)
+        began, done = time.monotonic(), []
+        try:
+            while self.has_work:
+                done += self.step()
+                if time.monotonic() - began >= (budget_s if done else 5 * budget_s):
+                    break
+        except Exception:
+            self.reset()
+            raise
+        return done
 
     def step(self) -> list[tuple[int, Outcome]]:
         """Admit what fits, decode one token for every running request, and return what has ended."""
@@ -118,12 +127,8 @@ class EmbeddedEngine:
     def abort(self, request_ids: Collection[int]) -> None:
         """End requests now; the next `step` returns what they have so far, with finish reason `abort`."""
         gone = set(request_ids)
-        nothing = Completion(
-            token_ids=(),
-            logprobs=(),
-            finish_reason="abort",
-            versions=(VersionSpan(version=self.version, start=0, end=0),),
-        )
+        version = (VersionSpan(version=self.version, start=0, end=0),)
+        nothing = Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=version)
         self._done += [(request.id, nothing) for request in self._waiting if request.id in gone]
         self._waiting = deque(request for request in self._waiting if request.id not in gone)
         for row in np.flatnonzero(self._rows.live).tolist():
@@ -138,18 +143,15 @@ class EmbeddedEngine:
         Raises:
             EngineError: names a tensor that is missing, unknown or of another shape; nothing has changed.
         """
-        self._decoder.load(stream)
-        self._renew(version)
+        self.decoder.load(stream)
+        self.version = version
+        self._rows.renew(version)
 
     def adopt(self, half: int, version: int) -> None:
         """As `load_weights`, with weights that somebody else has written into the decoder's `half`."""
-        self._decoder.adopt(half)
-        self._renew(version)
-
-    @property
-    def decoder(self) -> Decoder:
-        """The model and its weights."""
-        return self._decoder
+        self.decoder.adopt(half)
+        self.version = version
+        self._rows.renew(version)
 
     def sleep(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> None:
         """Give memory back, of weights only a GPU's; only an idle engine can.
@@ -161,71 +163,37 @@ class EmbeddedEngine:
             raise EngineError(BUSY)
         self._asleep.update(tags)
         if "weights" in tags:
-            self._decoder.release()
+            self.decoder.release()
         if "kv_cache" in tags:
             self._rows.cached[:] = 0
             self._cache = None
-        if self._decoder.device.type == "cuda":
+        if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()  # to whoever else is on this GPU
 
     def wake(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> None:
         """Have the weights where they are computed with, and room for keys and values, of which none are cached."""
         self._asleep.difference_update(tags)
-        decoder = self._decoder
         if "weights" in tags:
-            decoder.restore()
+            self.decoder.restore()
         if "kv_cache" in tags and self._cache is None:
-            self._cache = Cache(decoder.shape, len(self._rows.live), decoder.max_length, decoder.device)
-
-    def _renew(self, version: int) -> None:
-        self.version = version
-        rows = self._rows
-        rows.cached[:] = 0
-        rows.fresh[:] = False
-        for row in np.flatnonzero(rows.live):
-            versions, first = rows.requests[row].versions, int(rows.size[row] - rows.prompt[row])
-            if versions[-1][1] == first:
-                versions.pop()
-            versions.append((version, first))
+            self._cache = Cache(self.decoder.shape, len(self._rows.live), self.max_length, self.decoder.device)
 
     def reset(self) -> None:
         """Drop every request and every cached prefix, unanswered: the way back after `step` has raised."""
         self._waiting.clear()
         self._done.clear()
-        self._rows.live[:] = False
-        self._rows.cached[:] = 0
+        self._rows.live[:], self._rows.cached[:] = False, 0
 
     def _admit(self) -> None:
         """Prefill waiting requests, in order, up to one pass's budget; equal prompts are computed once."""
         began = time.thread_time()
-        rows, budget = self._rows, 1 if self._alone else _PREFILL_TOKENS
-        spans: list[Span] = []
-        owners: dict[bytes, int] = {}  # prompt -> index of its span
-        twins: dict[int, list[int]] = {}  # index of a span -> rows with the same prompt
-        while self._waiting and not rows.live.all():
-            if budget <= 0 and not (self._reuse and self._waiting[0].prompt.tobytes() in owners):
-                break
-            request = self._waiting.popleft()
-            key = request.prompt.tobytes()
-            if self._reuse and key in owners:
-                row = rows.place(0, 0)
-                request.cached = len(request.prompt)
-                twins.setdefault(owners[key], []).append(row)
-            else:
-                reuse = self._reuse and not self._alone
-                source, shared = rows.longest_prefix(request.prompt) if reuse else (0, 0)
-                row = rows.place(source, shared)
-                request.cached = shared
-                owners[key] = len(spans)
-                spans.append(Span(row=row, start=shared, ids=request.prompt[shared:], source=source if shared else row))
-                budget -= len(request.prompt) - shared
-            rows.occupy(row, request)
-            if row not in twins.get(owners[key], ()):
-                rows.cached[row] = len(request.prompt)  # later spans of this very pass may start from it
+        rows = self._rows
+        spans, twins, admitted = _plan(rows, self._waiting, reuse=self._reuse, alone=self._alone)
+        for request in admitted:
             request.versions.append((self.version, 0))
             self.stats.cached_tokens += request.cached
             self.stats.prefill_tokens += len(request.prompt) - request.cached
-        logits = self._decoder.prefill(self._cache, spans)
+        logits = self.decoder.prefill(self._cache, spans)
         placed, index = [span.row for span in spans], list(range(len(spans)))
         for owner, copies in twins.items():
             size = int(rows.prompt[spans[owner].row])
@@ -234,9 +202,8 @@ class EmbeddedEngine:
             placed += copies
             index += [owner] * len(copies)
         self.stats.prefill_s += time.thread_time() - began
-        self._emit(
-            np.array(placed), logits if len(index) == len(spans) else logits[torch.tensor(index, device=logits.device)]
-        )
+        same = len(index) == len(spans)
+        self._emit(np.array(placed), logits if same else logits[torch.tensor(index, device=logits.device)])
 
     def _decode(self, live: np.ndarray) -> None:
         began = time.thread_time()
@@ -244,7 +211,7 @@ class EmbeddedEngine:
         newest = rows.size[live] - 1
         batches = np.arange(len(live))[:, None] if self._alone else [slice(None)]
         logits = torch.cat(
-            [self._decoder.decode(self._cache, live[b], rows.tokens[live[b], newest[b]], newest[b]) for b in batches]
+            [self.decoder.decode(self._cache, live[b], rows.tokens[live[b], newest[b]], newest[b]) for b in batches]
         )
         rows.cached[live] = np.where(rows.fresh[live], newest + 1, 0)
         self.stats.steps += 1
@@ -255,31 +222,54 @@ class EmbeddedEngine:
         """Sample the next token of the rows `placed` from their `logits`, and end those that are complete."""
         began = time.thread_time()
         rows = self._rows
-        size = rows.size[placed]
-        uniform = sampler.uniforms(rows.seed[placed], size - rows.prompt[placed])
-        drawn, logprobs = sampler.choose(
-            logits, rows.temperature[placed], rows.top_p[placed], rows.top_k[placed], uniform
-        )
-        tokens = drawn.cpu().numpy()
-        rows.tokens[placed, size] = tokens
-        rows.logprobs[placed, size] = logprobs.cpu().numpy()
-        rows.size[placed] = size + 1
-        broken = ~np.isfinite(rows.logprobs[placed, size])
-        stopped = (rows.stop[placed] == tokens[:, None]).any(1)
-        ended = (stopped | (size + 1 >= rows.limit[placed])) & ~broken
+        stopped, ended, broken = rows.append(placed, *rows.draw(placed, logits))
         for row, at_stop in zip(placed[ended].tolist(), stopped[ended].tolist(), strict=True):
             self._finish(row, "stop" if at_stop else "length")
         for row in placed[broken].tolist():
-            request_id = rows.requests[row].id
+            problem = EngineError(f"weights version {self.version} give logits that are not finite")
+            self._done.append((rows.requests[row].id, problem))
             rows.vacate(row, "abort")
             rows.cached[row] = 0
             self._cache.clear(row)
-            self._done.append(
-                (request_id, EngineError(f"weights version {self.version} give logits that are not finite"))
-            )
         self.stats.decode_tokens += len(placed)
         self.stats.sample_s += time.thread_time() - began
 
     def _finish(self, row: int, reason: str) -> None:
         request_id = self._rows.requests[row].id
         self._done.append((request_id, self._rows.vacate(row, reason)))
+
+
+def _plan(
+    rows: CacheRows, waiting: deque[GenerationRequest], *, reuse: bool, alone: bool
+) -> tuple[list[Span], dict[int, list[int]], list[GenerationRequest]]:
+    """Place waiting requests in cache rows, up to one pass's budget.
+
+    Returns:
+        What is to be computed; the rows that get a copy of it, by its index; and who was placed.
+    """
+    budget = 1 if alone else _PREFILL_TOKENS
+    spans: list[Span] = []
+    owners: dict[bytes, int] = {}  # prompt -> index of its span
+    twins: dict[int, list[int]] = {}  # index of a span -> rows with the same prompt
+    admitted = []
+    while waiting and not rows.live.all():
+        key = waiting[0].prompt.tobytes()
+        if budget <= 0 and not (reuse and key in owners):
+            break
+        request = waiting.popleft()
+        admitted.append(request)
+        if reuse and key in owners:
+            row = rows.place(0, 0)
+            request.cached = len(request.prompt)
+            twins.setdefault(owners[key], []).append(row)
+            rows.occupy(row, request)
+            continue
+        source, shared = rows.longest_prefix(request.prompt) if reuse and not alone else (0, 0)
+        row = rows.place(source, shared)
+        request.cached = shared
+        owners[key] = len(spans)
+        spans.append(Span(row=row, start=shared, ids=request.prompt[shared:], source=source if shared else row))
+        budget -= len(request.prompt) - shared
+        rows.occupy(row, request)
+        rows.cached[row] = len(request.prompt)  # later spans of this very pass may start from it
+    return spans, twins, admitted

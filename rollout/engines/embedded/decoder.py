@@ -60,7 +60,7 @@ class Span:
     source: int  # row that holds positions [0, start); `row` itself when they are already in place
 
 
-class Decoder:
+class CachedDecoder:
     """Weights and their forward passes; holds no sequence state."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Decoder:
         self._rotation = rotation.to(self.device)  # [M, D/2] complex
 
     @classmethod
-    def from_folder(cls, folder: Path, max_length: int, device: str = "cpu") -> Decoder:
+    def from_folder(cls, folder: Path, max_length: int, device: str = "cpu") -> CachedDecoder:
         """Build from a Hugging Face folder's config.json and *.safetensors.
 
         Raises:

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ import ray
 from rollout.base.errors import EngineError
 from rollout.base.files import memory_path
 from rollout.base.processes import say
-from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.embedded.host import Ask, Host
+from rollout.engines import TRANSPORTS
+from rollout.engines.embedded.batching import Ask, EmbeddedEngine, Outcome
+from rollout.engines.embedded.host import Host
 from rollout.engines.protocol import BUSY, Tag
 from rollout.models.architecture import read_architecture
-from rollout.records.completion import Completion, Sampling, VersionSpan
+from rollout.records.completion import Completion, Sampling
 from rollout.sync import make_sender
 from rollout.sync.protocol import SyncRoute, WeightUpdate
 from rollout.sync.shared import SharedWeights
@@ -27,18 +29,91 @@ from rollout.sync.shared import SharedWeights
 if TYPE_CHECKING:
     from torch import Tensor
 
+_BUDGET_S = 0.02  # of decoding per call: new requests wait at most this long, or a few times it when none ends
+
+Exchange = Callable[[list[Ask], list[int]], Awaitable[list[tuple[int, Outcome]]]]  # (new, aborted) -> what has ended
+
+
+class Dispatcher:
+    """Dispatch loop: concurrent `generate` calls go to an engine together, and get their outcomes as they end."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion]]] = {}
+        self._new: list[Ask] = []
+        self._aborts: list[int] = []
+        self._ids = itertools.count()
+        self._loop: asyncio.Task[None] | None = None
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion.
+
+        Raises:
+            EngineError: the request cannot be served, or the engine broke.
+        """
+        request_id = next(self._ids)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        ask = (request_id, list(prompt_ids), sampling)
+        self._waiting[request_id] = (ask, future)
+        self._new.append(ask)
+        if self._loop is None or self._loop.done():
+            self._loop = asyncio.create_task(self._run())
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._aborts.append(request_id)
+            raise
+        finally:
+            self._waiting.pop(request_id, None)
+
+    def unanswered(self) -> list[Ask]:
+        """All requests that wait, to be asked again of an engine that lost them."""
+        self._new.clear()
+        return [ask for ask, _ in self._waiting.values()]
+
+    async def idle(self) -> bool:
+        """Whether nothing waits; the engine has then heard of the last aborts."""
+        if self._loop is not None and not self._loop.done() and not self._waiting:
+            await asyncio.wait([self._loop])
+        return not self._waiting
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting or self._aborts:
+                asks, self._new = self._new, []
+                aborts, self._aborts = self._aborts, []
+                for request_id, outcome in await self._exchange(asks, aborts):
+                    if request_id in self._waiting:
+                        _settle(self._waiting[request_id][1], outcome)
+                await asyncio.sleep(0)  # whoever got an answer may now ask again
+                self._waiting = {key: entry for key, entry in self._waiting.items() if not entry[1].done()}
+        except Exception as error:  # nobody awaits this task: whatever broke must reach those who wait
+            known = isinstance(error, EngineError)
+            failure = error if known else EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            self._new.clear()
+            for _, future in self._waiting.values():
+                _settle(future, failure)
+            if not known:
+                raise
+
+
+def _settle(future: asyncio.Future[Completion], outcome: Completion | Exception) -> None:
+    """Give a waiting call its outcome, unless it has gone."""
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
 
 class LocalEngine:
     """Runs an `EmbeddedEngine` on the event loop's thread, one step at a time between other coroutines."""
 
-    def __init__(
-        self, folder: Path | str, *, max_length: int, rows: int = 192, version: int = 0, device: str = "cpu"
-    ) -> None:
-        """Load the Hugging Face model in `folder`; the arguments are those of `EmbeddedEngine.from_folder`."""
-        self.core = EmbeddedEngine.from_folder(folder, max_length=max_length, rows=rows, version=version, device=device)
-        self._waiting: dict[int, asyncio.Future[Completion]] = {}
-        self._ids = itertools.count()
-        self._pump: asyncio.Task[None] | None = None
+    def __init__(self, folder: Path | str, *, max_length: int, version: int = 0, **settings: Any) -> None:
+        """Load the Hugging Face model in `folder`; the settings are those of `EmbeddedEngine.from_folder`."""
+        self.core = EmbeddedEngine.from_folder(folder, max_length=max_length, version=version, **settings)
+        self._dispatcher = Dispatcher(self.exchange)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion; concurrent calls are batched.
@@ -46,19 +121,7 @@ class LocalEngine:
         Raises:
             EngineError: the request cannot be served (too long, bad token ids or sampling).
         """
-        request_id = next(self._ids)
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.core.submit(request_id, prompt_ids, sampling)
-        self._waiting[request_id] = future
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._run())
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self.core.abort({request_id})
-            raise
-        finally:
-            self._waiting.pop(request_id, None)
+        return await self._dispatcher.generate(prompt_ids, sampling)
 
     async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; running generations go on with the new ones.
@@ -68,31 +131,34 @@ class LocalEngine:
         """
         self.core.load_weights(tensors, version)
 
-    async def _run(self) -> None:
-        try:
-            while self.core.has_work:
-                for request_id, outcome in self.core.step():
-                    settle(self._waiting.get(request_id), outcome)
-                await asyncio.sleep(0)  # whoever got an answer may now ask again
-        except Exception as error:
-            # Nobody awaits this task: whatever broke must reach those who wait for a completion.
-            self.core.reset()
-            for future in self._waiting.values():
-                settle(future, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
-            raise
+    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:
+        """One step of the engine, with what is new and what is not wanted any more."""
+        return self.core.exchange(asks, aborts)
 
 
-def settle(future: asyncio.Future[Completion] | None, outcome: Completion | EngineError) -> None:
-    """Give a waiting call its outcome, unless it has gone."""
-    if future is None or future.done():
-        return
-    if isinstance(outcome, EngineError):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
+@dataclass(frozen=True, kw_only=True)
+class HostedSettings:
+    """Settings of an embedded engine in an actor.
 
+    Raises:
+        EngineError: no such transport.
+    """
 
-_BUDGET_S = 0.02  # of decoding per call: new requests wait at most this long, or a few times it when none ends
+    max_length: int  # tokens of prompt and reply
+    rows: int = 192  # sequences held at once
+    threads: int = 1
+    deterministic: bool = False  # as in `EmbeddedEngine`
+    device: str = "cpu"  # or "cuda", which needs a GPU in `place`
+    place: Mapping[str, Any] | None = None  # actor options; None: nothing set aside
+    transport: str = "shared"  # how new weights come; "disk" and "delta" go through ...
+    weights_folder: Path | str | None = None  # ... this folder, which the trainer sees too; None: one in shared memory
+    restarts: int = 2
+
+    def __post_init__(self) -> None:
+        """Check the transport."""
+        known = sorted(TRANSPORTS["embedded"])
+        if self.transport not in known:
+            raise EngineError(f"the embedded engine has no transport '{self.transport}'; known: {', '.join(known)}")
 
 
 class HostedEngine:
@@ -104,29 +170,14 @@ class HostedEngine:
     """
 
     def __init__(
-        self,
-        folder: Path | str,
-        *,
-        max_length: int,
-        rows: int = 192,
-        version: int = 0,
-        threads: int = 1,
-        place: Mapping[str, Any] | None = None,
-        deterministic: bool = False,
-        device: str = "cpu",
-        transport: str = "shared",
-        weights_folder: Path | str | None = None,
-        restarts: int = 2,
-        tell: Callable[[str], None] = say,
+        self, folder: Path | str, *, version: int = 0, tell: Callable[[str], None] = say, **settings: Any
     ) -> None:
-        """Start the actor on the Hugging Face model in `folder`; `place` are actor options, None: nothing set aside.
+        """Start the actor on the Hugging Face model in `folder`.
 
         Args:
-            deterministic: as in `EmbeddedEngine`.
-            device: what the actor computes on, `cpu` or `cuda`; the latter needs a GPU in `place`.
-            transport: how new weights come: `shared`, or `disk` or `delta` through the folder
-                `weights_folder` that the trainer sees too (None: one in shared memory).
+            version: of the weights in `folder`.
             tell: called with one line when the actor is started again.
+            settings: the fields of `HostedSettings`.
 
         Raises:
             EngineError: Ray is not running, or there is no room for the weights. What else is wrong with the folder
@@ -134,27 +185,20 @@ class HostedEngine:
         """
         if not ray.is_initialized():
             raise EngineError("Ray is not running; call ray.init before making a hosted engine")
+        self._settings = HostedSettings(**settings)
         self.version = version
         self.pause_s = 0.0  # that the last update kept the actor from decoding
         self.starts = 0  # of the actor
         self.exchanges = 0  # calls made to the actor for generations
-        self._folder, self._settings = str(folder), (max_length, rows)
-        self._computing = (threads, deterministic, device)
-        self._transport, self._restarts, self._tell = transport, restarts, tell
-        if transport not in ("shared", "disk", "delta"):
-            raise EngineError(f"the embedded engine has no transport '{transport}'; known: delta, disk, shared")
-        self._weights_folder = Path(weights_folder) if weights_folder else memory_path()
-        self._actor = ray.remote(num_cpus=0)(Host).options(**place or {})
+        self._folder, self._restarts, self._tell = str(folder), self._settings.restarts, tell
+        self._weights_folder = Path(self._settings.weights_folder or memory_path())
+        self._actor = ray.remote(num_cpus=0)(Host).options(**self._settings.place or {})
         self._file = memory_path()
         self._shared = self._mapped()
         self._half: int | None = None  # the one that the weights are in; None: they are the folder's
         self._free = 0  # the one that the next weights go into
         self._host: Any = self._start()
-        self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion]]] = {}
-        self._asks: list[Ask] = []
-        self._aborts: list[int] = []
-        self._ids = itertools.count()
-        self._pump: asyncio.Task[None] | None = None
+        self._dispatcher = Dispatcher(self._exchange)
         self._closed = False
 
     def _mapped(self) -> SharedWeights | None:
@@ -166,8 +210,7 @@ class HostedEngine:
 
     def _start(self) -> Any:
         self.starts += 1
-        held = (self.version, self._half)
-        return self._actor.remote(self._folder, str(self._file), *self._settings, held, *self._computing)
+        return self._actor.remote(self._folder, str(self._file), (self.version, self._half), self._settings)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion.
@@ -175,20 +218,7 @@ class HostedEngine:
         Raises:
             EngineError: the request cannot be served, or the actor died more often than it may.
         """
-        request_id = next(self._ids)
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        ask = (request_id, list(prompt_ids), tuple(getattr(sampling, name) for name in Sampling.__slots__))
-        self._waiting[request_id] = (ask, future)
-        self._asks.append(ask)
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._run())
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._aborts.append(request_id)
-            raise
-        finally:
-            self._waiting.pop(request_id, None)
+        return await self._dispatcher.generate(prompt_ids, sampling)
 
     async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by local tensors, over the engine's own transport.
@@ -201,7 +231,7 @@ class HostedEngine:
 
     async def begin_update(self) -> SyncRoute:
         """The half of the shared weights that is free, which the actor watches from now on, or the folder."""
-        if self._transport == "shared":
+        if self._settings.transport == "shared":
             if self._shared is None:
                 await self._call("pid")  # says what is wrong with the folder
             else:
@@ -209,9 +239,8 @@ class HostedEngine:
                 self._host.follow.remote(self._free)  # not waited for: what it does not see, `adopt` reads
             state = {"half": self._free}
             return SyncRoute(transport="shared", place=str(self._file), model=self._folder, state=state)
-        return SyncRoute(
-            transport=self._transport, place=str(self._weights_folder), model=self._folder, state={"base": self.version}
-        )
+        place, state = str(self._weights_folder), {"base": self.version}
+        return SyncRoute(transport=self._settings.transport, place=place, model=self._folder, state=state)
 
     async def commit_update(self, update: WeightUpdate) -> None:
         """Compute from the weights of `update` (see `TrainedEngine`).
@@ -244,9 +273,7 @@ class HostedEngine:
         Raises:
             EngineError: requests are running.
         """
-        if self._pump is not None and not self._pump.done() and not self._waiting:
-            await asyncio.wait([self._pump])  # until the actor has heard of the last aborts
-        problem = BUSY if self._waiting else await self._call("sleep", tags)
+        problem = await self._call("sleep", tags) if await self._dispatcher.idle() else BUSY
         if problem:
             raise EngineError(problem)
 
@@ -266,17 +293,30 @@ class HostedEngine:
         self._file.unlink(missing_ok=True)
         shutil.rmtree(self._weights_folder, ignore_errors=True)
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the actor; one that has died is started again first, as long as it may be."""
+    async def _exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:
+        """What has ended since the last call; an actor that has died is asked for all that waits again."""
+        while True:
+            self.exchanges += 1
+            starts = self.starts
+            done: list[tuple[int, Outcome]] = await self._call("exchange", asks, aborts, _BUDGET_S, again=False)
+            if self.starts == starts:
+                return done
+            asks, aborts = self._dispatcher.unanswered(), []
+
+    async def _call(self, method: str, *arguments: Any, again: bool = True) -> Any:
+        """Call the actor; one that has died is started again first, as long as it may be.
+
+        Args:
+            again: make the call again then; else [] is returned.
+        """
         while True:
             host = self._host
             try:
                 return await getattr(host, method).remote(*arguments)
             except ray.exceptions.RayActorError as error:
                 self._revive(host, error)
-                if method == "exchange":
-                    self._asks.clear()  # they are among those that wait
-                    arguments = ([ask for ask, _ in self._waiting.values()], [], *arguments[2:])
+                if not again:
+                    return []
             except ray.exceptions.RayError as error:
                 raise EngineError(f"the engine's actor failed: {_reason(error)}") from error
 
@@ -289,35 +329,6 @@ class HostedEngine:
         self._restarts -= 1
         self._tell(f"the engine's actor died; started again with version {self.version}, {self._restarts} starts left")
         self._host = self._start()
-
-    async def _run(self) -> None:
-        try:
-            while self._waiting or self._aborts:
-                asks, self._asks = self._asks, []
-                aborts, self._aborts = self._aborts, []
-                self.exchanges += 1
-                for request_id, problem, fields in await self._call("exchange", asks, aborts, _BUDGET_S):
-                    outcome = EngineError(problem) if problem else _completion(*fields)
-                    settle(self._waiting[request_id][1] if request_id in self._waiting else None, outcome)
-                await asyncio.sleep(0)  # whoever got an answer may now ask again
-                self._waiting = {key: entry for key, entry in self._waiting.items() if not entry[1].done()}
-        except EngineError as error:
-            self._asks.clear()
-            for _, future in self._waiting.values():
-                settle(future, error)
-
-
-def _completion(
-    token_ids: tuple[int, ...],
-    logprobs: tuple[float, ...],
-    reason: str,
-    spans: tuple[tuple[int, int, int], ...],
-    cached: int,
-) -> Completion:
-    versions = tuple(VersionSpan(version=version, start=start, end=end) for version, start, end in spans)
-    return Completion(
-        token_ids=token_ids, logprobs=logprobs, finish_reason=reason, versions=versions, cached_tokens=cached
-    )
 
 
 def _reason(error: Exception) -> str:

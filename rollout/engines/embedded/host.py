@@ -1,83 +1,49 @@
-"""The inside of the actor that an embedded engine runs in: plain values come in and go out."""
+"""The inside of the Ray actor that an embedded engine runs in."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from rollout.base.errors import EngineError
-from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.embedded.decoder import Decoder
+from rollout.engines.embedded.batching import Ask, EmbeddedEngine, Outcome
+from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.engines.protocol import Tag
 from rollout.models.architecture import read_architecture
 from rollout.models.tensors import compare, read_tensors
-from rollout.records.completion import Sampling
 from rollout.sync.disk import patched
 from rollout.sync.shared import SharedCheck, SharedWeights
 
-Ask = tuple[int, Sequence[int], tuple[Any, ...]]  # request id, prompt ids, Sampling's fields
-Answer = tuple[int, str, tuple[Any, ...]]  # request id, error text, Completion's fields
+if TYPE_CHECKING:
+    from rollout.engines.embedded.engine import HostedSettings
+
 Held = tuple[int, int | None]  # version of the weights, and the shared half they are in; None: they are the folder's
 
 
 class Host:
     """Decodes, and takes new weights, when it is asked to."""
 
-    def __init__(
-        self,
-        folder: str,
-        file: str,
-        max_length: int,
-        rows: int,
-        held: Held,
-        threads: int,
-        deterministic: bool,
-        device: str,
-    ) -> None:
-        torch.set_num_threads(threads)
+    def __init__(self, folder: str, file: str, held: Held, settings: HostedSettings) -> None:
+        torch.set_num_threads(settings.threads)
         shape = read_architecture(folder, dense=True)
         self._shared = SharedWeights(Path(file), shape)
-        decoder = Decoder(shape, max_length, self._shared.halves, device)
+        decoder = CachedDecoder(shape, settings.max_length, self._shared.halves, settings.device)
         version, half = held
         if half is None:
             decoder.load(read_tensors(folder))
         else:
             decoder.adopt(half)
-        self._core = EmbeddedEngine(decoder, rows=rows, version=version, deterministic=deterministic)
+        self._core = EmbeddedEngine(decoder, rows=settings.rows, version=version, deterministic=settings.deterministic)
         self._check: SharedCheck | None = None  # of the update under way
 
-    def exchange(self, asks: list[Ask], aborts: list[int], budget_s: float) -> list[Answer]:
-        """Take new requests and decode for about `budget_s`; longer, but at most five times, while none has ended."""
-        for request_id, prompt_ids, fields in asks:
-            self._core.submit(request_id, prompt_ids, Sampling(**dict(zip(Sampling.__slots__, fields, strict=True))))
-        self._core.abort(aborts)
-        try:
-            return self._decode(budget_s)
-        except Exception:
-            self._core.reset()
-            raise
-
-    def _decode(self, budget_s: float) -> list[Answer]:
-        began = time.monotonic()
-        answers: list[Answer] = []
-        while self._core.has_work:
-            for request_id, outcome in self._core.step():
-                if isinstance(outcome, EngineError):
-                    answers.append((request_id, str(outcome), ()))
-                else:
-                    spans = tuple((span.version, span.start, span.end) for span in outcome.versions)
-                    reply = (outcome.token_ids, outcome.logprobs, outcome.finish_reason, spans, outcome.cached_tokens)
-                    answers.append((request_id, "", reply))
-            elapsed = time.monotonic() - began
-            if (answers and elapsed >= budget_s) or elapsed >= 5 * budget_s:
-                break
-        return answers
+    def exchange(self, asks: list[Ask], aborts: list[int], budget_s: float) -> list[tuple[int, Outcome]]:
+        """See `EmbeddedEngine.exchange`."""
+        return self._core.exchange(asks, aborts, budget_s)
 
     def follow(self, half: int) -> None:
         """Take the checksum of every tensor that the trainer writes into `half` as soon as it is there."""

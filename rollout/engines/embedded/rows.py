@@ -1,4 +1,4 @@
-"""Rows of the key-value cache: who lives in each, which tokens it holds, and how its next token is sampled."""
+"""Key-value cache rows and the sampler: who lives in each row, which tokens it holds, how the next is drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(slots=True, kw_only=True)
-class Request:
+class GenerationRequest:
     """One generation, waiting or running."""
 
     id: int
@@ -24,7 +24,7 @@ class Request:
     cached: int = 0  # prompt tokens that were not computed again
 
 
-class Rows:
+class CacheRows:
     """Columns over cache rows; row r of every column belongs to row r of the key-value cache."""
 
     def __init__(self, rows: int, length: int) -> None:
@@ -64,7 +64,7 @@ class Rows:
             return source  # it goes on where that row ended
         return int(np.where(self.live, _NEVER, np.where(self.cached > 0, self.used, -1)).argmin())
 
-    def occupy(self, row: int, request: Request) -> None:
+    def occupy(self, row: int, request: GenerationRequest) -> None:
         """Put a request into a row; its keys are not there yet."""
         sampling, size = request.sampling, len(request.prompt)
         self.live[row] = self.fresh[row] = True
@@ -86,7 +86,7 @@ class Rows:
 
     def vacate(self, row: int, reason: str) -> Completion:
         """End the generation in a row and return it; the keys stay until the row is needed."""
-        request: Request = self.requests[row]
+        request: GenerationRequest = self.requests[row]
         start, end = int(self.prompt[row]), int(self.size[row])
         firsts = [first for _, first in request.versions[1:]] + [end - start]
         spans = tuple(
@@ -103,6 +103,34 @@ class Rows:
             versions=spans,
             cached_tokens=request.cached,
         )
+
+    def draw(self, placed: np.ndarray, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Next token [N] and its log-probability [N] of the rows `placed` [N] by their `logits` [N, V]."""
+        uniform = uniforms(self.seed[placed], self.size[placed] - self.prompt[placed])
+        tokens, logprobs = choose(logits, self.temperature[placed], self.top_p[placed], self.top_k[placed], uniform)
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+    def append(
+        self, placed: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Give each of the rows `placed` [N] its next token; which [N] stop, which end, and which have no logits."""
+        size = self.size[placed]
+        self.tokens[placed, size] = tokens
+        self.logprobs[placed, size] = logprobs
+        self.size[placed] = size + 1
+        broken = ~np.isfinite(logprobs)
+        stopped = (self.stop[placed] == tokens[:, None]).any(1)
+        return stopped, (stopped | (size + 1 >= self.limit[placed])) & ~broken, broken
+
+    def renew(self, version: int) -> None:
+        """Forget what was cached with other weights; what runs goes on with those of `version`."""
+        self.cached[:] = 0
+        self.fresh[:] = False
+        for row in np.flatnonzero(self.live):
+            versions, first = self.requests[row].versions, int(self.size[row] - self.prompt[row])
+            if versions[-1][1] == first:
+                versions.pop()
+            versions.append((version, first))
 
     def touch(self, row: int) -> None:
         """Note that a row was used now."""

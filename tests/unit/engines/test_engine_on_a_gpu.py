@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from rollout.base.errors import EngineError
 from rollout.engines.embedded import rows as sampler
 from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.embedded.decoder import Decoder
+from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import architecture_of
 from rollout.records.completion import Sampling
 
@@ -59,7 +59,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmbeddedEngine]:
 
     monkeypatch.setattr(sampler, "choose", chosen)
     with OneDevice():
-        yield EmbeddedEngine(Decoder(architecture_of(CONFIG, "here"), 700, device="meta"), rows=8)
+        yield EmbeddedEngine(CachedDecoder(architecture_of(CONFIG, "here"), 700, device="meta"), rows=8)
 
 
 class _Host:
@@ -129,7 +129,7 @@ def test_sleep_gives_the_gpu_back_and_an_update_brings_the_weights_again(engine:
 
 def test_a_device_that_is_not_there_is_one_line() -> None:
     with pytest.raises(EngineError, match="torch cannot compute on device 'abacus' here"):
-        Decoder(architecture_of(CONFIG, "here"), 16, device="abacus")
+        CachedDecoder(architecture_of(CONFIG, "here"), 16, device="abacus")
 
 
 @pytest.mark.gpu
@@ -137,7 +137,7 @@ def test_a_device_that_is_not_there_is_one_line() -> None:
 def test_a_gpu_gives_the_cpus_log_probabilities() -> None:
     shape = architecture_of(CONFIG, "here")
     generator = torch.Generator().manual_seed(0)
-    engines = {device: EmbeddedEngine(Decoder(shape, 128, device=device), rows=8) for device in ("cpu", "cuda")}
+    engines = {device: EmbeddedEngine(CachedDecoder(shape, 128, device=device), rows=8) for device in ("cpu", "cuda")}
     weights = [
         (name, torch.randn(tensor.shape, generator=generator) * 0.2)
         for name, tensor in engines["cpu"].decoder.weights.tensors()

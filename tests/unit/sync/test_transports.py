@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError
 from rollout.base.files import MEMORY, memory_path
-from rollout.engines.embedded.decoder import Decoder
+from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import read_architecture
 from rollout.models.checksums import Checksum, checksum, copy, gpu_hash
 from rollout.models.tensors import Rows, compare, complete, read_tensors, shape_of, tensor_shapes, whole
@@ -467,7 +467,7 @@ def test_shared_weights_are_written_where_they_are_used(decoder_folder: Path) ->
     place = memory_path()
     try:
         engine = SharedWeights(place, shape, create=True)
-        decoder = Decoder(shape, 16, engine.halves)
+        decoder = CachedDecoder(shape, 16, engine.halves)
         decoder.load(read_tensors(decoder_folder))
         assert decoder.half == 1
         weights = dict(read_tensors(decoder_folder))

@@ -14,8 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mcore_mas.training.session import Run
 from mcore_mas.training.step import train_steps
 from rollout.config.build import build_player, build_team
-from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.embedded.engine import LocalEngine, settle
+from rollout.engines.embedded.batching import Ask, EmbeddedEngine, Outcome
+from rollout.engines.embedded.engine import LocalEngine
 from rollout.records.trajectory import Trajectory, read_trajectories
 from rollout.sync.protocol import SyncRoute, WeightUpdate
 from tests.support.replay import sample_again
@@ -61,11 +61,9 @@ class TimedEngine(LocalEngine):
     async def commit_update(self, update: WeightUpdate) -> None:
         await self.load_weights(weights(update.version).state_dict().items(), update.version)
 
-    async def _run(self) -> None:
-        while self.core.has_work:
-            await asyncio.sleep(TOKEN_S)
-            for request_id, outcome in self.core.step():
-                settle(self._waiting.get(request_id), outcome)
+    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:
+        await asyncio.sleep(TOKEN_S)
+        return await super().exchange(asks, aborts)
 
 
 def train(folder: Path, model: Path, staleness: int, *, update_s: float) -> Run:
