@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from retrieval.corpus import Passage
 
-Search = Callable[[list[str], int], list[list[Passage]]]  # (distinct queries, k) -> k passages for each
-Key = tuple[str, int]  # (query, k)
+SearchFunction = Callable[[list[str], int], list[list[Passage]]]  # (distinct queries, k) -> k passages for each
+QueryKey = tuple[str, int]  # (query, k)
 
 
 class Overloaded(Exception):
@@ -37,7 +37,7 @@ class Batcher:
 
     def __init__(
         self,
-        search: Search,
+        search: SearchFunction,
         *,
         max_batch: int = 64,
         max_wait_s: float = 0.002,
@@ -52,15 +52,15 @@ class Batcher:
         self._max_queue = max_queue
         self._cache_size = cache_size
         self._deadline_s = deadline_s
-        self._cache: OrderedDict[Key, list[Passage]] = OrderedDict()
-        self._pending: dict[Key, asyncio.Future[list[Passage]]] = {}  # queued or being searched
-        self._queue: deque[Key] = deque()
+        self._cache: OrderedDict[QueryKey, list[Passage]] = OrderedDict()
+        self._pending: dict[QueryKey, asyncio.Future[list[Passage]]] = {}  # queued or being searched
+        self._queue: deque[QueryKey] = deque()
         self._wake = asyncio.Event()
 
     async def submit(self, queries: list[str], k: int, *, use_cache: bool = True) -> list[list[Passage]]:
         """Passages for each query, in order; raises Overloaded, or what the search raised."""
         keys = [(query, k) for query in queries]
-        answers: dict[Key, list[Passage]] = {}
+        answers: dict[QueryKey, list[Passage]] = {}
         if use_cache:
             answers = {key: self._cache[key] for key in keys if key in self._cache}
             self.counts.cached += len(answers)
@@ -96,7 +96,7 @@ class Batcher:
                     self._wake.clear()
                 await self._answer(keys, thread)
 
-    async def _answer(self, keys: list[Key], thread: ThreadPoolExecutor) -> None:
+    async def _answer(self, keys: list[QueryKey], thread: ThreadPoolExecutor) -> None:
         queries = list(dict.fromkeys(query for query, _ in keys))
         most = max(k for _, k in keys)
         self.counts.searches += 1

@@ -18,7 +18,7 @@ from retrieval.corpus import Passage, RetrievalError
 from retrieval.wire import (
     DEFAULT_TOPK,
     MAX_BODY_BYTES,
-    MAX_QUERIES,
+    MAX_REQUEST_QUERIES,
     BadRequest,
     check_query,
     check_topk,
@@ -267,7 +267,7 @@ def _bodies(queries: list[str]) -> Iterator[list[str]]:
     room = BODY_ROOM
     for query in queries:
         size = len(json.dumps(query).encode()) + 1
-        if run and (len(run) == MAX_QUERIES or size > room):
+        if run and (len(run) == MAX_REQUEST_QUERIES or size > room):
             yield run
             run, room = [], BODY_ROOM
         run.append(query)

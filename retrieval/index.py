@@ -17,7 +17,7 @@ from rollout.base.files import atomic_path, sha256, write_json
 
 MANIFEST = "index.json"
 VECTORS = "vectors.faiss"
-FORMAT = "flat-inner-product/1"
+INDEX_FORMAT = "flat-inner-product/1"
 SCORE_DECIMALS = 5  # coarser than float32 noise in passage vectors, so equal passages tie and go by id
 CHUNK = 4096  # passages encoded together
 
@@ -54,7 +54,7 @@ def build_index(corpus_path: Path | str, out_dir: Path | str, encoder: Encoder) 
     with atomic_path(out_dir / VECTORS) as temporary:
         faiss.write_index(index, str(temporary))
     manifest = Manifest(
-        format=FORMAT,
+        format=INDEX_FORMAT,
         encoder=encoder.identity,
         dim=encoder.identity.dim,
         ntotal=index.ntotal,
@@ -77,7 +77,7 @@ def read_manifest(index_dir: Path | str) -> Manifest:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise RetrievalError(f"{path} is damaged ({where}: {first['msg']}); build the index again") from None
-    _expect(path, "format", manifest.format, FORMAT)
+    _expect(path, "format", manifest.format, INDEX_FORMAT)
     _expect(path, "dim", manifest.dim, manifest.encoder.dim)
     return manifest
 

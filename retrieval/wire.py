@@ -12,7 +12,7 @@ from retrieval.corpus import Passage, RetrievalError
 
 DEFAULT_TOPK = 3
 MAX_TOPK = 100
-MAX_QUERIES = 256
+MAX_REQUEST_QUERIES = 256
 MAX_QUERY_CHARS = 2000
 MAX_BODY_BYTES = 1 << 20
 
@@ -22,8 +22,8 @@ class BadRequest(RetrievalError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A valid request: up to MAX_QUERIES queries, `topk` passages for each."""
+class SearchRequest:
+    """A valid request: up to MAX_REQUEST_QUERIES queries, `topk` passages for each."""
 
     queries: list[str]
     topk: int
@@ -54,7 +54,7 @@ def check_topk(topk: object) -> int:
     return topk
 
 
-def parse_request(body: bytes) -> Request:
+def parse_request(body: bytes) -> SearchRequest:
     """The request in a JSON body; raises BadRequest. An empty list of queries is a valid request."""
     try:
         data = json.loads(body)
@@ -63,12 +63,12 @@ def parse_request(body: bytes) -> Request:
     if not isinstance(data, dict) or not isinstance(data.get("queries"), list):
         raise BadRequest('the body is not an object like {"queries": ["..."], "topk": 3, "return_scores": true}')
     queries = data["queries"]
-    if len(queries) > MAX_QUERIES:
-        raise BadRequest(f"{len(queries)} queries in one request, at most {MAX_QUERIES} are taken")
+    if len(queries) > MAX_REQUEST_QUERIES:
+        raise BadRequest(f"{len(queries)} queries in one request, at most {MAX_REQUEST_QUERIES} are taken")
     return_scores = data.get("return_scores", False)
     if not isinstance(return_scores, bool):
         raise BadRequest(f"return_scores is {return_scores!r}, expected true or false")
-    return Request(
+    return SearchRequest(
         queries=[check_query(query, f"queries[{i}]") for i, query in enumerate(queries)],
         topk=check_topk(data.get("topk")),
         return_scores=return_scores,

@@ -16,7 +16,7 @@ from mcore_mas.credit.assign import keep
 from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import NEEDS
 from mcore_mas.training.session import Run, TrainingError
-from rollout.base.task_group import stop, together
+from rollout.base.task_group import cancel_tasks, together
 from rollout.base.watchdog import Wait, Waiting
 from rollout.config.build import build_allocator
 from rollout.records.trajectory import Group, Status, Task, write_trajectories
@@ -54,7 +54,7 @@ class AsyncRollouts:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await stop(self._under_way.values())
+        await cancel_tasks(self._under_way.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

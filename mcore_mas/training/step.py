@@ -22,7 +22,7 @@ from mcore_mas.training.session import Run, Stopped, TrainingError
 from mcore_mas.training.update import score_samples, update
 from rollout.base.errors import EngineError
 from rollout.base.files import Digest
-from rollout.base.task_group import stop, together
+from rollout.base.task_group import cancel_tasks, together
 from rollout.engines.protocol import Tag
 from rollout.teams.collect import CollectOptions, collect
 
@@ -103,7 +103,7 @@ async def _unless(told: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        await stop([working, waiting])
+        await cancel_tasks([working, waiting])
 
 
 async def _leave(

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from rollout.base.errors import EngineError
-from rollout.base.task_group import stop
+from rollout.base.task_group import cancel_tasks
 
 if TYPE_CHECKING:
     from mcore_mas.megatron.step.trainer_group import TrainerGroup
@@ -81,4 +81,4 @@ async def watched(syncs: Iterable[WeightSync]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await stop(watching)
+        await cancel_tasks(watching)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rollout.base.errors import EngineError, EnvError
-from rollout.base.task_group import stop
+from rollout.base.task_group import cancel_tasks
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ LEFT = "; it goes on though cancelled, and was left behind"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Deadlines:
     """Seconds that one of each may take; None is any time. A call's own limit belongs to its policy's `Player`."""
 
     tool_s: float | None = None  # a step or another call of the environment
@@ -54,5 +54,5 @@ async def within(seconds: float | None, work: Awaitable[T], late: type[Late] = L
         if task.done():
             return task.result()
     finally:
-        ended = await stop([task])
+        ended = await cancel_tasks([task])
     raise late(f"nothing came within {seconds:g} s" + ("" if ended else LEFT))

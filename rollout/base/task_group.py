@@ -20,11 +20,11 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return await asyncio.gather(*tasks)
     except BaseException:
-        await stop(tasks)
+        await cancel_tasks(tasks)
         raise
 
 
-async def stop(tasks: Iterable[asyncio.Future[Any]]) -> bool:
+async def cancel_tasks(tasks: Iterable[asyncio.Future[Any]]) -> bool:
     """Cancel what still runs and wait for its end, at most `PATIENCE_S`; what it raises on the way out is dropped.
 
     Whoever ignores that is left behind, to be cancelled again until it ends: nobody's deadline waits for it.

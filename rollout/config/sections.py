@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
-from rollout.base.deadlines import Limits
+from rollout.base.deadlines import Deadlines
 from rollout.base.http import check_url
 from rollout.base.options import Registry
 from rollout.base.registry import lookup
@@ -205,6 +205,6 @@ class CollectionConfig(Section):
         return self
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> Deadlines:
         """What `collect` is to keep to."""
-        return Limits(tool_s=self.tool_s, trajectory_s=self.trajectory_s, batch_s=self.batch_s)
+        return Deadlines(tool_s=self.tool_s, trajectory_s=self.trajectory_s, batch_s=self.batch_s)

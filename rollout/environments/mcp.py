@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rollout.base.errors import EnvError
 from rollout.base.tags import last_tag
-from rollout.base.task_group import stop
+from rollout.base.task_group import cancel_tasks
 from rollout.environments.protocol import Step, ToolCall
 from rollout.environments.search import exact_match, normalise, token_f1
 from rollout.records.trajectory import Task
@@ -90,7 +90,7 @@ class McpEnv:
         self._over.set()
         if self._running:
             await asyncio.wait({self._alive}, timeout=_END_S)
-        await stop([self._alive])
+        await cancel_tasks([self._alive])
 
     def reset(self, task: Task) -> str:
         """Start `task`; returns its prompt, the tools and how to call them."""

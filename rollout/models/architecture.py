@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollout.base.errors import ModelError
 
-FAMILIES = {  # model_type -> (biases of queries, keys and values; norms of queries and keys)
+MODEL_FAMILIES = {  # model_type -> (biases of queries, keys and values; norms of queries and keys)
     "llama": (False, False),
     "qwen2": (True, False),
     "qwen3": (False, True),
@@ -130,14 +130,14 @@ def architecture_of(config: Mapping[str, Any], where: str) -> Architecture:
         ModelError: it describes another kind of model, or lacks a key.
     """
     family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ModelError(f"{where}: model_type '{family}' is not supported; known: {', '.join(FAMILIES)}")
+    if family not in MODEL_FAMILIES:
+        raise ModelError(f"{where}: model_type '{family}' is not supported; known: {', '.join(MODEL_FAMILIES)}")
     refused = [key for key in _REFUSED if config.get(key)]
     if refused or config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{where}: {refused[0] if refused else 'hidden_act'} is set; it is not supported here")
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         raise ModelError(f"{where}: layer_types has more than full_attention; it is not supported here")
-    qkv_bias, qk_norm = FAMILIES[family]
+    qkv_bias, qk_norm = MODEL_FAMILIES[family]
     theta, factor, bands = _rope(config, where)
     try:
         heads = config["num_attention_heads"]

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rollout.models.tensors import Rows, blocks_of, cut
+from rollout.models.tensors import RowBlocks, blocks_of, cut
 
 _PART = 1 << 19  # bytes: what is summed is still in the processor's cache after it was copied
 
@@ -36,7 +36,7 @@ def checksum(tensor: Tensor) -> str:
     return digest.text()
 
 
-def copy(rows: Rows, target: Tensor, digest: Checksum) -> Iterator[int]:
+def copy(rows: RowBlocks, target: Tensor, digest: Checksum) -> Iterator[int]:
     """Copy into the float32 `target`, part by part, what the digest takes too; yields how many bytes lie there by then.
 
     Args:

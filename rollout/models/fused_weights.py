@@ -12,7 +12,7 @@ from torch import Tensor
 from rollout.base.errors import EngineError
 from rollout.models.architecture import Architecture
 from rollout.models.checksums import checksum
-from rollout.models.tensors import Rows, blocks_of, cut, shape_of, whole
+from rollout.models.tensors import RowBlocks, blocks_of, cut, shape_of, whole
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
 _ALIGNED = 16  # elements: every buffer starts on a cache line
@@ -87,7 +87,7 @@ class Weights:
         """Checksum of every tensor."""
         return {name: self.checksum(name) for name in self.places}
 
-    def fill(self, stream: Iterable[tuple[str, Rows]]) -> None:
+    def fill(self, stream: Iterable[tuple[str, RowBlocks]]) -> None:
         """Copy a full set of named tensors into the buffers, converting to float32.
 
         Raises:
@@ -98,7 +98,7 @@ class Weights:
             for block, part in zip(blocks, cut(place, blocks), strict=True):
                 part.copy_(block.detach().reshape(part.shape))
 
-    def placed(self, stream: Iterable[tuple[str, Rows]]) -> Iterator[tuple[str, Rows, Tensor]]:
+    def placed(self, stream: Iterable[tuple[str, RowBlocks]]) -> Iterator[tuple[str, RowBlocks, Tensor]]:
         """(name, tensor, place) of a full set of named tensors; the place has the same elements in the same order.
 
         Raises:

@@ -13,21 +13,21 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError, ModelError
 
-Rows = Tensor | Sequence[Tensor]  # a full tensor, or blocks of its rows in their order
+RowBlocks = Tensor | Sequence[Tensor]  # a full tensor, or blocks of its rows in their order
 
 
-def blocks_of(rows: Rows) -> Sequence[Tensor]:
+def blocks_of(rows: RowBlocks) -> Sequence[Tensor]:
     """The blocks; a full tensor is one."""
     return [rows] if isinstance(rows, Tensor) else rows
 
 
-def whole(rows: Rows) -> Tensor:
+def whole(rows: RowBlocks) -> Tensor:
     """The full tensor; blocks are copied, unless there is just one."""
     blocks = blocks_of(rows)
     return blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
 
 
-def shape_of(rows: Rows) -> torch.Size:
+def shape_of(rows: RowBlocks) -> torch.Size:
     """Shape of the full tensor."""
     if isinstance(rows, Tensor):
         return rows.shape
@@ -114,7 +114,7 @@ def tensor_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
 
 
 def complete(
-    weights: Iterable[tuple[str, Rows]], manifest: Mapping[str, tuple[int, ...]]
+    weights: Iterable[tuple[str, RowBlocks]], manifest: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Pass on full tensors as long as `manifest` has their names and shapes; a tied head's second name is left out.
 

@@ -18,7 +18,7 @@ from rollout.base.http import Unanswered
 from rollout.engines.remote.caller import Caller, Tally
 from rollout.engines.remote.config import RemoteConfig
 from rollout.engines.remote.ledger import BudgetExhausted
-from rollout.engines.remote.protocol import CallRefused, Settings
+from rollout.engines.remote.protocol import CallRefused, ReplySettings
 from rollout.records.trajectory import Group, Message, Status, Trajectory, Turn
 from rollout.rewards.coach_questions import CoachVerdict, Malformed, View, ask_again, parse, question
 
@@ -50,7 +50,7 @@ class Coach:
     def __init__(self, config: CoachConfig, caller: Caller) -> None:
         self._config = config
         self._caller = caller
-        self._settings = Settings(temperature=config.temperature, max_tokens=config.max_tokens)
+        self._settings = ReplySettings(temperature=config.temperature, max_tokens=config.max_tokens)
         self._view = View(
             outcome=config.outcome,
             answers_for=frozenset(config.answers_for),

@@ -15,7 +15,7 @@ from rollout.models.checksums import checksum, gpu_hash
 from rollout.sync.protocol import SyncRoute
 
 
-class Digest(Protocol):
+class WeightDigest(Protocol):
     """Collects what an engine will say of the same weights."""
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -25,20 +25,20 @@ class Digest(Protocol):
         """Checksums by the engine's names."""
 
 
-class Plain:
-    """Of every tensor as it is."""
+class PlainDigest:
+    """Of every tensor in float32, as the embedded engine holds it."""
 
     def __init__(self) -> None:
         self._sums: dict[str, str] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        self._sums[name] = checksum(tensor)
+        self._sums[name] = checksum(tensor.float())
 
     def finish(self) -> dict[str, str]:
         return self._sums
 
 
-class Nothing:
+class NoDigest:
     """Of nothing."""
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -61,7 +61,7 @@ _VOCAB_PADDING = 64  # rows; DEFAULT_VOCAB_PADDING_SIZE in layers/vocab_parallel
 _LAYER = re.compile(r"\.\d+\.")
 
 
-class SGLang:
+class SGLangDigest:
     """Of a decoder as SGLang's ranks hold it: cut for each, projections and experts stacked, vocabulary padded.
 
     What `/weights_checker` answers with `action: checksum` in SGLang 0.5.23 (utils/weight_checker.py, `tensor_hash` in
@@ -154,12 +154,12 @@ def kind_of(name: str) -> str:
     return _LAYER.sub(".*.", name, count=1)
 
 
-def digest_of(route: SyncRoute) -> Digest:
+def digest_of(route: SyncRoute) -> WeightDigest:
     """The digest that the engine at the end of `route` is compared by."""
     wanted = route.options.get("digest", "plain")
     if wanted == "sglang":
-        return SGLang(**route.options["held"])
-    return Plain() if wanted == "plain" else Nothing()
+        return SGLangDigest(**route.options["held"])
+    return PlainDigest() if wanted == "plain" else NoDigest()
 
 
 def _sha(tensor: Tensor) -> int:

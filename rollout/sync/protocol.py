@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from rollout.models.tensors import Rows
+    from rollout.models.tensors import RowBlocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class WeightUpdate:
 class WeightSender(Protocol):
     """A trainer's side of a transport; every rank has one and makes the same calls."""
 
-    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
+    def send(self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
         """Drain a stream of (Hugging Face name, full tensor or its blocks) into the route's place.
 
         Raises:

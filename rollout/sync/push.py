@@ -22,8 +22,8 @@ import torch.multiprocessing  # teaches ForkingPickler how tensors travel
 from torch import Tensor
 
 from rollout.base.errors import EngineError
-from rollout.models.tensors import Rows, complete, tensor_shapes
-from rollout.sync.digests import Digest, digest_of
+from rollout.models.tensors import RowBlocks, complete, tensor_shapes
+from rollout.sync.digests import WeightDigest, digest_of
 from rollout.sync.protocol import SyncRoute, WeightUpdate
 
 _TIMEOUT_S = 600.0
@@ -47,12 +47,12 @@ class _Push:
         self._http = httpx.Client(headers=headers, trust_env=False, timeout=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(max_workers=len(self._urls) + 1)
 
-    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
+    def send(self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
         """Push bucket by bucket (see `Sender`); a failure leaves servers with a mixture, and says so."""
         began = time.perf_counter()
         digest = digest_of(self._route)
         written = 0
-        limit = int(self._route.options.get("bucket_bytes", BUCKET_BYTES))
+        limit = int(self._route.options.get("bucket_bytes", PUSHED_BUCKET_BYTES))
         with self._session():
             for bucket in buckets(_noted(complete(weights, self._manifest), digest, self._leads), limit):
                 written += sum(tensor.nbytes for _, tensor in bucket)
@@ -142,7 +142,7 @@ class TensorSender(_Push):
         self._tp = int(route.options.get("tp", 1))
         self._kept: Tensor | None = None
 
-    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
+    def send(self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
         """As `_Push.send`; afterwards this rank holds no bucket."""
         try:
             return super().send(weights, version, state)
@@ -268,7 +268,7 @@ def serialize(payload: object) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _noted(weights: Iterable[tuple[str, Tensor]], digest: Digest, leads: bool) -> Iterator[tuple[str, Tensor]]:
+def _noted(weights: Iterable[tuple[str, Tensor]], digest: WeightDigest, leads: bool) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights:
         if leads:
             digest.add(name, tensor.detach())
@@ -292,10 +292,12 @@ def _group_of(listener: socket.socket, world: int, backend: str, name: str) -> d
     return made
 
 
-BUCKET_BYTES = 512 << 20
+PUSHED_BUCKET_BYTES = 512 << 20
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]], limit: int = BUCKET_BYTES) -> Iterator[list[tuple[str, Tensor]]]:
+def buckets(
+    weights: Iterable[tuple[str, Tensor]], limit: int = PUSHED_BUCKET_BYTES
+) -> Iterator[list[tuple[str, Tensor]]]:
     """Split a stream into lists of at most `limit` bytes, or of one larger tensor."""
     held: list[tuple[str, Tensor]] = []
     size = 0

@@ -18,7 +18,7 @@ from rollout.base.errors import EngineError
 from rollout.models.architecture import Architecture, read_architecture
 from rollout.models.checksums import Checksum, copy, flat_bytes
 from rollout.models.fused_weights import Weights
-from rollout.models.tensors import Rows, blocks_of, shape_of
+from rollout.models.tensors import RowBlocks, blocks_of, shape_of
 from rollout.sync.protocol import SyncRoute, WeightUpdate
 
 _PAGE = 4096  # bytes: the halves start on a page of their own
@@ -134,12 +134,12 @@ class SharedSender:
         shape = read_architecture(route.model, dense=True)
         self._shared = SharedWeights(Path(route.place), shape) if rank == 0 else None
 
-    def send(self, weights: Iterable[tuple[str, Rows]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
+    def send(self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
         """Fill the half `state["half"]` (see `Sender`)."""
         began = time.perf_counter()
         size = 0
 
-        def counted() -> Iterator[tuple[str, Rows]]:
+        def counted() -> Iterator[tuple[str, RowBlocks]]:
             nonlocal size
             for name, rows in weights:
                 size += sum(block.nbytes for block in blocks_of(rows))
@@ -164,7 +164,7 @@ class SharedSender:
         )
 
 
-def _fill(shared: SharedWeights, half: int, weights: Iterable[tuple[str, Rows]]) -> dict[str, str]:
+def _fill(shared: SharedWeights, half: int, weights: Iterable[tuple[str, RowBlocks]]) -> dict[str, str]:
     sums = {}
     for name, rows, place in shared.halves[half].placed(weights):
         digest, number = Checksum(shape_of(rows)), shared.numbers[name]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from rollout.base.deadlines import LEFT, Late, Limits
+from rollout.base.deadlines import LEFT, Deadlines, Late
 from rollout.base.errors import Undecided
-from rollout.base.task_group import stop, together
+from rollout.base.task_group import cancel_tasks, together
 from rollout.base.watchdog import Watchdog
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Group, Status, Task, Trajectory
@@ -24,7 +24,7 @@ class CollectOptions:
 
     tree: Branching | None = None  # every trajectory is grown as a tree; None: as one line
     temperature: float | None = None  # of every agent, in place of its own; 0 is greedy
-    limits: Limits = field(default_factory=Limits)  # of tools, a trajectory, all of them; what is late is cancelled
+    limits: Deadlines = field(default_factory=Deadlines)  # of tools, a trajectory, all of them; late ones are cancelled
     began: float | None = None  # when the batch of the tasks began, on the event loop's clock; None: now
     surplus: int = 0  # trajectories of each task that are started beyond the group's size; the slowest are given up
     watchdog: Watchdog | None = None  # sees what is being played
@@ -115,7 +115,7 @@ class _Ending:
     counted: tuple[str, ...] = ()  # `undecided`, or `late/` and an agent, a tool, `trajectory` or `batch`
 
 
-async def _play(played: Episode | Tree, limits: Limits, ends: float | None, quota: _Quota | None) -> _Ending:
+async def _play(played: Episode | Tree, limits: Deadlines, ends: float | None, quota: _Quota | None) -> _Ending:
     """Play to the end, to a deadline, or until the group is full; what is not done then is cancelled."""
     if limits.trajectory_s is None and ends is None and quota is None:
         await played.play()
@@ -142,7 +142,7 @@ async def _play(played: Episode | Tree, limits: Limits, ends: float | None, quot
             why = f"the {late}'s deadline of {seconds:g} s passed while it waited for {played.waiting}"
             ending = _Ending(status, why, (f"late/{late}",))
     finally:
-        ended = await stop([task])
+        ended = await cancel_tasks([task])
     return ending if ended else replace(ending, error=ending.error + LEFT)
 
 

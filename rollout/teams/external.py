@@ -12,7 +12,7 @@ from rollout.base.errors import EngineError
 from rollout.base.http import Unanswered
 from rollout.engines.remote.caller import Caller, Tally
 from rollout.engines.remote.config import RemoteConfig
-from rollout.engines.remote.protocol import CallRefused, Settings
+from rollout.engines.remote.protocol import CallRefused, ReplySettings
 from rollout.records.completion import Completion, Sampling, VersionSpan
 from rollout.records.trajectory import Message
 from rollout.teams.team import PolicyReply
@@ -48,7 +48,7 @@ class RemoteClient:
             BudgetExhausted: the call might cost more than is left.
             RemoteError: the model cannot be used at all.
         """
-        settings = Settings(
+        settings = ReplySettings(
             temperature=sampling.temperature, max_tokens=sampling.max_tokens, top_p=sampling.top_p, seed=sampling.seed
         )
         async with self._caller.slots:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rollout.base.deadlines import LateCall, within
 from rollout.base.errors import EngineError
 from rollout.base.seeds import derive_seed
-from rollout.base.task_group import stop
+from rollout.base.task_group import cancel_tasks
 from rollout.engines.protocol import Engine
 from rollout.models.chat_template import Renderer
 from rollout.records.completion import Completion, Sampling
@@ -231,7 +231,7 @@ class TeamSession:
     async def close(self) -> None:
         """End the tasks that an orchestra left behind in `act` or in a step: it has ended."""
         self._closed = True
-        await stop(self.waiting)
+        await cancel_tasks(self.waiting)
 
     async def _answer(self, call: Call) -> TurnReply:
         return await self._ask(call)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from rollout.base.deadlines import Late
 from rollout.base.errors import EngineError, Undecided
 from rollout.base.seeds import derive_seed
-from rollout.base.task_group import stop, together
+from rollout.base.task_group import cancel_tasks, together
 from rollout.base.watchdog import Wait
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task, ToolEvent, Turn
@@ -268,7 +268,7 @@ class Branch:
     async def close(self) -> None:
         """End the orchestra where it stands."""
         if self._task is not None:
-            await stop([self._task])
+            await cancel_tasks([self._task])
 
     async def follow(self, rounds: Sequence[list[Asked]], standing: Sequence[CallKey]) -> None:
         """Repeat `rounds` without an engine, up to where the calls `standing` are open.

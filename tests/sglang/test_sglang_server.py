@@ -11,7 +11,7 @@ import torch
 
 from rollout.base.errors import EngineError
 from rollout.engines.protocol import Tag
-from rollout.engines.sglang import VERSION
+from rollout.engines.sglang import SGLANG_VERSION
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.records.completion import Completion, Sampling
 from rollout.sync import make_sender
@@ -62,7 +62,7 @@ def test_the_version_is_the_one_that_is_supported(engine: SGLangEngine) -> None:
         assert not await client.has("/get_weight_version")
         return await client.call("/server_info", method="GET")
 
-    assert asyncio.run(play())["version"] == VERSION
+    assert asyncio.run(play())["version"] == SGLANG_VERSION
 
 
 def test_running_replies_go_on_with_new_weights(engine: SGLangEngine) -> None:

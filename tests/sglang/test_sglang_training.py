@@ -13,7 +13,7 @@ from mcore_mas.training.train import train
 from rollout.engines.sglang import fleet as checks
 from rollout.models.tensors import compare
 from rollout.records.trajectory import read_trajectories
-from rollout.sync.digests import SGLang
+from rollout.sync.digests import SGLangDigest
 from tests.support.run_folder import make_run
 from tests.support.sglang_server import server_settings
 
@@ -79,7 +79,7 @@ def test_trainer_and_engine_agree_and_every_step_is_handed_over(
         assert compared.keys() == {1, 2}
         assert compared[1] != compared[2]
         # what the server held in the end is what the trainer wrote in the end
-        digest = SGLang(dtype="float32", tp=1, kv_heads=1, gpu=False)
+        digest = SGLangDigest(dtype="float32", tp=1, kv_heads=1, gpu=False)
         for name, tensor in sorted(load_file(run / "train" / "models" / "solver" / "model.safetensors").items()):
             digest.add(name, tensor)
         written = digest.finish()

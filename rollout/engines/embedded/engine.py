@@ -85,8 +85,7 @@ class Dispatcher:
                 for request_id, outcome in await self._exchange(asks, aborts):
                     if request_id in self._waiting:
                         _settle(self._waiting[request_id][1], outcome)
-                await asyncio.sleep(0)  # whoever got an answer may now ask again
-                self._waiting = {key: entry for key, entry in self._waiting.items() if not entry[1].done()}
+                await asyncio.sleep(0)  # whoever got an answer leaves, and may ask again
         except Exception as error:  # nobody awaits this task: whatever broke must reach those who wait
             known = isinstance(error, EngineError)
             failure = error if known else EngineError(f"the engine failed: {type(error).__name__}: {error}")

@@ -65,13 +65,11 @@ class Host:
         return ""
 
     def read(self, half: int, place: str, version: int, checksums: dict[str, str]) -> str:
-        """Fill `half` from a folder, or with the changes in a file, and adopt it; "" or what is wrong."""
-        path, held = Path(place), self._core.decoder.weights.tensors()
+        """Fill `half` from a folder, or with its changes to what is held, and adopt it; "" or what is wrong."""
+        held = self._core.decoder.weights.tensors()
         self._shared.versions[half] = -1
         try:
-            self._shared.halves[half].fill(
-                read_tensors(path) if path.is_dir() else patched(held, path, self._core.version)
-            )
+            self._shared.halves[half].fill(patched(held, Path(place), self._core.version))
         except EngineError as error:
             return str(error)
         self._shared.versions[half] = version

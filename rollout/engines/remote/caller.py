@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.base.http import Unanswered, retried
 from rollout.engines.remote import provider_class
-from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Limits, Reservation, Spending
-from rollout.engines.remote.protocol import Answer, CallRefused, Provider, RemoteError, Settings, read_key
+from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending, SpendingLimits
+from rollout.engines.remote.protocol import Answer, CallRefused, Provider, RemoteError, ReplySettings, read_key
 from rollout.records.trajectory import Message
 
 if TYPE_CHECKING:
@@ -76,7 +76,9 @@ class Caller:
         self._spare: Provider | None = self._make(config, self._key)  # now, so that a missing library is known now
         budget = config.budget
         nanos = None if budget.money is None else round(budget.money * 1e9)
-        self._ledger = Ledger(folder / "ledger.sqlite", Limits(calls=budget.calls, tokens=budget.tokens, nanos=nanos))
+        self._ledger = Ledger(
+            folder / "ledger.sqlite", SpendingLimits(calls=budget.calls, tokens=budget.tokens, nanos=nanos)
+        )
         self._live: _Live | None = None
         self._not_before = 0.0  # time.monotonic() until which the server asked everyone to wait
 
@@ -91,7 +93,13 @@ class Caller:
         return self._enter_loop().slots
 
     async def ask(
-        self, agent: str, messages: Sequence[Message], settings: Settings, tally: Tally, *, deadline: float = math.inf
+        self,
+        agent: str,
+        messages: Sequence[Message],
+        settings: ReplySettings,
+        tally: Tally,
+        *,
+        deadline: float = math.inf,
     ) -> Answer:
         """The model's reply on behalf of `agent`; `deadline` is a time.monotonic() past which no pause may reach.
 
@@ -147,7 +155,13 @@ class Caller:
         return self._live
 
     async def _fetch(
-        self, agent: str, digest: str, messages: Sequence[Message], settings: Settings, tally: Tally, deadline: float
+        self,
+        agent: str,
+        digest: str,
+        messages: Sequence[Message],
+        settings: ReplySettings,
+        tally: Tally,
+        deadline: float,
     ) -> Answer:
         calls = 0
 
@@ -176,7 +190,7 @@ class Caller:
             raise Unanswered(f"{failure} ({why})") from None
 
     async def _call(
-        self, reservation: Reservation, digest: str, messages: Sequence[Message], settings: Settings, tally: Tally
+        self, reservation: Reservation, digest: str, messages: Sequence[Message], settings: ReplySettings, tally: Tally
     ) -> Answer:
         """One request, and its entry in the ledger whatever happens."""
         cost: Spending | None = None  # not known
@@ -227,7 +241,7 @@ class Caller:
     def _redact(self, text: str) -> str:
         return self._key.redact(text) if self._key else text
 
-    def _worst(self, messages: Sequence[Message], settings: Settings) -> Spending:
+    def _worst(self, messages: Sequence[Message], settings: ReplySettings) -> Spending:
         """The most a call can cost: a token is at least one byte of UTF-8."""
         prompt = sum(len(message.content.encode()) + TEMPLATE_TOKENS for message in messages)
         reply = max([settings.max_tokens, *self._reply_limits()])
@@ -249,7 +263,7 @@ class Caller:
         prices = self._config.prices
         return math.ceil(1000 * (prompt * prices.prompt + reply * prices.reply) - 1e-6)
 
-    def _digest(self, messages: Sequence[Message], settings: Settings) -> str:
+    def _digest(self, messages: Sequence[Message], settings: ReplySettings) -> str:
         """Of all that decides the reply; not of the URL, so that a server may move to another port."""
         config = self._config
         asked = [config.provider, config.model, config.request, asdict(settings), [asdict(m) for m in messages]]

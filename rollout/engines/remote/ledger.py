@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rollout.engines.remote.protocol import Answer, RemoteError
 
-VERSION = 1
-SCHEMA = (
+LEDGER_VERSION = 1
+LEDGER_SCHEMA = (
     """CREATE TABLE replies (
         digest TEXT PRIMARY KEY, model TEXT NOT NULL, text TEXT NOT NULL, finish_reason TEXT NOT NULL,
         prompt_tokens INTEGER, completion_tokens INTEGER
@@ -49,7 +49,7 @@ class Spending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SpendingLimits:
     """What may be spent in all, over every run that uses the ledger; None is no limit."""
 
     calls: int | None = None
@@ -86,7 +86,7 @@ class Kept:
 class Ledger:
     """One owner's replies and spending. `in_flight` counts reservations of this process that are not settled."""
 
-    def __init__(self, path: Path, limits: Limits) -> None:
+    def __init__(self, path: Path, limits: SpendingLimits) -> None:
         """Open or make the file.
 
         Raises:
@@ -118,12 +118,14 @@ class Ledger:
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, VERSION):
-                raise RemoteError(f"{path}: has version {version}, expected {VERSION}; move it away to start a new one")
+            if version not in (0, LEDGER_VERSION):
+                raise RemoteError(
+                    f"{path}: has version {version}, expected {LEDGER_VERSION}; move it away to start a new one"
+                )
             if version == 0:
-                for statement in SCHEMA:
+                for statement in LEDGER_SCHEMA:
                     self._db.execute(statement)
-                self._db.execute(f"PRAGMA user_version = {VERSION}")
+                self._db.execute(f"PRAGMA user_version = {LEDGER_VERSION}")
             calls, tokens, nanos = self._db.execute("SELECT count(*), sum(tokens), sum(nanos) FROM calls").fetchone()
         return Spending(calls=calls, tokens=tokens or 0, nanos=nanos or 0)
 

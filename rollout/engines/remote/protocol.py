@@ -24,7 +24,7 @@ class CallRefused(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ReplySettings:
     """How one reply is sampled."""
 
     temperature: float = 0.0
@@ -46,7 +46,7 @@ class Answer:
 class Provider(Protocol):
     """A vendor's API. It makes one call and knows nothing of retries, caches or budgets."""
 
-    async def complete(self, messages: Sequence[Message], settings: Settings) -> Answer:
+    async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
         """Ask once.
 
         Raises:
@@ -98,7 +98,7 @@ SHOWN_AT_MOST = 3  # first characters of a key, at the end of a text that was cu
 SHORTEST = 8  # characters; a shorter secret could not be taken out of a text without harm to the text
 
 
-class Key:
+class ApiKey:
     """A secret that shows itself only to `reveal`."""
 
     __slots__ = ("_value",)
@@ -119,13 +119,13 @@ class Key:
         return text
 
     def __repr__(self) -> str:
-        return "Key(...)"
+        return "ApiKey(...)"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a key does not leave its process")
 
 
-def required(key: Key | None, provider: str) -> Key:
+def required(key: ApiKey | None, provider: str) -> ApiKey:
     """The key of a provider that answers nobody without one.
 
     Raises:
@@ -136,17 +136,17 @@ def required(key: Key | None, provider: str) -> Key:
     return key
 
 
-_taken: dict[str, Key] = {}  # by variable, as found there, for another use in this process
+_taken: dict[str, ApiKey] = {}  # by variable, as found there, for another use in this process
 
 
 def hide(variable: str | None) -> None:
     """Take a key out of the environment, if it is there, and keep it: child processes started from now on lack it."""
     value = os.environ.pop(variable, None) if variable else None
     if variable and value is not None:
-        _taken[variable] = Key(value)
+        _taken[variable] = ApiKey(value)
 
 
-def read_key(variable: str | None, file: Path | None) -> Key | None:
+def read_key(variable: str | None, file: Path | None) -> ApiKey | None:
     """The key in `file`, or in the environment's `variable`, which is removed there so that no child inherits it.
 
     Raises:
@@ -171,8 +171,8 @@ def _read(file: Path) -> str:
         raise RemoteError(f"{file}: cannot read the key ({type(error).__name__}); expected one line of text") from None
 
 
-def _checked(value: str, where: str) -> Key:
+def _checked(value: str, where: str) -> ApiKey:
     value = value.strip()
     if len(value) < SHORTEST or not value.isascii() or not value.isprintable() or " " in value:
         raise RemoteError(f"{where}: not an API key; expected one word of at least {SHORTEST} ASCII characters")
-    return Key(value)
+    return ApiKey(value)

@@ -11,9 +11,9 @@ import httpx
 from rollout.base.http import HttpClient, Unanswered, unanswered
 from rollout.engines.remote.protocol import (
     Answer,
-    Key,
+    ApiKey,
     RemoteError,
-    Settings,
+    ReplySettings,
     counted,
     filled,
     required,
@@ -32,7 +32,7 @@ LARGEST = 4 * 2**20  # bytes of a reply
 class OpenAIChat:
     """`POST {url}/chat/completions` of one model. Redirects are not followed: the key goes to one host only."""
 
-    def __init__(self, config: RemoteConfig, key: Key | None) -> None:
+    def __init__(self, config: RemoteConfig, key: ApiKey | None) -> None:
         self._model = config.model
         self._extra = dict(config.request)
         self._http = HttpClient(
@@ -43,7 +43,7 @@ class OpenAIChat:
             most_bytes=LARGEST,
         )
 
-    async def complete(self, messages: Sequence[Message], settings: Settings) -> Answer:
+    async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
         """Ask once (see `Provider`)."""
         fields = {
             "model": self._model,
@@ -87,7 +87,7 @@ ANTHROPIC_URL = "https://api.anthropic.com"  # named, or the library would take 
 class AnthropicMessages:
     """The Messages API of one model."""
 
-    def __init__(self, config: RemoteConfig, key: Key | None) -> None:
+    def __init__(self, config: RemoteConfig, key: ApiKey | None) -> None:
         """
         Raises:
             RemoteError: the library is not installed, or there is no key.
@@ -107,7 +107,7 @@ class AnthropicMessages:
             http_client=anthropic.DefaultAsyncHttpxClient(proxy=config.proxy, trust_env=False, follow_redirects=False),
         )
 
-    async def complete(self, messages: Sequence[Message], settings: Settings) -> Answer:
+    async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
         """Ask once (see `Provider`). Messages that are not the system's alternate between user and assistant."""
         system, others = split_system(messages)
         fields = {
@@ -143,7 +143,7 @@ GEMINI_URL = "https://generativelanguage.googleapis.com"  # named, or the librar
 class GeminiContent:
     """`generate_content` of one model of the Gemini Developer API."""
 
-    def __init__(self, config: RemoteConfig, key: Key | None) -> None:
+    def __init__(self, config: RemoteConfig, key: ApiKey | None) -> None:
         """
         Raises:
             RemoteError: the library is not installed, or there is no key.
@@ -164,7 +164,7 @@ class GeminiContent:
             http_options={"base_url": config.url or GEMINI_URL, "httpx_async_client": self._http},
         )
 
-    async def complete(self, messages: Sequence[Message], settings: Settings) -> Answer:
+    async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
         """Ask once (see `Provider`)."""
         system, others = split_system(messages)
         fields = {

@@ -11,4 +11,4 @@
 
 from __future__ import annotations
 
-VERSION = "0.5.23"  # what requirements/sglang.txt pins and `make test-sglang` runs
+SGLANG_VERSION = "0.5.23"  # what requirements/sglang.txt pins and `make test-sglang` runs

@@ -19,7 +19,7 @@ from rollout.engines.protocol import Tag, problem_of
 from rollout.engines.sglang.client import Lost, body_of, completion_of
 from rollout.engines.sglang.fleet import Checks, Fleet
 from rollout.engines.sglang.server import Replica
-from rollout.engines.sglang.settings import PUSHED, Settings
+from rollout.engines.sglang.settings import PUSHED, SGLangSettings
 from rollout.records.completion import Completion, Sampling
 from rollout.sync import make_sender
 from rollout.sync.protocol import SyncRoute, WeightUpdate
@@ -46,12 +46,12 @@ class SGLangEngine:
         Args:
             version: of the weights in `folder`.
             tell: called with one line when a server is started again.
-            settings: the fields of `Settings`.
+            settings: the fields of `SGLangSettings`.
 
         Raises:
-            EngineError: no interpreter, or as `Settings`.
+            EngineError: no interpreter, or as `SGLangSettings`.
         """
-        self._settings = Settings(folder=Path(folder), **settings)
+        self._settings = SGLangSettings(folder=Path(folder), **settings)
         self.version = version
         self.pause_s = 0.0  # that the last update kept the servers from decoding
         self._transport = self._settings.transport

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.base.errors import EngineError
 from rollout.engines.sglang.client import Lost
-from rollout.engines.sglang.server import Replica, attached, owned
-from rollout.engines.sglang.settings import Settings
+from rollout.engines.sglang.server import Replica, attached_replica, owned_replica
+from rollout.engines.sglang.settings import SGLangSettings
 from rollout.models.tensors import TensorFiles, compare
-from rollout.sync.digests import SGLang, kind_of, layer_of, of_rank
+from rollout.sync.digests import SGLangDigest, kind_of, layer_of, of_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ class Fleet:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: SGLangSettings,
         *,
         tell: Callable[[str], None],
         weigh: Callable[[Replica], Awaitable[bool]],
@@ -48,9 +48,9 @@ class Fleet:
         self._weigh, self._restore = weigh, restore
         self._restarts, self._start_s = settings.restarts, settings.start_s
         if settings.urls:
-            self.replicas = [attached(url, settings) for url in settings.urls]
+            self.replicas = [attached_replica(url, settings) for url in settings.urls]
         else:
-            self.replicas = [owned(settings, number) for number in range(settings.replicas)]
+            self.replicas = [owned_replica(settings, number) for number in range(settings.replicas)]
         self._gates: dict[int, asyncio.Lock] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -151,7 +151,7 @@ class Checks:
     tensors of a kind whose checksums were repeated rightly then are compared later.
     """
 
-    def __init__(self, settings: Settings, tell: Callable[[str], None]) -> None:
+    def __init__(self, settings: SGLangSettings, tell: Callable[[str], None]) -> None:
         """`tell` is called with one line if there are tensors that will not be compared."""
         self._settings, self._tell = settings, tell
         self._kinds: frozenset[str] | None = None if settings.held else frozenset()
@@ -191,7 +191,7 @@ class Checks:
         }
 
     def _known(self) -> dict[str, str]:
-        digest = SGLang(**self._settings.held)
+        digest = SGLangDigest(**self._settings.held)
         for name, tensor in self._sample():
             digest.add(name, tensor)
         return digest.finish()

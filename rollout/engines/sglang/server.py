@@ -15,7 +15,7 @@ from typing import Any
 from rollout.base.errors import EngineError
 from rollout.base.processes import free_port, start_group, stop_group
 from rollout.engines.sglang.client import SGLangClient
-from rollout.engines.sglang.settings import Settings
+from rollout.engines.sglang.settings import SGLangSettings
 
 _SPARE = 6  # tokens of its context that SGLang leaves empty (`get_worker_info` in managers/tp_worker.py)
 _SHOWN = 300  # characters of the log's end in an error
@@ -79,7 +79,7 @@ class Server:
             self._process = None
 
 
-def arguments(folder: str, *, tp: int, max_length: int, slots: int, options: Mapping[str, object]) -> list[str]:
+def server_arguments(folder: str, *, tp: int, max_length: int, slots: int, options: Mapping[str, object]) -> list[str]:
     """Of `sglang.launch_server`; `options` are further ones by name, true for a switch, null for none."""
     fixed: dict[str, object] = {
         "model-path": folder,
@@ -108,7 +108,7 @@ class Replica:
     """
 
     def __init__(
-        self, settings: Settings, host: Any = None, *, remote: bool = False, fellows: Sequence[Any] = ()
+        self, settings: SGLangSettings, host: Any = None, *, remote: bool = False, fellows: Sequence[Any] = ()
     ) -> None:
         """`host` is a `Server`, or with `remote` a Ray actor of one; None for a server that somebody else runs.
 
@@ -198,20 +198,20 @@ class Replica:
         return getattr(self._host, method)()
 
 
-def attached(url: str, settings: Settings) -> Replica:
+def attached_replica(url: str, settings: SGLangSettings) -> Replica:
     """A server that runs at `url`."""
     replica = Replica(settings)
     replica.attach(url.rstrip("/"), settings.key)
     return replica
 
 
-def owned(settings: Settings, number: int) -> Replica:
+def owned_replica(settings: SGLangSettings, number: int) -> Replica:
     """A server of our own: where Ray runs in an actor of its own, with one for each further GPU; else in this process.
 
     Raises:
         EngineError: no interpreter at `settings.python`.
     """
-    words = arguments(
+    words = server_arguments(
         str(settings.folder),
         tp=settings.tp,
         max_length=settings.max_length,

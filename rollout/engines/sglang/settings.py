@@ -30,7 +30,7 @@ _OWN = {  # an argument of the server -> the setting that it would contradict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SGLangSettings:
     """The settings of an engine, checked.
 
     Raises:
@@ -99,7 +99,7 @@ class Settings:
 
     @property
     def held(self) -> dict[str, Any]:
-        """How the servers hold weights, as `rollout.sync.digests.SGLang` is told; {} where nothing is compared."""
+        """How the servers hold weights, as `sync.digests.SGLangDigest` is told; {} where nothing is compared."""
         if not self.verify or "quantization" in self.arguments:
             return {}
         heads = self._model.get("num_key_value_heads") or self._model.get("num_attention_heads", 1)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from mcore_mas.training.metrics import rollout_metrics
-from rollout.base.deadlines import Late, Limits, within
+from rollout.base.deadlines import Deadlines, Late, within
 from rollout.base.errors import EngineError
 from rollout.base.watchdog import Watchdog
 from rollout.records.trajectory import Status, read_trajectories, write_trajectories
@@ -42,7 +42,7 @@ def test_a_late_tool_fails_its_trajectory_alone_and_names_the_call():
             self.seconds = float(task.prompt)
             return "0"
 
-    groups, ended = play(ask, Slow(), tasks=tasks(2, 60), make_env=Thinking, limits=Limits(tool_s=5))
+    groups, ended = play(ask, Slow(), tasks=tasks(2, 60), make_env=Thinking, limits=Deadlines(tool_s=5))
     assert (statuses(groups), ended) == ([Status.COMPLETED, Status.LATE], 5)
     late = groups[1].trajectories[0]
     assert late.error == "LateTool: adder.step: nothing came within 5 s"
@@ -52,7 +52,7 @@ def test_a_late_tool_fails_its_trajectory_alone_and_names_the_call():
 
 def test_a_batch_ends_with_what_is_done():
     engine = Slow()
-    groups, ended = play(ask, engine, tasks=tasks(1, 60, 3, 70), limits=Limits(batch_s=5, trajectory_s=50))
+    groups, ended = play(ask, engine, tasks=tasks(1, 60, 3, 70), limits=Deadlines(batch_s=5, trajectory_s=50))
     assert ended == 5
     assert statuses(groups) == [Status.COMPLETED, Status.ABORTED, Status.COMPLETED, Status.ABORTED]
     assert groups[1].trajectories[0].error == "the batch's deadline of 5 s passed while it waited for a (turn 0)"

@@ -106,7 +106,7 @@ def test_children_do_not_inherit_the_key(tmp_path, monkeypatch) -> None:
 def test_a_key_is_not_shown_copied_or_sent_away(key_file) -> None:
     key = read_key(None, key_file)
     assert key.reveal() == SECRET
-    assert f"{key} {key!r}" == "Key(...) Key(...)"
+    assert f"{key} {key!r}" == "ApiKey(...) ApiKey(...)"
     assert key.redact(f"a {SECRET} b") == "a [key] b"
     for cut in range(4, len(SECRET)):  # the end of a long error message
         assert key.redact(f"a {SECRET} b {SECRET[:cut]}") == "a [key] b [key]"

@@ -9,13 +9,13 @@ import pytest
 
 from rollout.base.http import Unanswered
 from rollout.engines.remote import PROVIDERS, provider_class
-from rollout.engines.remote.protocol import Key, RemoteError, Settings
+from rollout.engines.remote.protocol import ApiKey, RemoteError, ReplySettings
 from rollout.records.trajectory import Message
 from rollout.rewards.coach import Coach
 from tests.support.chat_server import Response, chat_server
 from tests.support.coached import config
 
-KEY = Key("test-key-0123456789")
+KEY = ApiKey("test-key-0123456789")
 ASKED = (Message(role="system", content="Be brief."), Message(role="user", content="6 x 7?"))
 ANTHROPIC = {
     "id": "msg_1",
@@ -52,7 +52,7 @@ def complete(provider: str, response: Response):
     async def run(url):
         client = provider_class(provider)(config(url.removesuffix("/v1"), provider=provider), KEY)
         try:
-            return await client.complete(ASKED, Settings(max_tokens=50))
+            return await client.complete(ASKED, ReplySettings(max_tokens=50))
         finally:
             await client.aclose()
 

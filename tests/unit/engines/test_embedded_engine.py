@@ -158,7 +158,7 @@ def test_a_step_that_breaks_fails_who_waits_and_nobody_later(folder: Path, monke
                 assert isinstance(error, EngineError)
                 assert str(error) == "the engine failed: RuntimeError: out of memory"
         with pytest.raises(RuntimeError, match="out of memory"):
-            await engine._pump
+            await engine._dispatcher._loop
         assert not engine.core.has_work
         return await engine.generate([1, 2, 3], Sampling(max_tokens=9))
 
@@ -260,7 +260,7 @@ def test_a_cancelled_call_takes_no_further_step(folder: Path) -> None:
             await asyncio.sleep(0)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
-        await engine._pump
+        await engine._dispatcher._loop
 
     asyncio.run(play())
     assert engine.core.stats.steps in (3, 4)

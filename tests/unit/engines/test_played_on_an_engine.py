@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollout.base.deadlines import Limits
+from rollout.base.deadlines import Deadlines
 from rollout.config.build import build_player
 from rollout.engines.embedded.engine import LocalEngine
 from rollout.records.completion import VersionSpan
@@ -91,7 +91,7 @@ def test_a_repeated_step_says_the_same_whoever_else_plays(model):
 
 def test_what_is_late_leaves_no_row_of_the_engine_occupied(model):
     engine = LocalEngine(model, max_length=128, rows=4)
-    played = play(engine, limits=Limits(batch_s=0.002))
+    played = play(engine, limits=Deadlines(batch_s=0.002))
     assert Status.ABORTED in {trajectory.status for trajectory in played.values()}
     assert not engine.core._rows.live.any()
     assert not engine._waiting

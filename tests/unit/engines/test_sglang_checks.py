@@ -11,9 +11,9 @@ import pytest
 
 from rollout.base.errors import EngineError
 from rollout.engines.sglang.fleet import Checks
-from rollout.engines.sglang.settings import Settings
+from rollout.engines.sglang.settings import SGLangSettings
 from rollout.models.tensors import read_tensors
-from rollout.sync.digests import SGLang, kind_of
+from rollout.sync.digests import SGLangDigest, kind_of
 from rollout.sync.protocol import WeightUpdate
 from tests.support import reference
 
@@ -24,7 +24,7 @@ class Server:
     """Two ranks of a server that orders one kind of tensor in its own way, and has a buffer of its own."""
 
     def __init__(self, folder: Path, held: dict[str, Any], paths: tuple[str, ...] = ("/weights_checker",)) -> None:
-        digest = SGLang(**held)
+        digest = SGLangDigest(**held)
         for name, tensor in read_tensors(folder):
             digest.add(name, tensor)
         self.sums, self.paths, self.asked = digest.finish(), paths, 0
@@ -50,12 +50,12 @@ def handed_over(sums: dict[str, str]) -> WeightUpdate:
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path: Path) -> SGLangSettings:
     reference.make_model("qwen2", tmp_path)
-    return Settings(folder=tmp_path, max_length=8, tp=2)
+    return SGLangSettings(folder=tmp_path, max_length=8, tp=2)
 
 
-def test_what_a_server_orders_itself_is_told_once_and_left_out(settings: Settings) -> None:
+def test_what_a_server_orders_itself_is_told_once_and_left_out(settings: SGLangSettings) -> None:
     server: Any = Server(settings.folder, settings.held)
     told: list[str] = []
     checks = Checks(settings, told.append)
@@ -82,7 +82,7 @@ def test_what_a_server_orders_itself_is_told_once_and_left_out(settings: Setting
     assert {QKV.format(layer, rank) for layer in (0, 1) for rank in (0, 1)} < right.keys()
 
 
-def test_a_server_without_checksums_is_told_and_not_asked(settings: Settings) -> None:
+def test_a_server_without_checksums_is_told_and_not_asked(settings: SGLangSettings) -> None:
     server: Any = Server(settings.folder, settings.held, paths=())
     told: list[str] = []
     checks = Checks(settings, told.append)
@@ -92,18 +92,18 @@ def test_a_server_without_checksums_is_told_and_not_asked(settings: Settings) ->
     assert told == ["SGLang: the server has no /weights_checker; its weights are not compared with the trainer's"]
 
 
-def test_how_servers_hold_weights(settings: Settings) -> None:
+def test_how_servers_hold_weights(settings: SGLangSettings) -> None:
     folder = settings.folder
-    held = Settings(folder=folder, max_length=8, options={"device": "cpu", "dtype": "float"}).held
+    held = SGLangSettings(folder=folder, max_length=8, options={"device": "cpu", "dtype": "float"}).held
     assert held == {"dtype": "float32", "tp": 1, "kv_heads": 2, "gpu": False}
     assert settings.held == {"dtype": "float16", "tp": 2, "kv_heads": 2, "gpu": True}  # auto is never float32
-    assert Settings(folder=folder, max_length=8, options={"dtype": "bfloat16"}).held["dtype"] == "bfloat16"
+    assert SGLangSettings(folder=folder, max_length=8, options={"dtype": "bfloat16"}).held["dtype"] == "bfloat16"
     for options in ({"verify": False}, {"options": {"quantization": "fp8"}}):
-        assert not Settings(folder=folder, max_length=8, **options).held  # type: ignore[arg-type]
+        assert not SGLangSettings(folder=folder, max_length=8, **options).held  # type: ignore[arg-type]
 
 
-def test_a_context_may_be_filled_to_the_models_last_position(settings: Settings) -> None:
+def test_a_context_may_be_filled_to_the_models_last_position(settings: SGLangSettings) -> None:
     longest = json.loads((settings.folder / "config.json").read_text())["max_position_embeddings"]
     name = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # or two more than that would not be taken
-    assert Settings(folder=settings.folder, max_length=longest).variables == {"OMP_NUM_THREADS": "1", name: "1"}
-    assert Settings(folder=settings.folder, max_length=longest + 1).variables == {"OMP_NUM_THREADS": "1"}
+    assert SGLangSettings(folder=settings.folder, max_length=longest).variables == {"OMP_NUM_THREADS": "1", name: "1"}
+    assert SGLangSettings(folder=settings.folder, max_length=longest + 1).variables == {"OMP_NUM_THREADS": "1"}

@@ -17,7 +17,7 @@ import torch
 from rollout.base.errors import EngineError
 from rollout.engines.sglang.client import body_of, completion_of
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.engines.sglang.server import Server, arguments
+from rollout.engines.sglang.server import Server, server_arguments
 from rollout.records.completion import Completion, Sampling
 from rollout.sync import make_sender
 from tests.support.tiny import make_model
@@ -294,7 +294,7 @@ def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
 
 def test_arguments_are_the_servers_own(tmp_path: Path) -> None:
     options = {"mem-fraction-static": 0.8, "log-level": "error", "disable-cuda-graph": True, "skip-server-warmup": None}
-    words = arguments("model", tp=2, max_length=64, slots=4, options=options)
+    words = server_arguments("model", tp=2, max_length=64, slots=4, options=options)
     assert " ".join(words) == (
         "--model-path model --tp-size 2 --context-length 70 --max-running-requests 4 --skip-tokenizer-init "
         "--log-level error --mem-fraction-static 0.8 --disable-cuda-graph"

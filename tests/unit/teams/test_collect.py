@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollout.base.deadlines import Limits
+from rollout.base.deadlines import Deadlines
 from rollout.base.errors import EngineError
 from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Status, Trajectory
@@ -152,7 +152,7 @@ def test_a_late_trajectory_is_failed_and_the_others_go_on():
 
     engine = Slow(quick=0.0, late=60.0)
     tasks = [replace(TASK, id=name) for name in ("late", "quick")]
-    late, quick = play(orchestra, engine, tasks=tasks, limits=Limits(trajectory_s=0.1))
+    late, quick = play(orchestra, engine, tasks=tasks, limits=Deadlines(trajectory_s=0.1))
     assert (late.status, late.outcome, late.metrics) == (Status.LATE, None, {"late/trajectory": 1.0})
     assert late.error == "the trajectory's deadline of 0.1 s passed while it waited for a (turn 0)"
     assert (quick.status, quick.outcome) == (Status.COMPLETED, 1.0)
@@ -168,12 +168,12 @@ def test_a_deadline_names_what_was_waited_for(where):
     async def orchestra(task, team, env):
         await (env.step("1") if where == "adder.step" else asyncio.sleep(60))
 
-    [trajectory] = play(orchestra, says(), make_env=Stuck, limits=Limits(trajectory_s=0.05))
+    [trajectory] = play(orchestra, says(), make_env=Stuck, limits=Deadlines(trajectory_s=0.05))
     assert trajectory.error == f"the trajectory's deadline of 0.05 s passed while it waited for {where}"
 
 
 def test_in_time_is_as_without_a_deadline():
-    assert play(relay, says("9", "2", "3"), limits=Limits(trajectory_s=60)) == play(relay, says("9", "2", "3"))
+    assert play(relay, says("9", "2", "3"), limits=Deadlines(trajectory_s=60)) == play(relay, says("9", "2", "3"))
 
 
 def test_a_failed_turn_ends_those_beside_it():

@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.training.metrics import losses, rollout_metrics
-from rollout.base.deadlines import LEFT, Limits
+from rollout.base.deadlines import LEFT, Deadlines
 from rollout.base.errors import EngineError, EnvError
-from rollout.base.task_group import PATIENCE_S, stop
+from rollout.base.task_group import PATIENCE_S, cancel_tasks
 from rollout.base.watchdog import Watchdog
 from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Status
@@ -50,7 +50,9 @@ def test_a_deadline_holds_against_a_tool_that_ignores_its_cancellation(key):
     async def run():
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
         team = make_team(ScriptedEngine(lambda *_: (*b"1", 0)))
-        groups = await collect([TASK], team, Deaf, ask, group_size=1, seed=SEED, step=STEP, limits=Limits(**{key: 5}))
+        groups = await collect(
+            [TASK], team, Deaf, ask, group_size=1, seed=SEED, step=STEP, limits=Deadlines(**{key: 5})
+        )
         at = asyncio.get_running_loop().time()
         left = len(asyncio.all_tasks()) - 1
         await asyncio.sleep(2 * PATIENCE_S)
@@ -80,7 +82,7 @@ def test_what_ends_in_time_when_cancelled_is_waited_for_and_not_left():
 
         task = asyncio.create_task(tidy())
         await asyncio.sleep(0)
-        assert await stop([task])
+        assert await cancel_tasks([task])
         assert task.cancelled()
         return asyncio.get_running_loop().time()
 
@@ -99,7 +101,7 @@ def test_who_is_cancelled_twice_tells_its_own_twice():
                     heard.append(asyncio.get_running_loop().time())
 
         inner = asyncio.create_task(deaf())
-        outer = asyncio.create_task(stop([inner]))
+        outer = asyncio.create_task(cancel_tasks([inner]))
         await asyncio.sleep(1)
         outer.cancel()
         await asyncio.wait({outer})
@@ -145,7 +147,7 @@ def test_a_bug_of_an_environment_fails_its_trajectory_alone(where, error):
             if (where, self.id) == ("slow close", "1"):
                 await asyncio.sleep(60)
 
-    groups, _ = play(ask, Slow(), tasks=tasks(1, 1, 1), make_env=Buggy, limits=Limits(tool_s=5))
+    groups, _ = play(ask, Slow(), tasks=tasks(1, 1, 1), make_env=Buggy, limits=Deadlines(tool_s=5))
     assert [t.error for group in groups for t in group.trajectories] == ["", error, ""]
     assert groups[1].trajectories[0].outcome is None
     assert rollout_metrics(groups)["reward/mean"] == 1.0  # of the other two
@@ -167,7 +169,7 @@ def test_an_environment_is_closed_however_its_trajectory_ends():
                 raise EnvError("broken")
             return await super().step(action)
 
-    groups, _ = play(ask, Slow(), tasks=tasks(1, 2, 60), make_env=Held, limits=Limits(trajectory_s=10))
+    groups, _ = play(ask, Slow(), tasks=tasks(1, 2, 60), make_env=Held, limits=Deadlines(trajectory_s=10))
     assert statuses(groups) == [Status.COMPLETED, Status.FAILED, Status.LATE]
     assert closed == ["0", "1", "2"]
 
@@ -205,7 +207,7 @@ def test_slots_come_back_whatever_happens_to_those_who_had_or_wanted_them():
 
     async def run():
         team = team_of(engine, max_in_flight=2, deadline_s=10)
-        options = {"seed": SEED, "step": STEP, "limits": Limits(trajectory_s=12)}
+        options = {"seed": SEED, "step": STEP, "limits": Deadlines(trajectory_s=12)}
         # late calls, failing ones, and some that are cancelled while they wait for a slot
         first = await collect(tasks(60, 60, 7, 60, 7, 60, 60), team, Adder, ask, group_size=1, **options)
         began = asyncio.get_running_loop().time()
@@ -235,7 +237,7 @@ def test_whatever_ends_when_everything_is_accounted_for_once():
             await env.step("1")
 
         engine = Slow()
-        limits = Limits(
+        limits = Deadlines(
             tool_s=rng.choice([None, 2]), trajectory_s=rng.choice([None, 4, 6]), batch_s=rng.choice([None, 4, 7])
         )
         ended = []

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from rollout.base.deadlines import Limits
+from rollout.base.deadlines import Deadlines
 from rollout.base.errors import EngineError, EnvError
 from rollout.base.seeds import derive_seed
 from rollout.environments.protocol import Step
@@ -162,7 +162,7 @@ def test_a_late_branch_ends_the_tree():
                 await asyncio.sleep(60)
             return await inner.generate(prompt_ids, sampling)
 
-    trajectory = grow(duet, Late(), Branching(width=3), limits=Limits(trajectory_s=0.5))
+    trajectory = grow(duet, Late(), Branching(width=3), limits=Deadlines(trajectory_s=0.5))
     assert trajectory.status is Status.LATE
     assert trajectory.error == "the trajectory's deadline of 0.5 s passed while it waited for b (turn 1)"
     assert trajectory.leaf == "1.0"
