@@ -7,8 +7,8 @@ import hashlib
 import shutil
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from rollout.base.files import memory_path
 from rollout.base.processes import say
 from rollout.engines.protocol import Tag, problem_of
 from rollout.engines.sglang.client import Lost, body_of, completion_of
-from rollout.engines.sglang.fleet import Checks, Fleet
+from rollout.engines.sglang.fleet import Checks, Fleet, LostWeights
 from rollout.engines.sglang.server import Replica
 from rollout.engines.sglang.settings import PUSHED, SGLangSettings
 from rollout.records.completion import Completion, Sampling
@@ -61,8 +61,7 @@ class SGLangEngine:
         self._checks = Checks(self._settings, tell)
         self._last: WeightUpdate | None = None  # that the servers took; None: their weights are the folder's
         self._update: _Update | None = None  # under way, between `begin_update` and `commit_update`
-        self._lost: asyncio.Event | None = None  # some call waits for lost weights; None: nobody would send them
-        self._waiting: list[asyncio.Future[None]] = []  # those calls
+        self._lost = LostWeights(self._fleet)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -107,7 +106,7 @@ class SGLangEngine:
         self._update = _Update(began, self.starts)
         common: dict[str, Any] = {"transport": self._transport, "model": str(self._settings.folder)}
         if self._transport not in PUSHED:
-            known = self._last is not None and not self._stale()
+            known = self._last is not None and not self._fleet.stale
             state = {"base": self.version if known else None}
             return SyncRoute(place=str(self._place), options=self._settings.digest, state=state, **common)
         options = self._settings.digest | {"tp": self._settings.tp, "key": self._settings.key, "starts": self.starts}
@@ -138,7 +137,7 @@ class SGLangEngine:
         finally:
             self.pause_s = time.perf_counter() - began
         self.version = update.version
-        self._settle()
+        self._lost.settle()
 
     async def _learn(self) -> None:
         """See what can be compared later, as long as a server has the folder's weights."""
@@ -172,46 +171,23 @@ class SGLangEngine:
     def abort_update(self, error: Exception) -> None:
         """Calls that wait for weights that a server lost fail with `error` (see `TrainedEngine`)."""
         self._update = None
-        self._settle(EngineError(f"SGLang: the weights did not come again: {error}"))
+        self._lost.settle(EngineError(f"SGLang: the weights did not come again: {error}"))
 
     async def weights_lost(self) -> None:
         """Wait until a call needs weights that a server lost (see `TrainedEngine`)."""
-        self._lost = asyncio.Event()
-        while not (self._waiting and self._stale()):
-            await self._lost.wait()
-            self._lost.clear()
+        await self._lost.needed()
 
     async def _restore(self) -> None:
         """Wait until weights that a server lost have come again; nothing if new ones are on their way."""
-        if self._update is not None or not self._stale():
-            return
-        if self._lost is None:
-            raise EngineError(f"SGLang: restarted, but transport '{self._transport}' keeps no weights to resend")
-        self._lost.set()
-        back = asyncio.get_running_loop().create_future()
-        self._waiting.append(back)
-        await back
-
-    def _stale(self) -> bool:
-        return any(replica.stale for replica in self._replicas)
-
-    def _settle(self, error: EngineError | None = None) -> None:
-        """End the wait of all calls that need lost weights."""
-        waiting, self._waiting = self._waiting, []
-        for back in waiting:
-            if back.done():  # the call was cancelled
-                continue
-            if error is None:
-                back.set_result(None)
-            else:
-                back.set_exception(error)
+        if self._update is None and self._fleet.stale:
+            await self._lost.restored(self._transport)
 
     async def _apply(self, replica: Replica, handover: WeightUpdate) -> None:
         if handover.transport in PUSHED:
             await replica.client.call("/continue_generation", {})
         else:
             body = {"model_path": handover.place, "weight_version": str(handover.version), "flush_cache": True}
-            async with _paused(replica):
+            async with replica.paused():
                 await replica.client.call("/update_weights_from_disk", body)
         replica.stale = False
         await self._checks.check(replica, handover)
@@ -220,24 +196,11 @@ class SGLangEngine:
         """Release the servers' memory; they must be idle and have been started with enable_memory_saver."""
         await self._fleet.all(f"/flush_cache?timeout={_IDLE_S:g}")
         await self._learn()
-        await self._fleet.all("/release_memory_occupation", {"tags": list(tags)})
-        for replica in self._replicas:
-            replica.asleep.update(tags)
+        await self._fleet.sleep(tags)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Take the memory again; weights that were released come with the next update."""
-        await asyncio.gather(*(self._wake(replica, tags) for replica in self._replicas))
-
-    async def _wake(self, replica: Replica, tags: Sequence[Tag]) -> None:
-        """SGLang dies of a tag that does not sleep, as none does in a server that was started again meanwhile."""
-        while sleeping := [tag for tag in tags if tag in replica.asleep]:
-            starts = replica.starts
-            try:
-                await replica.client.call("/resume_memory_occupation", {"tags": sleeping})
-            except Lost as error:
-                await self._fleet.revive(replica, starts, error)
-            else:
-                replica.asleep.difference_update(sleeping)
+        await self._fleet.wake(tags)
 
     async def pause(self, mode: str = "retract") -> None:
         """Hold generation: `retract` keeps what was sampled, `in_place` the cache too, `abort` neither."""
@@ -271,19 +234,6 @@ class _Update(NamedTuple):
 
     began: float  # when servers that are pushed to were paused
     starts: int  # of servers so far
-
-
-@asynccontextmanager
-async def _paused(replica: Replica) -> AsyncIterator[None]:
-    """Hold one server's requests: without it an update waits for the last of them, with it they go on afterwards."""
-    await replica.client.call("/pause_generation", {"mode": "retract"})
-    try:
-        yield
-    except EngineError:
-        if not replica.stale:
-            await replica.client.call("/continue_generation", {})
-        raise
-    await replica.client.call("/continue_generation", {})
 
 
 def _slot(prompt_ids: Sequence[int], session: str, replicas: int) -> int:

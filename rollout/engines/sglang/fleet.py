@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout.base.errors import EngineError
+from rollout.engines.protocol import Tag
 from rollout.engines.sglang.client import Lost
 from rollout.engines.sglang.server import Replica, attached_replica, owned_replica
 from rollout.engines.sglang.settings import SGLangSettings
@@ -111,6 +112,32 @@ class Fleet:
                 except Lost as again:
                     starts, error = replica.starts, again
 
+    @property
+    def stale(self) -> bool:
+        """Whether a server waits without the present weights."""
+        return any(replica.stale for replica in self.replicas)
+
+    async def sleep(self, tags: Sequence[Tag]) -> None:
+        """Release the servers' memory."""
+        await self.all("/release_memory_occupation", {"tags": list(tags)})
+        for replica in self.replicas:
+            replica.asleep.update(tags)
+
+    async def wake(self, tags: Sequence[Tag]) -> None:
+        """Take it again."""
+        await asyncio.gather(*(self._wake(replica, tags) for replica in self.replicas))
+
+    async def _wake(self, replica: Replica, tags: Sequence[Tag]) -> None:
+        """SGLang dies of a tag that does not sleep, as none does in a server that was started again meanwhile."""
+        while sleeping := [tag for tag in tags if tag in replica.asleep]:
+            starts = replica.starts
+            try:
+                await replica.client.call("/resume_memory_occupation", {"tags": sleeping})
+            except Lost as error:
+                await self.revive(replica, starts, error)
+            else:
+                replica.asleep.difference_update(sleeping)
+
     def close(self) -> None:
         """End the servers that are ours."""
         for replica in self.replicas:
@@ -141,6 +168,46 @@ class Fleet:
         if loop is not self._loop:
             self._loop, self._gates = loop, {}
         return self._gates.setdefault(id(owner), asyncio.Lock())
+
+
+class LostWeights:
+    """Calls that wait for weights which a server lost in a death, until the trainer has sent them again."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._needed: asyncio.Event | None = None  # None: nobody would send them
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def needed(self) -> None:
+        """Wait until some call needs them."""
+        self._needed = asyncio.Event()
+        while not (self._waiting and self._fleet.stale):
+            await self._needed.wait()
+            self._needed.clear()
+
+    async def restored(self, transport: str) -> None:
+        """Wait until they are there.
+
+        Raises:
+            EngineError: nobody sends them; or what `settle` was told.
+        """
+        if self._needed is None:
+            raise EngineError(f"SGLang: restarted, but transport '{transport}' keeps no weights to resend")
+        self._needed.set()
+        back: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(back)
+        await back
+
+    def settle(self, error: EngineError | None = None) -> None:
+        """End the wait of all calls."""
+        waiting, self._waiting = self._waiting, []
+        for back in waiting:
+            if back.done():  # the call was cancelled
+                continue
+            if error is None:
+                back.set_result(None)
+            else:
+                back.set_exception(error)
 
 
 class Checks:

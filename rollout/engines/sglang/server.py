@@ -7,7 +7,7 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,18 @@ class Replica:
         if self._host is None:
             return f"the server at {self.client.url} is gone, and it is not ours to start"
         return str(await self._ask("ended"))
+
+    @contextlib.asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Hold its requests: without it an update waits for the last of them, with it they go on afterwards."""
+        await self.client.call("/pause_generation", {"mode": "retract"})
+        try:
+            yield
+        except EngineError:
+            if not self.stale:
+                await self.client.call("/continue_generation", {})
+            raise
+        await self.client.call("/continue_generation", {})
 
     async def pid(self) -> int | None:
         """The server's process, None where it is not ours."""
