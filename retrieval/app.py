@@ -1,4 +1,4 @@
-"""The HTTP application of the retrieval server: routes, limits, and failures as statuses."""
+"""HTTP application of the retrieval server: routes, limits, and failures as statuses."""
 
 from __future__ import annotations
 

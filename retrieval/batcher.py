@@ -1,4 +1,4 @@
-"""Turns many concurrent requests into few searches, all on one thread."""
+"""Dynamic batching: many concurrent requests become few searches, all on one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retrieval client, and the server as a child process: what agents and environments import, without torch or FAISS."""
+"""Retrieval client for agents and environments: asynchronous, without torch and FAISS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The retrieval server: `python -m retrieval.server --index DIR --ready-file PATH`."""
+"""Retrieval server: `python -m retrieval.server --index DIR --ready-file PATH`."""
 
 from __future__ import annotations
 

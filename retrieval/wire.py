@@ -1,4 +1,4 @@
-"""The limits and JSON shapes of `POST /retrieve`, shared by the server and the client."""
+"""Wire format of `POST /retrieve`: limits and JSON shapes, shared by the server and the client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: `mcore-mas`, also `python -m mcore_mas`."""
+"""Command line: `mcore-mas`, also `python -m mcore_mas`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config says about the model that a run makes for itself, and its first lessons."""
+"""Cold-start section of a config: the small model that a run makes for itself, and its supervised fine-tuning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of a run's config that assign credit: advantages, filters and losses."""
+"""Credit sections of a config: advantage estimators, filters and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a config, in one line."""
+"""Config errors: what is wrong with a config, in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of a run's config that change weights: a policy's model, layout and optimizer."""
+"""Policy section of a config: what changes weights (model, parallel layout, optimizer)."""
 
 from __future__ import annotations
 

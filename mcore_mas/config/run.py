@@ -1,4 +1,4 @@
-"""A run's whole configuration: composed by Hydra, validated once, never looked up by string again."""
+"""Run configuration: every section of a run, checked once by pydantic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section of a run's config that shapes its training: steps, groups, trees, how far collection may be ahead."""
+"""Trainer section of a config: steps, groups, trees of turns, and the staleness of async rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns as training samples, and what each of their tokens weighs in an update."""
+"""Training samples: one turn each, and what each of its tokens weighs in an update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which turns train: peer groups or turns that say little are left out.
+"""Filters: groups without a learning signal (DAPO's dynamic sampling) and turns that do not train.
 
 Every filter maps `Turns` and options to a mask [n], True where a turn stays. `by` names the peers: "task", or "state"
 for turns of one agent from one state (tree sampling).

@@ -1,4 +1,4 @@
-"""Estimates of KL(π‖ρ) from tokens that π sampled, and the coefficient that holds it near a target.
+"""KL divergence: estimates of KL(π‖ρ) from tokens that π sampled, and the coefficient that holds it near a target.
 
 With d = log π(y) − log ρ(y) at a sampled token y (Schulman 2020, http://joschu.net/blog/kl-approx.html):
 

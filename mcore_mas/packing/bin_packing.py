@@ -1,4 +1,4 @@
-"""Bin packing: sequences of prefix trees into micro-batches of limited tokens and about equal work."""
+"""Bin packing: sequences of a prefix tree dealt to micro-batches of limited size and about equal work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequence packing: samples as micro-batches, in which what an agent's samples begin with in common is stored once."""
+"""Sequence packing: samples as micro-batches; what they begin with in common is stored and computed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefix trees of token sequences: what several begin with in common is one segment, stored and computed once."""
+"""Prefix tree of token sequences: what they begin with in common is one segment."""
 
 from __future__ import annotations
 

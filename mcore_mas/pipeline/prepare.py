@@ -1,4 +1,4 @@
-"""Data preparation of a run: tasks, passages, the search index, and a probe of the server that answers from it."""
+"""Inputs of a run on disk: tasks, passages, the search index, and a proof that a server answers from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suite of runs of one Snakemake call: checked and resolved before any job starts, and reported as one HTML page."""
+"""Suite of runs: what one call of the pipeline makes, checked and resolved before any job starts."""
 
 from __future__ import annotations
 

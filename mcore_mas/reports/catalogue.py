@@ -1,4 +1,4 @@
-"""Pages of docs/ that are written from the registries: the catalogue of teams, and the options of everything."""
+"""Catalogue of teams: docs/catalogue.md, written by `python -m mcore_mas.reports.catalogue`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines and environments of a run: an engine for each policy, and the retriever that environments ask."""
+"""Engine factory: an engine for each policy of a run, and the environments with the retriever that they ask."""
 
 from __future__ import annotations
 

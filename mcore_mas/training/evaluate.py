@@ -1,4 +1,4 @@
-"""avg@k and pass@k per data source, counted by task."""
+"""Evaluation: avg@k and pass@k per data source, counted by task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's trained policy as a Hugging Face folder, from its finished model or else its newest valid checkpoint."""
+"""Model export: a trained policy as a Hugging Face folder, from its finished model or its newest checkpoint."""
 
 from __future__ import annotations
 

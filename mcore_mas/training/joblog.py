@@ -1,4 +1,4 @@
-"""One job's log: all that a job and its children print, with the cause of a failure as its last line."""
+"""Log of one job: all that it and its children print, with the cause of a failure as the last line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training run tells of itself: progress on the terminal, metrics.jsonl, metrics and traces in MLflow."""
+"""Logging of a training run: progress on the terminal, metrics.jsonl, metrics and traces in MLflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step's trajectories say, as numbers by agent."""
+"""Metrics of a step: what its trajectories say, as numbers by agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices each policy's trainer, critic and engine take: all the same ones, or each its own."""
+"""Placement (colocation): which devices each policy's trainer, critic and engine take, together or apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tasks a step trains on: a new order every epoch, from a counter and no state."""
+"""Task schedule: which tasks a step trains on, from a counter and no state."""
 
 from __future__ import annotations
 

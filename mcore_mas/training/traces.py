@@ -1,4 +1,4 @@
-"""Trajectories as MLflow traces: a span for every turn and every tool call, at the times when they happened.
+"""MLflow traces of trajectories: a span for every turn and every tool call, at the times when they happened.
 
 Where a trajectory has a picture, the run has it as an artifact.
 """

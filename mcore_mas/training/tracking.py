@@ -1,4 +1,4 @@
-"""Metrics on their way out: the run folder's metrics.jsonl and MLflow."""
+"""Metric tracking: the run folder's metrics.jsonl and MLflow."""
 
 from __future__ import annotations
 

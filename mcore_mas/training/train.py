@@ -1,4 +1,4 @@
-"""One training run from its config: ranks and engines come up, steps are taken, models are written."""
+"""Training of one run from its config: trainers and engines come up, steps are taken, models are written."""
 
 from __future__ import annotations
 

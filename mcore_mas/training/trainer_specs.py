@@ -1,4 +1,4 @@
-"""What the trainers of a run are told, and whether every policy's model fits its parallel layout and context length."""
+"""Trainer specifications of a run, and whether every model fits its parallel layout and context length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long calls, tools, trajectories and batches may take, and what is raised when they take longer."""
+"""Deadlines: how long calls, tools, trajectories and batches may take, and what is raised when they take longer."""
 
 from __future__ import annotations
 

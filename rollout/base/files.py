@@ -1,4 +1,4 @@
-"""Atomic file writes, sha256 digests, a lock for one owner per folder, and names in shared memory."""
+"""Atomic files (complete or absent), and one owner per run folder."""
 
 from __future__ import annotations
 

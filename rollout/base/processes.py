@@ -1,4 +1,4 @@
-"""Child processes that end with their parent: parent-death signals and process groups."""
+"""Child processes that do not outlive their parent."""
 
 from __future__ import annotations
 

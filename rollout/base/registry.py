@@ -1,4 +1,4 @@
-"""One look-up for every choice that is made by name in a config."""
+"""Registry look-up: every choice that a config makes by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coroutines side by side: when one breaks, none is left running."""
+"""Task group: coroutines side by side; when one breaks, none is left running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs as live objects: a team, its orchestra and its environments."""
+"""Factory of live objects from config sections: a team, its orchestra, its environments, its rewards."""
 
 from __future__ import annotations
 

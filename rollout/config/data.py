@@ -1,4 +1,4 @@
-"""The config section that says where tasks come from, and the tasks it says."""
+"""Data section of a config: where tasks come from, and the tasks themselves."""
 
 from __future__ import annotations
 

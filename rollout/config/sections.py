@@ -1,4 +1,4 @@
-"""The rollout side's config sections: who is in the team, in which world, and how it is rewarded."""
+"""Rollout sections of a config: agents, orchestra, environment, reward, engine, deadlines."""
 
 from __future__ import annotations
 

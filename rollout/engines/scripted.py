@@ -1,4 +1,4 @@
-"""An engine with canned replies, for tests of everything above an engine."""
+"""Scripted engine: canned replies, for tests of everything above an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every environment promises."""
+"""Environment protocol: `reset` and `step`, and what some environments can do besides."""
 
 from __future__ import annotations
 

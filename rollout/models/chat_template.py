@@ -1,4 +1,4 @@
-"""From messages to prompt tokens and back, by a model folder's own tokenizer and chat template."""
+"""Chat template: messages to prompt tokens and back, by a model folder's own tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preallocated fused weight buffers, filled by Hugging Face name."""
+"""Fused weight buffers, allocated once and filled by Hugging Face name."""
 
 from __future__ import annotations
 

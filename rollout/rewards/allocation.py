@@ -1,4 +1,4 @@
-"""What allocators share: rewards go onto turns in one place, and what cannot be rewarded is refused in one line."""
+"""Reward allocation, what all allocators share: rewards go onto turns in one place, or are refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine asks of a trainer for its next weights, and what it is told when they are there."""
+"""Protocol of weight sync: what an engine asks of a trainer for its next weights, and what it is told then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded engine's weight buffers in memory that the trainer maps too, and writes into."""
+"""Weight sync through shared memory: the embedded engine's buffers, mapped and written by the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What leaks from one split into another, or from the tests that are shown into those that score."""
+"""Data leaks: from one split into another, or from shown tests into those that score."""
 
 from __future__ import annotations
 

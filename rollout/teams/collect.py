@@ -1,4 +1,4 @@
-"""Rollout collection: every trajectory is its own coroutine over a team and an environment, grouped by task."""
+"""Collection of trajectories (rollouts): every one is its own coroutine over a team and an environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An episode (rollout): one play of an orchestra on a task, with its steps, tool calls and rewards."""
+"""Episode: one play of an orchestra on a task, with its steps, tool calls, rewards, and why it failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A frozen model behind an API as a member of the team: it speaks text, and its turns do not train."""
+"""Remote policy client: a frozen model behind an API as a member of the team; its turns do not train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A team: agents with their roles, bound to the policies they play, and its session in one trajectory."""
+"""Teams of agents: roles, the policies that they play, and the multi-turn session of one trajectory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products of linear layers on the CPU, which are most of an update there.
+"""Linear layers on a CPU: their matrix products, which are most of an update there.
 
 Where a weight is one factor, oneDNN multiplies faster than the library behind `torch.matmul`: forward, and backward to
 a layer's inputs. The gradient of a weight is added to Megatron's buffer as it is made, instead of made and then added.

@@ -1,4 +1,4 @@
-"""Attention over a tree of segments as few calls of dense kernels, planned once per micro-batch for all layers."""
+"""Layout of tree attention: few calls of dense kernels, planned once per micro-batch for all layers."""
 
 from __future__ import annotations
 

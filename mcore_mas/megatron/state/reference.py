@@ -1,4 +1,4 @@
-"""Second sets of weights: the frozen reference model, and device memory given away while nothing is trained."""
+"""Second sets of weights: the frozen reference model, and device memory given away for colocation."""
 
 from __future__ import annotations
 

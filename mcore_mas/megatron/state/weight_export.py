@@ -1,4 +1,4 @@
-"""The shards of all ranks as a stream of full tensors under Hugging Face names, gathered bucket by bucket."""
+"""Weight export (resharding): the shards of all ranks as a stream of full tensors, gathered bucket by bucket."""
 
 from __future__ import annotations
 

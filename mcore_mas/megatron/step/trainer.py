@@ -1,4 +1,4 @@
-"""The trainer of one policy or critic: optimizer steps on micro-batches, scores, sleep, and checkpoints."""
+"""Trainer of one policy or critic: an update on micro-batches, scores, and its weights."""
 
 from __future__ import annotations
 

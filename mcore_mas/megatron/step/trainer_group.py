@@ -1,4 +1,4 @@
-"""Worker group: the ranks of one policy's trainer as Ray actors, called together by the controller."""
+"""Trainer group (a worker group): one policy's ranks as Ray actors, seen from the controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dense decoder (Qwen2, Qwen3, Llama) over rows of cached keys and values, in plain torch."""
+"""Decoder model (Qwen2, Qwen3, Llama) over rows of cached keys and values, in plain torch."""
 
 from __future__ import annotations
 
