@@ -92,11 +92,11 @@ def transfer(folder: Path) -> float:
 async def hand_over_checked(folder: Path) -> None:
     """Alternate hand-overs and copies, and print both."""
     spec = TrainerSpec(model=str(folder), lr=1e-3, objective=Objective(loss="cross_entropy"))
-    gang = TrainerGroup("p", spec, threads=1)
+    trainer = TrainerGroup("p", spec, threads=1)
     engine = HostedEngine(folder, max_length=64, rows=8)
-    await gang.ready()
+    await trainer.ready()
     await engine.stats()
-    sync = WeightSync(gang, engine)
+    sync = WeightSync(trainer, engine)
     size = round((await sync.push(1))["hand_over_mb"] * 1e6)  # the first touches every page
     await sync.push(2)
     source, target = torch.ones(size // 4), torch.zeros(size // 4)

@@ -1,1 +1,1 @@
-"""Equations: tensors in, tensors out. Imports torch and nothing else."""
+"""Equations of credit assignment and losses: tensors in, tensors out, with the bounds of their options."""

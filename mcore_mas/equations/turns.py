@@ -1,4 +1,4 @@
-"""Turns of a step as columns for credit assignment, and the statistics of groups of them."""
+"""Turns of a training step as columns for credit assignment, and the statistics of groups of them."""
 
 from __future__ import annotations
 

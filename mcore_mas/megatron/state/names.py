@@ -86,8 +86,8 @@ def _join_vocab(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]
 
 
 WHOLE = Sharding(fill=_fill_whole, join=lambda shards, a: [[shards[0]]])
-COLUMNS = Sharding(fill=_fill_columns, join=_join_columns)
-ROWS = Sharding(fill=_fill_rows, join=lambda shards, a: [list(shards)])
+BY_COLUMNS = Sharding(fill=_fill_columns, join=_join_columns)
+BY_ROWS = Sharding(fill=_fill_rows, join=lambda shards, a: [list(shards)])
 VOCAB = Sharding(fill=_fill_vocab, join=_join_vocab)
 QKV = Sharding(fill=_fill_qkv, join=_join_qkv)
 GATE_UP = Sharding(fill=_fill_gate_up, join=_join_gate_up)
@@ -110,16 +110,16 @@ WEIGHT_MAP: dict[str, tuple[Sharding, tuple[str, ...]]] = {
     "decoder.layers.{}.self_attention.linear_qkv.bias": (QKV, tuple(_ATTENTION + f"{x}_proj.bias" for x in "qkv")),
     "decoder.layers.{}.self_attention.q_layernorm.weight": (WHOLE, (_ATTENTION + "q_norm.weight",)),
     "decoder.layers.{}.self_attention.k_layernorm.weight": (WHOLE, (_ATTENTION + "k_norm.weight",)),
-    "decoder.layers.{}.self_attention.linear_proj.weight": (COLUMNS, (_ATTENTION + "o_proj.weight",)),
+    "decoder.layers.{}.self_attention.linear_proj.weight": (BY_COLUMNS, (_ATTENTION + "o_proj.weight",)),
     "decoder.layers.{}.pre_mlp_layernorm.weight": (WHOLE, _MLP_NORM),
     "decoder.layers.{}.mlp.linear_fc1.layer_norm_weight": (WHOLE, _MLP_NORM),  # Transformer Engine
     "decoder.layers.{}.mlp.linear_fc1.weight": (GATE_UP, (_MLP + "gate_proj.weight", _MLP + "up_proj.weight")),
-    "decoder.layers.{}.mlp.linear_fc2.weight": (COLUMNS, (_MLP + "down_proj.weight",)),
+    "decoder.layers.{}.mlp.linear_fc2.weight": (BY_COLUMNS, (_MLP + "down_proj.weight",)),
     "decoder.layers.{}.mlp.router.weight": (WHOLE, (_MLP + "gate.weight",)),
     "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight": (GATE_UP, _EXPERT_IN),
     "decoder.layers.{}.mlp.experts.linear_fc1.weight{}": (GATE_UP, _EXPERT_IN),  # Transformer Engine
-    "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc2.weight": (COLUMNS, _EXPERT_OUT),
-    "decoder.layers.{}.mlp.experts.linear_fc2.weight{}": (COLUMNS, _EXPERT_OUT),  # Transformer Engine
+    "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc2.weight": (BY_COLUMNS, _EXPERT_OUT),
+    "decoder.layers.{}.mlp.experts.linear_fc2.weight{}": (BY_COLUMNS, _EXPERT_OUT),  # Transformer Engine
     "decoder.final_layernorm.weight": (WHOLE, ("model.norm.weight",)),
     "output_layer.weight": (VOCAB, ("lm_head.weight",)),
     VALUE_HEAD: (WHOLE, ("score.weight",)),  # as in transformers' models for sequence classification
@@ -140,8 +140,8 @@ def _adapters() -> dict[str, tuple[Sharding, tuple[str, ...]]]:
     for linear, (place, projections, inputs_cut) in LINEARS.items():
         for x in projections:
             megatron, peft = f"decoder.layers.{{}}.{linear}.adapter", f"base_model.model.{place}{x}_proj.lora"
-            rows[f"{megatron}.a_{x}"] = (COLUMNS if inputs_cut else WHOLE, (f"{peft}_A.weight",))
-            rows[f"{megatron}.b_{x}"] = (WHOLE if inputs_cut else ROWS, (f"{peft}_B.weight",))
+            rows[f"{megatron}.a_{x}"] = (BY_COLUMNS if inputs_cut else WHOLE, (f"{peft}_A.weight",))
+            rows[f"{megatron}.b_{x}"] = (WHOLE if inputs_cut else BY_ROWS, (f"{peft}_B.weight",))
     return rows
 
 

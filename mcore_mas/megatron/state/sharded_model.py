@@ -1,4 +1,4 @@
-"""One rank's shard of a model: its pipeline stages, read from full tensors, and exported or written as such."""
+"""One rank's shard of the model: its pipeline stages and adapters, filled from full tensors and exported as such."""
 
 from __future__ import annotations
 

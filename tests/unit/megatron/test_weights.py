@@ -13,7 +13,7 @@ from mcore_mas.megatron import parallel
 from mcore_mas.megatron.model.decoder import EXPERT, LAYER
 from mcore_mas.megatron.spec import ParallelLayout, check_fit
 from mcore_mas.megatron.state.names import (
-    COLUMNS,
+    BY_COLUMNS,
     GATE_UP,
     QKV,
     VOCAB,
@@ -84,7 +84,7 @@ def test_a_rank_reads_its_part_of_gates_columns_and_vocabulary() -> None:
     seen: list = []
     gate, up = torch.tensor([[0.0], [1]]), torch.tensor([[10.0], [11]])
     assert shard(GATE_UP, [source(x, seen) for x in (gate, up)], (2, 1), 1).tolist() == [[1], [11]]
-    assert shard(COLUMNS, [source(torch.tensor([[0.0, 1, 2, 3]]), seen)], (1, 2), 1).tolist() == [[2, 3]]
+    assert shard(BY_COLUMNS, [source(torch.tensor([[0.0, 1, 2, 3]]), seen)], (1, 2), 1).tolist() == [[2, 3]]
     assert shard(VOCAB, [source(torch.tensor([[5.0], [6], [7]]), seen)], (2, 1), 1).tolist() == [[7], [0]]
     assert seen == [((1, 2), (None, None))] * 2 + [((None, None), (2, 4)), ((2, 3), (None, None))]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mcore_mas.megatron.state.names import COLUMNS, VOCAB, WHOLE, LazyTensor, WeightMapping, weight_mappings
+from mcore_mas.megatron.state.names import BY_COLUMNS, VOCAB, WHOLE, LazyTensor, WeightMapping, weight_mappings
 from mcore_mas.megatron.state.sharded import TensorBlock, tensor_blocks
 from rollout.models.architecture import Architecture, read_architecture
 from tests.support import reference
@@ -51,7 +51,7 @@ def shard_of(entry: WeightMapping, full: list[torch.Tensor], a: Architecture, tp
     rows, rest = sum(len(tensor) for tensor in full) // tp, full[0].shape[1:]
     shapes = {
         WHOLE: full[0].shape,
-        COLUMNS: (len(full[0]), full[0].shape[-1] // tp),
+        BY_COLUMNS: (len(full[0]), full[0].shape[-1] // tp),
         VOCAB: (a.vocab_padded(tp) // tp, *rest),
     }
     shard = torch.zeros(shapes.get(entry.cut, (rows, *rest)), dtype=torch.int64)

@@ -21,13 +21,13 @@ def test_two_data_parallel_actors_score_train_and_export(running_ray: None, tmp_
     batches = pack(samples, 12)
 
     async def play() -> tuple[list[torch.Tensor], dict[str, float], list[torch.Tensor], dict[str, torch.Tensor]]:
-        gang = TrainerGroup("p", ranks.spec_of(str(tmp_path / "model"), dp=2), threads=1)
-        await gang.ready()
-        start = await gang.score(batches)
-        metrics = await gang.update(batches)
-        frozen = await gang.score(batches, reference=True)
+        group = TrainerGroup("p", ranks.spec_of(str(tmp_path / "model"), dp=2), threads=1)
+        await group.ready()
+        start = await group.score(batches)
+        metrics = await group.update(batches)
+        frozen = await group.score(batches, reference=True)
         route = SyncRoute(transport="disk", place=str(tmp_path / "sent"), model=str(tmp_path / "model"))
-        handover = await gang.export(route, 1)
+        handover = await group.export(route, 1)
         weights = dict(read_tensors(Path(handover.place)))
         return start, metrics, frozen, weights
 
