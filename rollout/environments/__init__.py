@@ -1,14 +1,13 @@
-"""Environments: one task's world, used by one trajectory.
+"""Environments: one task's world, used by one trajectory; an orchestra takes steps in it, over one turn or many.
 
-math     the boxed answer of the team's last text, scored 1 or 0; mathematics.py compares what integers cannot,
-         answer_limits.py refuses what would take for ever, program.py runs what agents calculate with
-code     a program, scored by its tests in a sandbox
-data_science   tables to predict by programs in one folder, scored on hidden truths (predictions.py)
-repository   an issue, a patch of files, hidden tests (patches.py)
-search   a retriever to ask, then an answer to give, scored by exact match or token F1
-mcp      tools of MCP servers, then an answer
-worlds   gymnasium, alfworld, webshop: text worlds of other libraries, see worlds/__init__.py
-games    plan_path, sokoban, sudoku, blocksworld: puzzles with exact rewards, see games/__init__.py
+math         the boxed answer of the team's last text, scored 1 or 0; math_equality compares what integers cannot
+code         a program, scored by its tests in a sandbox
+data_science tables to predict by programs in one folder, scored on hidden truths (predictions)
+repository   an issue, a patch of files (patches), hidden tests
+search       a retriever to ask, then an answer to give, scored by exact match or token F1
+mcp          tool calls to MCP servers, then an answer
+text_world   gymnasium, alfworld, webshop: text worlds of other libraries (text_world_libraries)
+games        plan_path, sokoban, sudoku, blocksworld: puzzles with exact rewards
 """
 
 from __future__ import annotations

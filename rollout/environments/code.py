@@ -1,4 +1,4 @@
-"""Programming problems: a program is run on tests in a sandbox, and the hidden ones are seen by nobody."""
+"""Code environment (programming problems): a program is run on tests in a sandbox; the hidden ones nobody sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data science: programs work in one folder of tables, and what they predict is scored against hidden truths."""
+"""Data-science environment: programs work in one folder of tables, and predictions are scored on hidden truths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Math problems with an exact answer in `\\boxed{}`, scored 1 or 0; agents may run programs on the way."""
+"""Math environment: an exact answer in `\\boxed{}`, scored 1 or 0; agents may run programs on the way."""
 
 from __future__ import annotations
 

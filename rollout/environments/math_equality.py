@@ -1,4 +1,4 @@
-"""Mathematical equality of two answers, by child processes within limits of time and memory."""
+"""Verifier of math answers (is one equal to another?), in child processes within limits of time and memory."""
 
 from __future__ import annotations
 

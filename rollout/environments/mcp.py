@@ -1,4 +1,4 @@
-"""Tools of MCP servers: an agent calls them, then answers; each trajectory has servers of its own."""
+"""Tool-calling environment: agents call tools of MCP servers, then answer; each trajectory has servers of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patches as models write them: unified diffs, or blocks that say what to search and what to put in its place."""
+"""Code patches as models write them: unified diffs, or blocks that say what to search and what to put in its place."""
 
 from __future__ import annotations
 

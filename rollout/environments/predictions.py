@@ -1,4 +1,4 @@
-"""Predictions for the rows of a table: metrics against hidden truths, and how a submission is read."""
+"""Metrics of predictions (accuracy, F1, AUC, errors) against hidden truths, and how a submission is read."""
 
 from __future__ import annotations
 

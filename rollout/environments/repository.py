@@ -1,4 +1,4 @@
-"""Repairing a repository: an issue and its files, a patch for them, and hidden tests of what it does."""
+"""Software-repair environment (SWE-bench): an issue with its files, a patch for them, and hidden tests."""
 
 from __future__ import annotations
 

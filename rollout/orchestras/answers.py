@@ -1,4 +1,4 @@
-"""What teams share whose agents answer in a box or by programs: how a reply is graded alone, computed and voted on."""
+"""Grading and voting that teams share: how a boxed answer or a program's is scored alone, computed and voted on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph from the config: agents and actions as nodes, conditions on the edges."""
+"""Workflow graph from the config: agents and actions as nodes, conditions on the edges."""
 
 from __future__ import annotations
 

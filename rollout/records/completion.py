@@ -1,4 +1,4 @@
-"""A request to an engine and its completion, with the versions of the weights that sampled it."""
+"""Generation request and completion, with the versions of the weights that sampled it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward allocators: from what a group did to a reward per turn.
+"""Credit assignment (reward allocators): from what a group of trajectories did to a reward per turn.
 
 shared_outcome    every turn of every agent gets the outcome (Dr.MAS)
 shares            agents' shares of the outcome, in full or divided (UnityMAS-O, graphs)

@@ -1,4 +1,4 @@
-"""A coach's questions and verdicts: one turn as a text, and the reply as numbers, strictly."""
+"""Prompts of a coach (LLM as a judge) and its verdicts: one turn as a text, and the reply as numbers, strictly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards from a trajectory's outcome: shared, discounted by place, in fixed shares, or by the group's majority."""
+"""Outcome rewards: a trajectory's outcome shared, discounted by place, in fixed shares, or by majority vote."""
 
 from __future__ import annotations
 

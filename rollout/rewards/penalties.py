@@ -1,4 +1,4 @@
-"""Penalties: what a turn's own reply adds to its reward after the allocator, each a function of one turn.
+"""Reward penalties: what a turn's own reply adds to its reward after the allocator, each a function of one turn.
 
 invalid          a malformed reply costs (Dr.MAS; UnityMAS-O's format reward)
 overlong         a reply near its token limit costs (DAPO)

@@ -1,4 +1,4 @@
-"""Rewards from single turns' scores: local and team, differences, MARTI's shaping, and a coach's."""
+"""Turn-level rewards from single turns' scores: local and team, differences, MARTI's shaping, and a coach's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control groups: the memory and the number of processes of a job's whole tree, where this user may set them."""
+"""Control groups (cgroups): limits on the memory and processes of a job's whole tree, where this user may set them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs run by a SandboxFusion server, or by another that speaks its `/run_code`."""
+"""Sandbox client: programs are run by a SandboxFusion server, or by another that speaks its `/run_code`."""
 
 from __future__ import annotations
 

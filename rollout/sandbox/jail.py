@@ -1,4 +1,4 @@
-"""One job's warden, seen from the host, and the files in memory that they exchange."""
+"""A jail (one isolated job), seen from the host, and the files in memory that they exchange."""
 
 from __future__ import annotations
 

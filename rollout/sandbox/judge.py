@@ -1,4 +1,4 @@
-"""Tests of a program: it gets inputs only, and its answers are compared on this side of the sandbox."""
+"""Judging programs by tests: they get inputs only, and answers are compared on this side of the sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warm jails: the tiers of isolation, the process that jobs are cloned from, and the pool that lends them."""
+"""Process pool of warm jails: the tiers of isolation, the process that jobs are cloned from, and who lends them."""
 
 from __future__ import annotations
 

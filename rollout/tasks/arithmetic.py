@@ -1,4 +1,4 @@
-"""Generated sums and word problems in graded difficulty, for a demo that a tiny model learns on a CPU."""
+"""Arithmetic tasks, generated: sums and word problems in graded difficulty, for a demo that learns on a CPU."""
 
 from __future__ import annotations
 

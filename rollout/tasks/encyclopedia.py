@@ -1,4 +1,4 @@
-"""Questions about a generated encyclopedia, with its passages and demonstrations of the search team at work.
+"""Question-answering tasks, generated: an encyclopedia, its passages, and demonstrations of the search team at work.
 
 `one_hop` questions are answered by a person's own passage; `two_hop` questions need the passage of the person's town,
 whose name only the first passage tells. People, and the towns they live in, belong to one split each.

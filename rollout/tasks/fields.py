@@ -1,4 +1,4 @@
-"""Fields of data files as tasks: questions, answers, choices; and what is wrong with a file, by row."""
+"""Dataset columns as tasks: questions, answers, choices; and what is wrong with a file, by row."""
 
 from __future__ import annotations
 

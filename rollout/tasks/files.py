@@ -1,4 +1,4 @@
-"""Data files as tasks: their rows, their published formats, and how they are read."""
+"""Datasets (data files) as tasks: their rows, their published formats, and how they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programming problems as they are published: APPS, TACO, CodeContests, LiveCodeBench, DeepCoder, SWE-bench."""
+"""Programming datasets as published: APPS, TACO, CodeContests, LiveCodeBench, DeepCoder, SWE-bench."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generated Python packages with one bug each: what a user says of it, and hidden tests by calls."""
+"""Software-repair tasks, generated: packages with one bug each, what a user says of it, and hidden tests."""
 
 from __future__ import annotations
 

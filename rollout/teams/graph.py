@@ -1,4 +1,4 @@
-"""Graphs of agents and actions from a config, with conditions on their edges, checked before anything runs."""
+"""Workflow graphs of agents and actions from a config, with conditions on edges, checked before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tree search over turns inside any orchestra: branch, score, continue (AT-GRPO, Stronger-MAS, arXiv 2510.11062).
+"""Tree search (tree rollouts) inside any orchestra: branch, score, continue (AT-GRPO, Stronger-MAS, arXiv 2510.11062).
 
 A running orchestra cannot be copied, so a branch is a second instance of it, with an environment of its own, that
 repeats the turns so far from the recorded replies and then goes on by itself. That needs an orchestra and an

@@ -1,4 +1,4 @@
-"""Blocksworld: rebuild stacks of blocks, one block at a time."""
+"""Blocksworld (game): rebuild stacks of blocks, one block at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a game's rules promise, the environment that plays any of them, action lists, and grids."""
+"""Game environments: what a game's rules and its generator promise, action lists, grids, and the environment itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan-Path: find a way from S to G through a grid with obstacles (Stronger-MAS)."""
+"""Plan-Path (game): find a way from S to G through a grid with obstacles (Stronger-MAS)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sokoban: push every box onto a goal (rewards of Stronger-MAS)."""
+"""Sokoban (game): push every box onto a goal (rewards of Stronger-MAS)."""
 
 from __future__ import annotations
 

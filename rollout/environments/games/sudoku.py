@@ -1,4 +1,4 @@
-"""Sudoku of any square size, 4x4 and 9x9 above all (rewards of Stronger-MAS)."""
+"""Sudoku (game) of 4x4 and 9x9 cells (rewards of Stronger-MAS)."""
 
 from __future__ import annotations
 

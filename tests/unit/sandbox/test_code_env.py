@@ -171,13 +171,5 @@ def test_the_tiers_of_a_config_are_those_of_the_sandbox() -> None:
     assert get_args(Tier) == ("auto", *TIERS)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"), [({"compare": "same"}, "unknown comparison 'same'"), ({"reward": "some"}, "reward is 'some'")]
-)
-def test_options_are_checked(options: dict[str, str], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        CodeEnv(Failing(), **options)  # type: ignore[arg-type]
-
-
 def test_the_verdicts_have_words() -> None:
     assert set(_WORDS) == set(Verdict) - {Verdict.OK, Verdict.SE}
