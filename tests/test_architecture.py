@@ -48,6 +48,7 @@ ROOMS = (
 MEGATRON = ("model", "state", "step")  # the folders of mcore_mas.megatron, in the same order
 
 ENVIRONMENT_READERS = {
+    "mcore_mas/pipeline/suite.py": "the jobs of a suite import the Python code beside it",
     "mcore_mas/pipeline/cold_start.py": "tokenizers takes its number of threads from nowhere else",
     "mcore_mas/training/tracking.py": "MLflow's telemetry has no other switch",
     "mcore_mas/training/train.py": "Ray joins the cluster of RAY_ADDRESS unless it is removed",

@@ -33,6 +33,7 @@ def main() -> None:
     """Run a command; what goes wrong is one line on stderr and exit status 1, unless --debug asks for the traceback."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    sys.path.append(str(Path.cwd()))  # a team of one's own is found where one stands
     try:
         app(arguments)
     except Exception as error:

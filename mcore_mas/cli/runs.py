@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +12,28 @@ import typer
 run_commands = typer.Typer()
 _PANEL = "Train and evaluate"
 _Config = Annotated[Path, typer.Option("--config", help="A resolved config: results/{run}/config.yaml.")]
+
+
+@run_commands.command(
+    "run",
+    rich_help_panel=_PANEL,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def run_suite(
+    context: typer.Context,
+    suite: Annotated[
+        Path, typer.Argument(help="A suite file; experiments and teams of your own lie in configs/ beside it.")
+    ],
+    config_dir: Annotated[Path | None, typer.Option(help="Folder of your own configs, if it is another.")] = None,
+) -> None:
+    """Run the pipeline on a suite; further arguments are Snakemake's, for example -n to see what would run."""
+    from mcore_mas.pipeline.suite import SNAKEFILE
+
+    if not suite.is_file():
+        raise FileNotFoundError(f"{suite}: no such file; expected a suite (docs/configuration.md)")
+    own = [f"--config=config_dir={config_dir.resolve()}"] if config_dir else []
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE), f"--configfile={suite}"]
+    os.execv(sys.executable, [*command, *own, *context.args])  # noqa: S606
 
 
 @run_commands.command("train", rich_help_panel=_PANEL)

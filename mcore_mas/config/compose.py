@@ -22,11 +22,12 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from mcore_mas import SHIPPED
 from mcore_mas.config.errors import uncomposed
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.equations.advantages import ESTIMATORS
 
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
+CONFIGS = SHIPPED / "configs"
 GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking", "experiment", "recipe")
 _GLOBAL = ("team", "experiment", "recipe")  # groups whose files set any section, not the one of their name
 

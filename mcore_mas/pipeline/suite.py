@@ -17,14 +17,14 @@ from typing import Any
 import jsonschema
 import yaml
 
+from mcore_mas import SHIPPED
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError
 from rollout.base.files import write_text
 from rollout.config.data import DataConfig
 
-_ROOT = Path(__file__).resolve().parents[2]
-SNAKEFILE = _ROOT / "Snakefile"
-SUITE_SCHEMA = _ROOT / "workflow" / "schemas" / "suite.schema.json"
+SNAKEFILE = SHIPPED / "workflow" / "Snakefile"
+SUITE_SCHEMA = SHIPPED / "workflow" / "schemas" / "suite.schema.json"
 
 
 class SuiteError(ValueError):
@@ -45,23 +45,28 @@ class Suite:
     overrides: Mapping[str, list[str]]  # run -> Hydra overrides that the suite gives it
     starts: Mapping[str, str]  # run -> the run whose cold start its policies begin with; others bring their models
     published: tuple[Mapping[str, Any], ...] = ()  # numbers to print beside ours
+    configs: Path | None = None  # a user's own configs, which are looked through before the shipped ones
 
     @classmethod
-    def load(cls, suite: Mapping[str, Any]) -> Suite:
-        """Check the content of a suite file and compose the config of each of its runs.
+    def load(cls, suite: Mapping[str, Any], folder: Path | None = None) -> Suite:
+        """Check the content of a suite file in `folder` and compose the config of each of its runs.
+
+        From then on Python code in `folder`, and beside its configs, is imported here and in processes started here.
 
         Raises:
-            SuiteError: a key is unknown or of the wrong type, an override does not compose, or the results folder
-                cannot be written.
+            SuiteError: a key is unknown or of the wrong type, an override does not compose, or a folder is not there
+                or cannot be written.
         """
         _check_schema(suite)
+        configs = _own_configs(suite, folder)
+        _make_importable(*([folder] if folder else []), *([configs.parent] if configs else []))
         results = suite.get("results", "results")
         _check_writable(Path(results))
         overrides = {**suite.get("experiments", {}), **_combinations(suite.get("grid"))}
         runs = {}
         for run, own in overrides.items():
             try:
-                runs[run] = resolve([*own, f"run={run}", f"results={results}"])
+                runs[run] = resolve([*own, f"run={run}", f"results={results}"], configs)
             except ConfigError as error:
                 raise SuiteError(f"suite '{suite['suite']}', run '{run}': {error}") from error
         starts = {run: run for run, config in runs.items() if config.get("cold_start") is not None}
@@ -75,6 +80,7 @@ class Suite:
             overrides=overrides,
             starts=starts,
             published=tuple(suite.get("published", ())),
+            configs=configs,
         )
 
     @property
@@ -94,6 +100,21 @@ class Suite:
     def pattern(self, *, indexes: bool) -> str:
         """A regular expression of the runs that build an index, or of those that do not."""
         return _pattern([run for run in self.runs if self.indexes(run) is indexes])
+
+
+def _own_configs(suite: Mapping[str, Any], folder: Path | None) -> Path | None:
+    """The folder of configs that a suite names in `config_dir`, or `configs` beside it if that is there."""
+    named = suite.get("config_dir")
+    configs = ((folder or Path()) / (named or "configs")).resolve()
+    if named and not configs.is_dir():
+        raise SuiteError(f"config_dir: {configs} is not a folder; expected one with experiment/, team/ or other groups")
+    return configs if named or (folder and configs.is_dir()) else None
+
+
+def _make_importable(*folders: Path) -> None:
+    new = [path for path in dict.fromkeys(str(folder.resolve()) for folder in folders) if path not in sys.path]
+    sys.path[:0] = new
+    os.environ["PYTHONPATH"] = os.pathsep.join([*new, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _pattern(names: Sequence[str]) -> str:

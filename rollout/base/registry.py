@@ -27,5 +27,5 @@ def lookup(kind: str, name: str, known: Mapping[str, T]) -> T:
     try:
         found: T = getattr(importlib.import_module(module), attribute)
         return found
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the last two: a relative or empty path
+    except (ImportError, AttributeError, TypeError, ValueError, SyntaxError, NameError) as error:
         raise UnknownName(f"{kind} '{name}' cannot be imported: {error}") from error

@@ -14,17 +14,6 @@ from rollout.teams.team import ROLES
 from tests.support.played import group, trajectory, turn
 
 README = Path(__file__).parents[2] / "README.md"
-EXPERIMENT = """\
-defaults:
-  - override /team: relay
-
-run: my_relay
-cold_start: null
-data: {generator: arithmetic, train: 8, validation: 2, test: 2}
-policy_defaults: {model: /models/Qwen2.5-0.5B-Instruct, lr: 1.0e-6}
-trainer: {steps: 1, tasks_per_step: 1, group_size: 2}
-evaluation: {samples: 1}
-"""
 
 
 @pytest.fixture
@@ -53,7 +42,6 @@ def test_the_model_of_the_readme_composes_with_its_suite(written: Path) -> None:
 
 
 def test_the_team_and_the_reward_of_the_readme_are_taken_up(written: Path) -> None:
-    (written / "configs" / "experiment" / "my_relay.yaml").write_text(EXPERIMENT)
     values = resolve(["experiment=my_relay"], written / "configs")
     assert values["orchestra"] == {"name": "my_pkg.teams:relay", "options": {"rounds": 2}}
     allocate = build_allocator(RewardConfig.model_validate(values["reward"]), {})

@@ -31,7 +31,7 @@ def snakemake(
 ) -> subprocess.CompletedProcess[str]:
     """Run the workflow of `source` in `folder` on `suite`, with the default profile."""
     (folder / "suite.yaml").write_text(yaml.safe_dump(suite))
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(source / "Snakefile")]
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(source / "workflow" / "Snakefile")]
     command += ["--configfile", "suite.yaml", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
 
@@ -100,9 +100,6 @@ def test_a_typo_is_one_line_before_anything_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_edit_reruns_the_rules_of_its_experiment_only(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "workflow", tmp_path / "workflow")
-    for name in ("Snakefile", "environment.yml"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "profiles").symlink_to("workflow/profiles")
     for script in (tmp_path / "workflow/scripts").glob("*.py"):
         script.write_text(STAND_IN)
     done = snakemake(tmp_path, DEMO, source=tmp_path)

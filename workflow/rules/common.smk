@@ -10,12 +10,14 @@ from rollout.base.files import FolderError, owned
 from mcore_mas.pipeline.suite import Suite, SuiteError
 
 try:
-    SUITE = Suite.load(config)
+    SUITE = Suite.load(config, *(Path(file).resolve().parent for file in workflow.configfiles[-1:]))
 except SuiteError as error:  # one line, no traceback, before any job starts
     raise SystemExit(f"error: {error}") from None
 config["experiments"] = SUITE.overrides  # a grid written out, for the report
+if SUITE.configs:
+    config["config_dir"] = str(SUITE.configs)  # the report's suite file is elsewhere
 
-ENVIRONMENT = "../../environment.yml"  # entered only with `--software-deployment-method conda`
+ENVIRONMENT = "../envs/environment.yml"  # entered only with `--software-deployment-method conda`
 
 
 wildcard_constraints:

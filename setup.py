@@ -1,0 +1,7 @@
+"""Names the packages of a wheel, with configs/ and workflow/ inside; pyproject.toml says everything else."""
+
+from setuptools import find_namespace_packages, setup
+
+SHIPPED = ["mcore_mas.shipped.configs", "mcore_mas.shipped.workflow"]
+
+setup(packages=[*find_namespace_packages(include=["mcore_mas*", "rollout*", "retrieval*"]), *SHIPPED])
