@@ -1,4 +1,4 @@
-"""Catalogue of teams: docs/catalogue.md, written by `python -m mcore_mas.reports.catalogue`."""
+"""Generated documents: the catalogue of teams and the page of options, from the registries and the shipped configs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def _option_rows(options: Mapping[str, tuple[type[BaseModel], Callable[..., Any]
 
 def _value(default: Any) -> str:
     """A default as YAML writes it, in one line."""
-    return yaml.safe_dump(default, default_flow_style=True, width=1000, sort_keys=False).removesuffix("...\n").strip()
+    text: str = yaml.safe_dump(default, default_flow_style=True, width=1000, sort_keys=False)
+    return text.removesuffix("...\n").strip()
 
 
 def flow(name: str, team: Mapping[str, Any]) -> Iterator[str]:
