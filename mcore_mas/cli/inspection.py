@@ -15,7 +15,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs, so that --help is there at once
     from rollout.records.trajectory import Task
-    from rollout.tasks.leaks import Leak, Match
+    from rollout.tasks.splits import Leak, Match
 
 inspection_commands = typer.Typer()
 _TRAJECTORIES = "Look at trajectories"
@@ -118,7 +118,7 @@ def show_leaks(
 
     Exit status 1 if one is, by id, text or test; similar texts are for you to judge.
     """
-    from rollout.tasks.leaks import find_leaks
+    from rollout.tasks.splits import find_leaks
 
     if (config is None) == (not files):
         raise UsageError("name data files to compare, or --config with a resolved config")

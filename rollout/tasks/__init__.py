@@ -6,7 +6,7 @@ tabular.py       generated tables to predict, and DSBench's own
 repositories.py  generated packages with one bug (of repository_functions.py)
 games.py         generated puzzles (grids, Sokoban rooms, Sudokus, blocks), games of Gymnasium, ALFWorld and WebShop
 files.py         published data files: math, questions over passages (fields.py), programs and SWE-bench (programs.py)
-splits.py        which split owns what is generated; leaks.py: what two splits share all the same
+splits.py        which split owns what is generated, and what leaks from one into another
 """
 
 from __future__ import annotations

@@ -1,10 +1,20 @@
-"""Data splits of generated tasks: train, validation and test share nothing, whatever the seed."""
+"""Data splits (train, validation, test): which one owns what is generated, and what leaks from one into another."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import itertools
+import json
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
+
+from rollout.environments.code import unpack_test
+from rollout.records.trajectory import Task
+from rollout.sandbox.judge import StdinTest, Test
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -25,3 +35,145 @@ def check_splits(where: str, asked: Iterable[str]) -> None:
     unknown = sorted(set(asked) - set(SPLITS))
     if unknown:
         raise ValueError(f"{where}: unknown split {', '.join(unknown)}; splits: {', '.join(SPLITS)}")
+
+
+LeakKind = Literal["id", "text", "similar", "tests"]
+
+_LATEX = re.compile(r"\\[()\[\],;:! ]|\\(?:left|right)(?![a-zA-Z])|\$|\{\}")
+_TOKEN = re.compile(r"[^\W\d_]+|\d+(?:[.,]\d+)*|[^\w\s]|_")
+_PROSE = ("math", "search", "code")  # environments whose prompts are sentences: in games every sign is part of a board
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """A task, and what it was met as before."""
+
+    task: Task
+    earlier: Task
+    similarity: float = 1.0  # Jaccard index of the two prompts' shingles; 1 for the same text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leak:
+    """The tasks of `split` that are known from `earlier`, in one sense of known."""
+
+    kind: LeakKind
+    earlier: str  # name of a split; of kind `tests`, the same one
+    split: str
+    tasks: int  # in `split`
+    matches: tuple[Match, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether a task leaks beyond doubt."""
+        return self.kind != "similar" and bool(self.matches)
+
+
+def find_leaks(splits: Mapping[str, Sequence[Task]], *, words: int = 8, threshold: float = 0.5) -> list[Leak]:
+    """Every pair of splits compared by id, by text and by likeness, and every split's programs by their tests.
+
+    Two texts are the same when their tokens are: case and spacing do not count, nor do a final full stop or question
+    mark of prose and, in math, LaTeX's delimiters and spacing. Two texts are alike when they are not the same and the
+    Jaccard index of their shingles, runs of `words` tokens, is at least `threshold`. Shingles that more than a
+    twentieth of a split's texts share, and more than ten of them, are the wording of all its tasks and do not count.
+
+    Raises:
+        ValueError: a programming task has an answer that is no test.
+    """
+    tokens = {name: [tokenise(task) for task in tasks] for name, tasks in splits.items()}
+    leaks = []
+    for earlier, split in itertools.combinations(splits, 2):
+        before, after = splits[earlier], splits[split]
+        same_text = _same([" ".join(t) for t in tokens[earlier]], [" ".join(t) for t in tokens[split]])
+        near = _alike(tokens[earlier], tokens[split], words, threshold, skip=set(same_text))
+        found: dict[LeakKind, dict[int, tuple[int, float]]] = {
+            "id": _same([task.id for task in before], [task.id for task in after]),
+            "text": same_text,
+            "similar": near,
+        }
+        for kind, pairs in found.items():
+            matches = tuple(
+                Match(task=after[i], earlier=before[j], similarity=value) for i, (j, value) in sorted(pairs.items())
+            )
+            leaks.append(Leak(kind=kind, earlier=earlier, split=split, tasks=len(after), matches=matches))
+    for name, tasks in splits.items():
+        programs = [task for task in tasks if task.env == "code"]
+        if programs:
+            shown = tuple(Match(task=task, earlier=task) for task in programs if shows_its_score(task))
+            leaks.append(Leak(kind="tests", earlier=name, split=name, tasks=len(programs), matches=shown))
+    return leaks
+
+
+def tokenise(task: Task) -> list[str]:
+    """The prompt's words, numbers and signs, without what does not change its meaning."""
+    text = unicodedata.normalize("NFKC", task.prompt).casefold()
+    if task.env == "math":
+        text = _LATEX.sub(" ", text)
+    tokens = _TOKEN.findall(text)
+    while task.env in _PROSE and tokens and tokens[-1] in ".?":
+        tokens.pop()
+    return tokens
+
+
+def shows_its_score(task: Task) -> bool:
+    """Whether a program is scored on a test that it is also shown: one is in both sets, or there are no hidden ones.
+
+    Raises:
+        ValueError: an answer is no packed test.
+    """
+    shown: set[str] = set()
+    hidden: set[str] = set()
+    for text in task.answers:
+        test, visible = unpack_test(text)
+        (shown if visible else hidden).add(_input(test))
+    return bool(shown & hidden) or not hidden
+
+
+def _input(test: Test) -> str:
+    return test.stdin.strip() if isinstance(test, StdinTest) else json.dumps([test.function, test.arguments])
+
+
+def _same(before: Sequence[str], after: Sequence[str]) -> dict[int, tuple[int, float]]:
+    """Of `after`, by position: the first position in `before` with the same key."""
+    first: dict[str, int] = {}
+    for position, key in enumerate(before):
+        first.setdefault(key, position)
+    return {position: (first[key], 1.0) for position, key in enumerate(after) if key in first}
+
+
+def _alike(
+    before: Sequence[Sequence[str]], after: Sequence[Sequence[str]], words: int, threshold: float, *, skip: set[int]
+) -> dict[int, tuple[int, float]]:
+    """Of `after`, by position and but for `skip`: the most similar position in `before`, if similar enough."""
+    rows = [shingles(tokens, words) for tokens in after]
+    often = Counter(itertools.chain.from_iterable(rows))
+    wording = {shingle for shingle, count in often.items() if count > max(10, len(rows) / 20)}
+    rows = [row - wording for row in rows]
+    holders: dict[int, list[int]] = defaultdict(list)
+    for position, row in enumerate(rows):
+        if position not in skip:
+            for shingle in row:
+                holders[shingle].append(position)
+    best: dict[int, tuple[int, float]] = {}
+    for earlier, tokens in enumerate(before):
+        row = shingles(tokens, words) - wording
+        for position, shared in _shared(row, holders).items():
+            similarity = shared / (len(row) + len(rows[position]) - shared)
+            if similarity >= threshold and similarity > best.get(position, (0, 0.0))[1]:
+                best[position] = (earlier, similarity)
+    return best
+
+
+def _shared(row: Iterable[int], holders: Mapping[int, Sequence[int]]) -> Counter[int]:
+    """How many shingles of `row` each text holds."""
+    counts: Counter[int] = Counter()
+    for shingle in row:
+        if shingle in holders:
+            counts.update(holders[shingle])
+    return counts
+
+
+def shingles(tokens: Sequence[str], words: int) -> set[int]:
+    """Hashes of all runs of `words` tokens; of the whole text if it is shorter, none if it is empty."""
+    starts = range(max(1, len(tokens) - words + 1)) if tokens else ()
+    return {hash(tuple(tokens[start : start + words])) for start in starts}
