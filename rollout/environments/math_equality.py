@@ -1,4 +1,10 @@
-"""Verifier of math answers (is one equal to another?), in child processes within limits of time and memory."""
+"""Verifier of math answers (is one equal to another?), in child processes within limits of time and memory.
+
+An answer such as 3!!! or an integral keeps a computer-algebra system busy for ever, inside C code that no signal
+handler interrupts. A child gives itself a limit of CPU seconds before each comparison and is started again when it dies
+of it. CPU seconds, not the clock's: a busy machine changes no verdict. This file is also the child's program, so it
+imports nothing of ours.
+"""
 
 from __future__ import annotations
 

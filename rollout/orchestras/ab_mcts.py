@@ -1,4 +1,10 @@
-"""Tree search by one or several agents: widen or refine attempts by Thompson sampling (AB-MCTS; MARTI's MARS2)."""
+"""Tree search by one or several agents: widen or refine attempts by Thompson sampling (AB-MCTS; MARTI's MARS2).
+
+AB-MCTS-A, Inoue et al. 2025 (arXiv 2503.04412). Each node has two posteriors: GEN, of the scores that its own new
+children had when they were made, and CONT, of all scores made below its children. A draw from each decides. CONT goes
+on at the child whose own posterior draws highest; GEN makes a child here. Which agent makes it is decided by posteriors
+over all scores of each agent, as TreeQuest's `multiarm_bandit_thompson` does.
+"""
 
 from __future__ import annotations
 
