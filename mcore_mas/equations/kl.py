@@ -66,7 +66,7 @@ KL_ESTIMATES: dict[KLName, Estimate] = {
 
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, kind: KLName = "k1") -> Tensor:
-    """What a token's reward loses per unit of the KL coefficient, [T] nats, without gradient.
+    """KL penalty: what a token's reward loses per unit of the KL coefficient, [T] nats, without gradient.
 
     r_t ← r_t − β · penalty_t (Ziegler et al. 2019, arXiv 1909.08593, eq. 2, with k1).
 
