@@ -35,6 +35,7 @@ from rollout.base.schema_words import expected, json_schema, keys_of, walk
 
 # A text is never read as a number; a whole number will do for a float, and a list for a tuple, as YAML has no other.
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names of errors
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -188,12 +189,14 @@ def _explained(error: ValidationError, model: type[BaseModel], place: tuple[int 
     """The `error` of values for `model`, in words that say what was expected."""
     schema = json_schema(model)
     lines = []
-    for details in error.errors(include_url=False):
+    for details in sorted(error.errors(include_url=False), key=lambda details: details["type"] not in _UNKNOWN):
         keys, at = walk(schema, details["loc"])
         if details["type"] in ("value_error", "assertion_error"):
             message = details["msg"].partition(", ")[2]
-        elif details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        elif details["type"] in _UNKNOWN:
             message = f"there is no '{details['loc'][-1]}'; known here: {', '.join(keys_of(schema, at))}"
+        elif details["type"].startswith("missing") and isinstance(details["loc"][-1], str):
+            keys, message = keys[:-1], f"'{details['loc'][-1]}' is missing"
         else:
             message = f"expected {expected(at, schema.get('$defs', {}))}"
         said = PydanticCustomError("option", "{message}", {"message": message})

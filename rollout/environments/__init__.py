@@ -24,7 +24,7 @@ from pydantic import JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
 from rollout.environments.games import GAMES
 from rollout.environments.games.game import Game, GameEnv
 from rollout.environments.math import MathEnv
-from rollout.environments.mcp import McpEnv
+from rollout.environments.mcp import McpEnv, McpServer
 from rollout.environments.protocol import Env, ToolCall
 from rollout.environments.search import AnswerReward, PassageStyle, Retriever, SearchEnv
 from rollout.environments.text_world import WorldEnv
@@ -111,7 +111,7 @@ def make_repository(
 def make_mcp(
     task: Task,
     *,
-    servers: Mapping[str, Mapping[str, Any]],
+    servers: Mapping[str, McpServer],
     max_turns: PositiveInt = 10,
     reward: AnswerReward = "exact_match",
     deadline_s: PositiveFloat = 30.0,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rollout.base.errors import EnvError
@@ -26,6 +27,16 @@ class BadArguments(ValueError):
     """A tool call that cannot be made: the model's mistake, whose message may be shown to it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpServer:
+    """What starts a server that speaks over its standard input and output."""
+
+    command: str
+    args: Sequence[str] = ()
+    env: Mapping[str, str] | None = None  # besides the search path and home, which are all that it inherits
+    cwd: str | None = None
+
+
 class McpEnv:
     """A question and the tools of some servers, for one trajectory.
 
@@ -36,7 +47,7 @@ class McpEnv:
 
     def __init__(
         self,
-        servers: Mapping[str, Mapping[str, Any]],
+        servers: Mapping[str, McpServer],
         *,
         max_turns: int = 10,
         reward: Literal["exact_match", "token_f1"] = "exact_match",
@@ -47,8 +58,7 @@ class McpEnv:
         """An environment whose servers have not started.
 
         Args:
-            servers: by name, what starts each and makes it speak over its standard input and output: `command`, `args`,
-                `env`, `cwd`. It inherits the search path and home, and no other variable.
+            servers: by name, what starts each.
             deadline_s: of a call.
             start_s: of all servers' start.
             max_chars: shown of a result.
@@ -139,7 +149,7 @@ class McpEnv:
             if not ready.done():
                 ready.set_exception(error if isinstance(error, EnvError) else EnvError(_why("MCP servers", error)))
 
-    async def _start(self, stack: AsyncExitStack, server: str, settings: Mapping[str, Any]) -> None:
+    async def _start(self, stack: AsyncExitStack, server: str, settings: McpServer) -> None:
         try:
             from mcp import ClientSession
             from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -147,7 +157,9 @@ class McpEnv:
             raise EnvError("env mcp needs `pip install mcore-mas[mcp]`") from error
         quiet = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  (its log)
         try:
-            streams = await stack.enter_async_context(stdio_client(StdioServerParameters(**settings), errlog=quiet))
+            streams = await stack.enter_async_context(
+                stdio_client(StdioServerParameters(**asdict(settings)), errlog=quiet)
+            )
             session = await stack.enter_async_context(ClientSession(*streams))
             await session.initialize()
             listed = (await session.list_tools()).tools

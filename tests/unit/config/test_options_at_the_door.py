@@ -59,7 +59,6 @@ def leaves(schema: Any) -> Iterator[dict[str, Any]]:
 
 FREE = {  # options that another library reads
     ("env gymnasium", "make"),
-    ("env mcp", "servers"),
     ("orchestra graph", "graph"),  # read by rollout.teams.graph
 }
 UNBOUNDED = {("tasks sudoku", "givens")}  # by the puzzle's size
@@ -140,6 +139,13 @@ WRONG = [
     (MATH, "cold_start.options.slips", "often", "expected a number from 0 to 1 (got 'often')"),
     (SEARCH, "env.options.style", "r2", "expected one of search_r1, verl, text (got 'r2')"),
     (SEARCH, "env.options.reward", "f1", "expected one of exact_match, token_f1 (got 'f1')"),
+    (MATH, "env", {"name": "mcp", "options": {"servers": {"plain": {"command": 3}}}}, "expected text (got 3)"),
+    (
+        MATH,
+        "env",
+        {"name": "mcp", "options": {"servers": {"plain": {"comand": "x"}}}},
+        "there is no 'comand'; known he",
+    ),
     (MATH, "reward", {"name": "shares", "options": {"split": "halves"}}, "expected one of full, turns, agents"),
     (MATH, "reward", {"name": "shares", "options": {"weights": {"solver": -1}}}, "expected a number of at least 0"),
     (MATH, "reward", {"name": "coach", "options": {"clip": [1, 0]}}, "expected [low, high] (got [1, 0])"),

@@ -14,15 +14,15 @@ import pytest
 
 from rollout.base.errors import EnvError
 from rollout.environments import make_mcp
-from rollout.environments.mcp import McpEnv
+from rollout.environments.mcp import McpEnv, McpServer
 from rollout.environments.protocol import Step
 from rollout.orchestras.parsers import parse_call_or_answer
 from rollout.records.trajectory import Status, Task
 from tests.support.casts import play, validity
 
 SERVER = Path(__file__).parents[2] / "support" / "mcp_server.py"
-PLAIN = {"plain": {"command": sys.executable, "args": [str(SERVER.with_name("plain_mcp_server.py"))]}}
-SMALL = {"small": {"command": sys.executable, "args": [str(SERVER)]}}
+PLAIN = {"plain": McpServer(command=sys.executable, args=[str(SERVER.with_name("plain_mcp_server.py"))])}
+SMALL = {"small": McpServer(command=sys.executable, args=[str(SERVER)])}
 TASK = Task(id="t", prompt="How much is 40 + 2?", answers=("42",), env="mcp", source="s", split="train")
 ROLES = {"player": "tool_caller"}
 
@@ -98,11 +98,10 @@ def test_a_server_that_breaks_or_is_late_fails_the_trajectory(action: str, messa
 @pytest.mark.parametrize(
     ("servers", "message"),
     [
-        ({"none": {"command": "/no/such/program"}}, "MCP server 'none' failed"),
-        ({"dumb": {"command": sys.executable, "args": ["-c", "print('hello')"]}}, "MCP server 'dumb' failed"),
-        ({"odd": {"arguments": []}}, "MCP server 'odd' failed"),
+        ({"none": McpServer(command="/no/such/program")}, "MCP server 'none' failed"),
+        ({"dumb": McpServer(command=sys.executable, args=["-c", "print('hello')"])}, "MCP server 'dumb' failed"),
         ({"one": PLAIN["plain"], "two": PLAIN["plain"]}, "two MCP servers have a tool 'add'"),
-        ({"mute": {"command": "sleep", "args": ["60"]}}, "did not start within 0.5 s"),
+        ({"mute": McpServer(command="sleep", args=["60"])}, "did not start within 0.5 s"),
     ],
 )
 def test_a_server_that_does_not_start_is_one_line(servers: Any, message: str) -> None:
