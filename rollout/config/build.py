@@ -21,15 +21,15 @@ from rollout.records.completion import Sampling
 from rollout.records.trajectory import Group, Task, Turn
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.penalties import PENALTIES, apply_penalties
-from rollout.teams.collect import Orchestra
+from rollout.teams.episode import Orchestra
 from rollout.teams.team import ROLES, Agent, EngineClient, Role, Team
 
 
 def build_role(name: str, config: AgentConfig) -> Role:
     """The agent's role with the config's prompts in place of the role's own."""
     role = lookup("agent role", config.role or name, ROLES)
-    prompts = {"system": config.system, "user": config.user}
-    return replace(role, **{field: text for field, text in prompts.items() if text is not None})
+    system = role.system if config.system is None else config.system
+    return replace(role, system=system, user=role.user if config.user is None else config.user)
 
 
 def build_team(agents: Mapping[str, AgentConfig], players: Mapping[str, EngineClient]) -> Team:
