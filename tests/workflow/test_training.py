@@ -16,7 +16,7 @@ from rollout.base.files import sha256
 from rollout.records.trajectory import read_trajectories
 from tests.support.run_folder import make_run
 
-STEPS = 6
+STEPS = 8
 SETTINGS = [
     f"trainer.steps={STEPS}",
     "trainer.checkpoint_every=2",
@@ -79,31 +79,42 @@ def finished_steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines if line.endswith("}")]
 
 
-def wait_for_three_steps(process: subprocess.Popen[str], run: Path) -> None:
+def wait_for_step(number: int, process: subprocess.Popen[str], run: Path) -> None:
     """And for the checkpoint of the first two."""
     deadline = time.monotonic() + 600
     manifest = run / "train" / "checkpoints" / "step_000002" / "manifest.json"
-    while max(finished_steps(run), default=-1) < 2 or not manifest.is_file():
+    while max(finished_steps(run), default=-1) < number or not manifest.is_file():
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
-        assert time.monotonic() < deadline, "no third step within 600 s"
+        assert time.monotonic() < deadline, f"no step {number} within 600 s"
         time.sleep(0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_a_killed_training_continues_to_the_bit_and_leaves_no_process_behind(run: Path, unbroken: Path) -> None:
+def test_a_training_that_is_killed_and_then_told_to_stop_comes_to_the_same_bits(run: Path, unbroken: Path) -> None:
     first = start(run)
-    wait_for_three_steps(first, run)
+    wait_for_step(2, first, run)
     children = psutil.Process(first.pid).children(recursive=True)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     _, alive = psutil.wait_procs(children, timeout=30)
-    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []  # it leaves no process behind
 
     second = start(run)
-    _, said = second.communicate(timeout=900)
-    assert second.returncode == 0, said
+    wait_for_step(max(finished_steps(run)) + 1, second, run)
+    second.send_signal(signal.SIGTERM)
+    _, said = second.communicate(timeout=300)
+    assert second.returncode == 143, said
     assert "continuing from" in said
+    finished = max(finished_steps(run)) + 1
+    saved = run / "train" / "checkpoints" / f"step_{finished:06d}"
+    assert f"stopped by a signal after step {finished}" in said
+    assert (saved / "manifest.json").is_file()
+
+    third = start(run)
+    _, said = third.communicate(timeout=900)
+    assert third.returncode == 0, said
+    assert f"continuing from {saved}" in said
     assert finished_steps(run) == [-1, *range(STEPS)]  # every step once, in order; -1 is the start
     done = json.loads((run / "train" / "done.json").read_text())
     assert done["steps"] == STEPS
@@ -113,26 +124,6 @@ def test_a_killed_training_continues_to_the_bit_and_leaves_no_process_behind(run
     last = read_trajectories(run / "train" / "trajectories" / f"step_{STEPS - 1:06d}.parquet")
     assert len(last) == 4
     assert all(t.status == "completed" for t in last)
-    assert_same(run, unbroken)
-
-
-@pytest.mark.slow
-@pytest.mark.multirank
-def test_sigterm_saves_and_the_same_command_goes_on_to_the_bit(run: Path, unbroken: Path) -> None:
-    first = start(run)
-    wait_for_three_steps(first, run)
-    first.send_signal(signal.SIGTERM)
-    _, said = first.communicate(timeout=300)
-    assert first.returncode == 143, said
-    finished = max(finished_steps(run)) + 1
-    assert f"stopped by a signal after step {finished}" in said
-    assert (run / "train" / "checkpoints" / f"step_{finished:06d}" / "manifest.json").is_file()
-
-    second = start(run)
-    _, said = second.communicate(timeout=900)
-    assert second.returncode == 0, said
-    assert f"continuing from {run / 'train' / 'checkpoints' / f'step_{finished:06d}'}" in said
-    assert finished_steps(run) == [-1, *range(STEPS)]
     assert_same(run, unbroken)
 
 
