@@ -17,25 +17,23 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import JsonValue, NonNegativeInt, PositiveFloat, PositiveInt
 
+from rollout.environments.code import CodeEnv, run_program
+from rollout.environments.data_science import DataScienceEnv
 from rollout.environments.games import GAMES
 from rollout.environments.games.game import Game, GameEnv
 from rollout.environments.math import MathEnv
 from rollout.environments.mcp import McpEnv, McpServer
 from rollout.environments.protocol import Env, ToolCall
+from rollout.environments.repository import RepositoryEnv
 from rollout.environments.search import AnswerReward, PassageStyle, Retriever, SearchEnv
 from rollout.environments.text_world import WorldEnv
 from rollout.environments.text_world_libraries import AlfworldWorld, GymnasiumWorld, WebshopWorld, shop_thread
 from rollout.records.trajectory import Task
-
-if TYPE_CHECKING:
-    from rollout.environments.code import CodeEnv
-    from rollout.environments.data_science import DataScienceEnv
-    from rollout.environments.repository import RepositoryEnv
-    from rollout.sandbox import Runner, Sandbox
+from rollout.sandbox import RunLimits, Runner, Sandbox, SandboxFusion
 
 EnvFactory = Callable[..., Env]  # (task, **options) -> a fresh environment for one trajectory
 Tier = Literal["auto", "namespaces", "landlock", "unisolated"]  # of this machine's sandbox
@@ -79,9 +77,6 @@ def make_data_science(
     disk_mb: PositiveInt = 256,
 ) -> DataScienceEnv:
     """The environment of a table to predict, in `sandbox` or in this process's own of that tier."""
-    from rollout.environments.data_science import DataScienceEnv
-    from rollout.sandbox import RunLimits
-
     limits = RunLimits(wall_s=cell_s, memory_mb=memory_mb, disk_mb=disk_mb, file_mb=disk_mb)
     runner = sandbox or _own_sandbox(tier)
     return DataScienceEnv(runner, reward=reward, malformed=malformed, max_turns=max_turns, limits=limits)
@@ -99,9 +94,6 @@ def make_repository(
     memory_mb: PositiveInt = 1024,
 ) -> RepositoryEnv:
     """The environment of a repository to repair, tested in `sandbox` or in this process's own of that tier."""
-    from rollout.environments.repository import RepositoryEnv
-    from rollout.sandbox import RunLimits
-
     limits = RunLimits(cpu_s=cpu_s, wall_s=3.0 * cpu_s, memory_mb=memory_mb, disk_mb=512, files=50_000)
     folder = Path(checkouts) if checkouts else None
     runner = sandbox or _own_sandbox(tier)
@@ -206,9 +198,6 @@ def make_code(
     memory_mb: PositiveInt = 512,
 ) -> CodeEnv:
     """The environment of a programming problem, in `sandbox`, on a server, or in this process's own of that tier."""
-    from rollout.environments.code import CodeEnv
-    from rollout.sandbox import RunLimits
-
     limits = RunLimits(cpu_s=cpu_s, wall_s=2.0 * cpu_s, memory_mb=memory_mb)
     runner = sandbox or _own_runner(server, tier)
     return CodeEnv(runner, compare=compare, reward=reward, max_tests=max_tests, limits=limits)
@@ -218,9 +207,6 @@ def _program_runner(
     sandbox: Runner | None, server: str | None, tier: Tier, cpu_s: int, memory_mb: int
 ) -> Callable[[str], Awaitable[ToolCall]]:
     async def run(program: str) -> ToolCall:
-        from rollout.environments.code import run_program
-        from rollout.sandbox import RunLimits
-
         limits = RunLimits(cpu_s=cpu_s, wall_s=2.0 * cpu_s, memory_mb=memory_mb)
         return await run_program(sandbox or _own_runner(server, tier), program, limits)
 
@@ -230,16 +216,12 @@ def _program_runner(
 @cache
 def _own_runner(server: str | None, tier: Tier) -> Runner:
     """What runs whole programs for all trajectories: a SandboxFusion server, or this machine."""
-    from rollout.sandbox import SandboxFusion
-
     return SandboxFusion(server) if server else _own_sandbox(tier)
 
 
 @cache
 def _own_sandbox(tier: Tier) -> Sandbox:
     """One for all trajectories; it starts with the first program."""
-    from rollout.sandbox import Sandbox
-
     sandbox = Sandbox(tier=tier)
     atexit.register(sandbox.close)
     return sandbox

@@ -7,17 +7,15 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from rollout.base.errors import EnvError
 from rollout.environments.code import last_program
 from rollout.environments.predictions import TABLE_METRICS, BadSubmission, Target
 from rollout.environments.protocol import Step, ToolCall
 from rollout.records.trajectory import Task
+from rollout.sandbox import Sandbox, Session
 from rollout.sandbox.records import RunLimits, Verdict, render_result
-
-if TYPE_CHECKING:
-    from rollout.sandbox import Sandbox, Session
 
 SUBMIT = "<submit>"  # the action that has the submission scored
 SUBMISSION = "submission.csv"

@@ -7,18 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rollout.base.errors import EnvError
 from rollout.base.task_group import together
 from rollout.environments.patches import BadPatch, apply_patch, parse_patch
 from rollout.environments.protocol import Step, ToolCall
 from rollout.records.trajectory import Task
+from rollout.sandbox import Sandbox
 from rollout.sandbox.judge import CallTest, judge
 from rollout.sandbox.records import RunLimits, RunResult, Verdict
-
-if TYPE_CHECKING:
-    from rollout.sandbox import Sandbox
 
 _FORM = """Answer with a unified diff, or with blocks of this form, each under the path of its file:
 
