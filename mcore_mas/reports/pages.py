@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from rollout.environments.games import GAMES
 from rollout.environments.games.game import BadPuzzle
 from rollout.environments.games.picture import picture
-from rollout.orchestras.parsers import parse_decided, parse_listed
+from rollout.orchestras.replies import parse_decided, parse_listed
 from rollout.records.trajectory import RecordError, Task, ToolEvent, Trajectory, Turn, read_tasks, read_trajectories
 
 TurnAdvantages = Mapping[tuple[str, str, int], float]  # (trajectory, node, turn) -> its advantage

@@ -1,6 +1,6 @@
 """Orchestras (multi-agent workflows): who speaks when, each an async function in plain control flow.
 
-Their roles' prompts are in roles.yaml, the parsers of replies in parsers.py, who may follow whom in flows.yaml.
+Their roles' prompts are in roles.yaml, the parsers of replies in replies.py, who may follow whom in flows.yaml.
 
 ab_mcts           a tree of attempts that widens or deepens by Thompson sampling (MARTI's MARS2)
 chain             a generator, a verifier and a refiner, each once (MARTI)
@@ -38,7 +38,7 @@ from rollout.orchestras.acting import game_team, self_verify, single
 from rollout.orchestras.coding import code_reflect, coder_tester, dsbench
 from rollout.orchestras.graph import graph
 from rollout.orchestras.parallel import debate, ensemble_judge, mixture, reason_tool
-from rollout.orchestras.parsers import PARSERS
+from rollout.orchestras.replies import PARSERS
 from rollout.orchestras.search import m_ask, qa_decompose, qa_evidence, qa_rewrite, search_team
 from rollout.orchestras.sequential import chain, math_refine, mathchat, solver_verifier
 from rollout.teams.team import register_agent

@@ -20,7 +20,7 @@ from rollout.base.errors import EnvError
 from rollout.base.options import Names
 from rollout.base.tags import after_thought
 from rollout.environments.protocol import Previewing
-from rollout.orchestras.answers import (
+from rollout.orchestras.replies import (
     GradedEnv,
 )
 from rollout.records.trajectory import Task

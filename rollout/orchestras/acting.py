@@ -11,8 +11,7 @@ from pydantic import PositiveInt
 from rollout.base.errors import EnvError
 from rollout.base.tags import after_thought
 from rollout.environments.protocol import Env, Previewing, Running
-from rollout.orchestras.answers import AnswerEnv, boxed, graded
-from rollout.orchestras.parsers import parse_listed
+from rollout.orchestras.replies import AnswerEnv, boxed, graded, parse_listed
 from rollout.records.trajectory import Task
 from rollout.teams.team import AgentReply, TeamSession
 

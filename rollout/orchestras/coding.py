@@ -14,8 +14,7 @@ from rollout.base.errors import EnvError
 from rollout.base.tags import after_thought
 from rollout.environments.data_science import SUBMIT
 from rollout.environments.protocol import Case, Env, Keeping, Previewing, Running, Testing
-from rollout.orchestras.answers import GradedEnv, with_output
-from rollout.orchestras.parsers import fenced
+from rollout.orchestras.replies import GradedEnv, fenced, with_output
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession
 

@@ -10,7 +10,7 @@ from pydantic import PositiveInt
 
 from rollout.base.errors import EnvError
 from rollout.environments.protocol import Env, Previewing
-from rollout.orchestras.parsers import END, NONE, Steps, read_plan
+from rollout.orchestras.replies import END, NONE, Steps, read_plan
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession
 

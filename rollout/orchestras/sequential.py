@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 
 from rollout.base.tags import after_thought
 from rollout.environments.protocol import Env
-from rollout.orchestras.answers import AnswerEnv, ProgramEnv, boxed, grade, graded, with_output
+from rollout.orchestras.replies import AnswerEnv, ProgramEnv, boxed, grade, graded, with_output
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession
 

@@ -16,7 +16,7 @@ from rollout.base.errors import EnvError
 from rollout.environments import make_mcp
 from rollout.environments.mcp import McpEnv, McpServer
 from rollout.environments.protocol import Step
-from rollout.orchestras.parsers import parse_call_or_answer
+from rollout.orchestras.replies import parse_call_or_answer
 from rollout.records.trajectory import Status, Task
 from tests.support.casts import play, validity
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout.orchestras import ORCHESTRAS
-from rollout.orchestras.parsers import parse_boxed_verdict, parse_review
+from rollout.orchestras.replies import parse_boxed_verdict, parse_review
 from rollout.records.trajectory import Group, Status
 from rollout.rewards.turn_scores import shaping
 from tests.support.casts import SUM, grow, play, scores, speakers, validity

@@ -13,7 +13,7 @@ from rollout.base.errors import EnvError
 from rollout.environments import make_code
 from rollout.environments.code import pack_solution, pack_test
 from rollout.environments.protocol import Env
-from rollout.orchestras.parsers import PARSERS, parse_cases
+from rollout.orchestras.replies import PARSERS, parse_cases
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.turn_scores import local_team, turn_difference
 from rollout.sandbox.judge import CallTest, StdinTest, Test

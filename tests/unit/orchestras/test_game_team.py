@@ -14,7 +14,7 @@ from rollout.engines.scripted import ScriptedEngine
 from rollout.environments import ENVS
 from rollout.environments.games import PUZZLES
 from rollout.orchestras.acting import game_team, single
-from rollout.orchestras.parsers import parse_decided, parse_listed, parse_search_or_answer, parse_solution
+from rollout.orchestras.replies import parse_decided, parse_listed, parse_search_or_answer, parse_solution
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.outcome import majority

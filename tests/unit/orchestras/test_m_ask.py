@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rollout.base.errors import EnvError
-from rollout.orchestras.parsers import parse_change, parse_plan, parse_search, read_plan
+from rollout.orchestras.replies import parse_change, parse_plan, parse_search, read_plan
 from rollout.orchestras.search import AskPlan, m_ask
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.team import Team, TeamSession

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.orchestras.parsers import PARSERS, parse_queries, parse_selection
+from rollout.orchestras.replies import PARSERS, parse_queries, parse_selection
 from rollout.orchestras.search import select
 from rollout.records.trajectory import Task, Trajectory
 from tests.support.shipped import Library, play_shipped, seen

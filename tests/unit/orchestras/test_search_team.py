@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rollout.environments.search import SearchEnv
-from rollout.orchestras.parsers import PARSERS, parse_enough, parse_query
+from rollout.orchestras.replies import PARSERS, parse_enough, parse_query
 from rollout.orchestras.search import search_team
 from rollout.records.trajectory import Task
 from rollout.tasks.encyclopedia import Article

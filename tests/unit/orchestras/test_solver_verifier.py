@@ -8,7 +8,7 @@ import pytest
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments import ENVS
 from rollout.orchestras import ORCHESTRAS
-from rollout.orchestras.parsers import parse_approval, parse_boxed
+from rollout.orchestras.replies import parse_approval, parse_boxed
 from rollout.orchestras.sequential import slots, solver_verifier
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Status, Task
