@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
 from mcore_mas.megatron.state.names import LINEARS
 from mcore_mas.megatron.state.weight_import import SafeTensors
 from rollout.base.errors import ModelError
+from rollout.base.files import atomic_folder
 from rollout.base.seeds import derive_seed
 from rollout.models.architecture import Architecture
 
@@ -291,10 +291,6 @@ def write_adapter(folder: Path, base: str, lora: LoraSpec, tensors: dict[str, Te
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    (partial / _CONFIG).write_text(json.dumps(config, indent=2))
-    save_file(tensors, str(partial / _TENSORS), metadata={"format": "pt"})
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    with atomic_folder(folder) as partial:
+        (partial / _CONFIG).write_text(json.dumps(config, indent=2))
+        save_file(tensors, str(partial / _TENSORS), metadata={"format": "pt"})

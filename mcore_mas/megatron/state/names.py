@@ -166,10 +166,10 @@ class WeightMapping:
         """Whether it is one expert's, so that expert-parallel ranks hold different ones."""
         return EXPERT.search(self.parameter) is not None
 
-    def shapes(self, shard: Sequence[int], a: Architecture, tp: int) -> list[tuple[int, ...]]:
-        """The shapes of its full tensors, of which each of `tp` ranks holds a shard of this shape."""
+    def shapes(self, shard: Sequence[int], a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of its full tensors by name, of which each of `tp` ranks holds a shard of this shape."""
         joined = self.cut.join([torch.empty(tuple(shard), device="meta")] * tp, a)
-        return [tuple(shape_of(blocks)) for blocks in joined]
+        return {name: tuple(shape_of(blocks)) for name, blocks in zip(self.tensors, joined, strict=True)}
 
 
 def weight_mappings(parameters: Iterable[str], *, tied: bool = False) -> list[WeightMapping]:

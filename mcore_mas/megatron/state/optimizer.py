@@ -95,10 +95,7 @@ class OptimizerState:
 
     def gradients(self) -> dict[str, Tensor]:
         """What the last step was taken with, clipped, by Megatron name."""
-        return {
-            name: self._whole(p, None if self._stepped(p) is None else self._part(p, p.main_grad))  # type: ignore[attr-defined]
-            for name, p in self._parameters.items()
-        }
+        return {name: self._gradient(parameter) for name, parameter in self._parameters.items()}
 
     def tensors(self) -> list[Tensor]:
         """All that the inner optimizers hold: what they step, which may be the weights themselves, and moments."""
@@ -154,21 +151,15 @@ class OptimizerState:
         own = self._owners[id(stepped)]._get_model_param_range_map(parameter)["param"]
         return own.start, own.end
 
-    def _part(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """This rank's part of a whole shard, as the inner optimizer holds it."""
+    def _gradient(self, parameter: Any) -> Tensor:
+        """The whole shard's, from the parts of all data- and context-parallel ranks."""
+        mine: Tensor = parameter.main_grad.detach()
         if not self._distributed:
-            return whole
-        first, last = self._span(parameter)
-        return whole.reshape(-1)[first:last]
-
-    def _whole(self, parameter: Tensor, part: Tensor | None) -> Tensor:
-        """A whole shard from the parts of all data- and context-parallel ranks."""
-        if not self._distributed:
-            assert part is not None
-            return part.detach()
+            return mine
         whole = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-        if part is not None:
-            self._part(parameter, whole).copy_(part.detach())
+        if self._stepped(parameter) is not None:
+            own = slice(*self._span(parameter))
+            whole.view(-1)[own] = mine.reshape(-1)[own]
         # every element is one rank's, and zero on the others: the sum is exact
         shared_out = not getattr(parameter, "allreduce", True)  # an expert's
         group = (

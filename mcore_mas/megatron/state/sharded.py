@@ -81,7 +81,7 @@ def _blocks(
 
     The tensors' rows are counted through; a row of a matrix is `tp` numbers, as it is cut into so many parts at most.
     """
-    shapes = entry.shapes(shard, architecture, tp)
+    shapes = list(entry.shapes(shard, architecture, tp).values())
     parts = tp if len(shapes[0]) == 2 else 1
     heads = list(accumulate((shape[0] for shape in shapes), initial=0))
     numbers = [

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mcore_mas.megatron.state.names import LazyTensor, WeightMapping, weight_mappings
 from rollout.base.errors import ModelError
+from rollout.base.files import atomic_folder
 from rollout.models.architecture import Architecture
 from rollout.models.tensors import TensorFiles
 
@@ -36,26 +37,19 @@ def import_weights(
         for entry in weight_mappings(local, tied=architecture.tied):
             target = local[entry.parameter]
             tp, rank = tensor_parallel(entry)
-            full = [source(name) for name in entry.tensors]
-            for name, tensor, shape in zip(
-                entry.tensors, full, entry.shapes(target.shape, architecture, tp), strict=True
-            ):
-                if tensor.shape != shape:
-                    raise ModelError(f"tensor '{name}' has shape {tensor.shape}; config.json makes it {shape}")
-            entry.cut.fill(target, full, architecture, tp, rank)
+            full = {name: source(name) for name in entry.tensors}
+            for name, shape in entry.shapes(target.shape, architecture, tp).items():
+                if full[name].shape != shape:
+                    raise ModelError(f"tensor '{name}' has shape {full[name].shape}; config.json makes it {shape}")
+            entry.cut.fill(target, list(full.values()), architecture, tp, rank)
 
 
 def full_shapes(local: Mapping[str, Tensor], architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """The shapes, by Hugging Face name, of the full tensors that this rank holds shards of."""
-    return {
-        name: shape
-        for entry in weight_mappings(local, tied=architecture.tied)
-        for name, shape in zip(
-            entry.tensors,
-            entry.shapes(local[entry.parameter].shape, architecture, tensor_parallel(entry)[0]),
-            strict=True,
-        )
-    }
+    found: dict[str, tuple[int, ...]] = {}
+    for entry in weight_mappings(local, tied=architecture.tied):
+        found |= entry.shapes(local[entry.parameter].shape, architecture, tensor_parallel(entry)[0])
+    return found
 
 
 def tensor_parallel(entry: WeightMapping) -> tuple[int, int]:
@@ -73,17 +67,15 @@ def write_folder(like: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
 
     Weights with a value head make it a model for sequence classification with one label, as transformers calls it.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(like, partial, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin"))
-    if "score.weight" in tensors:
-        config = json.loads((partial / "config.json").read_text())
-        names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
-        config |= {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
-        (partial / "config.json").write_text(json.dumps(config, indent=2))
-    save_file(tensors, str(partial / "model.safetensors"), metadata={"format": "pt"})
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    weights = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin")
+    with atomic_folder(folder) as partial:
+        shutil.copytree(like, partial, ignore=weights, dirs_exist_ok=True)
+        if "score.weight" in tensors:
+            config = json.loads((partial / "config.json").read_text())
+            names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
+            config |= {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+            (partial / "config.json").write_text(json.dumps(config, indent=2))
+        save_file(tensors, str(partial / "model.safetensors"), metadata={"format": "pt"})
 
 
 # transformers writes one tensor for every expert, as models are published, or with save_original_format=False stacks
