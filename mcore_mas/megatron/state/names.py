@@ -158,7 +158,7 @@ class WeightMapping:
     """One Megatron parameter and the Hugging Face tensors it holds."""
 
     parameter: str
-    cut: Sharding
+    sharding: Sharding
     tensors: tuple[str, ...]
 
     @property
@@ -168,7 +168,7 @@ class WeightMapping:
 
     def shapes(self, shard: Sequence[int], a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
         """The shapes of its full tensors by name, of which each of `tp` ranks holds a shard of this shape."""
-        joined = self.cut.join([torch.empty(tuple(shard), device="meta")] * tp, a)
+        joined = self.sharding.join([torch.empty(tuple(shard), device="meta")] * tp, a)
         return {name: tuple(shape_of(blocks)) for name, blocks in zip(self.tensors, joined, strict=True)}
 
 
@@ -184,9 +184,10 @@ def weight_mappings(parameters: Iterable[str], *, tied: bool = False) -> list[We
     for name in parameters:
         copy = tied and name == "output_layer.weight"
         row = "embedding.word_embeddings.weight" if copy else EXPERT.sub("{}", LAYER.sub("{}", name))
-        cut, tensors = WEIGHT_MAP[row]
+        sharding, tensors = WEIGHT_MAP[row]
         numbers = [found.group() for found in (LAYER.search(name), EXPERT.search(name)) if found]
-        rows.append(WeightMapping(parameter=name, cut=cut, tensors=tuple(t.format(*numbers) for t in tensors)))
+        held = tuple(tensor.format(*numbers) for tensor in tensors)
+        rows.append(WeightMapping(parameter=name, sharding=sharding, tensors=held))
     return rows
 
 

@@ -90,7 +90,7 @@ def _blocks(
     ]
     cut = torch.zeros(shard[0], shard[1] * parts // shapes[0][1] if len(shard) == 2 else 1, dtype=torch.int64)
     own = cut if len(shard) == 2 else cut[:, 0]
-    entry.cut.fill(own, [LazyTensor.of(tensor) for tensor in numbers], architecture, tp, rank)
+    entry.sharding.fill(own, [LazyTensor.of(tensor) for tensor in numbers], architecture, tp, rank)
     rows = (cut[:, 0] - 1) // parts  # -1 is padding
     column = int(cut[0, 0] - 1) % parts
     breaks = (rows[1:] != rows[:-1] + 1) | torch.isin(rows[1:], torch.tensor(heads))
@@ -142,16 +142,16 @@ class ShardedCheckpoint:
         self._host: Tensor | None = None
 
     def save(self, folder: Path, record: Mapping[str, Any]) -> None:
-        """Copy this rank's pieces to host memory and return; a thread writes them into `folder` (see `written`).
+        """Copy this rank's blocks to host memory and return; a thread writes them into `folder` (see `written`).
 
         Every rank must call it. Rank 0 writes `record` too.
         """
         assert self._writing is None, "the last save's files are still being written"
         if self._mine is None:
-            self._mine = self._dealt()
-        pieces = [piece for own in self._mine.values() for piece in own]
+            self._mine = self._assigned()
+        blocks = [block for own in self._mine.values() for block in own]
         rank = dist.get_rank()
-        self._writing = self._thread.submit(_write, folder, rank, pieces, self._copied(), None if rank else record)
+        self._writing = self._thread.submit(_write, folder, rank, blocks, self._copied(), None if rank else record)
 
     def written(self) -> dict[str, Digest]:
         """Wait until what `save` copied is on disk; size and digest of this rank's files by name.
@@ -176,20 +176,20 @@ class ShardedCheckpoint:
 
         def read(name: str, kind: str, first: int, last: int) -> Tensor:
             flat = torch.zeros(last - first)
-            saved.fill(flat, kind, self._pieces(name, (first, last)), first)
+            saved.fill(flat, kind, self._blocks(name, (first, last)), first)
             return flat
 
         self._state.load(read, record["updates"])
         return record
 
     def _copied(self) -> dict[str, Tensor]:
-        """This rank's pieces by kind and place, one after the other in host memory that the next save uses again."""
+        """This rank's blocks by kind and place, one after the other in host memory that the next save uses again."""
         assert self._mine is not None
         own = {
-            f"{kind}/{piece.key}": piece.of(tensor, part.first)
+            f"{kind}/{block.key}": block.of(tensor, part.first)
             for name, part in self._state.parts().items()
             for kind, tensor in part.tensors.items()
-            for piece in self._mine[name]
+            for block in self._mine[name]
         }
         sizes = [tensor.numel() for tensor in own.values()]
         if self._host is None or len(self._host) != sum(sizes):  # moments come with the first step
@@ -201,23 +201,23 @@ class ShardedCheckpoint:
             torch.cuda.synchronize()
         return copies
 
-    def _pieces(self, name: str, span: tuple[int, int]) -> list[TensorBlock]:
+    def _blocks(self, name: str, span: tuple[int, int]) -> list[TensorBlock]:
         (entry,) = weight_mappings([name], tied=self._architecture.tied)
         tp, rank = tensor_parallel(entry)
         return tensor_blocks(entry, self._parameters[name].shape, self._architecture, tp, rank, span)
 
-    def _dealt(self) -> dict[str, list[TensorBlock]]:
-        """The pieces by Megatron name that this rank writes.
+    def _assigned(self) -> dict[str, list[TensorBlock]]:
+        """The blocks by Megatron name that this rank writes.
 
-        What several ranks hold is one's: the largest pieces first, each to the holder with the least so far.
+        What several ranks hold is one's: the largest blocks first, each to the holder with the least so far.
         """
         held = {
-            name: self._pieces(name, (part.first, part.last))
+            name: self._blocks(name, (part.first, part.last))
             for name, part in self._state.parts().items()
             # a tied output layer on the last pipeline stage is a copy of the first one's embedding
             if not (self._architecture.tied and name == "output_layer.weight")
         }
-        own = {piece.key: piece.numel for pieces in held.values() for piece in pieces}
+        own = {block.key: block.numel for blocks in held.values() for block in blocks}
         everyone: list[dict[str, int]] = parallel.exchange(own)
         sizes = {key: size for rank in everyone for key, size in rank.items()}
         load = [0] * len(everyone)
@@ -227,37 +227,37 @@ class ShardedCheckpoint:
             load[writer] += sizes[key]
             if writer == dist.get_rank():
                 mine.add(key)
-        return {name: [piece for piece in held.get(name, ()) if piece.key in mine] for name in self._parameters}
+        return {name: [block for block in held.get(name, ()) if block.key in mine] for name in self._parameters}
 
 
 class _Saved:
-    """The pieces that the ranks of some layout wrote into a folder."""
+    """The blocks that the ranks of some layout wrote into a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[Path, Any] = {}
-        self._pieces: dict[str, list[tuple[Path, TensorBlock]]] = {}
+        self._blocks: dict[str, list[tuple[Path, TensorBlock]]] = {}
         for index in sorted(folder.glob("rank_*.json")):
             for row in json.loads(index.read_text()):
                 shape, start, size = (tuple(row[name]) for name in ("shape", "start", "size"))
-                piece = TensorBlock(tensor=row["tensor"], shape=shape, start=start, size=size, offset=0)
-                self._pieces.setdefault(piece.tensor, []).append((index.with_suffix(".safetensors"), piece))
+                block = TensorBlock(tensor=row["tensor"], shape=shape, start=start, size=size, offset=0)
+                self._blocks.setdefault(block.tensor, []).append((index.with_suffix(".safetensors"), block))
 
     def fill(self, flat: Tensor, kind: str, wanted: Sequence[TensorBlock], first: int) -> None:
-        """Read the `wanted` pieces into `flat`, which holds a shard's elements from `first` on."""
-        for piece in wanted:
-            target, filled = piece.of(flat, first), 0
-            for path, source in self._pieces.get(piece.tensor, ()):
-                if source.shape != piece.shape:
-                    raise ModelError(f"{self._folder}: {piece.tensor} is {source.shape}, expected {piece.shape}")
-                common = piece.common(source)
+        """Read the `wanted` blocks into `flat`, which holds a shard's elements from `first` on."""
+        for block in wanted:
+            target, filled = block.of(flat, first), 0
+            for path, source in self._blocks.get(block.tensor, ()):
+                if source.shape != block.shape:
+                    raise ModelError(f"{self._folder}: {block.tensor} is {source.shape}, expected {block.shape}")
+                common = block.common(source)
                 if common is None:
                     continue
                 read = self._open(path).get_slice(f"{kind}/{source.key}")[common[1]]
                 target[common[0]] = read
                 filled += read.numel()
-            if filled != piece.numel:
-                raise ModelError(f"{self._folder}: {kind} of {piece.key}: {filled} of {piece.numel} elements are here")
+            if filled != block.numel:
+                raise ModelError(f"{self._folder}: {kind} of {block.key}: {filled} of {block.numel} elements are here")
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
@@ -268,13 +268,13 @@ class _Saved:
 def _write(
     folder: Path,
     rank: int,
-    pieces: Sequence[TensorBlock],
+    blocks: Sequence[TensorBlock],
     copies: Mapping[str, Tensor],
     record: Mapping[str, Any] | None,
 ) -> dict[str, Digest]:
     folder.mkdir(parents=True, exist_ok=True)
     name = f"rank_{rank:05d}"
-    index = [{"tensor": p.tensor, "shape": p.shape, "start": p.start, "size": p.size} for p in pieces]
+    index = [{"tensor": p.tensor, "shape": p.shape, "start": p.start, "size": p.size} for p in blocks]
     files = {
         f"{name}.safetensors": _safetensors(copies),
         f"{name}.json": [json.dumps(index).encode()],

@@ -90,7 +90,7 @@ def export_weights(
         for names, shards in zip(holders, _shards(local, bucket), strict=True):
             tp = len(shards) // len(names)
             for number, holder in enumerate(names):
-                full = holder.cut.join(shards[number * tp : (number + 1) * tp], architecture)
+                full = holder.sharding.join(shards[number * tp : (number + 1) * tp], architecture)
                 yield from zip(holder.tensors, full, strict=True)
 
 

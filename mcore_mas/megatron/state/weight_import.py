@@ -41,7 +41,7 @@ def import_weights(
             for name, shape in entry.shapes(target.shape, architecture, tp).items():
                 if full[name].shape != shape:
                     raise ModelError(f"tensor '{name}' has shape {full[name].shape}; config.json makes it {shape}")
-            entry.cut.fill(target, list(full.values()), architecture, tp, rank)
+            entry.sharding.fill(target, list(full.values()), architecture, tp, rank)
 
 
 def full_shapes(local: Mapping[str, Tensor], architecture: Architecture) -> dict[str, tuple[int, ...]]:

@@ -54,8 +54,8 @@ def shard_of(entry: WeightMapping, full: list[torch.Tensor], a: Architecture, tp
         BY_COLUMNS: (len(full[0]), full[0].shape[-1] // tp),
         VOCAB: (a.vocab_padded(tp) // tp, *rest),
     }
-    shard = torch.zeros(shapes.get(entry.cut, (rows, *rest)), dtype=torch.int64)
-    entry.cut.fill(shard, [LazyTensor.of(tensor) for tensor in full], a, tp, rank)
+    shard = torch.zeros(shapes.get(entry.sharding, (rows, *rest)), dtype=torch.int64)
+    entry.sharding.fill(shard, [LazyTensor.of(tensor) for tensor in full], a, tp, rank)
     return shard
 
 

@@ -185,7 +185,7 @@ def test_layers_of_transformer_engine_hold_the_same_tensors() -> None:
         ("mlp.experts.linear_fc2.weight5", "mlp.experts.local_experts.5.linear_fc2.weight"),
     ]:
         one, other = weight_mappings([layer + fused, layer + plain])
-        assert (one.tensors, one.cut, one.expert) == (other.tensors, other.cut, other.expert)
+        assert (one.tensors, one.sharding, one.expert) == (other.tensors, other.sharding, other.expert)
     (entry,) = weight_mappings([layer + "mlp.experts.linear_fc1.weight5"])
     assert entry.tensors == tuple(f"model.layers.3.mlp.experts.5.{x}_proj.weight" for x in ("gate", "up"))
     assert entry.expert
