@@ -91,8 +91,8 @@ def test_bounds_of_single_policies_hold_and_are_met(tmp_path):
             ["+agents.verifier.loss_weight=0", "+policies.verifier.staleness=1"],
             r"policies\.verifier\.staleness: nothing trains this policy; leave it out",
         ),
-        (["+policies.solver.staleness=-1"], r"policies\.solver\.staleness: Input should be greater than or equal to 0"),
-        (["+trainer.oversample=0.5"], r"trainer\.oversample: Input should be greater than or equal to 1 \(got 0\.5\)"),
+        (["+policies.solver.staleness=-1"], r"policies\.solver\.staleness: expected an integer of at least 0"),
+        (["+trainer.oversample=0.5"], r"trainer\.oversample: expected a number of at least 1 \(got 0\.5\)"),
         (["+trainer.staleness=1", "+engine.sleep=true"], r"engine\.sleep: engines have no rest while staleness is 1"),
         (
             [
