@@ -1,10 +1,13 @@
-"""Task group: coroutines side by side; when one breaks, none is left running."""
+"""Task groups and deadlines: coroutines side by side, of which none is left running, and how long each may take."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from rollout.base.errors import EngineError, EnvError
 
 T = TypeVar("T")
 
@@ -62,3 +65,49 @@ def _drop(task: asyncio.Future[Any]) -> None:
     """Have seen its exception, of which asyncio would complain otherwise."""
     if not task.cancelled():
         task.exception()
+
+
+LEFT = "; it goes on though cancelled, and was left behind"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds that one of each may take; None is any time. A call's own limit is its policy's `EngineClient`'s."""
+
+    tool_s: float | None = None  # a step or another call of the environment
+    trajectory_s: float | None = None
+    batch_s: float | None = None  # everything that one `collect` plays
+
+
+class Late(Exception):
+    """Something took longer than it may."""
+
+    def __init__(self, text: str, what: str = "") -> None:
+        super().__init__(text)
+        self.what = what  # `agent/<name>` or `tool/<env>.<method>`, under which it is counted
+
+
+class LateCall(Late, EngineError):
+    """An engine was still at a reply when its time was up."""
+
+
+class LateTool(Late, EnvError):
+    """An environment was still at work when its time was up."""
+
+
+async def within(seconds: float | None, work: Awaitable[T], late: type[Late] = Late) -> T:
+    """What `work` gives; it is cancelled when it takes longer than `seconds`, and left behind if it goes on still.
+
+    Raises:
+        Late: it did; of the kind `late`.
+    """
+    if seconds is None:
+        return await work
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if task.done():
+            return task.result()
+    finally:
+        ended = await cancel_tasks([task])
+    raise late(f"nothing came within {seconds:g} s" + ("" if ended else LEFT))

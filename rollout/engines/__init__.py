@@ -1,15 +1,10 @@
-"""Rollout engines, by name.
+"""Rollout engines, by name: what samples a policy's completions.
 
-- `protocol`      what every engine promises, and its records
-- `local`         the embedded engine in this process
-- `hosted`        the embedded engine in a Ray actor of its own;  `host`: the actor's inside
-- `sglang`        SGLang servers, over HTTP
-- `external`      no engine but a voice: a frozen model behind an API, in text only
-- `scripted`      canned replies, for tests
-- `embedded`      the embedded engine itself: admission, prefix reuse, decoding, version spans
-- `request`       what can be wrong with a request
-- `rows`          its table of cache rows;  `sampler`: its random draws
-- `decoder`       its model;  `weights`: the buffers and their names;  `architecture`: the sizes
+- `protocol`   what every engine promises, and what can be wrong with a request
+- `embedded`   continuous batching in plain torch, in this process or in a Ray actor
+- `sglang`     SGLang servers, over HTTP
+- `remote`     no engine: frozen models behind an API, in text only
+- `scripted`   canned replies, for tests
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError
 from rollout.models.architecture import Architecture
-from rollout.models.checksums import checksum
-from rollout.models.tensors import RowBlocks, blocks_of, cut, shape_of, whole
+from rollout.models.tensors import RowBlocks, blocks_of, checksum, cut, shape_of, whole
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
 _ALIGNED = 16  # elements: every buffer starts on a cache line
@@ -79,7 +78,7 @@ class Weights:
             yield name, view.reshape(shape)
 
     def checksum(self, name: str) -> str:
-        """Checksum of one tensor by its Hugging Face name, as `rollout.models.checksums` has it."""
+        """Checksum of one tensor by its Hugging Face name, as `rollout.models.tensors` has it."""
         shape, view = self.places[name]
         return checksum(view.reshape(shape))
 

@@ -16,9 +16,8 @@ from pydantic import Field
 
 from rollout.base.http import Unanswered
 from rollout.engines.remote.caller import Caller, Tally
-from rollout.engines.remote.config import RemoteConfig
 from rollout.engines.remote.ledger import BudgetExhausted
-from rollout.engines.remote.protocol import CallRefused, ReplySettings
+from rollout.engines.remote.protocol import CallRefused, RemoteConfig, ReplySettings
 from rollout.records.trajectory import Group, Message, Status, Trajectory, Turn
 from rollout.rewards.coach_questions import CoachVerdict, Malformed, View, ask_again, parse, question
 

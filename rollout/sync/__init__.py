@@ -1,15 +1,10 @@
-"""How a trainer's weights reach an engine: senders by name, and what both sides agree on.
+"""Weight sync: how a trainer's weights reach an engine. Senders by name, and what both sides agree on.
 
-- `handover`   what an engine asks for (`SyncRoute`) and what it is told (`Handover`)
-- `blocks`     of rows, in which full tensors travel
-- `checksum`   of one tensor, by its bytes;  `gpu_hash`: SGLang's own
-- `digest`     the checksums of a stream, as its engine holds it
-- `manifest`   the tensors that a model has
-- `memory`     places in shared memory, swept of what was left behind
-- `shared`     the embedded engine's own buffers, mapped by the trainer (same machine)
-- `folder`     safetensors in a folder that both sides see, of all tensors or of the changed ones
-- `delta`      the elements that changed since the version the engine holds
-- `bucket`     tensors as one flat run of bytes;  `push`: such buckets into SGLang, by CUDA IPC or a process group
+- `protocol`  what an engine asks for (`SyncRoute`) and what it is told (`WeightUpdate`)
+- `shared`    the embedded engine's own buffers, mapped by the trainer (same machine)
+- `disk`      safetensors in a folder that both sides see: all tensors, the changed ones, or the changed elements
+- `push`      buckets of tensors into SGLang, by CUDA IPC or a process group
+- `digests`   the checksums of a stream of weights, as its engine holds them
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rollout.models.checksums import checksum, gpu_hash
+from rollout.models.tensors import checksum, gpu_hash
 from rollout.sync.protocol import SyncRoute
 
 

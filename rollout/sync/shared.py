@@ -16,9 +16,8 @@ import torch
 
 from rollout.base.errors import EngineError
 from rollout.models.architecture import Architecture, read_architecture
-from rollout.models.checksums import Checksum, copy, flat_bytes
 from rollout.models.fused_weights import Weights
-from rollout.models.tensors import RowBlocks, blocks_of, shape_of
+from rollout.models.tensors import Checksum, RowBlocks, blocks_of, copy, flat_bytes, shape_of
 from rollout.sync.protocol import SyncRoute, WeightUpdate
 
 _PAGE = 4096  # bytes: the halves start on a page of their own

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from rollout.base.deadlines import LEFT, Deadlines, Late
 from rollout.base.errors import Undecided
-from rollout.base.task_group import cancel_tasks, together
+from rollout.base.task_group import LEFT, Deadlines, Late, cancel_tasks, together
 from rollout.base.watchdog import Watchdog
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Group, Status, Task, Trajectory

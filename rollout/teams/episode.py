@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from rollout.base.deadlines import Late, LateTool, within
 from rollout.base.errors import EngineError, EnvError
+from rollout.base.task_group import Late, LateTool, within
 from rollout.base.watchdog import Wait
 from rollout.environments.protocol import Case, Env, Living, Step, ToolCall
 from rollout.records.trajectory import Task, ToolEvent, Turn

@@ -7,12 +7,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollout.base.deadlines import LateCall
 from rollout.base.errors import EngineError
 from rollout.base.http import Unanswered
+from rollout.base.task_group import LateCall
 from rollout.engines.remote.caller import Caller, Tally
-from rollout.engines.remote.config import RemoteConfig
-from rollout.engines.remote.protocol import CallRefused, ReplySettings
+from rollout.engines.remote.protocol import CallRefused, RemoteConfig, ReplySettings
 from rollout.records.completion import Completion, Sampling, VersionSpan
 from rollout.records.trajectory import Message
 from rollout.teams.team import PolicyReply

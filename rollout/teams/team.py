@@ -10,10 +10,9 @@ from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rollout.base.deadlines import LateCall, within
 from rollout.base.errors import EngineError
 from rollout.base.seeds import derive_seed
-from rollout.base.task_group import cancel_tasks
+from rollout.base.task_group import LateCall, cancel_tasks, within
 from rollout.engines.protocol import Engine
 from rollout.models.chat_template import Renderer
 from rollout.records.completion import Completion, Sampling

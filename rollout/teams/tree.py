@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rollout.base.deadlines import Late
 from rollout.base.errors import EngineError, Undecided
 from rollout.base.seeds import derive_seed
-from rollout.base.task_group import cancel_tasks, together
+from rollout.base.task_group import Late, cancel_tasks, together
 from rollout.base.watchdog import Wait
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task, ToolEvent, Turn

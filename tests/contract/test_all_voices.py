@@ -13,7 +13,7 @@ import pytest
 from rollout.base.errors import EngineError
 from rollout.config.build import build_player
 from rollout.engines import engine_class
-from rollout.engines.remote.config import RemoteConfig
+from rollout.engines.remote.protocol import RemoteConfig
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Message
 from rollout.teams.external import RemoteClient

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from rollout.models.checksums import gpu_hash
+from rollout.models.tensors import gpu_hash
 from rollout.sync import push
 from rollout.sync.push import flatten, serialize
 

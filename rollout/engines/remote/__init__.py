@@ -1,8 +1,7 @@
 """Frozen models behind an API: one call layer for coaches and for agents that are not trained here.
 
-- `protocol`   what a provider promises, and how a call can fail
-- `openai`     any URL that speaks OpenAI's chat completions;  `anthropic`, `gemini`: their vendors' own libraries
-- `key`        the API key: read once, never shown
+- `protocol`   the config section, what a provider promises, how a call can fail, and the API key
+- `providers`  any URL that speaks OpenAI's chat completions; Anthropic's and Google's own libraries
 - `ledger`     replies and spending on disk
 - `caller`     the call: cache, budget, retries, one request for equal questions
 """

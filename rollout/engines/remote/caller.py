@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollout.base.http import Unanswered, retried
 from rollout.engines.remote import provider_class
@@ -19,9 +19,10 @@ from rollout.engines.remote.protocol import Answer, CallRefused, Provider, Remot
 from rollout.records.trajectory import Message
 
 if TYPE_CHECKING:
-    from rollout.engines.remote.config import RemoteConfig
+    from rollout.engines.remote.protocol import RemoteConfig
 
 CALL_BACKOFF_S = 0.5  # mean of the first pause; doubles with each retry
+_REPLY_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # fields of requests
 TEMPLATE_TOKENS = 64  # that a chat template may add to a message
 
 
@@ -244,24 +245,14 @@ class Caller:
     def _worst(self, messages: Sequence[Message], settings: ReplySettings) -> Spending:
         """The most a call can cost: a token is at least one byte of UTF-8."""
         prompt = sum(len(message.content.encode()) + TEMPLATE_TOKENS for message in messages)
-        reply = max([settings.max_tokens, *self._reply_limits()])
-        return Spending(calls=1, tokens=prompt + reply, nanos=self._nanos(prompt, reply))
-
-    def _reply_limits(self) -> list[int]:
-        limits: list[Any] = [
-            self._config.request.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")
-        ]
-        return [limit for limit in limits if isinstance(limit, int)]
+        asked = (self._config.request.get(name) for name in _REPLY_LIMITS)
+        reply = max([settings.max_tokens, *(limit for limit in asked if isinstance(limit, int))])
+        return Spending(calls=1, tokens=prompt + reply, nanos=self._config.prices.nanos(prompt, reply))
 
     def _cost(self, prompt: int | None, reply: int | None, worst: Spending) -> Spending:
         if prompt is None or reply is None:
             return worst  # the server did not say
-        return Spending(calls=1, tokens=prompt + reply, nanos=self._nanos(prompt, reply))
-
-    def _nanos(self, prompt: int, reply: int) -> int:
-        """1e-9 units of money; prices are per million tokens, so a token costs 1000 times its price."""
-        prices = self._config.prices
-        return math.ceil(1000 * (prompt * prices.prompt + reply * prices.reply) - 1e-6)
+        return Spending(calls=1, tokens=prompt + reply, nanos=self._config.prices.nanos(prompt, reply))
 
     def _digest(self, messages: Sequence[Message], settings: ReplySettings) -> str:
         """Of all that decides the reply; not of the URL, so that a server may move to another port."""

@@ -23,7 +23,7 @@ from rollout.engines.remote.protocol import (
 from rollout.records.trajectory import Message
 
 if TYPE_CHECKING:
-    from rollout.engines.remote.config import RemoteConfig
+    from rollout.engines.remote.protocol import RemoteConfig
 
 OPENAI_URL = "https://api.openai.com/v1"
 LARGEST = 4 * 2**20  # bytes of a reply

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from mcore_mas.training.metrics import rollout_metrics
-from rollout.base.deadlines import Deadlines, Late, within
 from rollout.base.errors import EngineError
+from rollout.base.task_group import Deadlines, Late, within
 from rollout.base.watchdog import Watchdog
 from rollout.records.trajectory import Status, read_trajectories, write_trajectories
 from rollout.teams.tree import Branching

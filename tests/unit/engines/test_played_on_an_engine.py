@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollout.base.deadlines import Deadlines
+from rollout.base.task_group import Deadlines
 from rollout.config.build import build_player
 from rollout.engines.embedded.engine import LocalEngine
 from rollout.records.completion import VersionSpan

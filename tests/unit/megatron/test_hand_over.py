@@ -17,8 +17,7 @@ from rollout.base.errors import EngineError
 from rollout.base.files import memory_path
 from rollout.engines.embedded.engine import HostedEngine
 from rollout.models.architecture import read_architecture
-from rollout.models.checksums import checksum
-from rollout.models.tensors import read_tensors
+from rollout.models.tensors import checksum, read_tensors
 from rollout.records.completion import Sampling
 from rollout.sync import make_sender
 from rollout.sync.protocol import SyncRoute, WeightSender

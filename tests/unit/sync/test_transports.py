@@ -21,8 +21,19 @@ from rollout.base.errors import EngineError
 from rollout.base.files import MEMORY, memory_path
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import read_architecture
-from rollout.models.checksums import Checksum, checksum, copy, gpu_hash
-from rollout.models.tensors import RowBlocks, compare, complete, read_tensors, shape_of, tensor_shapes, whole
+from rollout.models.tensors import (
+    Checksum,
+    RowBlocks,
+    checksum,
+    compare,
+    complete,
+    copy,
+    gpu_hash,
+    read_tensors,
+    shape_of,
+    tensor_shapes,
+    whole,
+)
 from rollout.sync import alone, make_sender, push
 from rollout.sync.digests import SGLangDigest
 from rollout.sync.disk import changes, patched
@@ -449,7 +460,7 @@ def test_the_hash_of_a_gpu_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_hash(many.view(200, 200).t().contiguous().t()) == 0xA5A582EB081D1E92
     assert gpu_hash(torch.arange(5, dtype=torch.uint8)) == 0x5378E41554869438  # two words, filled up
     assert gpu_hash(torch.empty(0)) == 0
-    monkeypatch.setattr("rollout.models.checksums._TILES", 2)  # blocks of 16,384 words
+    monkeypatch.setattr("rollout.models.tensors._TILES", 2)  # blocks of 16,384 words
     assert gpu_hash(many) == 0xA5A582EB081D1E92
 
 

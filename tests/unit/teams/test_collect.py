@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollout.base.deadlines import Deadlines
 from rollout.base.errors import EngineError
+from rollout.base.task_group import Deadlines
 from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Status, Trajectory
 from tests.support.play import SEED, STEP, TASK, Adder, Bytes, collect, make_team, seeded

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from rollout.base.errors import EngineError
-from rollout.engines.remote.config import RemoteConfig
 from rollout.engines.remote.ledger import BudgetExhausted
+from rollout.engines.remote.protocol import RemoteConfig
 from rollout.engines.scripted import ScriptedEngine
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Message

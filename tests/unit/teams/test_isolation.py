@@ -13,9 +13,8 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.training.metrics import losses, rollout_metrics
-from rollout.base.deadlines import LEFT, Deadlines
 from rollout.base.errors import EngineError, EnvError
-from rollout.base.task_group import PATIENCE_S, cancel_tasks
+from rollout.base.task_group import LEFT, PATIENCE_S, Deadlines, cancel_tasks
 from rollout.base.watchdog import Watchdog
 from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Status

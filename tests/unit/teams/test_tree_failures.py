@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from rollout.base.deadlines import Deadlines
 from rollout.base.errors import EngineError, EnvError
 from rollout.base.seeds import derive_seed
+from rollout.base.task_group import Deadlines
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import Status
 from rollout.teams.tree import Branching
