@@ -115,7 +115,7 @@ def export(rank: int, spec: TrainerSpec, routes: dict[int, SyncRoute]) -> None:
         plan = plan_export(local, trainer.model.architecture, bucket_bytes)
         again = {name: whole_of(rows) for name, rows in export_weights(local, trainer.model.architecture, plan)}
         assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
-        assert len({entry.parameter for bucket in plan for entry in bucket.entries}) > len(plan) or bucket_bytes == 1
+        assert len({entry.parameter for bucket in plan for entry in bucket.mappings}) > len(plan) or bucket_bytes == 1
 
 
 def resume(rank: int, spec: TrainerSpec, out: Path, checkpoint: Path, samples: list[Sample], steps: int) -> None:
