@@ -1,0 +1,76 @@
+"""One retry policy: what is tried again, how often, and never sooner than the server asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from rollout.base.http import HttpClient, HttpReply, Refused, Unanswered, is_loopback, retried
+
+
+def failing(times: int, error: Callable[[], Exception]) -> tuple[Callable[[], object], list[int]]:
+    """An attempt that fails that many times, and a list that grows with every attempt."""
+    made: list[int] = []
+
+    async def attempt() -> str:
+        made.append(len(made))
+        if len(made) <= times:
+            raise error()
+        return "answer"
+
+    return attempt, made
+
+
+def test_what_may_change_is_tried_again_and_the_last_trouble_is_told() -> None:
+    attempt, made = failing(2, lambda: Unanswered("busy"))
+    noted: list[int] = []
+    assert asyncio.run(retried(attempt, retries=2, backoff_s=0.001, note=lambda: noted.append(1))) == "answer"
+    assert (len(made), len(noted)) == (3, 2)
+    attempt, made = failing(9, lambda: Unanswered("busy"))
+    with pytest.raises(Unanswered, match="busy"):
+        asyncio.run(retried(attempt, retries=2, backoff_s=0.001))
+    assert len(made) == 3
+    attempt, made = failing(9, lambda: Refused("status 401"))
+    with pytest.raises(Refused):
+        asyncio.run(retried(attempt, retries=2, backoff_s=0.001))
+    assert len(made) == 1
+
+
+def test_a_pause_is_as_long_as_the_server_asked_for_unless_patience_ends_before() -> None:
+    attempt, _ = failing(1, lambda: Unanswered("busy", retry_after_s=0.2))
+    began = time.monotonic()
+    assert asyncio.run(retried(attempt, retries=1, backoff_s=0.001)) == "answer"
+    assert time.monotonic() - began >= 0.2
+    attempt, made = failing(1, lambda: Unanswered("busy", retry_after_s=60.0))
+    with pytest.raises(Unanswered, match="busy"):
+        asyncio.run(retried(attempt, retries=1, patience_s=1.0))
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
+def test_a_busy_server_has_done_no_work(status: int) -> None:
+    with pytest.raises(Unanswered, match=f"status {status}: slow down") as caught:
+        HttpReply(status, {"retry-after": "3"}, b"slow\n down").succeeded()
+    assert (caught.value.retry_after_s, caught.value.unbilled) == (3.0, True)
+
+
+def test_other_statuses_are_refusals() -> None:
+    with pytest.raises(Refused, match="status 404: nothing here"):
+        HttpReply(404, {}, b"nothing here").succeeded()
+    assert HttpReply(200, {}, b'{"a": 1}').succeeded().json() == {"a": 1}
+    with pytest.raises(Unanswered, match="malformed reply"):
+        HttpReply(200, {}, b"<html>").json()
+
+
+def test_nobody_there_has_done_no_work() -> None:
+    with pytest.raises(Unanswered) as caught:
+        asyncio.run(HttpClient("http://127.0.0.1:9").send("GET", "/"))
+    assert caught.value.unbilled
+
+
+def test_this_machine_is_told_by_address_or_name() -> None:
+    known = {"127.0.0.1": True, "::1": True, "localhost": True, "10.0.0.1": False, "example.org": False}
+    assert {host: is_loopback(host) for host in known} == known
