@@ -17,7 +17,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
-from mcore_mas.training.step import train_steps
+from mcore_mas.training.loop import train_steps
 from tests.support.simulated import simulated_run
 from tests.support.virtual_time import run_virtually
 

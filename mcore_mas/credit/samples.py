@@ -12,6 +12,8 @@ from mcore_mas.equations.losses import AggregationName, token_weights
 from rollout.base.seeds import derive_seed
 from rollout.records.trajectory import Group, Status
 
+TurnId = tuple[str, str, int]  # trajectory, node, turn: which turn of a step
+
 
 class CreditError(ValueError):
     """Rewards cannot become advantages: names the trajectory."""
@@ -54,6 +56,16 @@ class Sample:
     def tokens(self) -> int:
         """Tokens that carry loss."""
         return len(self.completion_ids) if self.trained is None else sum(self.trained)
+
+    @property
+    def id(self) -> TurnId:
+        """Which turn of a step it is."""
+        return self.trajectory, self.node, self.turn
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether it changes its policy: by an advantage, a KL term or an entropy bonus."""
+        return any(self.advantages or ()) or bool(self.kl_coef or self.entropy_coef)
 
 
 def to_samples(groups: Iterable[Group]) -> list[Sample]:

@@ -67,6 +67,33 @@ class Microbatch:
     returns: Tensor | None = None  # [N] float32 the critic's targets
     ages: Tensor | None = None  # [N] float32 hand-overs since the reply's oldest token; None: all are fresh
 
+    def select(self, kept: Tensor) -> Microbatch:
+        """Only the rows `kept` [N] bool, with the segments that lead to them."""
+        if kept.all():
+            return self
+        lengths = torch.tensor([segment.tokens for segment in self.segments])
+        owner = torch.arange(len(self.segments)).repeat_interleave(lengths)  # [T] the segment of each token
+        needed = torch.zeros(len(self.segments), dtype=torch.bool)
+        needed[owner[self.predictors[kept]]] = True
+        for number in reversed(range(len(self.segments))):  # a segment comes after the one that it continues
+            if needed[number] and self.segments[number].parent >= 0:
+                needed[self.segments[number].parent] = True
+        tokens = needed[owner]
+        numbers = (needed.cumsum(0) - 1).tolist()
+        columns: dict[str, Any] = {"token_ids": self.token_ids[tokens], "position_ids": self.position_ids[tokens]}
+        rows: dict[str, Any] = {name: column[kept] for name, column in self._columns() if name not in columns}
+        rows["predictors"] = (tokens.cumsum(0) - 1)[rows["predictors"]]
+        return replace(
+            self,
+            segments=tuple(
+                replace(segment, parent=numbers[segment.parent] if segment.parent >= 0 else -1)
+                for segment, stays in zip(self.segments, needed.tolist(), strict=True)
+                if stays
+            ),
+            **columns,
+            **rows,
+        )
+
     def padded(self, tokens: int) -> Microbatch:
         """The same with T = `tokens`: those that are added are a sequence of their own and train nothing."""
         extra = tokens - len(self.token_ids)
@@ -122,6 +149,11 @@ class CostModel:
             value_head=spec.head == "value",
         )
 
+    @property
+    def spread(self) -> bool:
+        """Whether several ranks or stages take part, so that how samples are packed depends on them."""
+        return self.dp * self.pp > 1
+
     def work(self, tokens: int, seen: float, rows: int) -> float:
         """Floating-point operations of one forward pass, or tokens where the model is not known.
 
@@ -151,7 +183,7 @@ class CostModel:
 
     def counts(self, least: int) -> list[int]:
         """How many micro-batches may be worth their while, where at least `least` are needed."""
-        if self.dp * self.pp == 1:
+        if not self.spread:
             return []
         turns = self.pp if self.vpp > 1 else 1  # interleaved stages take turns of pp each
         fewest = -(-least // (self.dp * turns)) * turns  # of a rank

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +30,72 @@ class _Sequence:
 
     @classmethod
     def of(cls, number: int, sample: Sample) -> _Sequence:
-        c = len(sample.completion_ids)
-        trained = list(range(c)) if sample.trained is None else [i for i in range(c) if sample.trained[i]]
+        trained = _trained(sample)
         if trained and not sample.prompt_ids and trained[0] == 0:
             where = f"trajectory {sample.trajectory}, turn {sample.turn} ({sample.agent})"
             raise ValueError(
                 f"{where}: the first token of all is to be trained, but nothing is before it to predict it"
             )
-        ids = (sample.prompt_ids + sample.completion_ids)[: len(sample.prompt_ids) + trained[-1] if trained else 0]
+        ids = (sample.prompt_ids + sample.completion_ids)[: _computed(sample)]
         return cls(number=number, sample=sample, tokens=torch.tensor(ids, dtype=torch.int64), trained=trained)
+
+
+def _trained(sample: Sample) -> list[int]:
+    """Which tokens of the completion carry loss."""
+    places = range(len(sample.completion_ids))
+    return list(places) if sample.trained is None else [i for i in places if sample.trained[i]]
+
+
+def _computed(sample: Sample) -> int:
+    """How many tokens of prompt and completion come before the last trained one."""
+    trained = _trained(sample)
+    return len(sample.prompt_ids) + trained[-1] if trained else 0
+
+
+class PackedSamples:
+    """Some of a policy's samples, packed once; what is found out of them later becomes columns of their rows.
+
+    They are packed when a model first scores them. Where none does before credit is assigned, packing waits for it:
+    samples without a gradient then need no place.
+    """
+
+    def __init__(self, samples: Sequence[Sample], max_tokens: int, cost: CostModel | None = None) -> None:
+        """The arguments are those of `pack`."""
+        self._samples = list(samples)
+        self._pack = partial(pack, max_tokens=max_tokens, cost=cost)
+        self._microbatches: list[Microbatch] | None = None
+
+    @property
+    def microbatches(self) -> list[Microbatch]:
+        """All samples as micro-batches."""
+        if self._microbatches is None:
+            self._microbatches = self._pack(self._samples)
+        return self._microbatches
+
+    def unpack(self, scores: Iterable[Tensor]) -> list[tuple[float, ...]]:
+        """What a model says of every row, one [N] per micro-batch, as a number per completion token of each sample."""
+        return unpack(self.microbatches, list(scores), self._samples)
+
+    def train(self, samples: Sequence[Sample]) -> list[Microbatch]:
+        """Micro-batches of only `samples`, which are some of these with more known of them: the same places."""
+        if self._microbatches is None:
+            return self._pack(samples)
+        known = {sample.id: sample for sample in samples}
+        ordered = [known.get(sample.id) for sample in self._samples]
+        kept = torch.tensor([sample is not None for sample in ordered])
+        chosen = [batch.select(kept[batch.sequences]) for batch in self._microbatches if kept[batch.sequences].any()]
+        return [_filled(batch, [s for n in _members(batch) if (s := ordered[n])]) for batch in chosen]
+
+
+def _members(batch: Microbatch) -> list[int]:
+    """The samples of a micro-batch in the order of their rows."""
+    numbers: list[int] = batch.sequences.unique_consecutive().tolist()
+    return numbers
+
+
+def _filled(batch: Microbatch, samples: Sequence[Sample]) -> Microbatch:
+    """The micro-batch with columns from its samples, which are in the order of its rows."""
+    return replace(batch, unshared=sum(map(_computed, samples)), **_columns(samples))
 
 
 def pack(
@@ -115,37 +175,51 @@ def _microbatch(
         token_ids.append(ids)
         position_ids.append(positions)
         stored += part.tokens
-    rows = [(own.number, own.sample, i) for own in trained for i in own.trained]
-
-    def constant(name: str) -> Tensor:
-        return torch.tensor([getattr(sample, name) for _, sample, _ in rows], dtype=torch.float32)
-
-    def by_token(name: str) -> Tensor | None:
-        """None when no sample knows it, NaN where only others do."""
-        known = [(getattr(sample, name), i) for _, sample, i in rows]
-        if all(values is None for values, _ in known):
-            return None
-        return torch.tensor([_UNKNOWN if values is None else values[i] for values, i in known], dtype=torch.float32)
-
-    behaviour, advantages = by_token("behaviour"), by_token("advantages")
+    members = [own.sample for own in trained]
     return Microbatch(
         agent=agent,
         segments=tuple(segments),
-        unshared=sum(len(own.tokens) for own in trained),
+        unshared=sum(map(_computed, members)),
         token_ids=torch.cat(token_ids),
         position_ids=torch.cat(position_ids),
         predictors=torch.cat(predictors),
-        labels=torch.tensor([sample.completion_ids[i] for _, sample, i in rows]),
-        sequences=torch.tensor([number for number, _, _ in rows]),
-        temperatures=constant("temperature"),
-        weights=constant("weight"),
-        kl_coef=constant("kl_coef"),
-        entropy_coef=constant("entropy_coef"),
-        behaviour=torch.full((len(rows),), _UNKNOWN) if behaviour is None else behaviour,
-        advantages=torch.zeros(len(rows)) if advantages is None else advantages,
-        proximal=by_token("proximal"),
-        reference=by_token("reference"),
-        ages=constant("age") if any(sample.age for _, sample, _ in rows) else None,
-        values=by_token("values"),
-        returns=by_token("returns"),
+        labels=torch.tensor([own.sample.completion_ids[i] for own in trained for i in own.trained]),
+        sequences=torch.tensor([own.number for own in trained for _ in own.trained]),
+        **_columns(members),
     )
+
+
+def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
+    """What is known of the trained tokens of some samples, each [N] float32; None where no sample knows it."""
+    trained = [_trained(sample) for sample in samples]
+    counts = torch.tensor([len(places) for places in trained])
+
+    def constant(name: str) -> Tensor:
+        return torch.tensor([getattr(s, name) for s in samples], dtype=torch.float32).repeat_interleave(counts)
+
+    def by_token(name: str) -> Tensor | None:
+        """NaN where only others know it."""
+        known = [getattr(sample, name) for sample in samples]
+        if all(values is None for values in known):
+            return None
+        rows = [
+            [_UNKNOWN if values is None else values[i] for i in places]
+            for values, places in zip(known, trained, strict=True)
+        ]
+        return torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32)
+
+    behaviour, advantages = by_token("behaviour"), by_token("advantages")
+    rows = int(counts.sum())
+    return {
+        "temperatures": constant("temperature"),
+        "weights": constant("weight"),
+        "kl_coef": constant("kl_coef"),
+        "entropy_coef": constant("entropy_coef"),
+        "behaviour": torch.full((rows,), _UNKNOWN) if behaviour is None else behaviour,
+        "advantages": torch.zeros(rows) if advantages is None else advantages,
+        "proximal": by_token("proximal"),
+        "reference": by_token("reference"),
+        "ages": constant("age") if any(sample.age for sample in samples) else None,
+        "values": by_token("values"),
+        "returns": by_token("returns"),
+    }

@@ -4,57 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import keep
 from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import NEEDS
-from mcore_mas.training.session import Run, TrainingError
+from mcore_mas.training.metrics import StepMetrics
+from mcore_mas.training.schedule import Schedule
+from mcore_mas.training.session import TrainingError
 from rollout.base.task_group import cancel_tasks, together
-from rollout.base.watchdog import Wait, Waiting
+from rollout.base.watchdog import Wait, Waiting, Watchdog
 from rollout.config.build import build_allocator
+from rollout.environments.protocol import Env
 from rollout.records.trajectory import Group, Status, Task, write_trajectories
 from rollout.teams.collect import CollectOptions, collect
+from rollout.teams.episode import Orchestra
+from rollout.teams.team import Team
 from rollout.teams.tree import Branching
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from rollout.rewards.coach import Coach
+    from rollout.teams.external import RemoteClient
 
-
-class AsyncRollouts:
-    """Collections under way, ended with the block that they are for."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._under_way: dict[int, asyncio.Task[RolloutBatch]] = {}  # by step
-
-    async def take(self, step: int) -> RolloutBatch:
-        """The experience of `step`, which is about to be trained. Later steps' begins as far as staleness allows.
-
-        Raises:
-            TrainingError, CreditError: as `collect_batch`, when the step it happened in is taken.
-        """
-        config = self._run.config
-        for later in takewhile(lambda later: config.may_collect(later, step), range(step, config.trainer.steps)):
-            if later not in self._under_way:
-                self._under_way[later] = asyncio.create_task(collect_batch(self._run, later))
-        experience = await self._under_way[step]
-        del self._under_way[step]
-        return experience
-
-    async def __aenter__(self) -> AsyncRollouts:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await cancel_tasks(self._under_way.values())
+_VALIDATION = -1  # the step in the seeds of validation trajectories: the same draws every time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,68 +45,130 @@ class RolloutBatch:
     batches: int  # of tasks that were collected
 
 
-async def collect_batch(run: Run, step: int) -> RolloutBatch:
-    """Collect the step's tasks, and with a filter further ones until enough tasks have turns left.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncRollouts:
+    """A run's team at its tasks. Collections begin as early as staleness allows, and end with the block around them."""
 
-    Raises:
-        TrainingError: every trajectory of a batch failed.
-        CreditError: a turn has no finite reward.
-    """
-    wanted = run.config.filter
-    groups: list[Group] = []
-    samples: list[Sample] = []
-    tasks: list[str] = []
-    batches = 0
-    began = asyncio.get_running_loop().time()
-    for batch in _batches(run, step, began):
-        batches += 1
-        played = await _play(run, step, batch, began)
-        groups += played
-        write_trajectories(run.trajectories / f"step_{step:06d}.parquet", (t for g in groups for t in g.trajectories))
-        _check_progress(step, groups)
-        fresh = to_samples(played)
-        samples += keep(fresh, wanted) if wanted else fresh
-        tasks = list(dict.fromkeys(sample.task for sample in samples))
-        if len(tasks) >= run.config.trainer.tasks_per_step:
-            break
-    trained = set(tasks[: run.config.trainer.tasks_per_step])
-    return RolloutBatch(
-        groups=tuple(groups), samples=tuple(sample for sample in samples if sample.task in trained), batches=batches
-    )
+    config: RunConfig
+    team: Team
+    orchestra: Orchestra
+    make_env: Callable[[Task], Env]
+    schedule: Schedule
+    validation: tuple[Task, ...]
+    folder: Path  # of what was collected, a file per step
+    remotes: Mapping[str, RemoteClient] = field(default_factory=dict)  # by policy without a model
+    coach: Coach | None = None  # who scores turns before rewards are allocated
+    watchdog: Watchdog | None = None  # sees everything that is played
+    _under_way: dict[int, asyncio.Task[RolloutBatch]] = field(default_factory=dict, init=False)  # by step
 
+    async def take(self, step: int) -> RolloutBatch:
+        """The experience of `step`, which is about to be trained. Later steps' begins as far as staleness allows.
 
-def _batches(run: Run, step: int, began: float) -> Iterator[list[Task]]:
-    """The step's tasks, and with a filter further ones for as long as its deadline leaves time."""
-    yield run.schedule.batch(step)
-    batch_s = run.config.collection.batch_s or math.inf
-    for number in range(run.config.filter.resample if run.config.filter else 0):
-        more = run.schedule.more(step, number)
-        if more and asyncio.get_running_loop().time() < began + batch_s:
-            yield more
+        Raises:
+            TrainingError, CreditError: as `collect_batch`, when the step it happened in is taken.
+        """
+        steps = range(step, self.config.trainer.steps)
+        for later in takewhile(lambda later: self.config.may_collect(later, step), steps):
+            if later not in self._under_way:
+                self._under_way[later] = asyncio.create_task(self.collect_batch(later))
+        batch = await self._under_way[step]
+        del self._under_way[step]
+        return batch
 
+    async def __aenter__(self) -> AsyncRollouts:
+        return self
 
-async def _play(run: Run, step: int, tasks: Sequence[Task], began: float) -> list[Group]:
-    config = run.config
-    branching = config.trainer.branching
-    options = CollectOptions(limits=config.collection.limits, began=began, watchdog=run.watchdog)
-    play = partial(collect, tasks, run.team, run.make_env, run.orchestra, seed=config.seed, step=step)
-    sampled = replace(
-        options,
-        tree=Branching(**branching.model_dump()) if branching else None,
-        # of 10 at 1.1 one more, whatever binary fractions say
-        surplus=math.ceil(config.trainer.group_size * (config.trainer.oversample - 1.0) - 1e-9),
-    )
-    collections = [play(group_size=config.trainer.group_size, options=sampled)]
-    if any(NEEDS.get(config.advantage_of(agent).name) == "greedy" for agent in config.agents):
-        collections.append(play(group_size=1, options=replace(options, temperature=0.0)))
-    groups, *greedy = await together(collections)
-    if run.coach is not None:
-        waiting = Waiting(Wait(what="the coach's scores", since=asyncio.get_running_loop().time()))
-        with run.watchdog.over(f"step {step}", waiting) if run.watchdog else nullcontext():
-            groups = await run.coach.score(groups)
-    allocate = build_allocator(config.reward, config.agents)
-    groups = [allocate(group) for group in groups]  # reward per turn
-    return _beside(greedy[0], groups) if greedy else groups
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await cancel_tasks(self._under_way.values())
+
+    async def validate(self) -> list[Group]:
+        """The validation tasks, played."""
+        return await self._play(self.validation, _VALIDATION, self.config.trainer.validation_samples)
+
+    def metrics(self) -> StepMetrics:
+        """What coach and remote models have said and spent."""
+        metrics = dict(self.coach.metrics()) if self.coach is not None else {}
+        for policy, remote in self.remotes.items():
+            metrics |= {f"policy/{policy}/{name}": value for name, value in remote.metrics().items()}
+        return metrics
+
+    async def collect_batch(self, step: int) -> RolloutBatch:
+        """Collect the step's tasks, and with a filter further ones until enough tasks have turns left.
+
+        Raises:
+            TrainingError: every trajectory of a batch failed.
+            CreditError: a turn has no finite reward.
+        """
+        wanted, per_step = self.config.filter, self.config.trainer.tasks_per_step
+        groups: list[Group] = []
+        samples: list[Sample] = []
+        tasks: list[str] = []
+        batches = 0
+        began = asyncio.get_running_loop().time()
+        for batch in self._batches(step, began):
+            batches += 1
+            played = await self._rewarded(step, batch, began)
+            groups += played
+            write_trajectories(self.folder / f"step_{step:06d}.parquet", (t for g in groups for t in g.trajectories))
+            _check_progress(step, groups)
+            fresh = to_samples(played)
+            samples += keep(fresh, wanted) if wanted else fresh
+            tasks = list(dict.fromkeys(sample.task for sample in samples))
+            if len(tasks) >= per_step:
+                break
+        trained = set(tasks[:per_step])
+        return RolloutBatch(
+            groups=tuple(groups), samples=tuple(s for s in samples if s.task in trained), batches=batches
+        )
+
+    def _batches(self, step: int, began: float) -> Iterator[list[Task]]:
+        """The step's tasks, and with a filter further ones for as long as its deadline leaves time."""
+        yield self.schedule.batch(step)
+        batch_s = self.config.collection.batch_s or math.inf
+        for number in range(self.config.filter.resample if self.config.filter else 0):
+            more = self.schedule.more(step, number)
+            if more and asyncio.get_running_loop().time() < began + batch_s:
+                yield more
+
+    async def _rewarded(self, step: int, tasks: Sequence[Task], began: float) -> list[Group]:
+        """Some tasks, played and with a reward for every turn; with their greedy trajectory where that is compared."""
+        config, trainer = self.config, self.config.trainer
+        collections = [
+            self._play(
+                tasks,
+                step,
+                trainer.group_size,
+                began=began,
+                tree=Branching(**trainer.branching.model_dump()) if trainer.branching else None,
+                # of 10 at 1.1 one more, whatever binary fractions say
+                surplus=math.ceil(trainer.group_size * (trainer.oversample - 1.0) - 1e-9),
+            )
+        ]
+        if any(NEEDS.get(config.advantage_of(agent).name) == "greedy" for agent in config.agents):
+            collections.append(self._play(tasks, step, 1, began=began, temperature=0.0))
+        groups, *greedy = await together(collections)
+        if self.coach is not None:
+            waiting = Waiting(Wait(what="the coach's scores", since=asyncio.get_running_loop().time()))
+            with self.watchdog.over(f"step {step}", waiting) if self.watchdog else nullcontext():
+                groups = await self.coach.score(groups)
+        allocate = build_allocator(config.reward, config.agents)
+        groups = [allocate(group) for group in groups]
+        return _beside(greedy[0], groups) if greedy else groups
+
+    async def _play(self, tasks: Sequence[Task], step: int, group_size: int, **options: Any) -> list[Group]:
+        """Some tasks, played by this team; `options` are those of `CollectOptions` beside the run's own."""
+        return await collect(
+            tasks,
+            self.team,
+            self.make_env,
+            self.orchestra,
+            group_size=group_size,
+            seed=self.config.seed,
+            step=step,
+            options=CollectOptions(limits=self.config.collection.limits, watchdog=self.watchdog, **options),
+        )
 
 
 def _beside(greedy: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
@@ -138,8 +179,10 @@ def _beside(greedy: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
     done = []
     for group, (baseline,) in zip(groups, (g.trajectories for g in greedy), strict=True):
         if baseline.status is not Status.COMPLETED:
-            lost = {"status": baseline.status, "error": f"no greedy baseline: {baseline.error}"}
-            trajectories = [t if t.error else replace(t, **lost) for t in group.trajectories]
+            error = f"no greedy baseline: {baseline.error}"
+            trajectories = [
+                t if t.error else replace(t, status=baseline.status, error=error) for t in group.trajectories
+            ]
         else:
             score = {"greedy": baseline.outcome or 0.0}
             trajectories = [

@@ -17,7 +17,7 @@ from mcore_mas.training.session import TrainingError
 from rollout.base.files import Digest, sha256, sync_folder, write_json
 from rollout.models.architecture import read_architecture
 
-FORMAT = 1  # of what a checkpoint's folder holds
+CHECKPOINT_FORMAT = 1  # of what a checkpoint's folder holds
 _MANIFEST = "manifest.json"
 _REFUSED = "refused_"
 
@@ -72,7 +72,7 @@ class Checkpoints:
         await self.finish()
         partial = self._folder / f".{_name(step)}.{os.getpid()}.partial"
         manifest = {
-            "format": FORMAT,
+            "format": CHECKPOINT_FORMAT,
             "run": self._identity.run,
             "models": self._identity.models,
             "step": step,
@@ -193,7 +193,7 @@ def newest(folder: Path, identity: Identity, told: Callable[[str], None]) -> Sav
 
 def _search(folder: Path, identity: Identity) -> tuple[Saved | None, list[tuple[Path, str]]]:
     """The newest checkpoint that can be used, and the newer ones, each with what is wrong with it."""
-    refused = []
+    refused: list[tuple[Path, str]] = []
     for step in reversed(_steps(folder)):
         fault = _fault(step, identity)
         if not fault:
@@ -213,8 +213,8 @@ def _fault(folder: Path, identity: Identity) -> str:
         version, files = manifest["format"], manifest["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return f"no readable {_MANIFEST}"
-    if version != FORMAT:
-        return f"written in format {version}, this version reads format {FORMAT}"
+    if version != CHECKPOINT_FORMAT:
+        return f"written in format {version}, this version reads format {CHECKPOINT_FORMAT}"
     return _foreign(manifest, identity) or _damage(folder, files)
 
 

@@ -104,7 +104,8 @@ def score(groups: Sequence[Group], k: int) -> dict[str, Any]:
 
     A task with a failed trajectory is not counted: what failed is unknown, not wrong. The number is in "failed_tasks".
     """
-    tasks, failed = [], 0
+    tasks: list[dict[str, Any]] = []
+    failed = 0
     for group in groups:
         if any(t.status is not Status.COMPLETED for t in group.trajectories):
             failed += 1

@@ -60,8 +60,8 @@ def _write(config: RunConfig, policy: str, checkpoint: Path, to: Path, *, adapte
     from mcore_mas.megatron.step.trainer import MegatronTrainer
     from mcore_mas.training.trainer_specs import policy_spec
 
-    alone = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "dp": 1, "sp": False}
-    spec = replace(policy_spec(policy, config), **alone, distributed_optimizer=False, overlap=False)
+    spec = policy_spec(policy, config)
+    spec = replace(spec, tp=1, pp=1, vpp=1, cp=1, dp=1, sp=False, distributed_optimizer=False, overlap=False)
     to.parent.mkdir(parents=True, exist_ok=True)
     parallel.init_process_groups(rank=0, threads=config.cluster.threads_per_process)
     try:

@@ -11,8 +11,10 @@ from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import explained_variance
 from rollout.records.trajectory import Group, Status, Trajectory, Turn
 
+StepMetrics = dict[str, float]
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+
+def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
     """Outcome, failures and each agent's behaviour over the completed trajectories of `groups`."""
     trajectories = [t for group in groups for t in group.trajectories]
     completed = [t for t in trajectories if t.status is Status.COMPLETED]
@@ -47,7 +49,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return metrics
 
 
-def _lost(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _lost(trajectories: Sequence[Trajectory]) -> StepMetrics:
     """What was late, by agent, tool or whole, and how many were given up, undecided or refused; nothing for none."""
     late: Counter[str] = Counter()
     for trajectory in trajectories:
@@ -62,7 +64,7 @@ def _lost(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {name: float(n) for name, n in late.items()} | {name: float(n) for name, n in counts.items() if n}
 
 
-def staleness_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+def staleness_metrics(samples: Sequence[Sample]) -> StepMetrics:
     """By how many versions turns were behind the weights that they trained, in all and by policy.
 
     Mean, maximum, and how many turns by how many versions.
@@ -78,7 +80,7 @@ def staleness_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return metrics
 
 
-def credit_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+def credit_metrics(samples: Sequence[Sample]) -> StepMetrics:
     """Each agent's advantage second moment, which Dr. MAS's Lemma 4.2 ties to its gradient's."""
     by_agent: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
@@ -86,7 +88,7 @@ def credit_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return {f"agent/{agent}/advantage_second_moment": fmean(squares) for agent, squares in by_agent.items()}
 
 
-def critic_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+def critic_metrics(metrics: Mapping[str, float]) -> StepMetrics:
     """A critic's metrics beside those of its policy, by agent and in all, with the variance of returns it explains."""
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     for name, value in metrics.items():
@@ -99,7 +101,7 @@ def critic_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{whose}/critic/{what}".lstrip("/"): value for whose, own in groups.items() for what, value in own.items()}
 
 
-def merge_updates(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def merge_updates(rows: Sequence[Mapping[str, float]]) -> StepMetrics:
     """The metrics of a step's updates as one: extremes and counts by their names, everything else by its mean."""
     columns: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -124,7 +126,7 @@ def success(groups: Sequence[Group]) -> tuple[float, float]:
     return fmean(t.success for t in completed), fmean(turns)
 
 
-def validation_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def validation_metrics(groups: Sequence[Group]) -> StepMetrics:
     """What a validation found, without what failed, whose number it says; no accuracy when nothing was completed."""
     accuracy, valid_ratio = success(groups)
     failed = sum(t.status is not Status.COMPLETED for group in groups for t in group.trajectories)

@@ -17,7 +17,7 @@ from mcore_mas.config.run import RunConfig
 Pool = Literal["shared", "split"]
 Kind = Literal["GPU", "CPU"]
 Part = Literal["trainer", "critic", "engine"]
-Place = tuple[str, Part]  # policy, part
+GroupKey = tuple[str, Part]  # policy, part
 Options = dict[str, Any]  # of a Ray actor
 
 _WAIT_S = 60.0
@@ -51,7 +51,7 @@ class Room:
         """How many CPUs Ray is told of; its GPUs it counts itself."""
         return self.devices if self.kind == "CPU" else 1
 
-    def place(self) -> dict[Place, list[Options]]:
+    def place(self) -> dict[GroupKey, list[Options]]:
         """`place` for these tenants."""
         return place(self.tenants, self.pool, self.kind)
 
@@ -139,7 +139,7 @@ def strategies(groups: Sequence[int], nodes: Sequence[int]) -> list[str]:
     return found
 
 
-def place(tenants: Sequence[Tenant], pool: Pool, kind: Kind) -> dict[Place, list[Options]]:
+def place(tenants: Sequence[Tenant], pool: Pool, kind: Kind) -> dict[GroupKey, list[Options]]:
     """Set devices aside in the running Ray; gives actor options for every process, by policy and part.
 
     Raises:
@@ -154,7 +154,7 @@ def place(tenants: Sequence[Tenant], pool: Pool, kind: Kind) -> dict[Place, list
         part = _FINEST // len(tenants) / _FINEST
         return {(t.policy, t.part): [_options(group, i, kind, part) for i in range(t.devices)] for t in tenants}
     largest_first = sorted(tenants, key=lambda tenant: -tenant.devices)
-    found: dict[Place, list[Options]] = {}
+    found: dict[GroupKey, list[Options]] = {}
     for t, strategy in zip(largest_first, strategies([t.devices for t in largest_first], nodes), strict=True):
         group = _group(t.devices, strategy, kind)
         found[t.policy, t.part] = [_options(group, i, kind, 1) for i in range(t.devices)]

@@ -1,15 +1,53 @@
-"""Ray cleanup: ends what a killed process leaves of its Ray (`python -m mcore_mas.training.ray_cleanup DIR`)."""
+"""A run's own Ray, and cleanup after a killed run (`python -m mcore_mas.training.ray_cleanup DIR`)."""
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+
+@contextmanager
+def running_ray(cpus: int, object_store_mb: int) -> Iterator[None]:
+    """A Ray of this run's own, without a dashboard, for the block; it ends with this process."""
+    import ray
+
+    # read by Ray when it starts: a run neither joins another's cluster nor reports its use
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (by default Ray's workers give way to all else)
+    context = _started(cpus, object_store_mb)
+    with reaped(Path(context.address_info["session_dir"])):
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _started(cpus: int, object_store_mb: int) -> Any:
+    import ray
+
+    for last in (False, False, True):
+        try:
+            return ray.init(
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=object_store_mb << 20,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+            )
+        except Exception as error:  # Ray has no type for a machine too busy to start it within its fixed 30 s
+            ray.shutdown()
+            if last or "timed out during startup" not in str(error):
+                raise
+    raise AssertionError
 
 
 @contextmanager

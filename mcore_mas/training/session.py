@@ -1,31 +1,25 @@
-"""Everything a training step touches."""
+"""A training session: the few parts that a training step works with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import signal
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mcore_mas.config.run import RunConfig
-from mcore_mas.credit.samples import Sample
-from mcore_mas.equations.kl import AdaptiveKL
-from mcore_mas.packing.pack import pack
-from mcore_mas.training.schedule import Schedule
-from rollout.base.watchdog import Watchdog
-from rollout.environments.protocol import Env
-from rollout.records.trajectory import Group, Task
-from rollout.rewards.coach import Coach
-from rollout.teams.collect import Orchestra
-from rollout.teams.team import Team
+from rollout.base.task_group import cancel_tasks
 
 if TYPE_CHECKING:
-    from mcore_mas.megatron.batch import Microbatch
+    from mcore_mas.config.run import RunConfig
     from mcore_mas.megatron.step.trainer_group import TrainerGroup
+    from mcore_mas.training.async_rollout import AsyncRollouts
     from mcore_mas.training.checkpoint import Checkpoints
-    from mcore_mas.training.weight_sync import WeightSync
-    from rollout.engines.protocol import TrainedEngine
-    from rollout.teams.external import RemoteClient
+    from mcore_mas.training.logbook import Logbook
+    from mcore_mas.training.policy_trainer import PolicyTrainer
+    from mcore_mas.training.weight_sync import Memory, WeightSync
+
+_T = TypeVar("_T")
 
 
 class TrainingError(RuntimeError):
@@ -36,36 +30,61 @@ class Stopped(Exception):
     """Training ended early because it was told to, with all that was learned saved."""
 
 
+class Abandoned(Exception):
+    """What was under way is done again by the next start: the run was told to stop."""
+
+
+class StopSignal:
+    """SIGTERM or SIGURG: what can be done again is abandoned, all else is finished first."""
+
+    def __init__(self) -> None:
+        self._told = asyncio.Event()
+
+    def listen(self) -> None:
+        """Take both signals in the running event loop."""
+        for number in (signal.SIGTERM, signal.SIGURG):  # the latter can be sent to all of a job: others ignore it
+            asyncio.get_running_loop().add_signal_handler(number, self._told.set)
+
+    @property
+    def came(self) -> bool:
+        """Whether the run was told to stop."""
+        return self._told.is_set()
+
+    async def unless(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """What `work` comes to.
+
+        Raises:
+            Abandoned: the run was told to stop first, and `work` has been cancelled.
+        """
+        working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(self._told.wait())
+        try:
+            await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise Abandoned
+            return working.result()
+        finally:
+            await cancel_tasks([working, waiting])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One run's team and world, its trainers and engines, and its places on disk."""
+class TrainingSession:
+    """One run's parts, as `train` brings them up."""
 
     config: RunConfig
-    team: Team
-    orchestra: Orchestra
-    make_env: Callable[[Task], Env]
-    schedule: Schedule
-    validation: tuple[Task, ...]
-    trainers: Mapping[str, TrainerGroup]  # by policy
-    critics: Mapping[str, TrainerGroup]  # by policy, of those that have one
-    engines: Mapping[str, TrainedEngine]  # by policy with a model
-    remotes: Mapping[str, RemoteClient]  # by policy without a model
-    coach: Coach | None  # who scores turns before rewards are allocated
-    kl: dict[str, AdaptiveKL]  # by policy, of those whose coefficient adapts; each step replaces its controller
+    rollouts: AsyncRollouts
+    trainers: Mapping[str, PolicyTrainer]  # by policy that trains, as are its weights' ways to its engine:
+    weight_sync: Mapping[str, WeightSync]
+    memory: Memory
     checkpoints: Checkpoints
-    trajectories: Path  # folder of what was collected, a file per step
-    models: Path  # folder of the finished policies
-    report: Callable[[int, Mapping[str, float]], None]  # told of every finished step
-    tracking_run: str  # the tracker's run, saved with every checkpoint
-    weight_sync: Mapping[str, WeightSync] = field(default_factory=dict)  # by policy that trains
-    note: Callable[[str], None] = lambda text: None  # told of what is worth a line
-    watchdog: Watchdog | None = None  # sees everything that is played
-    trace: Callable[[Sequence[Group], Sequence[Sample]], None] = lambda groups, samples: None  # shown a step's
+    logbook: Logbook
+    stop: StopSignal = field(default_factory=StopSignal)
 
-    def kl_coef(self, policy: str) -> float:
-        """The factor of the KL term or penalty of `policy` in this step."""
-        return self.kl[policy].coefficient if policy in self.kl else self.config.loss.kl.coef
+    @property
+    def groups(self) -> dict[str, TrainerGroup]:
+        """All trainers and critics, by the folder that they have in a checkpoint."""
+        return {name: group for trainer in self.trainers.values() for name, group in trainer.groups.items()}
 
-    def packed(self, trainer: TrainerGroup, samples: Sequence[Sample]) -> list[Microbatch]:
-        """The samples as micro-batches for that trainer."""
-        return pack(samples, self.config.trainer.microbatch_tokens, trainer.cost_model)
+    def validates_after(self, step: int) -> bool:
+        """Whether the run validates after a step, and traces some of what it played."""
+        trainer = self.config.trainer
+        return step + 1 == trainer.steps or (step + 1) % trainer.validate_every == 0

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, zip_longest
 from typing import Any
 
+from mcore_mas.credit.samples import TurnId
 from mcore_mas.reports.pages import file_name
 from rollout.records.trajectory import Group, Status, ToolEvent, Trajectory, Turn
 
-Place = tuple[str, str, int]  # trajectory, node, turn
 Draw = Callable[[Trajectory], str | None]  # its picture as SVG, None without one
 _EXPORTER = "mlflow.tracing.export.mlflow_v3"  # whose log is the only place where it says that a trace was refused
 
@@ -29,7 +29,7 @@ class Traces:
         self._refused = False
 
     def send(
-        self, trajectories: Sequence[Trajectory], advantages: Mapping[Place, float], draw: Draw = lambda _: None
+        self, trajectories: Sequence[Trajectory], advantages: Mapping[TurnId, float], draw: Draw = lambda _: None
     ) -> None:
         """Have `trajectories` written, and return at once."""
         for trajectory in trajectories:
@@ -39,7 +39,7 @@ class Traces:
         """Wait for what is being written."""
         self._thread.shutdown()
 
-    def _write(self, trajectory: Trajectory, advantages: Mapping[Place, float], draw: Draw) -> None:
+    def _write(self, trajectory: Trajectory, advantages: Mapping[TurnId, float], draw: Draw) -> None:
         if self._refused:
             return
         import mlflow
@@ -81,7 +81,7 @@ def chosen(groups: Sequence[Group], count: int) -> list[Trajectory]:
     return list(islice((t for one in rounds for t in one if t is not None), count))
 
 
-def write(trajectory: Trajectory, advantages: Mapping[Place, float], experiment_id: str, run_id: str) -> None:
+def write(trajectory: Trajectory, advantages: Mapping[TurnId, float], experiment_id: str, run_id: str) -> None:
     """Write one trace to MLflow's current store; its exporter logs what goes wrong."""
     import mlflow
     from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey
@@ -94,7 +94,7 @@ def write(trajectory: Trajectory, advantages: Mapping[Place, float], experiment_
         f"{trajectory.source}/{trajectory.task_id}",
         span_type="AGENT",
         inputs={"task": trajectory.task_id},
-        attributes={"step": trajectory.step, "sample": trajectory.sample, **trajectory.metrics},  # type: ignore[dict-item]
+        attributes={"step": trajectory.step, "sample": trajectory.sample, **trajectory.metrics},
         metadata={TraceMetadataKey.SOURCE_RUN: run_id},
         tags={"step": str(trajectory.step), "trajectory": trajectory.id, "outcome": str(trajectory.outcome)},
         experiment_id=experiment_id,

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
-
-import ray
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.equations.kl import AdaptiveKL
 from mcore_mas.megatron.step.trainer_group import TrainerGroup
+from mcore_mas.training.async_rollout import AsyncRollouts
 from mcore_mas.training.checkpoint import Checkpoints, Saved, identity_of
 from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
 from mcore_mas.training.logbook import open_logbook
-from mcore_mas.training.placement import Options, Part, Place, room_for
-from mcore_mas.training.ray_cleanup import reaped
+from mcore_mas.training.loop import train_steps
+from mcore_mas.training.placement import GroupKey, Options, room_for
+from mcore_mas.training.policy_trainer import PolicyTrainer
+from mcore_mas.training.ray_cleanup import running_ray
 from mcore_mas.training.schedule import Schedule
-from mcore_mas.training.session import Run
-from mcore_mas.training.step import train_steps
+from mcore_mas.training.session import TrainingSession
 from mcore_mas.training.trainer_specs import check_layouts, critic_spec, policy_spec
-from mcore_mas.training.weight_sync import WeightSync, watched
+from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 from rollout.base.files import owned, writable, write_json
 from rollout.base.watchdog import Watchdog
 from rollout.config.build import build_orchestra, build_team
@@ -56,41 +55,40 @@ def train(config_path: Path) -> None:
         coach = Coach.open(config.coach, folder / "coach") if config.coach else None
         remotes = open_remotes(config, folder / "remotes")
         make_env = stack.enter_context(world(config, "train/retriever"))
-        stack.enter_context(_ray(config, room.cpus))
+        stack.enter_context(running_ray(room.cpus, config.cluster.object_store_mb))
         places = room.place()
-        trainers = _gangs("trainer", config, places)
-        critics = _gangs("critic", config, places)
         engine_places = {policy: options for (policy, part), options in places.items() if part == "engine"}
         engines = make_engines(config, config.models, folder / "engines", trained=True, places=engine_places)
         stack.callback(close_engines, engines)
+        trainers = _trainers(config, places, saved.get("kl", {}))
         log = stack.enter_context(open_logbook(config, config_path, first, saved.get("mlflow_run")))
         for line in (*warnings, *([f"continuing from {found.folder}"] if found else ())):
             log.note(line)
-        run = Run(
+        session = TrainingSession(
             config=config,
-            team=build_team(config.agents, {**make_players(config, engines, config.models), **remotes}),
-            orchestra=build_orchestra(config.orchestra),
-            make_env=make_env,
-            schedule=Schedule(tasks["train"], config.trainer.tasks_per_step, config.seed),
-            validation=tuple(tasks["validation"]),
+            rollouts=AsyncRollouts(
+                config=config,
+                team=build_team(config.agents, {**make_players(config, engines, config.models), **remotes}),
+                orchestra=build_orchestra(config.orchestra),
+                make_env=make_env,
+                schedule=Schedule(tasks["train"], config.trainer.tasks_per_step, config.seed),
+                validation=tuple(tasks["validation"]),
+                folder=folder / "trajectories",
+                remotes=remotes,
+                coach=coach,
+                watchdog=Watchdog(config.collection.stall_s, log.note) if config.collection.stall_s else None,
+            ),
             trainers=trainers,
-            critics=critics,
-            engines=engines,
-            remotes=remotes,
-            coach=coach,
+            weight_sync={
+                name: WeightSync(trainer.groups[name], engines[name], first=first, sleeps=config.engine.sleep)
+                for name, trainer in trainers.items()
+            },
+            memory=Memory(engines, _offloaded(config, trainers), sleeps=config.engine.sleep),
             checkpoints=checkpoints,
-            trajectories=folder / "trajectories",
-            models=folder / "models",
-            report=log.report,
-            trace=log.trace,
-            kl=_controllers(config, saved.get("kl", {})),
-            tracking_run=log.tracking_run,
-            weight_sync={name: WeightSync(group, engines[name], first=first) for name, group in trainers.items()},
-            note=log.note,
-            watchdog=Watchdog(config.collection.stall_s, log.note) if config.collection.stall_s else None,
+            logbook=log,
         )
-        written = asyncio.run(_coached(run, found, log.note))
-        write_json(folder / "done.json", _done(run, written))
+        written = asyncio.run(_train(session, found))
+        write_json(folder / "done.json", _done(session, written))
 
 
 def _tasks(config: RunConfig) -> dict[str, list[Task]]:
@@ -105,101 +103,84 @@ def _checkpoints(config: RunConfig, folder: Path) -> Checkpoints:
     return Checkpoints(folder / "checkpoints", identity_of(config), keep=keep, best=best)
 
 
-def _gangs(part: Part, config: RunConfig, places: Mapping[Place, Sequence[Options]]) -> dict[str, TrainerGroup]:
-    """By policy, the ranks of those that have this part."""
-    spec_of, suffix = {"trainer": (policy_spec, ""), "critic": (critic_spec, "-critic")}[part]
+def _trainers(
+    config: RunConfig, places: Mapping[GroupKey, Sequence[Options]], kl: Mapping[str, Mapping[str, float]]
+) -> dict[str, PolicyTrainer]:
+    """A trainer for each policy that trains; `kl` are adaptive coefficients that a checkpoint has."""
     threads = config.cluster.threads_per_process
-    return {
-        name: TrainerGroup(f"{name}{suffix}", spec_of(name, config), threads=threads, places=places[name, part])
-        for name in config.trained
-        if (name, part) in places
-    }
+    trainers = {}
+    for name in config.trained:
+        critic = None
+        if (name, "critic") in places:
+            spec = critic_spec(name, config)
+            critic = TrainerGroup(f"{name}-critic", spec, threads=threads, places=places[name, "critic"])
+        group = TrainerGroup(name, policy_spec(name, config), threads=threads, places=places[name, "trainer"])
+        trainers[name] = PolicyTrainer(name, config, group, critic=critic, kl=_adaptive_kl(config, kl.get(name)))
+    return trainers
 
 
-def _done(run: Run, written: Saved | None) -> dict[str, Any]:
-    """What evaluation and export need to know of a finished run: its model folders, and which step's they are."""
-    config = run.config
-    trained = {name: str(run.models / name) for name in run.trainers}
-    return {
-        "policies": {**config.models, **trained},
-        "steps": config.trainer.steps,
-        "policies_of_step": written.step if written else config.trainer.steps,
-        "mlflow_run": run.tracking_run,
-    }
-
-
-async def _coached(run: Run, found: Saved | None, told: Callable[[str], None]) -> Saved | None:
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(run.coach or nullcontext())
-        for remote in run.remotes.values():
-            stack.push_async_callback(remote.aclose)
-        return await _train(run, found, told)
-
-
-async def _train(run: Run, found: Saved | None, told: Callable[[str], None]) -> Saved | None:
-    """Train and write the models; the checkpoint they are of, if it is not the last step's."""
-    await asyncio.gather(*(gang.ready() for gang in (*run.trainers.values(), *run.critics.values())))
-    if found:
-        await _restore(run, found)
-    else:
-        for policy in run.trainers:
-            lora = run.config.policies[policy].lora
-            if lora is not None and lora.adapter is not None:  # its engine has only the base so far
-                await run.weight_sync[policy].push(0)
-    async with watched(run.weight_sync.values()):
-        await train_steps(run, found.step if found else 0, found.state["unreported"] if found else None)
-    best = run.checkpoints.best(told) if run.config.trainer.final == "best" else None
-    if best:
-        await _restore(run, best)
-    for policy, trainer in run.trainers.items():
-        await trainer.write_model(run.models / policy)
-    return best
-
-
-async def _restore(run: Run, saved: Saved) -> None:
-    for policy, trainer in run.trainers.items():
-        await trainer.restore(saved.folder / policy)
-        await run.weight_sync[policy].push(saved.step)
-    for policy, critic in run.critics.items():
-        await critic.restore(saved.folder / f"{policy}.critic")
-
-
-def _controllers(config: RunConfig, saved: Mapping[str, Mapping[str, float]]) -> dict[str, AdaptiveKL]:
-    """The adaptive KL coefficient of each trained policy, as a checkpoint has it or from the start."""
+def _adaptive_kl(config: RunConfig, saved: Mapping[str, float] | None) -> AdaptiveKL | None:
+    """The coefficient of a policy's KL term if it adapts, as a checkpoint has it or from the start."""
     kl = config.loss.kl
     if kl.target is None:
-        return {}
-    start = AdaptiveKL(coefficient=kl.coef, target=kl.target, horizon=kl.horizon)
-    return {name: AdaptiveKL.from_dict(saved[name]) if name in saved else start for name in config.trained}
+        return None
+    return (
+        AdaptiveKL.from_dict(saved) if saved else AdaptiveKL(coefficient=kl.coef, target=kl.target, horizon=kl.horizon)
+    )
 
 
-@contextmanager
-def _ray(config: RunConfig, cpus: int) -> Iterator[None]:
-    """A Ray of this run's own, without a dashboard, for the block."""
-    # read by Ray when it starts: a run neither joins another's cluster nor reports its use
-    os.environ.pop("RAY_ADDRESS", None)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (by default Ray's workers give way to all else)
-    context = _started(config, cpus)
-    with reaped(Path(context.address_info["session_dir"])):
-        try:
-            yield
-        finally:
-            ray.shutdown()
+def _offloaded(config: RunConfig, trainers: Mapping[str, PolicyTrainer]) -> list[TrainerGroup]:
+    """Those that give memory away while the team acts."""
+    return [g for name, trainer in trainers.items() if config.policies[name].offload for g in trainer.groups.values()]
 
 
-def _started(config: RunConfig, cpus: int) -> Any:
-    for last in (False, False, True):
-        try:
-            return ray.init(
-                num_cpus=cpus,
-                include_dashboard=False,
-                object_store_memory=config.cluster.object_store_mb << 20,
-                logging_level="error",
-                log_to_driver=False,
-            )
-        except Exception as error:  # Ray has no type for a machine too busy to start it within its fixed 30 s
-            ray.shutdown()
-            if last or "timed out during startup" not in str(error):
-                raise
-    raise AssertionError
+def _done(session: TrainingSession, written: Saved | None) -> dict[str, Any]:
+    """What evaluation and export need to know of a finished run: its model folders, and which step's they are."""
+    config = session.config
+    return {
+        "policies": {**config.models, **{name: str(_model(config, name)) for name in session.trainers}},
+        "steps": config.trainer.steps,
+        "policies_of_step": written.step if written else config.trainer.steps,
+        "mlflow_run": session.logbook.tracking_run,
+    }
+
+
+def _model(config: RunConfig, policy: str) -> Path:
+    """The folder of a finished policy."""
+    return config.folder / "train" / "models" / policy
+
+
+async def _train(session: TrainingSession, found: Saved | None) -> Saved | None:
+    """Train and write the models; the checkpoint they are of, if it is not the last step's."""
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(session.rollouts.coach or nullcontext())
+        for remote in session.rollouts.remotes.values():
+            stack.push_async_callback(remote.aclose)
+        await asyncio.gather(*(group.ready() for group in session.groups.values()))
+        if found:
+            await _restore(session, found)
+        else:
+            await _sync_adapters(session)
+        async with watched(session.weight_sync.values()):
+            await train_steps(session, found.step if found else 0, found.state["unreported"] if found else None)
+        best = session.checkpoints.best(session.logbook.note) if session.config.trainer.final == "best" else None
+        if best:
+            await _restore(session, best)
+        for policy, trainer in session.trainers.items():
+            await trainer.groups[policy].write_model(_model(session.config, policy))
+        return best
+
+
+async def _sync_adapters(session: TrainingSession) -> None:
+    """Push what starts with a trained adapter, of which its engine has only the base so far."""
+    for policy, sync in session.weight_sync.items():
+        lora = session.config.policies[policy].lora
+        if lora is not None and lora.adapter is not None:
+            await sync.push(0)
+
+
+async def _restore(session: TrainingSession, saved: Saved) -> None:
+    for name, group in session.groups.items():
+        await group.restore(saved.folder / name)
+    for sync in session.weight_sync.values():
+        await sync.push(saved.step)

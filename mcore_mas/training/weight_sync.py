@@ -1,12 +1,12 @@
-"""Weight sync: a policy's trained weights into its engine, version by version, and again where the engine lost them."""
+"""Weight sync and colocation: a policy's trained weights into its engine, and who has the GPU's memory when."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from rollout.base.errors import EngineError
@@ -14,16 +14,20 @@ from rollout.base.task_group import cancel_tasks
 
 if TYPE_CHECKING:
     from mcore_mas.megatron.step.trainer_group import TrainerGroup
-    from rollout.engines.protocol import TrainedEngine
+    from rollout.engines.protocol import Tag, TrainedEngine
     from rollout.sync.protocol import WeightUpdate
 
 
 class WeightSync:
     """One policy's way from trainer to engine: which version the engine serves, and one update at a time."""
 
-    def __init__(self, trainer: TrainerGroup, engine: TrainedEngine, *, first: int = 0) -> None:
-        """The engine serves version `first`, or will before anything is sampled."""
-        self._trainer, self._engine = trainer, engine
+    def __init__(self, trainer: TrainerGroup, engine: TrainedEngine, *, first: int = 0, sleeps: bool = False) -> None:
+        """The engine serves version `first`, or will before anything is sampled.
+
+        Args:
+            sleeps: whether the engine gives its weights' memory away before an update.
+        """
+        self._trainer, self._engine, self._sleeps = trainer, engine, sleeps
         self._lock = asyncio.Lock()  # held while weights are on their way
         self.versions = [first]  # that the engine was given, in order
 
@@ -31,12 +35,18 @@ class WeightSync:
         """By how many updates `version` is behind. Versions are numbered by step, and a step may be without one."""
         return len(self.versions) - bisect_right(self.versions, version)
 
-    async def push(self, version: int) -> dict[str, float]:
+    async def push(self, version: int, *, changed: bool = True) -> dict[str, float]:
         """Have the engine serve the trainer's present weights as `version`; returns what that took.
+
+        Weights that are not `changed` are not sent, unless the engine has slept and has none.
 
         Raises:
             EngineError: they did not arrive, or not bit for bit.
         """
+        if self._sleeps:
+            await self._engine.wake(("weights",))
+        elif not changed:
+            return {}
         began = time.perf_counter()
         async with self._lock:  # an engine that lost its weights may get them again at any time
             update = await self._send(version)
@@ -72,6 +82,43 @@ class WeightSync:
                     raise
             else:
                 return update
+
+
+class Memory:
+    """Colocation: engines and trainers that share GPUs take turns in their memory."""
+
+    def __init__(
+        self, engines: Mapping[str, TrainedEngine], offloaded: Sequence[TrainerGroup], *, sleeps: bool = False
+    ) -> None:
+        """Engines by policy give memory away if they are to (`sleeps`), and so do trainers that are `offloaded`."""
+        self._engines, self._offloaded, self._sleeps = engines, offloaded, sleeps
+
+    @asynccontextmanager
+    async def rollout(self, trained: Sequence[str] = ()) -> AsyncIterator[None]:
+        """Inside the block engines have all their memory, and after it no more than they must.
+
+        Offloaded trainers have theirs the other way round. Who takes memory waits until the others have given it
+        away: on the same GPUs there is room for one of them. Engines of policies `trained` after the block keep no
+        weights, because new ones will come.
+        """
+        try:
+            await asyncio.gather(*(group.sleep() for group in self._offloaded))
+            if self._sleeps:
+                await asyncio.gather(*(engine.wake(("kv_cache",)) for engine in self._engines.values()))
+            yield
+        except BaseException:
+            with suppress(EngineError):  # what was abandoned may still be running
+                await self._sleep(())
+            raise
+        else:
+            await self._sleep(trained)
+        finally:
+            await asyncio.gather(*(group.wake() for group in self._offloaded))
+
+    async def _sleep(self, trained: Sequence[str]) -> None:
+        if self._sleeps:
+            tags: dict[bool, tuple[Tag, ...]] = {True: ("weights", "kv_cache"), False: ("kv_cache",)}
+            await asyncio.gather(*(engine.sleep(tags[name in trained]) for name, engine in self._engines.items()))
 
 
 @asynccontextmanager

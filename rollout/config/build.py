@@ -22,7 +22,7 @@ from rollout.records.trajectory import Group, Task, Turn
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.penalties import PENALTIES, apply_penalties
 from rollout.teams.episode import Orchestra
-from rollout.teams.team import ROLES, Agent, EngineClient, Role, Team
+from rollout.teams.team import ROLES, Agent, EngineClient, PolicyClient, Role, Team
 
 
 def build_role(name: str, config: AgentConfig) -> Role:
@@ -32,7 +32,7 @@ def build_role(name: str, config: AgentConfig) -> Role:
     return replace(role, system=system, user=role.user if config.user is None else config.user)
 
 
-def build_team(agents: Mapping[str, AgentConfig], players: Mapping[str, EngineClient]) -> Team:
+def build_team(agents: Mapping[str, AgentConfig], players: Mapping[str, PolicyClient]) -> Team:
     """The team of `agents`, each playing its policy's player."""
     return Team(
         {

@@ -12,15 +12,18 @@ from typing import Any
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
+from mcore_mas.credit.samples import Sample
+from mcore_mas.training.async_rollout import AsyncRollouts
 from mcore_mas.training.checkpoint import Checkpoints, Identity
+from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.schedule import Schedule
-from mcore_mas.training.session import Run
-from mcore_mas.training.weight_sync import WeightSync
+from mcore_mas.training.session import TrainingSession
+from mcore_mas.training.weight_sync import Memory, WeightSync
 from rollout.base.files import Digest
 from rollout.base.seeds import derive_seed
 from rollout.config.build import build_env, build_orchestra, build_player, build_team
 from rollout.records.completion import Completion, Sampling, VersionSpan
-from rollout.records.trajectory import Task
+from rollout.records.trajectory import Group, Task
 from rollout.sync.protocol import SyncRoute, WeightUpdate
 
 TOKEN_S = 0.1  # of decoding one token
@@ -132,6 +135,22 @@ class SimulatedGang:
         return {}
 
 
+class Log:
+    """A logbook that keeps what it is told, or tells `report`."""
+
+    tracking_run = ""
+
+    def __init__(self, report: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None) -> None:
+        self.report = report
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def trace(self, groups: Sequence[Group], samples: Sequence[Sample]) -> None:
+        pass
+
+
 def simulated_run(
     folder: Path,
     *overrides: str,
@@ -139,7 +158,7 @@ def simulated_run(
     seconds: Callable[[int], float] = lambda _: 0.0,
     hand_over_s: float = 0.0,
     report: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
-) -> Run:
+) -> TrainingSession:
     """A run of the math team in which `solver` and `verifier` have an engine and a trainer each."""
     settings = [f"results={folder}", "trainer.checkpoint_every=1000", "orchestra.options.max_loops=2", *overrides]
     config = RunConfig.check(resolve(["experiment=demo_math", *settings]), "simulated")
@@ -148,39 +167,61 @@ def simulated_run(
         for n in range(4 * config.trainer.tasks_per_step)
     ]
     engines = {name: SimulatedEngine(tokens, hand_over_s=hand_over_s) for name in config.policies}
-    players = {
-        name: build_player(
-            engines[name], Text(), deadline_s=config.collection.call_s, max_in_flight=policy.max_in_flight
-        )
-        for name, policy in config.policies.items()
-    }
-    gangs: Any = {name: SimulatedGang(seconds) for name in config.policies}
-    return Run(
+    return make_session(config, folder, tasks, engines, {name: SimulatedGang(seconds) for name in engines}, Log(report))
+
+
+def make_session(
+    config: RunConfig,
+    folder: Path,
+    tasks: Sequence[Task],
+    engines: Mapping[str, Any],
+    groups: Mapping[str, Any],
+    log: Log,
+) -> TrainingSession:
+    """A session whose trainers' ranks are `groups`."""
+    rollouts = AsyncRollouts(
         config=config,
-        team=build_team(config.agents, players),
+        team=build_team(config.agents, players_of(config, engines, Text())),
         orchestra=build_orchestra(config.orchestra),
         make_env=build_env(config.env),
         schedule=Schedule(tasks, config.trainer.tasks_per_step, config.seed),
         validation=(),
-        trainers=gangs,
-        critics={},
-        engines=engines,
-        remotes={},
-        coach=None,
-        kl={},
+        folder=folder / "trajectories",
+    )
+    return TrainingSession(
+        config=config,
+        rollouts=rollouts,
+        trainers={name: PolicyTrainer(name, config, group) for name, group in groups.items()},
+        weight_sync={name: WeightSync(group, engines[name]) for name, group in groups.items()},
+        memory=Memory(engines, []),
         checkpoints=Checkpoints(folder / "checkpoints", Identity(run=config.run, models={}), keep=2),
-        trajectories=folder / "trajectories",
-        models=folder / "models",
-        report=report,
-        tracking_run="",
-        weight_sync={name: WeightSync(gangs[name], engines[name]) for name in config.policies},
+        logbook=log,  # type: ignore[arg-type]
     )
 
 
-def with_engines(run: Run, engines: Mapping[str, Any]) -> Run:
+def players_of(config: RunConfig, engines: Mapping[str, Any], renderer: Any) -> dict[str, Any]:
+    return {
+        name: build_player(
+            engine,
+            renderer,
+            deadline_s=config.collection.call_s,
+            max_in_flight=config.policies[name].max_in_flight,
+        )
+        for name, engine in engines.items()
+    }
+
+
+def engines_of(session: TrainingSession) -> dict[str, Any]:
+    """The engines that the team plays on."""
+    return {name: player.engine for name, player in session.rollouts.team.players.items()}  # type: ignore[attr-defined]
+
+
+def with_engines(session: TrainingSession, engines: Mapping[str, Any], renderer: Any) -> TrainingSession:
     """The same run with other engines, before it begins."""
+    team = build_team(session.config.agents, players_of(session.config, engines, renderer))
     return replace(
-        run,
-        engines=engines,
-        weight_sync={name: WeightSync(group, engines[name]) for name, group in run.trainers.items()},
+        session,
+        rollouts=replace(session.rollouts, team=team),
+        weight_sync={name: WeightSync(group, engines[name]) for name, group in session.groups.items()},
+        memory=Memory(engines, []),
     )

@@ -1,13 +1,14 @@
 """Packing stores what sequences begin with once and keeps every token's place, target and weight."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
+import torch
 
 from mcore_mas.credit.samples import Sample
-from mcore_mas.megatron.batch import CostModel, Segment
-from mcore_mas.packing.pack import pack, tokens_saved, unpack
+from mcore_mas.megatron.batch import CostModel, Microbatch, Segment
+from mcore_mas.packing.pack import PackedSamples, pack, tokens_saved, unpack
 
 PROMPT = tuple(range(10, 20))
 
@@ -137,3 +138,58 @@ def test_rows_find_their_way_back_to_their_samples() -> None:
     assert back[:2] == [(3.0,), (3.0, 4.0)]
     assert back[2][::2] == (5.0, 7.0)
     assert math.isnan(back[2][1])
+
+
+def turns() -> list[Sample]:
+    """Three replies to a prompt of ten tokens, and one to another prompt."""
+    prompts = [PROMPT, PROMPT, PROMPT, (50, 51, 52)]
+    return [
+        replace(sample("a", prompt, (4 + i, 5, 6)), turn=i, advantages=None, weight=1.0)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def same(one: Microbatch, other: Microbatch) -> bool:
+    """To the bit, and NaN like NaN."""
+    pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in fields(one)]
+    return all(
+        torch.equal(a.nan_to_num(-9.0), b.nan_to_num(-9.0)) if isinstance(a, torch.Tensor) else a == b for a, b in pairs
+    )
+
+
+def test_what_is_found_out_later_becomes_columns_of_the_same_places() -> None:
+    samples = turns()
+    packs = PackedSamples(samples, 100)
+    (laid,) = packs.microbatches
+    reference = [torch.arange(len(laid.labels), dtype=torch.float32)]
+    rows = packs.unpack(reference)
+    credited = [
+        replace(s, reference=row, advantages=(float(i),) * 3, weight=0.5 + i)
+        for i, (s, row) in enumerate(zip(samples, rows, strict=True))
+    ]
+    (batch,) = packs.train(credited[::-1])  # in any order
+    (anew,) = pack(credited, 100)
+    assert same(batch, anew)
+    assert batch.reference is not None and torch.equal(batch.reference, reference[0])
+    assert batch.token_ids is laid.token_ids  # nothing is packed again
+
+
+def test_what_is_not_trained_gives_its_segments_up() -> None:
+    packs = PackedSamples(turns(), 100)
+    (laid,) = packs.microbatches
+    assert [segment.tokens for segment in laid.segments] == [10, 2, 2, 2, 5]
+    (batch,) = packs.train([turns()[1]])
+    assert batch.segments == (Segment(tokens=10), Segment(tokens=2, parent=0))
+    assert batch.token_ids.tolist() == [*PROMPT, 5, 5]
+    assert batch.position_ids.tolist() == list(range(12))
+    assert batch.predictors.tolist() == [9, 10, 11]
+    assert batch.labels.tolist() == [5, 5, 6]
+    assert batch.unshared == 12
+    assert packs.train([]) == []
+
+
+def test_what_nobody_scores_is_packed_without_what_is_not_trained() -> None:
+    samples = turns()
+    (batch,) = PackedSamples(samples, 100).train(samples[3:])
+    (alone,) = pack(samples[3:], 100)
+    assert same(batch, alone)

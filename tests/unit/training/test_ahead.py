@@ -15,19 +15,18 @@ from hypothesis import example, given, settings, strategies
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError
 from mcore_mas.credit.samples import Sample
-from mcore_mas.training.async_rollout import collect_batch
+from mcore_mas.training.loop import train_steps
 from mcore_mas.training.metrics import staleness_metrics
 from mcore_mas.training.session import Stopped, TrainingError
-from mcore_mas.training.step import train_steps
 from rollout.records.trajectory import read_trajectories
-from tests.support.simulated import SimulatedEngine, handed_over, simulated_run
+from tests.support.simulated import Log, SimulatedEngine, engines_of, handed_over, simulated_run
 from tests.support.virtual_time import run_virtually
 
 SHAPE = ["trainer.tasks_per_step=2", "trainer.group_size=2"]
 
 
 def written(run, step):
-    return read_trajectories(run.trajectories / f"step_{step:06d}.parquet")
+    return read_trajectories(run.rollouts.folder / f"step_{step:06d}.parquet")
 
 
 def train(run, first=0):
@@ -36,7 +35,7 @@ def train(run, first=0):
             await train_steps(run, first)
         finally:
             assert asyncio.all_tasks() == {asyncio.current_task()}
-            assert [engine.running for engine in run.engines.values()] == [0, 0]
+            assert [engine.running for engine in engines_of(run).values()] == [0, 0]
 
     run_virtually(main())
 
@@ -104,7 +103,7 @@ def check_ages(folder, staleness, *, seed, pace, updates_s, hand_over_s, slots, 
         rows.append(dict(metrics))
         handed.append({name: list(sync.versions) for name, sync in run.weight_sync.items()})
 
-    run = replace(run, report=report)
+    run = replace(run, logbook=Log(report))
     train(run)
     seen: Counter[str] = Counter()
     for step, row in enumerate(rows):
@@ -153,8 +152,8 @@ def test_without_staleness_a_step_trains_what_it_collects_and_nothing_runs_besid
 
     async def by_hand():
         for step in range(3):
-            await collect_batch(plain, step)
-            for engine in plain.engines.values():
+            await plain.rollouts.collect_batch(step)
+            for engine in engines_of(plain).values():
                 await engine.commit_update(handed_over(step + 1))
 
     run_virtually(by_hand())
@@ -162,7 +161,7 @@ def test_without_staleness_a_step_trains_what_it_collects_and_nothing_runs_besid
         assert written(run, step) == written(plain, step)
         assert {turn.policy_version for t in written(run, step) for turn in t.turns} == {step}
     assert not any(name.startswith("staleness") for row in rows for name in row)
-    assert all(batch.ages is None for gang in run.trainers.values() for update in gang.updates for batch in update)
+    assert all(batch.ages is None for gang in run.groups.values() for update in gang.updates for batch in update)
 
 
 def test_stale_replies_say_so_in_their_micro_batches(tmp_path):
@@ -170,7 +169,7 @@ def test_stale_replies_say_so_in_their_micro_batches(tmp_path):
         tmp_path, *SHAPE, "trainer.steps=3", "+trainer.staleness=1", tokens=lambda _: 12, seconds=lambda _: 60.0
     )
     train(run)
-    first, *later = run.trainers["solver"].updates
+    first, *later = run.groups["solver"].updates
     assert all(batch.ages is None for batch in first)
     for update in later:  # collected while the step before was trained
         assert {age for batch in update for age in batch.ages.tolist()} == {1.0}
@@ -183,7 +182,7 @@ def test_training_stops_before_it_trains_what_is_too_old(tmp_path):
         async def commit_update(self, handover):
             pass  # says that it has them
 
-    for engine in run.engines.values():
+    for engine in engines_of(run).values():
         engine.__class__ = Stuck
     with pytest.raises(
         TrainingError, match=r"sampled by version 0 of policy \w+, which is 2 hand-overs behind; .* allows 1"
@@ -211,7 +210,7 @@ def test_a_run_that_is_told_to_stop_goes_on_without_losing_or_repeating_a_step(t
     assert found is not None and found.step == 2
 
     again = simulated_run(tmp_path, *settings, seconds=seconds, report=report)
-    for engine in again.engines.values():
+    for engine in engines_of(again).values():
         asyncio.run(engine.commit_update(handed_over(2)))
     for sync in again.weight_sync.values():
         sync.versions[:] = [2]

@@ -12,16 +12,13 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.training.async_rollout import collect_batch
+from mcore_mas.training.loop import train_steps
 from mcore_mas.training.metrics import losses, success, validation_metrics
 from mcore_mas.training.session import Stopped
-from mcore_mas.training.step import train_steps
 from rollout.base.task_group import PATIENCE_S
-from rollout.config.build import build_team
 from rollout.records.trajectory import Status, read_trajectories
-from rollout.teams.team import EngineClient
 from tests.support.played import failed, group, trajectory, turn
-from tests.support.simulated import SimulatedEngine, Text, simulated_run, with_engines
+from tests.support.simulated import Log, SimulatedEngine, Text, engines_of, simulated_run, with_engines
 from tests.support.virtual_time import run_virtually
 
 SHAPE = ["trainer.tasks_per_step=2", "trainer.group_size=2"]
@@ -77,7 +74,7 @@ def test_bounds_of_single_policies_hold_and_are_met(tmp_path):
     for step, row in enumerate(rows):
         trained = run.config.in_turn(step)[0]
         assert row[f"policy/{trained}/staleness/max"] == 0.0
-    played = read_trajectories(run.trajectories / "step_000002.parquet")
+    played = read_trajectories(run.rollouts.folder / "step_000002.parquet")
     versions = {(t.policy, t.oldest_version) for p in played for t in p.turns}
     assert versions == {("solver", 1), ("verifier", 0)}
 
@@ -114,7 +111,7 @@ def timed(run, step=0):
     """The experience of a step, and how long it took."""
 
     async def main():
-        return await collect_batch(run, step), asyncio.get_running_loop().time()
+        return await run.rollouts.collect_batch(step), asyncio.get_running_loop().time()
 
     return run_virtually(main())
 
@@ -128,7 +125,7 @@ def test_a_steps_deadline_is_for_all_its_batches(tmp_path):
         run = simulated_run(
             tmp_path / name, *SHAPE, "filter={name: informative, resample: 2}", *overrides, tokens=lambda _: 12
         )
-        for engine in run.engines.values():
+        for engine in engines_of(run).values():
             engine.__class__ = Sure
         return timed(run)
 
@@ -152,6 +149,12 @@ def test_the_greedy_trajectories_are_played_beside_the_others(tmp_path):
     assert {"greedy"} <= set(experience.samples[0].scores)
 
 
+def noting(said):
+    log = Log()
+    log.notes = said
+    return log
+
+
 def test_what_is_lost_is_said_in_a_line_of_its_step(tmp_path):
     said = []
 
@@ -166,15 +169,15 @@ def test_what_is_lost_is_said_in_a_line_of_its_step(tmp_path):
 
     settings = ["trainer.steps=2", "+collection.call_s=100", "+trainer.oversample=1.5"]
     run = simulated_run(tmp_path, *SHAPE, *settings, tokens=lambda _: 12)
-    for engine in run.engines.values():
+    for engine in engines_of(run).values():
         engine.__class__ = Slow
-    run_virtually(train_steps(replace(run, note=said.append), 0))
+    run_virtually(train_steps(replace(run, logbook=noting(said)), 0))
     assert said == []  # over-sampling made up for it, and gave it up
     Slow.calls = 0
     run = simulated_run(tmp_path / "2", *SHAPE, *settings[:2], tokens=lambda _: 12)
-    for engine in run.engines.values():
+    for engine in engines_of(run).values():
         engine.__class__ = Slow
-    run_virtually(train_steps(replace(run, note=said.append), 0))
+    run_virtually(train_steps(replace(run, logbook=noting(said)), 0))
     [line] = said
     assert line.startswith("step 0: 1 of 4 trajectories are lost (1 late); the first, 0/")
     assert line.endswith("LateCall: solver (turn 0): nothing came within 100 s")
@@ -213,9 +216,7 @@ def test_a_signal_is_not_held_up_by_what_ignores_its_cancellation(tmp_path):
 
     run = simulated_run(tmp_path, *SHAPE, "trainer.steps=3", tokens=lambda _: 12)
     deaf = Deaf(lambda _: 12)
-    engines = dict.fromkeys(run.engines, deaf)
-    players = {name: EngineClient(engine=deaf, renderer=Text()) for name in engines}
-    run = replace(with_engines(run, engines), team=build_team(run.config.agents, players))
+    run = with_engines(run, dict.fromkeys(run.config.policies, deaf), Text())
 
     async def main():
         with pytest.raises(Stopped, match="after step 1"):

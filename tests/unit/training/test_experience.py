@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.training.async_rollout import collect_batch
 from mcore_mas.training.session import TrainingError
 from rollout.base.errors import EngineError
 from rollout.records.trajectory import Status, read_trajectories
@@ -20,17 +19,17 @@ def only_odd_tasks_differ(prompt, call):
 
 def test_every_turn_is_rewarded_written_and_a_sample(tmp_path: Path) -> None:
     run = make_run(tmp_path, lambda prompt, call: box(task_of(prompt)))
-    experience = asyncio.run(collect_batch(run, 0))
+    experience = asyncio.run(run.rollouts.collect_batch(0))
     assert experience.batches == 1
     assert [s.reward for s in experience.samples] == [1.0] * 4
-    written = read_trajectories(run.trajectories / "step_000000.parquet")
+    written = read_trajectories(run.rollouts.folder / "step_000000.parquet")
     assert written == [t for group in experience.groups for t in group.trajectories]
 
 
 def test_without_resampling_what_says_nothing_is_only_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path, only_odd_tasks_differ, "filter={name: informative}")
-    experience = asyncio.run(collect_batch(run, 0))
-    batch = {task.id for task in run.schedule.batch(0)}
+    experience = asyncio.run(run.rollouts.collect_batch(0))
+    batch = {task.id for task in run.rollouts.schedule.batch(0)}
     assert {s.task for s in experience.samples} == {task for task in batch if int(task) % 2}
     assert len(experience.groups) == 2
 
@@ -38,7 +37,7 @@ def test_without_resampling_what_says_nothing_is_only_left_out(tmp_path: Path) -
 def test_resampling_goes_on_until_enough_tasks_say_something(tmp_path: Path) -> None:
     run = make_run(tmp_path, only_odd_tasks_differ, "filter={name: informative, resample: 10}")
     for step in range(4):
-        experience = asyncio.run(collect_batch(run, step))
+        experience = asyncio.run(run.rollouts.collect_batch(step))
         tasks = {s.task for s in experience.samples}
         assert len(tasks) == 2
         assert all(int(task) % 2 for task in tasks)
@@ -46,12 +45,12 @@ def test_resampling_goes_on_until_enough_tasks_say_something(tmp_path: Path) -> 
         played = [t.id for g in experience.groups for t in g.trajectories]
         assert len(set(played)) == len(played)
         first = {g.task.id for g in experience.groups[:2]}
-        assert first == {task.id for task in run.schedule.batch(step)}
+        assert first == {task.id for task in run.rollouts.schedule.batch(step)}
 
 
 def test_resampling_is_bounded(tmp_path: Path) -> None:
     run = make_run(tmp_path, lambda prompt, call: box(-1), "filter={name: informative, resample: 2}")
-    experience = asyncio.run(collect_batch(run, 0))
+    experience = asyncio.run(run.rollouts.collect_batch(0))
     assert (experience.batches, experience.samples) == (3, ())
 
 
@@ -62,26 +61,26 @@ def test_remax_plays_a_greedy_trajectory_of_each_task_beside(tmp_path: Path) -> 
         return box(task_of(prompt))
 
     run = make_run(tmp_path, script, "advantage={name: remax}", "trainer.group_size=1")
-    experience = asyncio.run(collect_batch(run, 0))
-    engine = run.team.players["solver"].engine
+    experience = asyncio.run(run.rollouts.collect_batch(0))
+    engine = run.rollouts.team.players["solver"].engine
     temperatures = sorted(sampling.temperature for _, sampling in engine.calls)
     assert temperatures == [0.0, 0.0, 1.0, 1.0]
     assert [s.scores["greedy"] for s in experience.samples] == [1.0, 1.0]
-    assert len(read_trajectories(run.trajectories / "step_000000.parquet")) == 2
+    assert len(read_trajectories(run.rollouts.folder / "step_000000.parquet")) == 2
 
 
 def test_a_task_without_its_greedy_baseline_does_not_train(tmp_path: Path) -> None:
     run = make_run(tmp_path, lambda prompt, call: box(0), "advantage={name: remax}", "trainer.group_size=1")
-    engine = run.team.players["solver"].engine
+    engine = run.rollouts.team.players["solver"].engine
     plain = engine.generate
 
     async def fails_when_greedy(prompt_ids, sampling):
-        if sampling.temperature == 0.0 and task_of(prompt_ids) == int(run.schedule.batch(0)[0].id):
+        if sampling.temperature == 0.0 and task_of(prompt_ids) == int(run.rollouts.schedule.batch(0)[0].id):
             raise EngineError("gone")
         return await plain(prompt_ids, sampling)
 
     engine.generate = fails_when_greedy
-    experience = asyncio.run(collect_batch(run, 0))
+    experience = asyncio.run(run.rollouts.collect_batch(0))
     lost, trained = (group.trajectories[0] for group in experience.groups)
     assert lost.status is Status.FAILED
     assert lost.error == "no greedy baseline: EngineError: gone"
@@ -93,6 +92,6 @@ def test_a_step_in_which_everything_failed_stops_the_run(tmp_path: Path) -> None
         raise EngineError("no engine")
 
     with pytest.raises(TrainingError, match="step 0: all 4 trajectories failed; the first: EngineError: no engine"):
-        asyncio.run(collect_batch(make_run(tmp_path, fails), 0))
+        asyncio.run(make_run(tmp_path, fails).rollouts.collect_batch(0))
     # what failed can be looked at
     assert len(read_trajectories(tmp_path / "trajectories" / "step_000000.parquet")) == 4

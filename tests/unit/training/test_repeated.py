@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mcore_mas.training.session import Run
-from mcore_mas.training.step import train_steps
-from rollout.config.build import build_player, build_team
+from mcore_mas.training.loop import train_steps
+from mcore_mas.training.session import TrainingSession
 from rollout.engines.embedded.batching import Ask, EmbeddedEngine, Outcome
 from rollout.engines.embedded.engine import LocalEngine
 from rollout.records.trajectory import Trajectory, read_trajectories
@@ -58,6 +56,9 @@ class TimedEngine(LocalEngine):
     async def begin_update(self) -> SyncRoute:
         return SyncRoute(transport="simulated", place="", model="")
 
+    async def weights_lost(self) -> None:
+        await asyncio.Event().wait()
+
     async def commit_update(self, update: WeightUpdate) -> None:
         await self.load_weights(weights(update.version).state_dict().items(), update.version)
 
@@ -66,7 +67,7 @@ class TimedEngine(LocalEngine):
         return await super().exchange(asks, aborts)
 
 
-def train(folder: Path, model: Path, staleness: int, *, update_s: float) -> Run:
+def train(folder: Path, model: Path, staleness: int, *, update_s: float) -> TrainingSession:
     """Train `STEPS` steps of the math team on engines whose sampling is real."""
     run = simulated_run(
         folder,
@@ -79,17 +80,16 @@ def train(folder: Path, model: Path, staleness: int, *, update_s: float) -> Run:
         seconds=lambda _: update_s,
     )
     engines = {policy: TimedEngine(model) for policy in run.config.policies}
-    players = {policy: build_player(engine, Bytes()) for policy, engine in engines.items()}
-    run = replace(with_engines(run, engines), team=build_team(run.config.agents, players))
+    run = with_engines(run, engines, Bytes())
     run_virtually(train_steps(run, 0))
     return run
 
 
-def played(run: Run) -> list[Trajectory]:
+def played(run: TrainingSession) -> list[Trajectory]:
     return [
         trajectory
         for step in range(STEPS)
-        for trajectory in read_trajectories(run.trajectories / f"step_{step:06d}.parquet")
+        for trajectory in read_trajectories(run.rollouts.folder / f"step_{step:06d}.parquet")
     ]
 
 

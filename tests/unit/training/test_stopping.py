@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from mcore_mas.training.checkpoint import Checkpoints, Identity
-from mcore_mas.training.session import Run, Stopped
-from mcore_mas.training.step import train_steps
-from rollout.config.build import build_team
+from mcore_mas.training.loop import train_steps
+from mcore_mas.training.schedule import Schedule
+from mcore_mas.training.session import Stopped, TrainingSession
 from rollout.engines.scripted import ScriptedEngine
-from rollout.teams.team import EngineClient
 from tests.support.scripted_run import Bytes, box, make_run, task_of
-from tests.support.simulated import SimulatedGang
+from tests.support.simulated import Log, SimulatedGang, make_session, with_engines
 
 CALLS = 4  # of a step: two tasks, two trajectories, of which the solver opens and ends each
 
@@ -35,29 +34,24 @@ class StuckEngine(ScriptedEngine):
         return await super().generate(prompt_ids, sampling)
 
 
-def stuck(tmp_path: Path, at: int, rows: list[Any], *overrides: str, validation: int = 0) -> Run:
+def stuck(tmp_path: Path, at: int, rows: list[Any], *overrides: str, validation: int = 0) -> TrainingSession:
     def script(prompt: tuple[int, ...], call: int) -> bytes:
         return box(task_of(prompt))
 
     run = make_run(tmp_path, script, "trainer.steps=4", *overrides)
     engine = StuckEngine(script)
     engine.at = at
-    team = build_team(
-        run.config.agents, dict.fromkeys(run.config.policies, EngineClient(engine=engine, renderer=Bytes()))
-    )
-    tasks = tuple(run.schedule.batch(0)[:validation])
-    gangs: Any = {policy: SimulatedGang(lambda _: 0.0) for policy in run.config.policies}
-    return replace(
-        run,
-        team=team,
-        validation=tasks,
-        trainers=gangs,
-        report=lambda step, metrics: rows.append((step, dict(metrics))),
-    )
+    engines = dict.fromkeys(run.config.policies, engine)
+    gangs: Any = {policy: SimulatedGang(lambda _: 0.0) for policy in engines}
+    tasks = [run.rollouts.schedule.batch(step)[i] for step in range(4) for i in range(2)]
+    log = Log(lambda step, metrics: rows.append((step, dict(metrics))))
+    run = with_engines(make_session(run.config, tmp_path, tasks, engines, gangs, log), engines, Bytes())
+    schedule = Schedule(tasks, 2, seed=1)
+    return replace(run, rollouts=replace(run.rollouts, schedule=schedule, validation=tuple(tasks[:validation])))
 
 
-def manifest(run: Run, step: int) -> dict[str, Any]:
-    return json.loads((run.models.parent / "checkpoints" / f"step_{step:06d}" / "manifest.json").read_text())
+def manifest(run: TrainingSession, step: int) -> dict[str, Any]:
+    return json.loads((run.rollouts.folder.parent / "checkpoints" / f"step_{step:06d}" / "manifest.json").read_text())
 
 
 def test_a_collection_is_abandoned_and_the_steps_before_it_are_saved(tmp_path: Path) -> None:
@@ -67,7 +61,7 @@ def test_a_collection_is_abandoned_and_the_steps_before_it_are_saved(tmp_path: P
         asyncio.run(train_steps(run, 0))
     assert [step for step, _ in rows] == [0, 1]
     assert manifest(run, 2)["state"]["unreported"] is None
-    assert sorted(path.name for path in run.trajectories.iterdir()) == ["step_000000.parquet", "step_000001.parquet"]
+    assert sorted(path.name for path in run.rollouts.folder.iterdir()) == ["step_000000.parquet", "step_000001.parquet"]
 
 
 def test_nothing_is_saved_twice_and_nothing_of_no_steps(tmp_path: Path) -> None:
@@ -76,7 +70,7 @@ def test_nothing_is_saved_twice_and_nothing_of_no_steps(tmp_path: Path) -> None:
         asyncio.run(train_steps(run, 0))
     assert manifest(run, 1)["step"] == 1
     run = stuck(tmp_path / "first", 0, [])
-    run.team.players["solver"].engine.stop = signal.SIGURG  # type: ignore[attr-defined]
+    run.rollouts.team.players["solver"].engine.stop = signal.SIGURG  # type: ignore[attr-defined]
     with pytest.raises(Stopped, match="before the end of the first step; the same command starts again"):
         asyncio.run(train_steps(run, 0))
     assert not (tmp_path / "first" / "checkpoints" / "step_000000").exists()

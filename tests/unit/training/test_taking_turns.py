@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mcore_mas.training.step import _acting
+from mcore_mas.training.weight_sync import Memory
 from rollout.base.errors import EngineError
 
 
@@ -31,19 +30,15 @@ class Taker:
         self._said.append(f"{self._name} {verb} {'+'.join(tags)}")
 
 
-def run_of(said: list[str], *, sleep: bool = True, busy: bool = False) -> Any:
-    policies = {"learner": SimpleNamespace(offload=True), "frozen": SimpleNamespace(offload=False)}
-    return SimpleNamespace(
-        config=SimpleNamespace(policies=policies, engine=SimpleNamespace(sleep=sleep)),
-        trainers={"learner": Taker("trainer", said)},
-        critics={"learner": Taker("critic", said)},
-        engines={name: Taker(name, said, busy=busy) for name in policies},
-    )
+def memory_of(said: list[str], *, sleep: bool = True, busy: bool = False) -> Memory:
+    engines: Any = {name: Taker(name, said, busy=busy) for name in ("learner", "frozen")}
+    trainers: Any = [Taker("trainer", said), Taker("critic", said)]
+    return Memory(engines, trainers, sleeps=sleep)
 
 
-def play(run: Any, said: list[str], error: Exception | None = None) -> None:
+def play(memory: Memory, said: list[str], error: Exception | None = None) -> None:
     async def act() -> None:
-        async with _acting(run, ["learner"]):
+        async with memory.rollout(["learner"]):
             said.append("-")
             if error:
                 raise error
@@ -57,7 +52,7 @@ AFTER = ["trainer takes all", "critic takes all"]
 
 def test_engines_take_what_trainers_gave_and_the_reverse() -> None:
     said: list[str] = []
-    play(run_of(said), said)
+    play(memory_of(said), said)
     # who is trained gets its weights anew, who is not keeps them
     assert said == [*BEFORE, "learner gives weights+kv_cache", "frozen gives kv_cache", *AFTER]
 
@@ -65,11 +60,11 @@ def test_engines_take_what_trainers_gave_and_the_reverse() -> None:
 def test_what_is_abandoned_says_why_and_leaves_the_trainers_awake() -> None:
     said: list[str] = []
     with pytest.raises(ZeroDivisionError):
-        play(run_of(said, busy=True), said, ZeroDivisionError())
+        play(memory_of(said, busy=True), said, ZeroDivisionError())
     assert said == [*BEFORE, "learner gives kv_cache", "frozen gives kv_cache", *AFTER]
 
 
 def test_engines_of_their_own_stay_awake() -> None:
     said: list[str] = []
-    play(run_of(said, sleep=False), said)
+    play(memory_of(said, sleep=False), said)
     assert said == ["trainer gives all", "critic gives all", "-", *AFTER]

@@ -1,0 +1,126 @@
+"""The loop around the training step: validation, checkpoints, reports, and the end that a signal asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from mcore_mas.training.checkpoint import CheckpointError
+from mcore_mas.training.metrics import StepMetrics, losses, validation_metrics
+from mcore_mas.training.session import Abandoned, Stopped, TrainingSession
+from mcore_mas.training.step import step
+from rollout.base.files import Digest
+
+_BEST_BY = "validation/accuracy"
+
+
+async def train_steps(session: TrainingSession, first: int, unreported: Mapping[str, float] | None = None) -> None:
+    """Take steps `first` up to the configured number, with a checkpoint after every few and after the last.
+
+    SIGTERM or SIGURG ends training with the state after the last finished update saved: a collection or a validation
+    under way is abandoned, an update is not.
+
+    Args:
+        unreported: metrics of step `first` - 1, whose validation was abandoned.
+
+    Raises:
+        TrainingError: the trainer does not see the log-probabilities that the engine sampled with, or a checkpoint
+            cannot be written.
+        Stopped: one of the signals came.
+    """
+    session.stop.listen()
+    try:
+        await _begin(session, first, unreported)
+        async with session.rollouts:
+            for number in range(first, session.config.trainer.steps):
+                await _take(session, number)
+    except BaseException:
+        with suppress(CheckpointError):
+            await session.checkpoints.finish()
+        raise
+    await session.checkpoints.finish()
+
+
+async def _begin(session: TrainingSession, first: int, unreported: Mapping[str, float] | None) -> None:
+    """Make up a validation that was abandoned, or validate what training starts from."""
+    if unreported is not None:
+        metrics = dict(unreported)
+        await _report(session, first - 1, metrics)
+        if _BEST_BY in metrics:
+            session.checkpoints.rate(first, metrics[_BEST_BY])
+    elif first == 0 and session.rollouts.validation:
+        try:
+            start = await session.stop.unless(_validate(session))
+        except Abandoned:
+            await _leave(session, 0)
+        session.logbook.report(-1, start)
+
+
+async def _take(session: TrainingSession, number: int) -> None:
+    """One step, and all that is due after it."""
+    trainer, checkpoints = session.config.trainer, session.checkpoints
+    try:
+        metrics = await step(session, number)
+    except Abandoned:
+        await _leave(session, number)
+    await _report(session, number, metrics)
+    last = number + 1 == trainer.steps
+    if session.stop.came and not last:
+        await _leave(session, number + 1, metrics.get(_BEST_BY))
+    best = _BEST_BY in metrics and checkpoints.is_best(metrics[_BEST_BY])
+    if last or best or (number + 1) % trainer.checkpoint_every == 0:
+        await _save(session, number + 1, metrics.get(_BEST_BY))
+
+
+async def _report(session: TrainingSession, number: int, metrics: StepMetrics) -> None:
+    """Validate, if it is time, and report the step."""
+    if session.rollouts.validation and session.validates_after(number):
+        try:
+            metrics |= await session.stop.unless(_validate(session))
+        except Abandoned:
+            await _leave(session, number + 1, unreported=metrics)
+    # before the checkpoint: a step that is taken again drops its row, a lost row is lost
+    session.logbook.report(number, metrics)
+
+
+async def _validate(session: TrainingSession) -> StepMetrics:
+    async with session.memory.rollout():
+        groups = await session.rollouts.validate()
+    if lost := losses(groups):
+        session.logbook.note(f"validation: {lost}")
+    return validation_metrics(groups)
+
+
+async def _leave(
+    session: TrainingSession, steps: int, metric: float | None = None, unreported: Mapping[str, float] | None = None
+) -> NoReturn:
+    """Save the state after `steps` steps, if it is not yet, and stop."""
+    if not steps:
+        raise Stopped("stopped by a signal before the end of the first step; the same command starts again")
+    await session.checkpoints.finish()
+    if not session.checkpoints.has(steps):
+        await _save(session, steps, metric, unreported)
+        await session.checkpoints.finish()
+    raise Stopped(f"stopped by a signal after step {steps}; the same command goes on from its checkpoint")
+
+
+async def _save(
+    session: TrainingSession, steps: int, metric: float | None, unreported: Mapping[str, float] | None = None
+) -> None:
+    """Begin the checkpoint of the state after `steps` steps; training goes on while it is written."""
+    kl = {policy: trainer.kl.to_dict() for policy, trainer in session.trainers.items() if trainer.kl}
+    state = {"mlflow_run": session.logbook.tracking_run, "kl": kl, "unreported": unreported}
+    groups = session.groups
+
+    async def write(folder: Path) -> Awaitable[dict[str, Digest]]:
+        await asyncio.gather(*(group.save(folder / name) for name, group in groups.items()))
+        return written()
+
+    async def written() -> dict[str, Digest]:
+        done = await asyncio.gather(*(group.written() for group in groups.values()))
+        return {f"{name}/{file}": own[file] for name, own in zip(groups, done, strict=True) for file in own}
+
+    await session.checkpoints.save(steps, state, write, metric)

@@ -1,0 +1,164 @@
+"""One policy's trainer: its samples are packed once a step, scored by reference and critic, and trained on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from mcore_mas.credit.assign import penalise, reference_kl
+from mcore_mas.credit.samples import Sample, align, split, weigh
+from mcore_mas.packing.pack import PackedSamples, tokens_saved
+from mcore_mas.training.metrics import StepMetrics, critic_metrics, merge_updates
+from mcore_mas.training.session import TrainingError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mcore_mas.config.run import RunConfig
+    from mcore_mas.equations.kl import AdaptiveKL
+    from mcore_mas.megatron.batch import Microbatch
+    from mcore_mas.megatron.step.trainer_group import TrainerGroup
+
+
+@dataclass(slots=True, kw_only=True)
+class UpdateBatch:
+    """What a policy learns from in one optimizer step, packed for its trainer and for its critic."""
+
+    samples: list[Sample]
+    packed: PackedSamples
+    valued: PackedSamples  # for the critic; the same one where both have the same layout
+
+
+class PolicyTrainer:
+    """Trains one policy and, where it has one, its critic."""
+
+    def __init__(
+        self,
+        policy: str,
+        config: RunConfig,
+        group: TrainerGroup,
+        *,
+        critic: TrainerGroup | None = None,
+        kl: AdaptiveKL | None = None,
+    ) -> None:
+        """`kl` is the coefficient of the KL term if it adapts; each step replaces it."""
+        self._policy, self._config = policy, config
+        self._group, self._critic = group, critic
+        self.kl = kl
+
+    @property
+    def groups(self) -> dict[str, TrainerGroup]:
+        """The trainer's ranks and the critic's, by name."""
+        critic = {} if self._critic is None else {f"{self._policy}.critic": self._critic}
+        return {self._policy: self._group, **critic}
+
+    @property
+    def kl_coef(self) -> float:
+        """The factor of the KL term or penalty in this step."""
+        return self.kl.coefficient if self.kl else self._config.loss.kl.coef
+
+    def pack(self, samples: Sequence[Sample], step: int) -> list[UpdateBatch]:
+        """The policy's samples, in as many parts as the step has updates; each is packed when it is first needed."""
+        trainer, entropy = self._config.trainer, self._config.loss.entropy
+        own = [replace(sample, entropy_coef=entropy) for sample in samples if sample.policy == self._policy]
+        return [self._batch(part) for part in split(own, trainer.updates_per_step, self._config.seed, step)]
+
+    def _batch(self, samples: list[Sample]) -> UpdateBatch:
+        tokens = self._config.trainer.microbatch_tokens
+        packed = PackedSamples(samples, tokens, self._group.cost_model)
+        spread = self._critic is not None and self._critic.cost_model.spread
+        valued = PackedSamples(samples, tokens, self._critic.cost_model) if self._critic and spread else packed
+        return UpdateBatch(samples=samples, packed=packed, valued=valued)
+
+    async def score(self, batches: Sequence[UpdateBatch]) -> None:
+        """Add what the frozen reference and the critic say of the samples' tokens, where the policy asks for it."""
+        kl, coef = self._config.loss.kl, self.kl_coef
+        if coef and batches:
+            rows = await _scores([batch.packed for batch in batches], partial(self._group.score, reference=True))
+            for batch, own in zip(batches, rows, strict=True):
+                batch.samples = [replace(s, reference=row) for s, row in zip(batch.samples, own, strict=True)]
+                batch.samples = [
+                    penalise(s, coef, kl.estimate) if kl.where == "reward" else replace(s, kl_coef=coef)
+                    for s in batch.samples
+                ]
+        if self._critic is not None and batches:
+            rows = await _scores([batch.valued for batch in batches], self._critic.score)
+            for batch, own in zip(batches, rows, strict=True):
+                batch.samples = [replace(s, values=row) for s, row in zip(batch.samples, own, strict=True)]
+
+    async def update(self, batches: Sequence[UpdateBatch], credited: Sequence[Sample], step: int) -> StepMetrics:
+        """Train policy and critic on the samples with their advantages, an optimizer step for each batch.
+
+        Raises:
+            TrainingError: the trainer does not see the log-probabilities that the engine sampled with.
+        """
+        config = self._config
+        sizes = {name: config.advantage_of(name).align for name in config.agents}
+        samples = align([s for s in credited if s.policy == self._policy], sizes, config.seed, step)
+        parts = [self._weighed(part) for part in split(samples, config.trainer.updates_per_step, config.seed, step)]
+        trained = [
+            batch.packed.train([s for s in part if s.has_gradient]) for batch, part in zip(batches, parts, strict=True)
+        ]
+        if len(parts) > 1 and config.loss.correction.name != "none":
+            trained = [await self._with_proximal(microbatches) for microbatches in trained]
+        rows = []
+        for number, (batch, part, microbatches) in enumerate(zip(batches, parts, trained, strict=True)):
+            row = await self._update_once(batch, part, microbatches)
+            if number == 0:  # later parts are scored by weights that the earlier ones have changed
+                self._check_agreement(row)
+            rows.append(row)
+        rows = rows or [{"skipped_updates": 1.0}]
+        metrics = merge_updates(rows) | {"updates": len(rows) - sum(row["skipped_updates"] for row in rows)}
+        if self.kl and samples:
+            measured = reference_kl(samples, config.loss.kl.estimate)
+            metrics |= {"reference_kl": measured, "kl_coef": self.kl.coefficient}
+            self.kl = self.kl.update(measured, len(samples))
+        return metrics
+
+    def _weighed(self, samples: Sequence[Sample]) -> list[Sample]:
+        weights = {name: agent.loss_weight for name, agent in self._config.agents.items()}
+        return weigh(samples, weights, self._config.loss.aggregation, self._config.loss.norm)
+
+    async def _with_proximal(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        """With the log-probabilities under the weights at the start of the step, which several updates leave behind."""
+        scores = await self._group.score(microbatches)
+        return [replace(batch, proximal=score) for batch, score in zip(microbatches, scores, strict=True)]
+
+    async def _update_once(
+        self, batch: UpdateBatch, samples: Sequence[Sample], microbatches: list[Microbatch]
+    ) -> StepMetrics:
+        """One optimizer step of the policy beside one of the critic."""
+        updates = [self._group.update(microbatches)] if microbatches else []
+        if self._critic is not None:
+            valued = batch.valued.train([s for s in samples if s.returns is not None])
+            updates.append(_update_critic(self._critic, valued))
+        metrics = {"tokens_saved": tokens_saved(microbatches)} if microbatches else {"skipped_updates": 1.0}
+        for own in await asyncio.gather(*updates):
+            metrics |= own
+        return metrics
+
+    def _check_agreement(self, metrics: Mapping[str, float]) -> None:
+        tolerance = self._config.trainer.logprob_tolerance
+        for name, gap in metrics.items():
+            if name.endswith("/logprob_gap_max") and gap > tolerance:
+                raise TrainingError(
+                    f"policy {self._policy}, {name.removesuffix('/logprob_gap_max')}: the trainer's log-probabilities "
+                    f"differ from the engine's by {gap:.2e}, more than trainer.logprob_tolerance {tolerance:.0e}; "
+                    "engine and trainer do not hold the same weights"
+                )
+
+
+async def _scores(
+    packs: Sequence[PackedSamples], score: Callable[[list[Microbatch]], Awaitable[list[Tensor]]]
+) -> list[list[tuple[float, ...]]]:
+    """What a model says of each completion token, by pack and sample, in one pass over all of them."""
+    scores = iter(await score([microbatch for pack in packs for microbatch in pack.microbatches]))
+    return [pack.unpack(islice(scores, len(pack.microbatches))) for pack in packs]
+
+
+async def _update_critic(critic: TrainerGroup, microbatches: list[Microbatch]) -> StepMetrics:
+    return critic_metrics(await critic.update(microbatches) if microbatches else {})
