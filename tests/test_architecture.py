@@ -51,7 +51,7 @@ ENVIRONMENT_READERS = {
     "mcore_mas/pipeline/suite.py": "the jobs of a suite import the Python code beside it",
     "mcore_mas/pipeline/cold_start.py": "tokenizers takes its number of threads from nowhere else",
     "mcore_mas/training/tracking.py": "MLflow's telemetry has no other switch",
-    "mcore_mas/training/train.py": "Ray joins the cluster of RAY_ADDRESS unless it is removed",
+    "mcore_mas/training/ray_cleanup.py": "Ray joins the cluster of RAY_ADDRESS unless it is removed",
     "rollout/sandbox/guest/warden.py": "a program's home and temporary folder are its own box",
     "mcore_mas/cli/machine.py": "MLflow's server passes its settings to its workers in the environment",
     "rollout/engines/sglang/server.py": "a server of another environment does not inherit where this one's modules are",
