@@ -48,14 +48,14 @@ test-sglang: $(STAMP) .venv-sglang/.stamp ## run engines, transports and a train
 lint: $(STAMP) ## check style, types and the workflow
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/snakefmt --line-length 120 --check workflow
+	$(BIN)/snakefmt --line-length 120 --check Snakefile workflow
 	$(BIN)/mypy
 	$(BIN)/snakemake --lint
 
 format: $(STAMP) ## rewrite files in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/snakefmt --line-length 120 workflow
+	$(BIN)/snakefmt --line-length 120 Snakefile workflow
 
 bench: $(STAMP) ## run every benchmark and write docs/benchmarks.md
 	$(BIN)/python benchmarks/run_all.py
