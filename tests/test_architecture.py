@@ -197,6 +197,39 @@ def test_no_import_cycles() -> None:
         visit(name, ())
 
 
+OPTION_TAKERS = {"make_code", "make_data_science", "ab_mcts"}  # their keyword-only parameters are the keys of a config
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=places)
+def test_functions_and_classes_fit_on_a_screen(path: Path) -> None:
+    found = []
+    for node in ast.walk(tree(path)):
+        lines = (getattr(node, "end_lineno", 0) or 0) - getattr(node, "lineno", 0) + 1
+        if isinstance(node, ast.ClassDef) and lines > 200:
+            found.append(f"class {node.name} has {lines} lines")
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = node.args
+            names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+            count = len(names) - (names[:1] in (["self"], ["cls"]))
+            if lines > 60:
+                found.append(f"{node.name} has {lines} lines")
+            if count > 8 and node.name not in OPTION_TAKERS:
+                found.append(f"{node.name} has {count} parameters")
+    assert not found, f"{places(path)}: {'; '.join(found)}"
+
+
+def test_a_public_name_is_defined_once() -> None:
+    defined: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for node in tree(path).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [getattr(node, "name", None), *(t.id for t in targets if isinstance(t, ast.Name))]
+            for name in {name for name in names if isinstance(name, str) and not name.startswith("_")}:
+                defined.setdefault(name, set()).add(places(path))
+    del defined["main"]  # of every program
+    assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
+
+
 def reads_environment(path: Path) -> bool:
     return any(
         (isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"))

@@ -129,54 +129,10 @@ class RunConfig(Section):
             )
         if self.cold_start is not None:
             self.data.demonstration_arguments(self.cold_start.options)
-        self._check_turns()
-        self._check_transport()
-        self._check_ahead()
+        _check_turns(self)
+        _check_transport(self)
+        _check_ahead(self)
         return self
-
-    def _check_ahead(self) -> None:
-        for name, policy in self.policies.items():
-            if policy.staleness is not None and name not in self.trained:
-                raise ValueError(f"policies.{name}.staleness: nothing trains this policy; leave it out")
-        if not self.ahead:
-            return
-        most = max(self.staleness_of(name) for name in self.trained)
-        if self.engine.sleep:
-            raise ValueError(f"engine.sleep: engines have no rest while staleness is {most}; set one to 0 or false")
-        for name, policy in self.policies.items():
-            if policy.offload:
-                raise ValueError(
-                    f"policy '{name}': offload gives the trainer's memory away while the team acts, and with a "
-                    f"staleness of {most} the team acts while it trains; choose one of them"
-                )
-
-    def _check_transport(self) -> None:
-        """Memory is handed over on one GPU, and NCCL takes none twice."""
-        if self.engine.name != "sglang" or self.engine.urls:
-            return
-        if self.engine.transport == "tensor" and self.cluster.pool == "split":
-            raise ValueError(
-                "engine.transport: tensor hands over memory of the engine's own GPUs, and with cluster.pool: split "
-                "its trainer is on others; use cluster.pool: shared, or transport distributed"
-            )
-        if self.engine.transport == "distributed" and self.cluster.pool == "shared":
-            raise ValueError(
-                "engine.transport: distributed joins trainer and engine in an NCCL group, which takes no GPU twice, "
-                "and with cluster.pool: shared they are on the same; use cluster.pool: split, or transport tensor"
-            )
-
-    def _check_turns(self) -> None:
-        alternate = self.trainer.alternate
-        if alternate is not None and sorted(alternate.order) != sorted(self.trained):
-            raise ValueError(
-                f"trainer.alternate.order is {', '.join(alternate.order)}; expected every trained policy once: "
-                f"{', '.join(self.trained)}"
-            )
-        for name in self.trained:
-            policy = self.policies[name]
-            policy.check_decay(f"policies.{name}", self.updates_of(name))
-            if policy.critic is not None:
-                policy.critic.check_decay(f"policies.{name}.critic", self.updates_of(name))
 
     def _check_credit(self, name: str, agent: CreditedAgentConfig) -> None:
         estimator = self.advantage_of(name).name
@@ -291,3 +247,50 @@ class RunConfig(Section):
             raise ConfigError(f"{where}: {invalid(error, cls)}") from error
         except UnknownName as error:
             raise ConfigError(f"{where}: {error}") from error
+
+
+def _check_ahead(config: RunConfig) -> None:
+    for name, policy in config.policies.items():
+        if policy.staleness is not None and name not in config.trained:
+            raise ValueError(f"policies.{name}.staleness: nothing trains this policy; leave it out")
+    if not config.ahead:
+        return
+    most = max(config.staleness_of(name) for name in config.trained)
+    if config.engine.sleep:
+        raise ValueError(f"engine.sleep: engines have no rest while staleness is {most}; set one to 0 or false")
+    for name, policy in config.policies.items():
+        if policy.offload:
+            raise ValueError(
+                f"policy '{name}': offload gives the trainer's memory away while the team acts, and with a "
+                f"staleness of {most} the team acts while it trains; choose one of them"
+            )
+
+
+def _check_transport(config: RunConfig) -> None:
+    """Memory is handed over on one GPU, and NCCL takes none twice."""
+    if config.engine.name != "sglang" or config.engine.urls:
+        return
+    if config.engine.transport == "tensor" and config.cluster.pool == "split":
+        raise ValueError(
+            "engine.transport: tensor hands over memory of the engine's own GPUs, and with cluster.pool: split "
+            "its trainer is on others; use cluster.pool: shared, or transport distributed"
+        )
+    if config.engine.transport == "distributed" and config.cluster.pool == "shared":
+        raise ValueError(
+            "engine.transport: distributed joins trainer and engine in an NCCL group, which takes no GPU twice, "
+            "and with cluster.pool: shared they are on the same; use cluster.pool: split, or transport tensor"
+        )
+
+
+def _check_turns(config: RunConfig) -> None:
+    alternate = config.trainer.alternate
+    if alternate is not None and sorted(alternate.order) != sorted(config.trained):
+        raise ValueError(
+            f"trainer.alternate.order is {', '.join(alternate.order)}; expected every trained policy once: "
+            f"{', '.join(config.trained)}"
+        )
+    for name in config.trained:
+        policy = config.policies[name]
+        policy.check_decay(f"policies.{name}", config.updates_of(name))
+        if policy.critic is not None:
+            policy.critic.check_decay(f"policies.{name}.critic", config.updates_of(name))

@@ -15,7 +15,7 @@ from rollout.base.schema_words import json_schema
 from rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
 from rollout.tasks import GENERATORS
 
-Schema = dict[str, Any]
+EditorSchema = dict[str, Any]
 
 SCHEMAS = CONFIGS / "schema"
 SECTIONS = {  # the section that a file of a group sets; files of other groups may set any
@@ -30,13 +30,13 @@ _CHOICES = (EnvConfig, OrchestraConfig, RewardConfig, AdvantageConfig, FilterCon
 _INTERPOLATED = {"type": "string", "pattern": r"^(\$\{.*\}|\?\?\?)$"}  # OmegaConf fills it in
 
 
-def editor_schemas() -> dict[str, Schema]:
+def editor_schemas() -> dict[str, EditorSchema]:
     """The schema of whole runs, and of each section that has a group of files, by the name of its file."""
     groups = {group: {"$ref": f"run.json#/$defs/{section}"} for group, section in SECTIONS.items()}
     return {"run": run_schema(), **groups}
 
 
-def run_schema() -> Schema:
+def run_schema() -> EditorSchema:
     """The schema of files that set any part of a run: nothing is required, and what Hydra reads may stand there too."""
     schema = _partial(json_schema(RunConfig))
     sections = schema["$defs"]
@@ -68,7 +68,7 @@ def run_schema() -> Schema:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "mcore-mas run", **schema}
 
 
-def _cold_starts(sections: Schema) -> Iterator[Schema]:
+def _cold_starts(sections: EditorSchema) -> Iterator[EditorSchema]:
     """The options of a cold start by the generator of its demonstrations."""
     for name, generator in GENERATORS.items():
         if generator.demonstration_options is not None:
@@ -77,9 +77,9 @@ def _cold_starts(sections: Schema) -> Iterator[Schema]:
             yield {"if": _where("data", _where("generator", {"const": name})), "then": then}
 
 
-def _choose(section: Schema, key: str, options: Mapping[str, Schema], *, own: bool) -> None:
+def _choose(section: EditorSchema, key: str, options: Mapping[str, EditorSchema], *, own: bool) -> None:
     """Make the options of a section follow the name under `key`."""
-    names: list[Schema] = [{"enum": [*sorted(options), *([None] if key == "generator" else [])]}]
+    names: list[EditorSchema] = [{"enum": [*sorted(options), *([None] if key == "generator" else [])]}]
     section["properties"][key] = {"anyOf": [*names, {"type": "string", "pattern": ":"}]} if own else names[0]
     section["allOf"] = [
         {"if": _where(key, {"const": name}), "then": {"properties": {"options": schema}}}
@@ -87,17 +87,17 @@ def _choose(section: Schema, key: str, options: Mapping[str, Schema], *, own: bo
     ]
 
 
-def _where(key: str, schema: Schema) -> Schema:
+def _where(key: str, schema: EditorSchema) -> EditorSchema:
     return {"properties": {key: schema}, "required": [key]}
 
 
-def _options(sections: Schema, registry: Registry, name: str) -> Schema:
+def _options(sections: EditorSchema, registry: Registry, name: str) -> EditorSchema:
     return _hoisted(sections, json_schema(registry.model(name)))
 
 
-def _hoisted(sections: Schema, schema: Schema) -> Schema:
+def _hoisted(sections: EditorSchema, schema: EditorSchema) -> EditorSchema:
     """The schema of options, with what it refers to among `sections`."""
-    partial: Schema = _partial(schema)
+    partial: EditorSchema = _partial(schema)
     sections |= partial.pop("$defs", {})
     return partial
 

@@ -6,14 +6,14 @@ import importlib
 from collections.abc import Mapping
 from typing import TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class UnknownName(ValueError):
     """A name in a config is neither registered nor an import path."""
 
 
-def lookup(kind: str, name: str, known: Mapping[str, T]) -> T:
+def lookup(kind: str, name: str, known: Mapping[str, _T]) -> _T:
     """Return `known[name]`, or the object at the import path `name` ("package.module:attribute").
 
     Raises:
@@ -25,7 +25,7 @@ def lookup(kind: str, name: str, known: Mapping[str, T]) -> T:
     if not separator:
         raise UnknownName(f"unknown {kind} '{name}'; known: {', '.join(sorted(known))} (or package.module:attribute)")
     try:
-        found: T = getattr(importlib.import_module(module), attribute)
+        found: _T = getattr(importlib.import_module(module), attribute)
         return found
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError, NameError) as error:
         raise UnknownName(f"{kind} '{name}' cannot be imported: {error}") from error

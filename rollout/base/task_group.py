@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from rollout.base.errors import EngineError, EnvError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 PATIENCE_S = 10.0  # that a cancelled task has to clean up, before it is cancelled again and left behind
 
 
-async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def together(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Their results in order. The first exception, or a cancellation, ends the others before it goes on.
 
     `asyncio.gather` leaves the others running, and a task group wraps the exception in a group.
@@ -95,7 +95,7 @@ class LateTool(Late, EnvError):
     """An environment was still at work when its time was up."""
 
 
-async def within(seconds: float | None, work: Awaitable[T], late: type[Late] = Late) -> T:
+async def within(seconds: float | None, work: Awaitable[_T], late: type[Late] = Late) -> _T:
     """What `work` gives; it is cancelled when it takes longer than `seconds`, and left behind if it goes on still.
 
     Raises:
