@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -96,22 +95,10 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def nodes(root: ast.AST, *, type_checking: bool) -> Iterator[ast.AST]:
-    """Every node below `root`; without `type_checking`, not those that only a type checker sees."""
-    for node in ast.iter_child_nodes(root):
-        if isinstance(node, ast.If) and not type_checking and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            for other in node.orelse:
-                yield other
-                yield from nodes(other, type_checking=False)
-            continue
-        yield node
-        yield from nodes(node, type_checking=type_checking)
-
-
-def imports(path: Path, *, type_checking: bool = True) -> set[str]:
-    """Dotted names that a file imports, in functions too; `from a import b` counts as a and as a.b."""
+def imports(path: Path) -> set[str]:
+    """Dotted names that a file imports, anywhere in it; `from a import b` counts as a and as a.b."""
     found = set()
-    for node in nodes(tree(path), type_checking=type_checking):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -181,7 +168,7 @@ def test_no_import_cycles() -> None:
     modules = {name_of(path): path for path in SOURCES}
     edges: dict[str, set[str]] = {}
     for name, path in modules.items():
-        edges[name] = {other for other in imports(path, type_checking=False) if other in modules} - {name}
+        edges[name] = {other for other in imports(path) if other in modules} - {name}
         # `from package import module` needs the module; the package's own __init__ is needed by everything in it
         edges[name] -= {parent for parent in edges[name] if within(name, parent)}
     done: set[str] = set()

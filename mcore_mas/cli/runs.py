@@ -39,7 +39,7 @@ def run_suite(
 @run_commands.command("train", rich_help_panel=_PANEL)
 def train_run(config: _Config) -> None:
     """Train one run, from its newest checkpoint if it has one."""
-    from mcore_mas.training.session import Stopped
+    from mcore_mas.training.stopping import Stopped
     from mcore_mas.training.train import train
 
     try:

@@ -18,7 +18,7 @@ from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import NEEDS
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.schedule import Schedule
-from mcore_mas.training.session import TrainingError
+from mcore_mas.training.stopping import TrainingError
 from rollout.base.task_group import cancel_tasks, together
 from rollout.base.watchdog import Wait, Waiting, Watchdog
 from rollout.config.build import build_allocator

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.training.session import TrainingError
+from mcore_mas.training.stopping import TrainingError
 from rollout.base.files import Digest, sha256, sync_folder, write_json
 from rollout.models.architecture import read_architecture
 

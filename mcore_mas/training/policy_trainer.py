@@ -13,7 +13,7 @@ from mcore_mas.credit.assign import penalise, reference_kl
 from mcore_mas.credit.samples import Sample, align, split, weigh
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
 from mcore_mas.training.metrics import StepMetrics, critic_metrics, merge_updates
-from mcore_mas.training.session import TrainingError
+from mcore_mas.training.stopping import TrainingError
 
 if TYPE_CHECKING:
     from torch import Tensor

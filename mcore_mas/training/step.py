@@ -13,7 +13,8 @@ from mcore_mas.equations.advantages import NEEDS
 from mcore_mas.training.async_rollout import RolloutBatch
 from mcore_mas.training.metrics import StepMetrics, credit_metrics, losses, rollout_metrics, staleness_metrics
 from mcore_mas.training.policy_trainer import UpdateBatch
-from mcore_mas.training.session import TrainingError, TrainingSession
+from mcore_mas.training.session import TrainingSession
+from mcore_mas.training.stopping import TrainingError
 from rollout.base.task_group import together
 
 

@@ -6,8 +6,7 @@ import asyncio
 import itertools
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,8 @@ import ray
 from rollout.base.errors import EngineError
 from rollout.base.files import memory_path
 from rollout.base.processes import say
-from rollout.engines import TRANSPORTS
 from rollout.engines.embedded.batching import Ask, EmbeddedEngine, Outcome
-from rollout.engines.embedded.host import Host
+from rollout.engines.embedded.host import Host, HostedSettings
 from rollout.engines.protocol import BUSY, Tag
 from rollout.models.architecture import read_architecture
 from rollout.records.completion import Completion, Sampling
@@ -133,31 +131,6 @@ class LocalEngine:
     async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:
         """One step of the engine, with what is new and what is not wanted any more."""
         return self.core.exchange(asks, aborts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostedSettings:
-    """Settings of an embedded engine in an actor.
-
-    Raises:
-        EngineError: no such transport.
-    """
-
-    max_length: int  # tokens of prompt and reply
-    rows: int = 192  # sequences held at once
-    threads: int = 1
-    deterministic: bool = False  # as in `EmbeddedEngine`
-    device: str = "cpu"  # or "cuda", which needs a GPU in `place`
-    place: Mapping[str, Any] | None = None  # actor options; None: nothing set aside
-    transport: str = "shared"  # how new weights come; "disk" and "delta" go through ...
-    weights_folder: Path | str | None = None  # ... this folder, which the trainer sees too; None: one in shared memory
-    restarts: int = 2
-
-    def __post_init__(self) -> None:
-        """Check the transport."""
-        known = sorted(TRANSPORTS["embedded"])
-        if self.transport not in known:
-            raise EngineError(f"the embedded engine has no transport '{self.transport}'; known: {', '.join(known)}")
 
 
 class HostedEngine:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from rollout.base.errors import EngineError
+from rollout.engines import TRANSPORTS
 from rollout.engines.embedded.batching import Ask, EmbeddedEngine, Outcome
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.engines.protocol import Tag
@@ -19,10 +20,32 @@ from rollout.models.tensors import compare, read_tensors
 from rollout.sync.disk import patched
 from rollout.sync.shared import SharedCheck, SharedWeights
 
-if TYPE_CHECKING:
-    from rollout.engines.embedded.engine import HostedSettings
-
 Held = tuple[int, int | None]  # version of the weights, and the shared half they are in; None: they are the folder's
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostedSettings:
+    """Settings of an embedded engine in an actor.
+
+    Raises:
+        EngineError: no such transport.
+    """
+
+    max_length: int  # tokens of prompt and reply
+    rows: int = 192  # sequences held at once
+    threads: int = 1
+    deterministic: bool = False  # as in `EmbeddedEngine`
+    device: str = "cpu"  # or "cuda", which needs a GPU in `place`
+    place: Mapping[str, Any] | None = None  # actor options; None: nothing set aside
+    transport: str = "shared"  # how new weights come; "disk" and "delta" go through ...
+    weights_folder: Path | str | None = None  # ... this folder, which the trainer sees too; None: one in shared memory
+    restarts: int = 2
+
+    def __post_init__(self) -> None:
+        """Check the transport."""
+        known = sorted(TRANSPORTS["embedded"])
+        if self.transport not in known:
+            raise EngineError(f"the embedded engine has no transport '{self.transport}'; known: {', '.join(known)}")
 
 
 class Host:

@@ -14,7 +14,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.metrics import losses, success, validation_metrics
-from mcore_mas.training.session import Stopped
+from mcore_mas.training.stopping import Stopped
 from rollout.base.task_group import PATIENCE_S
 from rollout.records.trajectory import Status, read_trajectories
 from tests.support.played import failed, group, trajectory, turn

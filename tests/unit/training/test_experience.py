@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.training.session import TrainingError
+from mcore_mas.training.stopping import TrainingError
 from rollout.base.errors import EngineError
 from rollout.records.trajectory import Status, read_trajectories
 from tests.support.scripted_run import box, make_run, task_of
