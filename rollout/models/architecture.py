@@ -104,6 +104,8 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ModelError(f"{folder}: no model here (config.json is missing); expected a Hugging Face folder") from None
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"{path}: not readable ({error}); expected a Hugging Face model folder") from error
 

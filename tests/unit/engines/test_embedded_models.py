@@ -97,7 +97,7 @@ def test_a_tied_head_may_come_but_not_differ(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "config.json: not readable"),
+        (None, "no model here \\(config.json is missing\\)"),
         ('{"model_type": "mamba"}', "model_type 'mamba' is not supported; known: llama, qwen2, qwen3"),
         ('{"model_type": "qwen2"}', "no key 'num_attention_heads'"),
         ('{"model_type": "qwen2", "use_sliding_window": true}', "use_sliding_window is set"),
