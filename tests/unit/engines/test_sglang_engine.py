@@ -266,7 +266,7 @@ def test_only_what_sleeps_is_woken(make: Make) -> None:
 
 
 def test_the_server_says_what_it_can_compute(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"config\.json: not readable \(.*No such file"):
+    with pytest.raises(EngineError, match="no model here"):
         SGLangEngine(tmp_path, max_length=64, python=str(FAKE))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "vocab_size": 9}')
     engine = SGLangEngine(tmp_path, max_length=64, python=str(FAKE))  # the embedded engine knows no mixtures
