@@ -249,16 +249,17 @@ def test_a_failed_update_changes_nothing(subject: Subject, spoil: Any, message: 
 def test_an_update_may_come_in_the_middle(subject: Subject) -> None:
     prompt = prompts(1, seed=9, high=20)[0]
     new = MAX_LENGTH - len(prompt)
+    versions = [list(weights(0)), list(weights(1))]  # made before the race begins
 
     async def run(delay_s: float) -> Completion:
-        await subject.engine.load_weights(weights(0), 0)
+        await subject.engine.load_weights(versions[0], 0)
         running = asyncio.create_task(subject.engine.generate(prompt, Sampling(max_tokens=new)))
         await asyncio.sleep(delay_s)
-        await subject.engine.load_weights(weights(1), 1)
+        await subject.engine.load_weights(versions[1], 1)
         return await running
 
-    for delay_s in (0.02, 0.005, 0.06, 0.002, 0.1, 0.2, 0.5):  # until an update did come in the middle
-        completion = asyncio.run(run(delay_s))
+    for attempt in range(300):  # until an update did come in the middle
+        completion = asyncio.run(run(attempt % 25 * 0.002))
         spans = completion.versions
         if len(spans) == 2:
             break
