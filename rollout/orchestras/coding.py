@@ -20,12 +20,13 @@ from rollout.teams.team import TeamSession
 
 
 async def code_reflect(task: Task, team: TeamSession, env: GradedEnv, *, max_turns: PositiveInt = 3) -> None:
-    """Ask `planner`, then `coder` and `reflector` in turn, until a program passes the visible tests or `max_turns`
-    programs are spent. The last program is final, and nobody reflects on it.
+    """Ask `planner`, `coder` and `reflector` in turn, until a program passes the visible tests or `max_turns` programs
+    are spent. The last program is final, and nobody reflects on it.
 
-    Templates may use the slots `problem`, `plan` (all but the planner) and `history`: every program, what became of it
-    on the visible tests, and the reflection. Of the planner and the reflector only the tag's content is handed on, ""
-    when it is malformed. A reply without a program is tried as an empty one, and as the last one scored as none.
+    Templates may use the slots `problem`, `history` (of every turn the plan, the program, what became of it on the
+    visible tests, and the reflection) and the coder's also `plan`, this turn's. Of the planner and the reflector only
+    the tag's content is handed on, "" when it is malformed. A reply without a program is tried as an empty one, and as
+    the last one scored as none.
 
     Score `pass_rate` of every turn of the coder: the share of the task's tests that its program passes, 0 without one.
     These are the tests that decide the outcome, which nobody sees; the released code measures on the visible ones.
@@ -34,17 +35,17 @@ async def code_reflect(task: Task, team: TeamSession, env: GradedEnv, *, max_tur
         EnvError: the environment cannot grade single programs.
     """
     problem = env.reset(task)
-    plan = (await team.act("planner", problem=problem)).value or ""
     history = ""
     for turn in range(1, max_turns + 1):
+        plan = (await team.act("planner", problem=problem, history=history)).value or ""
         code = await team.act("coder", problem=problem, plan=plan, history=history)
         program = fenced(code.value)
         team.score(code.turn, pass_rate=await pass_rate(env, code.value))
         tried = await env.step(f"<run>\n{program}\n</run>")
         if turn == max_turns or (code.value and tried.metrics["visible_rate"] == 1):
             break
-        history += f"{program or 'There was no program.'}\n{tried.observation}\n\n"
-        reflection = await team.act("reflector", problem=problem, plan=plan, history=history)
+        history += f"{plan}\n{program or 'There was no program.'}\n{tried.observation}\n\n"
+        reflection = await team.act("reflector", problem=problem, history=history)
         history += f"{reflection.value or ''}\n\n"
     await env.step(program)
 

@@ -145,34 +145,38 @@ def test_code_reflect_ends_when_the_visible_tests_pass() -> None:
     assert differences(trajectory) == [0.5, 0.5]
 
 
-def test_code_reflect_hands_failures_and_advice_on() -> None:
+def test_in_every_turn_of_code_reflect_the_planner_speaks_first_and_everybody_gets_the_difference() -> None:
     hard = task(visible=[StdinTest(stdin="30 30\n", expected="60\n")])
-    replies = (PLAN, code("broken"), ADVICE, code("half"), ADVICE, code("good"))
+    mend = "<pseudocode>add wide ones</pseudocode>"
+    replies = (PLAN, code("broken"), ADVICE, mend, code("half"), ADVICE, NONE, code("good"))
     trajectory, prompts = run("code_reflect", TRIO, *replies, of=hard)
-    assert speakers(trajectory) == ["planner", "coder", "reflector", "coder", "reflector", "coder"]
+    assert speakers(trajectory) == ["planner", "coder", "reflector"] * 2 + ["planner", "coder"]
     assert trajectory.outcome == 1.0
     assert [turn.scores["pass_rate"] for turn in trajectory.turns if turn.agent == "coder"] == [0.0, 0.5, 1.0]
-    assert differences(trajectory) == [0.0, 0.0, 0.5, 0.5, 0.5, 0.5]  # a reflector gets what the next program adds
-    assert f"{code('broken')}\nTest 1: failed\nInput: 30 30\nExpected: 60\nError: NameError\n" in prompts[2]
-    assert "Output: 0\n\nmind large ones\n" in prompts[5]
+    # R_0; then R_1 - R_0 to the reflector before and to planner and coder; then R_2 - R_1 likewise
+    assert differences(trajectory) == [0.0, 0.0, *[0.5 - 0.0] * 3, *[1.0 - 0.5] * 3]
+    assert f"add them\n{code('broken')}\nTest 1: failed\nInput: 30 30\nExpected: 60\nError: NameError\n" in prompts[2]
+    assert "Error: NameError\n\nmind large ones\n" in prompts[3]
+    assert "# The plan\nadd wide ones\n" in prompts[4] and "# The plan\n\n" in prompts[7]
+    assert f"add wide ones\n{code('half')}\n" in prompts[6] and "Output: 0\n\nmind large ones\n" in prompts[6]
     assert not any(str(80) in prompt for prompt in prompts)
     assert [event.tool for event in trajectory.tools] == ["run"] * 3
 
 
 def test_code_reflect_with_malformed_replies() -> None:
-    trajectory, prompts = run("code_reflect", TRIO, NONE, NONE, NONE, NONE, max_turns=2)
-    assert speakers(trajectory) == ["planner", "coder", "reflector", "coder"]
-    assert validity(trajectory) == [False] * 4
+    trajectory, prompts = run("code_reflect", TRIO, NONE, NONE, NONE, NONE, NONE, max_turns=2)
+    assert speakers(trajectory) == ["planner", "coder", "reflector", "planner", "coder"]
+    assert validity(trajectory) == [False] * 5
     assert "# The plan\n\n" in prompts[1]
     assert "There was no program.\nTest 1: failed" in prompts[2] and NONE not in prompts[3]
     assert (trajectory.outcome, trajectory.metrics["answered"]) == (0.0, 0.0)
-    assert differences(trajectory) == [0.0] * 4
+    assert differences(trajectory) == [0.0] * 5
 
 
 def test_an_empty_program_never_ends_the_reflection() -> None:
     blind = task(visible=[])
-    trajectory, _ = run("code_reflect", TRIO, PLAN, NONE, ADVICE, code("good"), of=blind)
-    assert speakers(trajectory) == ["planner", "coder", "reflector", "coder"]
+    trajectory, _ = run("code_reflect", TRIO, PLAN, NONE, ADVICE, PLAN, code("good"), of=blind)
+    assert speakers(trajectory) == ["planner", "coder", "reflector", "planner", "coder"]
     assert trajectory.outcome == 1.0
 
 
