@@ -3,12 +3,14 @@
 import re
 
 from rollout.records.trajectory import Message, ToolEvent
-from rollout.rewards.coach_questions import View, ask_again, clip, question
-from tests.support.coached import TASK, trajectory, turn
+from rollout.rewards.coach import CoachConfig, ask_again, clip, question
+from tests.support.coached import TASK, config, trajectory, turn
+
+SHOWN = config("http://127.0.0.1:9/v1")
 
 
-def user(played, which: int, view: View = View()) -> str:  # noqa: B008
-    system, message = question(TASK, played, played.turns[which], view)
+def user(played, which: int, shown: CoachConfig = SHOWN) -> str:
+    system, message = question(TASK, played, played.turns[which], shown)
     assert (system.role, message.role) == ("system", "user")
     return message.content
 
@@ -58,12 +60,12 @@ def test_clip_keeps_both_ends() -> None:
 
 def test_ground_truth_only_for_the_agents_named() -> None:
     played = trajectory(turn(0, "solver", "x"), turn(1, "verifier", "y"))
-    view = View(answers_for=frozenset({"verifier"}), outcome=True)
-    assert bodies(user(played, 0, view), "ground truth") == []
-    assert "ANSWER_CORRECT" not in user(played, 0, view)
-    assert bodies(user(played, 1, view), "ground truth") == ["42"]
-    assert "OUTCOME_SCORE: <0 to 1" in user(played, 1, view)
-    assert "ANSWER_CORRECT: <1 if" in user(played, 1, view)
+    shown = config("http://127.0.0.1:9/v1", answers_for=("verifier",), outcome=True)
+    assert bodies(user(played, 0, shown), "ground truth") == []
+    assert "ANSWER_CORRECT" not in user(played, 0, shown)
+    assert bodies(user(played, 1, shown), "ground truth") == ["42"]
+    assert "OUTCOME_SCORE: <0 to 1" in user(played, 1, shown)
+    assert "ANSWER_CORRECT: <1 if" in user(played, 1, shown)
     assert "OUTCOME_SCORE" not in user(played, 1)
 
 

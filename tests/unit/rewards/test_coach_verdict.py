@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.rewards.coach_questions import CoachVerdict, Malformed, parse
+from rollout.rewards.coach import Malformed, parse
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from rollout.rewards.coach_questions import CoachVerdict, Malformed, parse
     ],
 )
 def test_process_score(reply: str, process: float) -> None:
-    assert parse(reply) == CoachVerdict(process=process)
+    assert parse(reply) == {"process": process}
 
 
 @pytest.mark.parametrize(
@@ -54,5 +54,5 @@ def test_anything_else_is_malformed(reply: str, trouble: str) -> None:
 
 def test_optional_scores_by_the_names_that_turns_carry() -> None:
     verdict = parse("PROCESS_SCORE: 7\nOUTCOME_SCORE: 1.4\nANSWER_CORRECT: 0")
-    assert verdict.scores() == {"process": 7.0, "outcome": 1.0, "answer_correct": 0.0}
-    assert parse("PROCESS_SCORE: 0").scores() == {"process": 0.0}
+    assert verdict == {"process": 7.0, "outcome": 1.0, "answer_correct": 0.0}
+    assert parse("PROCESS_SCORE: 0") == {"process": 0.0}
