@@ -46,6 +46,8 @@ class TrainerConfig(Section):
     final: Literal["last", "best"] = "last"  # which weights are written as the finished policies
     validate_every: int = Field(10, ge=1)  # steps
     validation_samples: int = Field(1, ge=1)  # trajectories per validation task
+    max_advantage: float | None = Field(1e3, gt=0)  # |A| beyond which the run stops; None: never
+    signal_within: int | None = Field(10, ge=1)  # steps from the start within which a turn must have an advantage
     logprob_tolerance: float = Field(1e-4, gt=0)  # nats between engine and trainer on fresh samples; 1e-4 suits float32
 
     @model_validator(mode="after")

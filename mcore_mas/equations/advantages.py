@@ -24,7 +24,7 @@ _TURN = ("trajectory", "node", "turn")
 
 def standardise(b: GroupStatistics, eps: float) -> Tensor:
     """[n] A = (r - μ) / (σ + ε)   GRPO: DeepSeekMath, arXiv 2402.03300."""
-    return (b.own - b.mean) / (b.std + eps)
+    return (b.own - b.mean) / (b.scale + eps)
 
 
 def centre(b: GroupStatistics, _eps: float) -> Tensor:
@@ -49,7 +49,7 @@ def best_of_k(b: GroupStatistics, eps: float) -> Tensor:
     second = b.votes[order[follows.clamp(max=len(order) - 1)]]
     advantage = torch.zeros_like(b.votes)
     advantage[best] = torch.where(has_second, b.votes[best] - second, 0.0)
-    return advantage[b.vote] / (b.std + eps)
+    return advantage[b.vote] / (b.scale + eps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def drmas(
     mu = _DRMAS[mean].statistics(turns, ddof)
     sigma = mu if std == mean else _DRMAS[std].statistics(turns, ddof)
     groups = {"peers": mu} if std == mean else {"mean": mu, "std": sigma}
-    return Advantages(_singletons(mu, (mu.own - mu.mean) / (sigma.std + eps), lone), groups)
+    return Advantages(_singletons(mu, (mu.own - mu.mean) / (sigma.scale + eps), lone), groups)
 
 
 _STEP = Grouping(peers=("task", "state"), vote=_TURN)

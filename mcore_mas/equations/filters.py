@@ -25,7 +25,7 @@ _PEERS = {
 
 def informative(turns: Turns, *, by: Peers = "task") -> Tensor:
     """Groups whose votes differ: equal ones have no gradient   DAPO's dynamic sampling, arXiv 2503.14476."""
-    return _votes(turns, by).std > 1e-9
+    return _votes(turns, by).differ
 
 
 def mean_range(turns: Turns, *, low: float = 0.0, high: AboveLow = 1.0, by: Peers = "task") -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _INT64 = 2**63 - 1
+_EQUAL = 1e-9  # σ in units of |μ|, or of 1 where that is less: votes so close are equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +128,19 @@ class GroupStatistics:
     vote: Tensor  # [n] which of the m votes a turn belongs to
     votes: Tensor  # [m] the score of each (group, vote)
     group_of: Tensor  # [m] its group
+
+    @property
+    def differ(self) -> Tensor:
+        """[n] whether the votes of its group differ, by more than float64 rounds."""
+        return self.std > _EQUAL * self.mean.abs().clamp(min=1)
+
+    @property
+    def scale(self) -> Tensor:
+        """[n] σ; 1 where the votes do not differ, one vote or equal ones (Dr. MAS's code: one vote has σ = 1).
+
+        Where μ is of another group than σ, r - μ stays then in reward units, and is never divided by ε alone.
+        """
+        return torch.where(self.differ, self.std, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

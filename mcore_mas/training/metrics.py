@@ -81,11 +81,21 @@ def staleness_metrics(samples: Sequence[Sample]) -> StepMetrics:
 
 
 def credit_metrics(samples: Sequence[Sample]) -> StepMetrics:
-    """Each agent's advantage second moment, which Dr. MAS's Lemma 4.2 ties to its gradient's."""
-    by_agent: dict[str, list[float]] = defaultdict(list)
+    """Each agent's advantages A: mean A² and largest |A|, over turns, and the share of its turns with A other than 0.
+
+    The second moment is what Dr. MAS's Lemma 4.2 ties to the agent's gradient.
+    """
+    by_agent: dict[str, list[Sequence[float]]] = defaultdict(list)
     for sample in samples:
-        by_agent[sample.agent].append(fmean(advantage**2 for advantage in sample.advantages or (0.0,)))
-    return {f"agent/{agent}/advantage_second_moment": fmean(squares) for agent, squares in by_agent.items()}
+        by_agent[sample.agent].append(sample.advantages or (0.0,))
+    metrics: dict[str, float] = {}
+    for agent, own in by_agent.items():
+        metrics |= {
+            f"agent/{agent}/advantage_second_moment": fmean(fmean(a * a for a in turn) for turn in own),
+            f"agent/{agent}/advantage_abs_max": max(abs(a) for turn in own for a in turn),
+            f"agent/{agent}/advantage_share": fmean(any(turn) for turn in own),
+        }
+    return metrics
 
 
 def critic_metrics(metrics: Mapping[str, float]) -> StepMetrics:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mcore_mas.training.credit_watch import CreditWatch
 from mcore_mas.training.stopping import StopSignal
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class TrainingSession:
     checkpoints: Checkpoints
     logbook: Logbook
     stop: StopSignal = field(default_factory=StopSignal)
+    credit_watch: CreditWatch = field(default_factory=CreditWatch)
 
     @property
     def groups(self) -> dict[str, TrainerGroup]:

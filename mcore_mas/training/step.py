@@ -36,6 +36,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     batches = {policy: trainers[policy].pack(samples, number) for policy in trained}  # once per policy
     await together(trainers[policy].score(batches[policy]) for policy in trained)  # columns: reference, values
     credited = estimate(_scored(samples, batches), {name: config.advantage_of(name) for name in config.agents})
+    session.credit_watch.check(config.trainer, number, credited)
     _tell(session, number, rollouts, credited)
 
     async def learn(policy: str) -> StepMetrics:

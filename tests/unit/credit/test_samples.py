@@ -98,14 +98,20 @@ def test_masked_turns_are_counted_and_have_no_reward() -> None:
     assert (metrics["agent/solver/masked"], metrics["agent/solver/reward_mean"]) == (1.0, 0.5)
 
 
-def test_the_advantage_second_moment_is_by_agent() -> None:
+def test_advantages_are_measured_by_agent() -> None:
     samples = [
         replace(s, advantages=(a,) * s.tokens) for s, a in zip(to_samples([group()]), (3.0, 2.0, -1.0), strict=True)
     ]
     assert credit_metrics(samples) == {
         "agent/solver/advantage_second_moment": 5.0,
+        "agent/solver/advantage_abs_max": 3.0,
+        "agent/solver/advantage_share": 1.0,
         "agent/verifier/advantage_second_moment": 4.0,
+        "agent/verifier/advantage_abs_max": 2.0,
+        "agent/verifier/advantage_share": 1.0,
     }
+    flat = credit_metrics([replace(samples[0], advantages=None), samples[2]])
+    assert (flat["agent/solver/advantage_abs_max"], flat["agent/solver/advantage_share"]) == (1.0, 0.5)
 
 
 def test_scores_are_counted_by_task_and_failures_are_unknown() -> None:

@@ -81,6 +81,26 @@ def test_the_four_variants_of_drmas_table_3() -> None:
     assert got["agent", "agent"].tolist() == pytest.approx([0.5 / solver, 0.5, 0.5, 0.5, -0.5 / solver, -1.5])
 
 
+def test_d1_votes_that_do_not_differ_have_a_sigma_of_one() -> None:
+    """The numbers of Table 3's mixed variants that were ±7.5e5 and ±5e4: r - μ over ε alone."""
+    four = [{"trajectory": i, "agent": "verifier", "score": float(i > 0)} for i in range(4)]
+    rare = [{"trajectory": 0, "agent": "searcher", "turn": 1, "score": 0.0}]
+    # μ of the trajectories 0, 1, 1, 1 is 3/4; the searcher has one vote, or three equal ones
+    for turns in (four + rare, four + [row | {"turn": 1 + i} for i in range(3) for row in rare]):
+        got = drmas(make_turns(turns), mean="team", std="agent").values
+        assert got[4:].tolist() == pytest.approx([-0.75] * (len(turns) - 4), rel=1e-5)
+    # one completed trajectory of turns with 1 and 0.9 (a penalty): σ of one trajectory; and of two of equal means
+    pair = [{"turn": i, "score": score} for i, score in enumerate((1.0, 0.9))]
+    twice = pair + [row | {"trajectory": 1} for row in pair]
+    for rows in (pair, twice):
+        got = drmas(make_turns(rows), mean="agent", std="team").values
+        assert got.tolist() == pytest.approx([0.05, -0.05] * (len(rows) // 2), rel=1e-5)
+    # rounding is no difference: 0.1 + 0.2 and 0.3 differ by 6e-17
+    close = [{"trajectory": i, "agent": "a", "score": score} for i, score in enumerate((0.1 + 0.2, 0.3))]
+    other = [{"trajectory": i, "agent": "b", "turn": 1, "score": 2.0 * i} for i in range(2)]
+    assert float(drmas(make_turns(close + other), mean="team", std="agent").values.abs().max()) < 1.0
+
+
 def test_at_grpo_compares_the_branches_of_one_state() -> None:
     rows = [{"node": str(b), "state": "s0", "score": score} for b, score in enumerate((0.0, 1.0, 2.0))]
     # the second round goes on from branch 2; another agent acts in the same round from a state of its own

@@ -1,0 +1,49 @@
+"""Credit watched over a run: advantages that are too large, and none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_mas.config.trainer import TrainerConfig
+from mcore_mas.credit.samples import Sample
+from mcore_mas.training.stopping import TrainingError
+
+
+class CreditWatch:
+    """Looks at the credit of every step. Of a run that goes on from a checkpoint the first steps are not known."""
+
+    def __init__(self) -> None:
+        self._without = 0  # steps from the start on in which no turn had an advantage
+        self._seen = False  # whether a turn ever had one
+
+    def check(self, trainer: TrainerConfig, step: int, samples: Sequence[Sample]) -> None:
+        """Look at a step's `samples`, in the order of the steps.
+
+        Raises:
+            TrainingError: an advantage is beyond `trainer.max_advantage`, or no turn of the run's first
+                `trainer.signal_within` steps had one other than 0.
+        """
+        self._check_size(trainer.max_advantage, step, samples)
+        self._check_signal(trainer.signal_within, step, samples)
+
+    def _check_size(self, bound: float | None, step: int, samples: Sequence[Sample]) -> None:
+        sizes = [max(map(abs, sample.advantages or (0.0,))) for sample in samples]
+        largest = max(range(len(samples)), key=sizes.__getitem__, default=0)
+        if bound is None or not samples or sizes[largest] <= bound:
+            return
+        sample = samples[largest]
+        raise TrainingError(
+            f"step {step}: agent {sample.agent} has an advantage of {sizes[largest]:.2g} (trajectory "
+            f"{sample.trajectory}, turn {sample.turn}), beyond trainer.max_advantage {bound:g}; its rewards are out of "
+            "scale, or their σ is next to nothing: see `mcore-mas explain`, change advantage or reward, or the bound"
+        )
+
+    def _check_signal(self, within: int | None, step: int, samples: Sequence[Sample]) -> None:
+        self._seen = self._seen or any(any(sample.advantages or ()) for sample in samples)
+        self._without += not self._seen
+        if within is not None and self._without == within and step + 1 == within:
+            raise TrainingError(
+                f"step {step}: no turn of the first {within} steps has an advantage, so nothing was learned: whatever "
+                "is compared got equal rewards; see `mcore-mas explain`, and change tasks, reward or advantage, or "
+                "raise trainer.signal_within (null: never stop)"
+            )

@@ -1,0 +1,67 @@
+"""Credit watched over a run, with the numbers by which it stops."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_mas.config.trainer import TrainerConfig
+from mcore_mas.credit.samples import Sample
+from mcore_mas.training.credit_watch import CreditWatch
+from mcore_mas.training.loop import train_steps
+from mcore_mas.training.stopping import TrainingError
+from tests.support.scripted_run import Bytes, box, make_run, task_of
+from tests.support.simulated import SimulatedGang, engines_of, make_session, with_engines
+
+
+def trainer(**changes: Any) -> TrainerConfig:
+    return TrainerConfig(steps=1, tasks_per_step=1, group_size=2, **changes)
+
+
+def turn(trajectory: str, agent: str, reward: float, advantage: float = 0.0) -> Sample:
+    return Sample(
+        policy="p", agent=agent, task="t", trajectory=trajectory, turn=0, prompt_ids=(1,), completion_ids=(2,),
+        reward=reward, advantages=(advantage,),
+    )  # fmt: skip
+
+
+def test_d1_an_advantage_beyond_the_bound_stops_the_run_with_one_line() -> None:
+    samples = [turn("a", "solver", 1.0, -0.7), turn("b", "searcher", 0.0, -7.5e5)]
+    CreditWatch().check(trainer(max_advantage=None), 0, samples)
+    CreditWatch().check(trainer(), 0, [turn("a", "solver", 1.0, -1000.0)])
+    with pytest.raises(TrainingError) as stopped:
+        CreditWatch().check(trainer(), 3, samples)
+    assert str(stopped.value) == (
+        "step 3: agent searcher has an advantage of 7.5e+05 (trajectory b, turn 0), beyond trainer.max_advantage 1000; "
+        "its rewards are out of scale, or their σ is next to nothing: see `mcore-mas explain`, change advantage or "
+        "reward, or the bound"
+    )
+
+
+def test_d2_a_run_whose_first_steps_have_no_advantage_stops() -> None:
+    flat, signal = [turn("a", "solver", 1.0)], [turn("a", "solver", 1.0, 0.5)]
+    watch = CreditWatch()
+    for step in range(2):
+        watch.check(trainer(signal_within=3), step, flat)
+    with pytest.raises(TrainingError, match="step 2: no turn of the first 3 steps has an advantage"):
+        watch.check(trainer(signal_within=3), 2, flat)
+    seen = CreditWatch()
+    for step, samples in enumerate([flat, signal, flat, flat, flat]):
+        seen.check(trainer(signal_within=3), step, samples)
+    resumed = CreditWatch()  # begins at step 2: the steps before are not known
+    for step in range(2, 9):
+        resumed.check(trainer(signal_within=3), step, flat)
+
+
+def test_d2_a_real_loop_in_which_all_rewards_are_equal_ends_after_the_first_steps(tmp_path: Path) -> None:
+    def always_right(prompt: tuple[int, ...], call: int) -> bytes:
+        return box(task_of(prompt))
+
+    run = make_run(tmp_path, always_right, "trainer.steps=4", "trainer.signal_within=2")
+    gangs: Any = {policy: SimulatedGang(lambda _: 0.0) for policy in run.config.policies}
+    tasks = run.rollouts.schedule.batch(0) + run.rollouts.schedule.batch(1)
+    session = make_session(run.config, tmp_path, tasks, engines_of(run), gangs, run.logbook)  # type: ignore[arg-type]
+    session = with_engines(session, engines_of(run), Bytes())
+    with pytest.raises(TrainingError, match="step 1: no turn of the first 2 steps has an advantage"):
+        asyncio.run(train_steps(session, 0))
