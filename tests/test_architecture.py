@@ -71,7 +71,6 @@ FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "imp"
 FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 MODEL_TEXT_RUNNERS = {  # inside the sandbox's wall, in a process confined before it reads the text
     "rollout/sandbox/guest/program.py",
-    "rollout/sandbox/guest/cells.py",
     "rollout/sandbox/guest/caller.py",
 }
 HEAVY = ("torch", "ray", "transformers", "sglang", "megatron", "faiss")

@@ -92,7 +92,7 @@ def _sweep() -> None:
 
 
 _HERE = Path(__file__).resolve().parent
-_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from guest.zygote import main; del sys.path[0]; main()"
+_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from guest.warden import main; del sys.path[0]; main()"
 _ENVIRONMENT = MappingProxyType(  # all of it: nothing of the parent's environment goes in
     {
         "PATH": "/usr/bin:/bin",

@@ -1,7 +1,10 @@
-"""One job's guardian, outside the job's own confinement: it starts the program, watches it, and ends its whole tree."""
+"""The zygote, which a sandbox keeps and clones, and its clones: a warden starts, watches and ends one job's tree."""
 
 from __future__ import annotations
 
+import gc
+import importlib
+import json
 import os
 import resource
 import select
@@ -14,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from . import box, cells, jail, landlock, linux, program, seccomp, wire
+from . import box, filters, jail, linux, program, wire
 
 _TICK_S = 0.1  # between looks at how full a box is where no file system limits it
 _STACK_BYTES = 256 << 20
@@ -155,7 +158,7 @@ class Warden(_BoxDesk):
             os.write(trouble, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
         try:
-            (program.run_main if kind == "program" else cells.run_cells)(3)
+            (program.run_main if kind == "program" else program.run_cells)(3)
         finally:
             os._exit(1)
 
@@ -182,9 +185,9 @@ class Warden(_BoxDesk):
         _set_limits(self._settings, self._limits, kind)
         if self._tier == "landlock":
             linux.drop_capabilities()
-            landlock.confine(readable=self._settings["readable"], writable=[self._path])
+            filters.confine_files(readable=self._settings["readable"], writable=[self._path])
         if self._tier != "unisolated":
-            seccomp.install_filter(processes=self._tier == "namespaces", own_pid=os.getpid())
+            filters.install_filter(processes=self._tier == "namespaces", own_pid=os.getpid())
         for name in [name for name in sys.modules if name.partition(".")[0] == __package__]:
             del sys.modules[name]
         os.close(len(order) - 1)
@@ -261,3 +264,62 @@ def _set_limits(settings: dict[str, Any], allowed: dict[str, float], kind: str) 
         if ceiling != resource.RLIM_INFINITY:
             soft, hard = min(soft, ceiling), min(hard, ceiling)
         resource.setrlimit(which, (soft, hard))
+
+
+def main() -> None:
+    """Be the zygote: serve the host at descriptor argv[1], as argv[2] says (JSON, see `Zygote` on the host's side).
+
+    It is inside the isolation with everything imported, and is cloned once for every job. It never sees a program, its
+    input or its output: those are open files that pass straight to the job, so that no job finds another's traces in
+    the memory it inherits.
+    """
+    host = socket.socket(fileno=int(sys.argv[1]))
+    settings: dict[str, Any] = json.loads(sys.argv[2])
+    linux.prctl(linux.SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != settings["parent"]:
+        return
+    try:
+        proc = _enter(settings)
+        sys.path.extend(settings["packages"])
+        for name in settings["preload"]:
+            importlib.import_module(name)
+    except (OSError, ImportError) as error:
+        wire.send(host, {"fault": str(error)})
+        return
+    settings["address_space"] = _address_space(proc)
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps wardens
+    wire.send(host, {"ready": True})
+    _serve_clones(host, settings, proc)
+
+
+def _enter(settings: dict[str, Any]) -> int:
+    if settings["tier"] == "namespaces":
+        return jail.enter(settings["readable"])
+    return os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _serve_clones(host: socket.socket, settings: dict[str, Any], proc: int) -> None:
+    namespaces = settings["tier"] == "namespaces"
+    user = (os.geteuid(), os.getegid())
+    while True:
+        try:
+            request, (channel, *groups) = wire.receive(host)
+        except EOFError:
+            return
+        if (linux.clone(jail.JOB_NAMESPACES) if namespaces else os.fork()) == 0:
+            host.close()
+            warden = Warden(socket.socket(fileno=channel), settings, request.get("box", jail.BOX))
+            warden.run(proc, user, groups)
+        for file in (channel, *groups):
+            os.close(file)
+
+
+def _address_space(proc: int) -> int:
+    """Bytes that this process, and so every job at its start, has mapped."""
+    file = os.open("self/statm", os.O_RDONLY, dir_fd=proc)
+    try:
+        return int(os.read(file, 4096).split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    finally:
+        os.close(file)

@@ -228,7 +228,7 @@ def test_nothing_is_left_after_close(box: Sandbox) -> None:
     box.close()
     mine = f"mcore-sandbox-{os.getpid()}-"
     assert not list(BOXES.glob(f"{mine}*"))
-    assert not [child for child in psutil.Process().children() if "guest.zygote" in " ".join(child.cmdline())]
+    assert not [child for child in psutil.Process().children() if "guest.warden" in " ".join(child.cmdline())]
 
 
 def test_it_refuses_to_run_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
