@@ -79,3 +79,12 @@ def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     texts = [torch.empty(longest, dtype=torch.uint8, device=device()) for _ in range(ranks)]
     dist.all_gather(texts, torch.nn.functional.pad(written, (0, longest - len(written))), group=group)
     return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+
+def equal_lengths(spec: ParallelLayout) -> bool:
+    """Whether the micro-batches of one pass must have the same number of tokens.
+
+    Interleaved stages send activations and gradients between the same two ranks at once; Megatron's messages about
+    their lengths, unlike those with the data, do not keep the two apart.
+    """
+    return spec.vpp > 1

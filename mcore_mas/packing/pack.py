@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel, Microbatch, Segment
-from mcore_mas.packing.bin_packing import PackingItem, bin_pack
-from mcore_mas.packing.prefix_tree import PrefixForest, prefix_forest, unshared_forest
+from mcore_mas.packing.prefix_tree import PackingItem, PrefixForest, bin_pack, prefix_forest, unshared_forest
 
 _UNKNOWN = float("nan")
 

@@ -13,7 +13,6 @@ part of the heads, so any layout of sequences stays as it is.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,8 +23,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.model.tree_layout import CausalBlocks, PackedTrees
+from mcore_mas.megatron.batch import CausalBlocks, PackedTrees
 
 
 class TreeAttention(torch.nn.Module):
@@ -252,67 +250,6 @@ def _summed(of_expanded: Tensor, k: Tensor) -> Tensor:
     """Gradient of keys or values from that of `_per_head`."""
     summed: Tensor = of_expanded.unflatten(1, (k.shape[1], -1)).sum(dim=2)
     return summed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextShard:
-    """One rank's T / cp consecutive tokens of a micro-batch, and those of its N rows whose predictor is among them."""
-
-    token_ids: Tensor  # [T / cp] int64
-    position_ids: Tensor  # [T / cp] int64
-    predictors: Tensor  # [n] int64, indices into T / cp
-    labels: Tensor  # [n] int64
-    temperatures: Tensor  # [n] float32
-    rows: Tensor  # [n] int64, which of the N
-
-    @classmethod
-    def of(cls, batch: Microbatch, ranks: int, rank: int) -> ContextShard:
-        """What `rank` of `ranks` takes of a micro-batch whose T divides by `ranks`."""
-        tokens = len(batch.token_ids) // ranks
-        first = tokens * rank
-        own = slice(first, first + tokens)
-        rows = ((batch.predictors >= own.start) & (batch.predictors < own.stop)).nonzero()[:, 0]
-        return cls(
-            token_ids=batch.token_ids[own],
-            position_ids=batch.position_ids[own],
-            predictors=batch.predictors[rows] - first,
-            labels=batch.labels[rows],
-            temperatures=batch.temperatures[rows],
-            rows=rows,
-        )
-
-
-def join(values: Tensor, rows: Tensor, total: int) -> Tensor:
-    """All N = `total` rows on every rank from each rank's own.
-
-    Every rank goes on with the same numbers to the same loss, so the gradient of a row is already whole: each rank
-    takes that of its own.
-
-    Args:
-        values: [k, n] of this rank's rows.
-        rows: [n] which of the N they are.
-
-    Returns:
-        [k, N]
-    """
-    joined: Tensor = _Join.apply(values, rows, total)
-    return joined
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, rows: Tensor, total: int) -> Tensor:
-        ctx.save_for_backward(rows)
-        whole = values.new_zeros(len(values), total)
-        whole[:, rows] = values
-        # every number is one rank's, and zero on the others: the sum is exact
-        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = ctx.saved_tensors
-        return gradient[:, rows], None, None
 
 
 class ContextAttention(TreeAttention):

@@ -19,24 +19,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
-from mcore_mas.megatron.model.decoder import PackedGPTModel
-from mcore_mas.megatron.model.linear import ColumnLinear, RowLinear
+from mcore_mas.megatron.model.decoder import ColumnLinear, PackedGPTModel, RMSNorm, RowLinear
+from mcore_mas.megatron.parallel import equal_lengths
 from mcore_mas.megatron.spec import TrainerSpec
 from rollout.models.architecture import Architecture
-
-
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm whose weight Megatron knows to reduce under sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def layer_specs(config: TransformerConfig, kind: str, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -104,15 +90,6 @@ LAYERS: dict[str, tuple[Callable[[TransformerConfig, int | None], ModuleSpec], C
     "local": (_local, lambda: RMSNorm),
     "te": (_transformer_engine, _fused_norm),
 }
-
-
-def equal_lengths(spec: TrainerSpec) -> bool:
-    """Whether the micro-batches of one pass must have the same number of tokens.
-
-    Interleaved stages send activations and gradients between the same two ranks at once; Megatron's messages about
-    their lengths, unlike those with the data, do not keep the two apart.
-    """
-    return spec.vpp > 1
 
 
 def _leave(weight: Tensor) -> Tensor:

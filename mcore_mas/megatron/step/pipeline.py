@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
@@ -14,11 +16,8 @@ from torch import Tensor
 
 from mcore_mas.equations.losses import Tokens, ValueTokens
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
-from mcore_mas.megatron.model.attention import ContextShard, join
-from mcore_mas.megatron.model.build import equal_lengths
+from mcore_mas.megatron.batch import CostModel, Microbatch, PackedTrees, balance_work
 from mcore_mas.megatron.model.decoder import PackedGPTModel
-from mcore_mas.megatron.model.tree_layout import PackedTrees
 from mcore_mas.megatron.spec import TrainerSpec
 from rollout.models.architecture import Architecture
 
@@ -127,7 +126,7 @@ class Pipeline:
         batches = [batch.padded(tokens) for batch, tokens in zip(own + idle, self._lengths(own + idle), strict=True)]
         iterators = [iter(batches) for _ in self._stages]
         rows: list[TokenStatistics] = self._run(
-            forward_step_func=self._score if forward_only else self._train,
+            forward_step_func=partial(self._step, self._score if forward_only else self._train),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._stages,
             num_microbatches=len(batches),
@@ -141,45 +140,38 @@ class Pipeline:
         """To how many tokens each micro-batch is padded."""
         multiple = self._spec.cp * (self._spec.tp if self._spec.sp else 1)
         lengths = [-(-len(batch.token_ids) // multiple) * multiple for batch in batches]
-        return [max(lengths)] * len(lengths) if equal_lengths(self._spec) else lengths
+        return [max(lengths)] * len(lengths) if parallel.equal_lengths(self._spec) else lengths
 
-    def _forward(self, batch: Microbatch, share: ContextShard, model: torch.nn.Module) -> Tensor | _Output:
-        """What the head says of this rank's share, or what the next stage is sent."""
+    def _step(
+        self,
+        judge: Callable[[_Output, Microbatch], tuple[Tensor, TokenStatistics]],
+        batches: Iterator[Microbatch],
+        model: torch.nn.Module,
+    ) -> tuple[Tensor | _Output, Any]:
+        """What the head says of this rank's part of a micro-batch, or what the next stage is sent; and what follows."""
+        batch = next(batches).to(parallel.device())
+        part, rows = batch.part(self._spec.cp, parallel_state.get_context_parallel_rank())
         decoder: PackedGPTModel = unwrap_model(model)
-        decoder.rotary_pos_emb.position_ids = share.position_ids
-        decoder.share = share
+        decoder.rotary_pos_emb.position_ids = part.position_ids
+        decoder.asked = part
         layout = PackedTrees.of(batch.segments, batch.token_ids.device)
-        output: Tensor | _Output = model(share.token_ids[None], None, None, packed_seq_params=layout)
-        return output
+        output: Tensor | _Output = model(part.token_ids[None], None, None, packed_seq_params=layout)
 
-    def _share(self, batch: Microbatch) -> ContextShard:
-        return ContextShard.of(batch, self._spec.cp, parallel_state.get_context_parallel_rank())
+        def judged(output: _Output) -> tuple[Tensor, Tensor, TokenStatistics]:
+            count = len(batch.labels)
+            whole = output if self._spec.cp == 1 else tuple(_Join.apply(torch.stack(output), rows, count))
+            loss, statistics = judge(whole, batch)
+            return loss, torch.tensor(count, dtype=torch.int, device=loss.device), statistics
 
-    def _whole(self, output: _Output, share: ContextShard, rows: int) -> _Output:
-        """What the head says of every row of the micro-batch [N], from what it says of each rank's share."""
-        return output if self._spec.cp == 1 else tuple(join(torch.stack(output), share.rows, rows))
+        return output, judged
 
-    def _train(self, batches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor | _Output, Any]:
-        batch = next(batches).to(parallel.device())
-        share = self._share(batch)
+    def _score(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, TokenStatistics]:
+        return predicted[0].new_zeros(()), {"score": predicted[0]}
 
-        def loss(output: _Output) -> tuple[Tensor, Tensor, TokenStatistics]:
-            predicted = self._whole(output, share, len(batch.labels))
-            per_token, rows = (self._policy_loss if self._spec.head == "policy" else self._value_loss)(predicted, batch)
-            rows["loss"] = per_token.detach() * batch.weights
-            return (per_token * batch.weights).sum(), _count(per_token), rows
-
-        return self._forward(batch, share, model), loss
-
-    def _score(self, batches: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor | _Output, Any]:
-        batch = next(batches).to(parallel.device())
-        share = self._share(batch)
-
-        def scores(output: _Output) -> tuple[Tensor, Tensor, TokenStatistics]:
-            score = self._whole(output, share, len(batch.labels))[0]
-            return score.new_zeros(()), _count(score), {"score": score}
-
-        return self._forward(batch, share, model), scores
+    def _train(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, TokenStatistics]:
+        per_token, rows = (self._policy_loss if self._spec.head == "policy" else self._value_loss)(predicted, batch)
+        rows["loss"] = per_token.detach() * batch.weights
+        return (per_token * batch.weights).sum(), rows
 
     def _policy_loss(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, TokenStatistics]:
         logprobs, entropy = predicted
@@ -206,5 +198,23 @@ class Pipeline:
         return self._spec.objective(tokens)  # type: ignore[arg-type]
 
 
-def _count(rows: Tensor) -> Tensor:
-    return torch.tensor(len(rows), dtype=torch.int, device=rows.device)
+class _Join(torch.autograd.Function):
+    """All N = `total` rows [k, N] on every context-parallel rank, from each rank's `values` [k, n] of its `rows` [n].
+
+    Every rank goes on with the same numbers to the same loss, so the gradient of a row is already whole: each rank
+    takes that of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, rows: Tensor, total: int) -> Tensor:
+        ctx.save_for_backward(rows)
+        whole = values.new_zeros(len(values), total)
+        whole[:, rows] = values
+        # every number is one rank's, and zero on the others: the sum is exact
+        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return gradient[:, rows], None, None

@@ -1,4 +1,4 @@
-"""Trainer of one policy or critic: an update on micro-batches, scores, and its weights."""
+"""Trainer of one policy or critic: an update on micro-batches, its learning rate, scores, and its weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from mcore_mas.megatron import parallel
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.state.optimizer import LearningRateSchedule, OptimizerState, gathers_late, make_optimizer
+from mcore_mas.megatron.state.optimizer import OptimizerState, gathers_late, make_optimizer
 from mcore_mas.megatron.state.reference import Offload
 from mcore_mas.megatron.state.sharded import ShardedCheckpoint
 from mcore_mas.megatron.state.sharded_model import ShardedModel
@@ -59,6 +60,7 @@ class MegatronTrainer:
             lambda: (*self._model.tensors.values(), *self._state.tensors()),
         )
         self._asleep = False
+        self._gathers_late = gathers_late(spec)
         self._stale = False  # whether other ranks' parts of the weights are those before the last step
         self._spikes: dict[str, SpikeMonitor] = {}
         self.updates = 0  # optimizer steps taken
@@ -131,7 +133,7 @@ class MegatronTrainer:
         skipped = not math.isfinite(norm) or (spike and self.spec.skip_spikes)
         if not skipped:
             self._optimizer.step()
-            self._stale = gathers_late(self.spec)
+            self._stale = self._gathers_late
             self.updates += 1
         return {"grad_norm": norm, "lr": lr, "grad_spikes": float(spike), "skipped_updates": float(skipped)}
 
@@ -215,3 +217,36 @@ def _of_all_ranks(part: dict[str, Any]) -> list[dict[str, Any]]:
 def _finalize(model: list[torch.nn.Module], _num_tokens: Tensor, **groups: Any) -> None:
     # the denominator is already in the token weights: reduce over ranks, do not divide
     finalize_model_grads(model, None, **groups)
+
+
+class LearningRateSchedule:
+    """Sets an optimizer's rates from the number of updates alone: a run that resumes has nothing to restore."""
+
+    def __init__(self, optimizer: Any, spec: TrainerSpec) -> None:
+        """Drive `optimizer`, as `get_megatron_optimizer` gives it or anything with its `param_groups`."""
+        self._warmup = spec.warmup_steps
+        self._megatron = OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=spec.lr,
+            min_lr=spec.min_lr,
+            lr_warmup_steps=spec.warmup_steps,
+            # Megatron asserts so much, though a constant rate reads nothing of it
+            lr_decay_steps=max(spec.decay_steps or 0, spec.warmup_steps + 1),
+            lr_decay_style=spec.schedule,
+            start_wd=spec.weight_decay,
+            end_wd=spec.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def set(self, updates: int) -> float:
+        """Set and return the learning rate of the update that follows `updates` others.
+
+        Warm-up rises by lr / warmup_steps, so that no update has a rate of 0, and its last has lr; so has the first
+        after it, from which `schedule` falls to min_lr at decay_steps. Weight decay is 0 for what has one dimension.
+        """
+        self._megatron.num_steps = updates + 1 if updates < self._warmup else updates
+        self._megatron.step(0)
+        lr: float = self._megatron.get_lr({})
+        return lr

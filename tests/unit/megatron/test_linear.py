@@ -6,28 +6,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_mas.megatron.model import linear as products
-from mcore_mas.megatron.model.linear import product
+from mcore_mas.megatron.model import decoder
+from mcore_mas.megatron.model.decoder import product
 from tests.support import precision
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
     """As a layer calls it; Megatron's own product would be -1."""
     how = {"allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None} | how
-    return products._linear(lambda *_, **__: torch.tensor(-1.0), x, weight, bias=bias, **how)
+    return decoder._linear(lambda *_, **__: torch.tensor(-1.0), x, weight, bias=bias, **how)
 
 
-@pytest.mark.skipif(products._one_dnn is None, reason="torch is built without oneDNN")
+@pytest.mark.skipif(decoder._one_dnn is None, reason="torch is built without oneDNN")
 def test_large_products_are_made_by_one_dnn_and_small_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    one_dnn = products._one_dnn
+    one_dnn = decoder._one_dnn
     assert one_dnn is not None
 
     def counted(x: Tensor, *arguments: Any) -> Tensor:
         made.append(x.shape)
         return one_dnn(x, *arguments)
 
-    monkeypatch.setattr(products, "_one_dnn", counted)
+    monkeypatch.setattr(decoder, "_one_dnn", counted)
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(512, 256, generator=draw)
     for rows, inputs, times in ((511, weight, 0), (512, weight, 1), (512, weight.t(), 2)):

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_mas.megatron.batch import Segment
+from mcore_mas.megatron.batch import PackedTrees, Segment
 from mcore_mas.megatron.model.attention import TreeAttention, attend, attend_backward
-from mcore_mas.megatron.model.tree_layout import PackedTrees
 from tests.support.precision import FACTOR
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
