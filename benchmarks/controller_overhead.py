@@ -8,7 +8,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
-from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.protocol import Step
 from rollout.orchestras.sequential import solver_verifier
 from rollout.records.completion import Sampling
@@ -16,6 +15,7 @@ from rollout.records.trajectory import Task
 from rollout.teams.collect import CollectOptions, collect
 from rollout.teams.team import ROLES, Agent, EngineClient, Team
 from rollout.teams.tree import Branching
+from tests.support.scripted_engine import ScriptedEngine
 
 TASKS, GROUP, LOOPS, REPEATS, GOAL = 64, 8, 4, 5, 10_000
 TREE = Branching(width=4)

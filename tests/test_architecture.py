@@ -54,7 +54,7 @@ ENVIRONMENT_READERS = {
     "rollout/sandbox/guest/warden.py": "a program's home and temporary folder are its own box",
     "mcore_mas/cli/machine.py": "MLflow's server passes its settings to its workers in the environment",
     "rollout/engines/sglang/server.py": "a server of another environment does not inherit where this one's modules are",
-    "rollout/engines/remote/protocol.py": "an API key may be given in a variable, which is removed for children",
+    "rollout/engines/remote/__init__.py": "an API key may be given in a variable, which is removed for children",
 }
 
 # import name -> distribution, of libraries that are in an extra and imported only where they are used

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rollout.base.section import Section
-from rollout.engines.remote.protocol import RemoteConfig
+from rollout.engines.remote import RemoteConfig
 
 
 class RateConfig(Section):

@@ -19,7 +19,7 @@ from rollout.base.registry import UnknownName, lookup
 from rollout.base.section import Section
 from rollout.config.data import DataConfig
 from rollout.config.sections import CollectionConfig, EngineConfig, EnvConfig, OrchestraConfig, RewardConfig
-from rollout.engines.remote.protocol import RemoteConfig
+from rollout.engines.remote import RemoteConfig
 from rollout.orchestras import SEARCHES
 from rollout.rewards.coach import CoachConfig
 from rollout.teams.team import ROLES

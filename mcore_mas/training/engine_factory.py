@@ -11,7 +11,7 @@ from mcore_mas.config.run import RunConfig
 from retrieval.client import RetrievalClient, RetrieverSidecar
 from rollout.config.build import build_env, build_player
 from rollout.engines import engine_class
-from rollout.engines.remote.protocol import hide
+from rollout.engines.remote import hide
 from rollout.environments.protocol import Env
 from rollout.models.chat_template import Renderer
 from rollout.records.trajectory import Task

@@ -14,8 +14,8 @@ from rollout.base.task_group import cancel_tasks
 
 if TYPE_CHECKING:
     from mcore_mas.megatron.step.trainer_group import TrainerGroup
-    from rollout.engines.protocol import Tag, TrainedEngine
-    from rollout.sync.protocol import WeightUpdate
+    from rollout.engines import Tag, TrainedEngine
+    from rollout.sync import WeightUpdate
 
 
 class WeightSync:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout.base.registry import lookup
 from rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
-from rollout.engines.protocol import Engine
+from rollout.engines import Engine
 from rollout.environments import ENVS
 from rollout.environments.protocol import Env
 from rollout.models.chat_template import Renderer

@@ -177,8 +177,6 @@ class EngineConfig(Section):
             raise ValueError("python, urls and options are settings of sglang; set name: sglang")
         if self.name == "sglang" and self.device != "cpu":
             raise ValueError("device is a setting of the embedded engine; sglang takes the GPUs there are")
-        if self.name == "scripted":
-            raise ValueError("the scripted engine has canned replies, for tests in Python; no run can be made of them")
         for url in self.urls:
             check_url("urls", url, secret=self.key_file is not None)
         known = TRANSPORTS.get(self.name)

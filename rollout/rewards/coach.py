@@ -17,9 +17,9 @@ from typing import Literal
 from pydantic import Field
 
 from rollout.base.http import Unanswered
+from rollout.engines.remote import CallRefused, RemoteConfig, ReplySettings
 from rollout.engines.remote.caller import Caller, Tally
 from rollout.engines.remote.ledger import BudgetExhausted
-from rollout.engines.remote.protocol import CallRefused, RemoteConfig, ReplySettings
 from rollout.records.trajectory import Group, Message, Status, Task, ToolEvent, Trajectory, Turn
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollout.models.tensors import checksum, gpu_hash
-from rollout.sync.protocol import SyncRoute
+from rollout.sync import SyncRoute
 
 
 class WeightDigest(Protocol):

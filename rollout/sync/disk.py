@@ -17,8 +17,8 @@ from torch import Tensor
 from rollout.base.errors import EngineError
 from rollout.base.files import atomic_folder
 from rollout.models.tensors import RowBlocks, complete, tensor_shapes
+from rollout.sync import SyncRoute, WeightUpdate
 from rollout.sync.digests import digest_of
-from rollout.sync.protocol import SyncRoute, WeightUpdate
 
 _FILE_BYTES = 1 << 30  # of one file: what a rank holds of the model besides its shard
 _INDEX, _VALUE = "#index", "#value"  # after a tensor's name: flat positions int32 or int64, and what stands there now

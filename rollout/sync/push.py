@@ -23,8 +23,8 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError
 from rollout.models.tensors import RowBlocks, complete, tensor_shapes
+from rollout.sync import SyncRoute, WeightUpdate
 from rollout.sync.digests import WeightDigest, digest_of
-from rollout.sync.protocol import SyncRoute, WeightUpdate
 
 _TIMEOUT_S = 600.0
 _LOOPBACK = "127.0.0.1"

@@ -10,8 +10,8 @@ from pathlib import Path
 from rollout.base.errors import EngineError
 from rollout.base.http import Unanswered
 from rollout.base.task_group import LateCall
+from rollout.engines.remote import CallRefused, RemoteConfig, ReplySettings
 from rollout.engines.remote.caller import Caller, Tally
-from rollout.engines.remote.protocol import CallRefused, RemoteConfig, ReplySettings
 from rollout.records.completion import Completion, Sampling, VersionSpan
 from rollout.records.trajectory import Message
 from rollout.teams.team import PolicyReply

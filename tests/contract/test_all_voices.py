@@ -13,12 +13,13 @@ import pytest
 from rollout.base.errors import EngineError
 from rollout.config.build import build_player
 from rollout.engines import engine_class
-from rollout.engines.remote.protocol import RemoteConfig
+from rollout.engines.remote import RemoteConfig
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Message
 from rollout.teams.external import RemoteClient
 from rollout.teams.team import PolicyClient, PolicyReply
 from tests.support.chat_server import Response, chat_server, says
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny import MAX_LENGTH, make_model
 
 REFUSED = "x" * (MAX_LENGTH + 1)  # too long for an engine; the others are made to refuse it
@@ -72,7 +73,7 @@ def voiced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
             yield lambda function: asyncio.run(play(function))
         return
     if request.param == "scripted":
-        engine = engine_class("scripted")(canned)
+        engine = ScriptedEngine(canned)
         samplings = lambda: [(s.temperature, s.top_p, s.max_tokens, s.seed) for _, s in engine.calls]  # noqa: E731
     else:
         make_model(0).save_pretrained(tmp_path)

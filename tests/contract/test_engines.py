@@ -1,4 +1,4 @@
-"""Every engine keeps the promises of `rollout.engines.protocol`; Hugging Face computes what is right."""
+"""Every engine keeps the promises of `rollout.engines`; Hugging Face computes what is right."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rollout.base.errors import EngineError
 from rollout.base.registry import UnknownName
 from rollout.engines import ENGINES, engine_class
 from rollout.records.completion import Completion, Sampling
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny import MAX_LENGTH, VOCAB, make_model
 
 LOGPROB_TOLERANCE = 5e-5  # nats; float32 sums in another order move a log-probability by up to about 1.5e-5
@@ -359,7 +360,7 @@ def test_hosted_calls_are_few_and_its_death_is_told(folder: Path, running_ray: N
 
 
 def test_scripted_replies() -> None:
-    engine = engine_class("scripted")(lambda prompt, call: [*prompt, call, 7, 8])
+    engine = ScriptedEngine(lambda prompt, call: [*prompt, call, 7, 8])
     first, second = ask(engine, [([1, 2], Sampling(stop=(7,))), ([3], Sampling(max_tokens=2))])
     assert (first.token_ids, first.finish_reason) == ((1, 2, 0, 7), "stop")
     assert (second.token_ids, second.finish_reason) == ((3, 1), "length")
@@ -370,11 +371,11 @@ def test_scripted_replies() -> None:
     assert (third.token_ids, third.finish_reason) == ((5, 2, 7, 8), "stop")
     assert third.versions[0].version == 3
     with pytest.raises(EngineError, match=r"no reply to prompt \[4\]"):
-        ask(engine_class("scripted")({(1,): [2]}), [([4], Sampling())])
+        ask(ScriptedEngine({(1,): [2]}), [([4], Sampling())])
 
 
 def test_engines_are_found_by_name() -> None:
-    classes = {"HostedEngine", "LocalEngine", "ScriptedEngine", "SGLangEngine"}
+    classes = {"HostedEngine", "LocalEngine", "SGLangEngine"}
     assert {engine_class(name).__name__ for name in ENGINES} == classes
-    with pytest.raises(UnknownName, match="unknown engine 'sglong'; known: embedded, embedded_local, scripted, sglang"):
+    with pytest.raises(UnknownName, match="unknown engine 'sglong'; known: embedded, embedded_local, sglang"):
         engine_class("sglong")

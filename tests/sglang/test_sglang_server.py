@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout.base.errors import EngineError
-from rollout.engines.protocol import Tag
+from rollout.engines import Tag
 from rollout.engines.sglang import SGLANG_VERSION
 from rollout.engines.sglang.engine import SGLangEngine
 from rollout.records.completion import Completion, Sampling

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rollout.engines.scripted import ScriptedEngine
 from rollout.environments import ENVS
 from rollout.environments.protocol import Env
 from rollout.orchestras import ORCHESTRAS
@@ -17,6 +16,7 @@ from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.team import ROLES, Agent, EngineClient, Team
 from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, Bytes, collect, seeded
+from tests.support.scripted_engine import ScriptedEngine
 
 SUM = Task(id="t", prompt="What is 3+4?", answers=("7",), env="math", source="sums", split="train")
 

@@ -16,7 +16,7 @@ from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from rollout.engines.embedded.engine import LocalEngine
-from rollout.sync.protocol import SyncRoute, WeightUpdate
+from rollout.sync import SyncRoute, WeightUpdate
 from tests.support.simulated import handed_over
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from rollout.base.errors import EnvError
 from rollout.base.seeds import derive_seed
-from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.protocol import Step, ToolCall
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Group, Message, Task
 from rollout.teams import collect as collecting
 from rollout.teams.team import Agent, EngineClient, Role, Team
+from tests.support.scripted_engine import ScriptedEngine
 
 SEED, STEP = 7, 3
 TASK = Task(id="t", prompt="say numbers", answers=("0",), env="adder", source="sums", split="train")

@@ -24,8 +24,7 @@ from mcore_mas.megatron.state.weight_export import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
 from rollout.models.tensors import whole as whole_of
-from rollout.sync import make_sender
-from rollout.sync.protocol import SyncRoute
+from rollout.sync import SyncRoute, make_sender
 
 LR = 1e-3
 EPS = 1e-4

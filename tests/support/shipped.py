@@ -12,12 +12,12 @@ import yaml
 from mcore_mas.config.compose import CONFIGS
 from rollout.config.build import build_allocator, build_env, build_orchestra, build_team
 from rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
-from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Task, Trajectory
 from rollout.tasks.encyclopedia import Article
 from rollout.teams.collect import collect
 from rollout.teams.team import EngineClient
 from tests.support.play import Bytes
+from tests.support.scripted_engine import ScriptedEngine
 
 TEAMS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CONFIGS / "team").glob("*.yaml"))}
 

@@ -24,7 +24,7 @@ from rollout.base.seeds import derive_seed
 from rollout.config.build import build_env, build_orchestra, build_player, build_team
 from rollout.records.completion import Completion, Sampling, VersionSpan
 from rollout.records.trajectory import Group, Task
-from rollout.sync.protocol import SyncRoute, WeightUpdate
+from rollout.sync import SyncRoute, WeightUpdate
 
 TOKEN_S = 0.1  # of decoding one token
 

@@ -17,8 +17,7 @@ from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from rollout.base.files import Digest
-from rollout.sync import make_sender
-from rollout.sync.protocol import SyncRoute, WeightSender, WeightUpdate
+from rollout.sync import SyncRoute, WeightSender, WeightUpdate, make_sender
 
 _LOOPBACK = "127.0.0.1"
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from rollout.base.errors import EngineError
+from rollout.engines import BUSY, Tag, problem_of
 from rollout.engines.embedded.decoder import Cache, CachedDecoder, Span
 from rollout.engines.embedded.rows import CacheRows, GenerationRequest
-from rollout.engines.protocol import BUSY, Tag, problem_of
 from rollout.records.completion import Completion, Sampling, VersionSpan
 
 _PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache

@@ -15,13 +15,12 @@ import ray
 from rollout.base.errors import EngineError
 from rollout.base.files import memory_path
 from rollout.base.processes import say
+from rollout.engines import BUSY, Tag
 from rollout.engines.embedded.batching import Ask, EmbeddedEngine, Outcome
 from rollout.engines.embedded.host import Host, HostedSettings
-from rollout.engines.protocol import BUSY, Tag
 from rollout.models.architecture import read_architecture
 from rollout.records.completion import Completion, Sampling
-from rollout.sync import make_sender
-from rollout.sync.protocol import SyncRoute, WeightUpdate
+from rollout.sync import SyncRoute, WeightUpdate, make_sender
 from rollout.sync.shared import SharedWeights
 
 if TYPE_CHECKING:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from rollout.base.errors import EngineError
-from rollout.engines import TRANSPORTS
+from rollout.engines import TRANSPORTS, Tag
 from rollout.engines.embedded.batching import Ask, EmbeddedEngine, Outcome
 from rollout.engines.embedded.decoder import CachedDecoder
-from rollout.engines.protocol import Tag
 from rollout.models.architecture import read_architecture
 from rollout.models.tensors import compare, read_tensors
 from rollout.sync.disk import patched

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.base.http import Unanswered, retried
-from rollout.engines.remote import provider_class
+from rollout.engines.remote import Answer, CallRefused, Provider, RemoteError, ReplySettings, provider_class, read_key
 from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending, SpendingLimits
-from rollout.engines.remote.protocol import Answer, CallRefused, Provider, RemoteError, ReplySettings, read_key
 from rollout.records.trajectory import Message
 
 if TYPE_CHECKING:
-    from rollout.engines.remote.protocol import RemoteConfig
+    from rollout.engines.remote import RemoteConfig
 
 CALL_BACKOFF_S = 0.5  # mean of the first pause; doubles with each retry
 _REPLY_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # fields of requests

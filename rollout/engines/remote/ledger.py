@@ -10,7 +10,7 @@ import sqlite3
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from rollout.engines.remote.protocol import Answer, RemoteError
+from rollout.engines.remote import Answer, RemoteError
 
 LEDGER_VERSION = 1
 LEDGER_SCHEMA = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from rollout.base.http import HttpClient, Unanswered, unanswered
-from rollout.engines.remote.protocol import (
+from rollout.engines.remote import (
     Answer,
     ApiKey,
     RemoteError,
@@ -23,7 +23,7 @@ from rollout.engines.remote.protocol import (
 from rollout.records.trajectory import Message
 
 if TYPE_CHECKING:
-    from rollout.engines.remote.protocol import RemoteConfig
+    from rollout.engines.remote import RemoteConfig
 
 OPENAI_URL = "https://api.openai.com/v1"
 LARGEST = 4 * 2**20  # bytes of a reply

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollout.base.errors import EngineError
 from rollout.base.files import memory_path
 from rollout.base.processes import say
-from rollout.engines.protocol import Tag, problem_of
+from rollout.engines import Tag, problem_of
 from rollout.engines.sglang.client import Lost, body_of, completion_of
 from rollout.engines.sglang.fleet import Checks, Fleet, LostWeights
 from rollout.engines.sglang.server import Replica
 from rollout.engines.sglang.settings import PUSHED, SGLangSettings
 from rollout.records.completion import Completion, Sampling
-from rollout.sync import make_sender
-from rollout.sync.protocol import SyncRoute, WeightUpdate
+from rollout.sync import SyncRoute, WeightUpdate, make_sender
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout.base.errors import EngineError
-from rollout.engines.protocol import Tag
+from rollout.engines import Tag
 from rollout.engines.sglang.client import Lost
 from rollout.engines.sglang.server import Replica, attached_replica, owned_replica
 from rollout.engines.sglang.settings import SGLangSettings
@@ -17,7 +17,7 @@ from rollout.sync.digests import SGLangDigest, kind_of, layer_of, of_rank
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollout.sync.protocol import WeightUpdate
+    from rollout.sync import WeightUpdate
 
 
 class Fleet:

@@ -14,8 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 from rollout.base.http import retry_after_s
-from rollout.engines.remote import protocol as keys
-from rollout.engines.remote.protocol import RemoteError, read_key
+from rollout.engines import remote as keys
+from rollout.engines.remote import RemoteError, read_key
 from rollout.rewards.coach import Coach
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.coached import config, group, trajectory, turn

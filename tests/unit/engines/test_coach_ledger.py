@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from rollout.engines.remote import Answer, RemoteError, ReplySettings
 from rollout.engines.remote.caller import Caller, Tally
 from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Spending, SpendingLimits
-from rollout.engines.remote.protocol import Answer, RemoteError, ReplySettings
 from rollout.records.trajectory import Message
 from rollout.rewards.coach import Coach
 from tests.support.chat_server import chat_server, says

@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from rollout.base.http import Unanswered
-from rollout.engines.remote import PROVIDERS, provider_class
-from rollout.engines.remote.protocol import ApiKey, RemoteError, ReplySettings
+from rollout.engines.remote import PROVIDERS, ApiKey, RemoteError, ReplySettings, provider_class
 from rollout.records.trajectory import Message
 from rollout.rewards.coach import Coach
 from tests.support.chat_server import Response, chat_server

@@ -13,8 +13,8 @@ from rollout.base.errors import EngineError
 from rollout.engines.sglang.fleet import Checks
 from rollout.engines.sglang.settings import SGLangSettings
 from rollout.models.tensors import read_tensors
+from rollout.sync import WeightUpdate
 from rollout.sync.digests import SGLangDigest, kind_of
-from rollout.sync.protocol import WeightUpdate
 from tests.support import reference
 
 QKV = "model.layers.{}.self_attn.qkv_proj.weight of rank {}"

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from rollout.engines.scripted import ScriptedEngine
 from rollout.environments import ENVS
 from rollout.environments.games import PUZZLES
 from rollout.orchestras.acting import game_team, single
@@ -28,6 +27,7 @@ from rollout.teams.team import ROLES, Agent, EngineClient, Role, Team
 from rollout.teams.tree import Branching
 from tests.support.canned import Canned
 from tests.support.play import SEED, STEP, Adder, Bytes, collect, seeded
+from tests.support.scripted_engine import ScriptedEngine
 
 TASK = Task(
     id="t", prompt="S 1 1 G 1 3\nS . G", answers=("R R",), env="plan_path", source="plan_path_1x3", split="train"

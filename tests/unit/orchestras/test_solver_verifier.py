@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 
-from rollout.engines.scripted import ScriptedEngine
 from rollout.environments import ENVS
 from rollout.orchestras import ORCHESTRAS
 from rollout.orchestras.replies import parse_approval, parse_boxed
@@ -14,6 +13,7 @@ from rollout.records.completion import Sampling
 from rollout.records.trajectory import Status, Task
 from rollout.teams.collect import collect
 from rollout.teams.team import ROLES, Agent, EngineClient, Team
+from tests.support.scripted_engine import ScriptedEngine
 
 TASK = Task(id="t", prompt="What is 3+4?", answers=("7",), env="math", source="sums", split="train")
 RIGHT, WRONG, NONE = "so \\boxed{7}", "so \\boxed{8}", "no idea"

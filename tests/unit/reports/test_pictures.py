@@ -13,7 +13,6 @@ import pytest
 
 from mcore_mas.cli.main import main
 from mcore_mas.reports.pages import actions_of, draw_games, drawing
-from rollout.engines.scripted import ScriptedEngine
 from rollout.environments import ENVS
 from rollout.environments.games import GAMES, PUZZLES
 from rollout.environments.games.game import GameEnv
@@ -25,6 +24,7 @@ from rollout.records.trajectory import RecordError, Task, Trajectory, write_task
 from rollout.tasks.games import draw_tasks
 from rollout.teams.collect import collect
 from tests.support.casts import make_team
+from tests.support.scripted_engine import ScriptedEngine
 
 SMALL = {
     "plan_path": {"size": 4},

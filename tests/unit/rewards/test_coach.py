@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from rollout.engines.remote import RemoteError
 from rollout.engines.remote.ledger import BudgetExhausted
-from rollout.engines.remote.protocol import RemoteError
 from rollout.records.trajectory import Status
 from rollout.rewards.coach import Coach
 from tests.support.chat_server import Response, chat_server, says

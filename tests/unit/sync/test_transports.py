@@ -34,10 +34,9 @@ from rollout.models.tensors import (
     tensor_shapes,
     whole,
 )
-from rollout.sync import alone, make_sender, push
+from rollout.sync import SyncRoute, alone, make_sender, push
 from rollout.sync.digests import SGLangDigest
 from rollout.sync.disk import changes, patched
-from rollout.sync.protocol import SyncRoute
 from rollout.sync.push import GroupSender, TensorSender, buckets, flatten
 from rollout.sync.shared import SharedCheck, SharedWeights
 from tests.support.tiny import make_model

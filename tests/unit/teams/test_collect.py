@@ -9,9 +9,9 @@ import pytest
 
 from rollout.base.errors import EngineError
 from rollout.base.task_group import Deadlines
-from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Status, Trajectory
 from tests.support.play import SEED, STEP, TASK, Adder, Bytes, collect, make_team, seeded
+from tests.support.scripted_engine import ScriptedEngine
 
 
 def play(orchestra, engine, *, tasks=(TASK,), group_size=1, make_env=Adder, **options) -> list[Trajectory]:

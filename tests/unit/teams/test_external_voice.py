@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 
 from rollout.base.errors import EngineError
+from rollout.engines.remote import RemoteConfig
 from rollout.engines.remote.ledger import BudgetExhausted
-from rollout.engines.remote.protocol import RemoteConfig
-from rollout.engines.scripted import ScriptedEngine
 from rollout.records.completion import Sampling
 from rollout.records.trajectory import Message
 from rollout.teams.external import RemoteClient
 from rollout.teams.team import Team
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.play import make_team
+from tests.support.scripted_engine import ScriptedEngine
 
 
 def remote(url, **fields):

@@ -9,7 +9,6 @@ import pytest
 
 from rollout.config.build import build_team
 from rollout.config.sections import AgentConfig, OrchestraConfig
-from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.search import SearchEnv
 from rollout.orchestras.graph import graph
 from rollout.orchestras.search import search_team
@@ -18,6 +17,7 @@ from rollout.teams.collect import collect
 from rollout.teams.graph import GraphError, check_agents, read_graph
 from rollout.teams.team import EngineClient
 from tests.support.play import TASK, Adder, Bytes, make_team
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.shipped import TEAMS, Library, play_shipped
 
 SHIPPED = TEAMS["graph"]

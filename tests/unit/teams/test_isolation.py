@@ -16,10 +16,10 @@ from mcore_mas.training.metrics import losses, rollout_metrics
 from rollout.base.errors import EngineError, EnvError
 from rollout.base.task_group import LEFT, PATIENCE_S, Deadlines, cancel_tasks
 from rollout.base.watchdog import Watchdog
-from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Status
 from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.slow import Slow, ask, play, statuses, tasks, team_of
 from tests.support.virtual_time import run_virtually
 

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from rollout.engines.scripted import ScriptedEngine
 from rollout.records.completion import Sampling
 from rollout.teams.team import Agent, EngineClient, Role, Team
 from tests.support.play import Bytes, make_team
+from tests.support.scripted_engine import ScriptedEngine
 
 
 def state(system: str, user: str) -> str:

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.base.seeds import derive_seed
-from rollout.engines.scripted import ScriptedEngine
 from rollout.records.trajectory import Group, Status
 from rollout.rewards.turn_scores import local_team
 from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.trees import DUET, duet, grow, rows
 
 

@@ -15,7 +15,7 @@ from mcore_mas.training.session import TrainingSession
 from rollout.engines.embedded.batching import Ask, EmbeddedEngine, Outcome
 from rollout.engines.embedded.engine import LocalEngine
 from rollout.records.trajectory import Trajectory, read_trajectories
-from rollout.sync.protocol import SyncRoute, WeightUpdate
+from rollout.sync import SyncRoute, WeightUpdate
 from tests.support.replay import sample_again
 from tests.support.simulated import TOKEN_S, simulated_run, with_engines
 from tests.support.virtual_time import run_virtually

@@ -15,7 +15,7 @@ from mcore_mas.training.loop import train_steps
 from mcore_mas.training.schedule import Schedule
 from mcore_mas.training.session import TrainingSession
 from mcore_mas.training.stopping import Stopped
-from rollout.engines.scripted import ScriptedEngine
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_run import Bytes, box, make_run, task_of
 from tests.support.simulated import Log, SimulatedGang, make_session, with_engines
 

@@ -14,7 +14,7 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.training.engine_factory import world
 from mcore_mas.training.train import train
 from retrieval.corpus import RetrievalError
-from rollout.engines.remote import protocol as keys
+from rollout.engines import remote as keys
 from tests.support.run_folder import make_run
 
 VARIABLE = "RUN_TEST_KEY"

@@ -87,7 +87,6 @@ def test_a_remote_policy_plays_in_a_training(tmp_path: Path) -> None:
         ({"engine.name": "sglong"}, "unknown engine 'sglong'"),
         ({"engine.name": "sglang"}, "sglang needs python, the interpreter of its own environment"),
         ({"engine.transport": "pigeon"}, "embedded has no transport 'pigeon'; known: shared, disk, delta"),
-        ({"engine.name": "scripted"}, "the scripted engine has canned replies"),
         ({"engine.device": "abacus"}, "engine.device"),
         (
             {"engine.name": "sglang", "engine.python": "p", "engine.device": "cuda"},

@@ -11,7 +11,7 @@ import pytest
 
 from mcore_mas.training.weight_sync import WeightSync, watched
 from rollout.base.errors import EngineError
-from rollout.sync.protocol import SyncRoute, WeightUpdate
+from rollout.sync import SyncRoute, WeightUpdate
 from tests.support.simulated import handed_over
 
 
