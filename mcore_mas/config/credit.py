@@ -11,8 +11,7 @@ from mcore_mas.equations.corrections import CORRECTIONS
 from mcore_mas.equations.filters import FILTERS
 from mcore_mas.equations.kl import KLName
 from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, AggregationName
-from rollout.base.options import Registry
-from rollout.base.section import Section
+from rollout.base.options import Registry, Section
 from rollout.config.sections import AgentConfig, Choice
 
 

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from hydra.errors import MissingConfigException
 from pydantic import ValidationError
 
+from rollout.base.options import Section
 from rollout.base.schema_words import expected, json_schema, keys_of, walk
-from rollout.base.section import Section
 
 
 def invalid(error: ValidationError, model: type[Section]) -> str:

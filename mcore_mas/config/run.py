@@ -15,8 +15,7 @@ from mcore_mas.config.errors import invalid
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.trainer import TrainerConfig
 from mcore_mas.equations.advantages import NEEDS, UNGROUPED
-from rollout.base.registry import UnknownName, lookup
-from rollout.base.section import Section
+from rollout.base.options import Section, UnknownName, lookup
 from rollout.config.data import DataConfig
 from rollout.config.sections import CollectionConfig, EngineConfig, EnvConfig, OrchestraConfig, RewardConfig
 from rollout.engines.remote import RemoteConfig

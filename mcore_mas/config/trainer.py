@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rollout.base.section import Section
+from rollout.base.options import Section
 
 
 class AlternateConfig(Section):

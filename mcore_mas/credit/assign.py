@@ -18,7 +18,7 @@ from mcore_mas.equations.advantages import ESTIMATORS, NEEDS
 from mcore_mas.equations.filters import FILTERS
 from mcore_mas.equations.kl import KLName, kl_penalty
 from mcore_mas.equations.turns import Advantages, Turns
-from rollout.base.registry import lookup
+from rollout.base.options import lookup
 
 # what an estimator's keys may name
 _IDS: dict[str, Callable[[Sample], object]] = {

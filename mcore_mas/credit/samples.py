@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mcore_mas.equations.losses import AggregationName, token_weights
-from rollout.base.seeds import derive_seed
+from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Group, Status
 
 TurnId = tuple[str, str, int]  # trajectory, node, turn: which turn of a step

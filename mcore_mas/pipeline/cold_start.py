@@ -23,11 +23,11 @@ from mcore_mas.training.logbook import Reporter
 from mcore_mas.training.metrics import success
 from retrieval.corpus import Corpus
 from rollout.base.files import write_json
-from rollout.base.seeds import derive_seed
 from rollout.config.build import build_orchestra, build_role, build_team
 from rollout.engines.embedded.engine import LocalEngine
 from rollout.environments.protocol import Env
 from rollout.models.chat_template import Renderer
+from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Demonstration, Task, read_tasks
 from rollout.tasks import GENERATORS
 from rollout.teams.collect import collect

@@ -8,7 +8,7 @@ from mcore_mas.config.run import RetrieverConfig, RunConfig
 from retrieval.client import RetrieverSidecar, probe
 from retrieval.corpus import Corpus, Passage, write_corpus
 from rollout.base.files import write_json
-from rollout.base.registry import lookup
+from rollout.base.options import lookup
 from rollout.config.data import make_tasks
 from rollout.records.trajectory import write_tasks
 from rollout.tasks import GENERATORS

@@ -18,7 +18,7 @@ from mcore_mas.equations.statistics import bootstrap_interval
 from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
 from mcore_mas.training.logbook import Reporter
 from rollout.base.files import FolderError, write_json
-from rollout.base.watchdog import Watchdog
+from rollout.base.task_group import Watchdog
 from rollout.config.build import build_orchestra, build_team
 from rollout.config.sections import AgentConfig
 from rollout.records.trajectory import Group, Status, Trajectory, read_tasks, write_trajectories

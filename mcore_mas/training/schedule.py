@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from rollout.base.seeds import derive_seed
+from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Task
 
 

@@ -1,1 +1,1 @@
-"""What all other folders build on: registry, errors, seeds, files, processes, task groups."""
+"""What all other folders build on: choices by name with typed options, errors, files, HTTP, processes, task groups."""

@@ -1,4 +1,4 @@
-"""Typed options: pydantic models made from the signatures of the functions and classes that take them.
+"""Choices of a config: look-up by name, and typed options, models made from the signatures of what takes them.
 
 An option is a keyword-only parameter. Its annotation is its type and bounds (`Annotated[int, Field(ge=1)]`, `Literal`,
 `| None`), its default is its default, and its line under `Args:` in the docstring says what it is. The checks of a
@@ -7,6 +7,7 @@ config, the JSON schema for editors and the tables in docs/ are all made from th
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 import re
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -30,12 +31,12 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
-from rollout.base.registry import UnknownName, lookup
 from rollout.base.schema_words import expected, json_schema, keys_of, walk
 
 # A text is never read as a number; a whole number will do for a float, and a list for a tuple, as YAML has no other.
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names of errors
+_T = TypeVar("_T")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -59,8 +60,36 @@ Names = Annotated[
 AboveLow = Annotated[float, Field(validate_default=True), AfterValidator(_above_low)]  # than the option `low` before it
 
 
+class Section(BaseModel):
+    """A section of a config: unknown keys are refused, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class UnknownName(ValueError):
+    """A name in a config is neither registered nor an import path."""
+
+
 class OptionsError(ValueError):
     """Something chosen by name is not called as its kind is, or takes other options."""
+
+
+def lookup(kind: str, name: str, known: Mapping[str, _T]) -> _T:
+    """Return `known[name]`, or the object at the import path `name` ("package.module:attribute").
+
+    Raises:
+        UnknownName: nothing of that name is registered and it is no import path that resolves.
+    """
+    if name in known:
+        return known[name]
+    module, separator, attribute = name.partition(":")
+    if not separator:
+        raise UnknownName(f"unknown {kind} '{name}'; known: {', '.join(sorted(known))} (or package.module:attribute)")
+    try:
+        found: _T = getattr(importlib.import_module(module), attribute)
+        return found
+    except (ImportError, AttributeError, TypeError, ValueError, SyntaxError, NameError) as error:
+        raise UnknownName(f"{kind} '{name}' cannot be imported: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

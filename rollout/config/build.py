@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rollout.base.registry import lookup
+from rollout.base.options import lookup
 from rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
 from rollout.engines import Engine
 from rollout.environments import ENVS

@@ -10,9 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from rollout.base.options import OptionsError, checked, options_model
-from rollout.base.registry import lookup
-from rollout.base.section import Section
+from rollout.base.options import OptionsError, Section, checked, lookup, options_model
 from rollout.records.trajectory import RecordError, Task
 from rollout.tasks import GENERATORS
 from rollout.tasks.files import OWN, READABLE, Placed, distinct, read_task_file

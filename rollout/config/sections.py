@@ -10,9 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from rollout.base.http import check_url
-from rollout.base.options import Registry
-from rollout.base.registry import lookup
-from rollout.base.section import Section
+from rollout.base.options import Registry, Section, lookup
 from rollout.base.task_group import Deadlines
 from rollout.engines import ENGINES, TRANSPORTS
 from rollout.environments import ENVS

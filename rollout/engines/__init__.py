@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from rollout.base.registry import lookup
+from rollout.base.options import lookup
 from rollout.records.completion import Completion, Sampling
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rollout.base.errors import EnvError
-from rollout.base.tags import last_tag
-from rollout.environments.protocol import Case, Step, ToolCall
+from rollout.environments.protocol import Case, Step, ToolCall, last_tag
 from rollout.records.trajectory import Task
 from rollout.sandbox.judge import CallTest, CompareBy, Judged, Runner, StdinTest, Test, judge_all
 from rollout.sandbox.records import RunLimits, Verdict, render_result

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rollout.base.errors import EnvError
-from rollout.base.tags import last_tag
 from rollout.base.task_group import cancel_tasks
-from rollout.environments.protocol import Step, ToolCall
+from rollout.environments.protocol import Step, ToolCall, last_tag
 from rollout.environments.search import exact_match, normalise, token_f1
 from rollout.records.trajectory import Task
 

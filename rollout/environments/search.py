@@ -11,8 +11,7 @@ from typing import Literal, Protocol
 
 from retrieval.client import BadRequest, RetrievalError
 from rollout.base.errors import EnvError
-from rollout.base.tags import last_tag
-from rollout.environments.protocol import Step, ToolCall
+from rollout.environments.protocol import Step, ToolCall, last_tag
 from rollout.records.trajectory import Task
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -18,8 +18,7 @@ from pydantic import PositiveInt
 
 from rollout.base.errors import EnvError
 from rollout.base.options import Names
-from rollout.base.tags import after_thought
-from rollout.environments.protocol import Previewing
+from rollout.environments.protocol import Previewing, after_thought
 from rollout.orchestras.replies import (
     GradedEnv,
 )

@@ -9,8 +9,7 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from rollout.base.errors import EnvError
-from rollout.base.tags import after_thought
-from rollout.environments.protocol import Env, Previewing, Running
+from rollout.environments.protocol import Env, Previewing, Running, after_thought
 from rollout.orchestras.replies import AnswerEnv, boxed, graded, parse_listed
 from rollout.records.trajectory import Task
 from rollout.teams.team import AgentReply, TeamSession

@@ -11,9 +11,8 @@ from typing import Annotated, Protocol
 from pydantic import Field, PositiveInt
 
 from rollout.base.errors import EnvError
-from rollout.base.tags import after_thought
 from rollout.environments.data_science import SUBMIT
-from rollout.environments.protocol import Case, Env, Keeping, Previewing, Running, Testing
+from rollout.environments.protocol import Case, Env, Keeping, Previewing, Running, Testing, after_thought
 from rollout.orchestras.replies import GradedEnv, fenced, with_output
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession

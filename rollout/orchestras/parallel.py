@@ -9,9 +9,9 @@ from typing import Annotated
 from pydantic import AfterValidator, NonNegativeInt, PositiveInt, ValidationInfo
 
 from rollout.base.options import Names
-from rollout.base.seeds import derive_seed
-from rollout.base.tags import after_thought
+from rollout.environments.protocol import after_thought
 from rollout.orchestras.replies import AnswerEnv, ProgramEnv, boxed, calculated, graded, numbered, vote
+from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Task
 from rollout.teams.team import AgentReply, TeamSession
 

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from rollout.base.errors import Undecided
-from rollout.base.tags import after_thought, last_tag
 from rollout.environments.code import last_program
 from rollout.environments.math import last_boxed
 from rollout.environments.patches import BadPatch, parse_patch
-from rollout.environments.protocol import Comparing, Env, Previewing, Running
+from rollout.environments.protocol import Comparing, Env, Previewing, Running, after_thought, last_tag
 from rollout.sandbox.records import NO_OUTPUT
 from rollout.teams.team import AgentReply, TeamSession
 

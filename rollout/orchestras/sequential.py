@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from rollout.base.tags import after_thought
-from rollout.environments.protocol import Env
+from rollout.environments.protocol import Env, after_thought
 from rollout.orchestras.replies import AnswerEnv, ProgramEnv, boxed, grade, graded, with_output
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollout.base.registry import lookup
+from rollout.base.options import lookup
 
 if TYPE_CHECKING:
     from rollout.models.tensors import RowBlocks

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 from rollout.base.options import Share
-from rollout.base.seeds import derive_seed
 from rollout.orchestras.sequential import slots
+from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Demonstration, Message, Task
 from rollout.tasks.splits import check_splits, split_of
 from rollout.teams.team import ROLES, Role

@@ -16,9 +16,9 @@ from functools import lru_cache
 from pydantic import PositiveInt
 
 from rollout.base.options import Share
-from rollout.base.seeds import derive_seed
 from rollout.environments.search import PassageStyle, SearchEnv
 from rollout.orchestras.search import search_team
+from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Demonstration, Message, Task
 from rollout.teams.team import AgentReply, Role, Team, TeamSession
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from rollout.base.registry import lookup
+from rollout.base.options import lookup
 from rollout.records.trajectory import RecordError, Task, read_tasks
 from rollout.tasks.fields import BadRow, Fields, Format, Problem, bare_question, final_answer
 from rollout.tasks.programs import STYLES, Programs, SweBench

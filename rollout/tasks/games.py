@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from pydantic import PositiveInt
 
 from rollout.base.options import Share
-from rollout.base.seeds import derive_seed
 from rollout.environments.games import GAMES
 from rollout.environments.games.game import GameEnv, PuzzleSource
 from rollout.orchestras.acting import game_team, single
 from rollout.orchestras.replies import DECIDED, LISTED
+from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Demonstration, Message, RecordError, Task
 from rollout.tasks.splits import check_splits, split_of
 from rollout.teams.team import AgentReply, Role, Team, TeamSession

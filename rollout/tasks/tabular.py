@@ -27,9 +27,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollout.base.seeds import derive_seed
 from rollout.environments.data_science import SUBMISSION, pack_file, pack_file_at, pack_target
 from rollout.environments.predictions import TABLE_METRICS, Target
+from rollout.records.completion import derive_seed
 from rollout.records.trajectory import RecordError, Task
 from rollout.tasks.splits import check_splits, split_of
 

@@ -8,8 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from rollout.base.errors import Undecided
-from rollout.base.task_group import LEFT, Deadlines, Late, cancel_tasks, together
-from rollout.base.watchdog import Watchdog
+from rollout.base.task_group import LEFT, Deadlines, Late, Watchdog, cancel_tasks, together
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.teams.episode import Episode, Orchestra

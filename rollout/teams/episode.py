@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from rollout.base.errors import EngineError, EnvError
-from rollout.base.task_group import Late, LateTool, within
-from rollout.base.watchdog import Wait
+from rollout.base.task_group import Late, LateTool, Wait, within
 from rollout.environments.protocol import Case, Env, Living, Step, ToolCall
 from rollout.records.trajectory import Task, ToolEvent, Turn
 from rollout.teams.team import Call, TeamSession

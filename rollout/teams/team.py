@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rollout.base.errors import EngineError
-from rollout.base.seeds import derive_seed
 from rollout.base.task_group import LateCall, cancel_tasks, within
 from rollout.engines import Engine
 from rollout.models.chat_template import Renderer
-from rollout.records.completion import Completion, Sampling
+from rollout.records.completion import Completion, Sampling, derive_seed
 from rollout.records.trajectory import Message, Turn
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from rollout.base.errors import EngineError
-from rollout.base.registry import UnknownName
+from rollout.base.options import UnknownName
 from rollout.engines import ENGINES, engine_class
 from rollout.records.completion import Completion, Sampling
 from tests.support.scripted_engine import ScriptedEngine

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollout.base.errors import EnvError
-from rollout.base.seeds import derive_seed
 from rollout.environments.protocol import Step, ToolCall
-from rollout.records.completion import Sampling
+from rollout.records.completion import Sampling, derive_seed
 from rollout.records.trajectory import Group, Message, Task
 from rollout.teams import collect as collecting
 from rollout.teams.team import Agent, EngineClient, Role, Team

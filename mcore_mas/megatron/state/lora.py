@@ -29,8 +29,8 @@ from mcore_mas.megatron.state.names import LINEARS
 from mcore_mas.megatron.state.weight_import import SafeTensors
 from rollout.base.errors import ModelError
 from rollout.base.files import atomic_folder
-from rollout.base.seeds import derive_seed
 from rollout.models.architecture import Architecture
+from rollout.records.completion import derive_seed
 
 _PEFT = re.compile(r"\.(\w+)_proj\.lora_([AB])\.weight$")
 

@@ -18,8 +18,7 @@ from typing import Any, NoReturn, Protocol
 from pydantic import Field, JsonValue, model_validator
 
 from rollout.base.http import Unanswered, check_url, retry_after_s
-from rollout.base.registry import lookup
-from rollout.base.section import Section
+from rollout.base.options import Section, lookup
 from rollout.records.trajectory import Message
 
 # Import paths, so that naming a provider imports no library.

@@ -9,8 +9,7 @@ import pytest
 
 from mcore_mas.training.metrics import rollout_metrics
 from rollout.base.errors import EngineError
-from rollout.base.task_group import Deadlines, Late, within
-from rollout.base.watchdog import Watchdog
+from rollout.base.task_group import Deadlines, Late, Watchdog, within
 from rollout.records.trajectory import Status, read_trajectories, write_trajectories
 from rollout.teams.tree import Branching
 from tests.support.play import Adder

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from rollout.base.options import OptionsError, Registry, checked, descriptions, options_model
-from rollout.base.registry import UnknownName
+from rollout.base.options import OptionsError, Registry, UnknownName, checked, descriptions, options_model
 
 if TYPE_CHECKING:
     from decimal import Decimal

@@ -11,7 +11,7 @@ import yaml
 from mcore_mas.config.compose import CONFIGS, experiments, resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.equations.advantages import ESTIMATORS
-from rollout.base.section import Section
+from rollout.base.options import Section
 from tests.support.shipped import TEAMS, sharings
 
 GROUPS = sorted(

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from rollout.base.registry import UnknownName, lookup
+from rollout.base.options import UnknownName, lookup
 from rollout.config.build import build_allocator
 from rollout.config.sections import RewardConfig
 from rollout.rewards import ALLOCATORS

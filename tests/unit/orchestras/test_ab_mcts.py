@@ -12,10 +12,10 @@ import torch
 from mcore_mas.credit.assign import columns
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.equations.advantages import mars2, mcts
-from rollout.base.seeds import derive_seed
 from rollout.environments import make_code
 from rollout.environments.code import pack_test
 from rollout.orchestras.ab_mcts import Gaussian, TreeSearch
+from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.turn_scores import local_team, tree_shaping
 from rollout.sandbox.judge import StdinTest

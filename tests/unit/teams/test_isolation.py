@@ -14,8 +14,7 @@ import pytest
 
 from mcore_mas.training.metrics import losses, rollout_metrics
 from rollout.base.errors import EngineError, EnvError
-from rollout.base.task_group import LEFT, PATIENCE_S, Deadlines, cancel_tasks
-from rollout.base.watchdog import Watchdog
+from rollout.base.task_group import LEFT, PATIENCE_S, Deadlines, Watchdog, cancel_tasks
 from rollout.records.trajectory import Status
 from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from rollout.base.errors import EngineError, EnvError
-from rollout.base.seeds import derive_seed
 from rollout.base.task_group import Deadlines
 from rollout.environments.protocol import Step
+from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Status
 from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
