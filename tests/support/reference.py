@@ -28,9 +28,9 @@ LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
     "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 2.0,  # not the released models' 1, 4 and 8192, which Megatron takes for granted
+    "high_freq_factor": 8.0,
+    "original_max_position_embeddings": 64,
 }
 MIXTURES = ("qwen3_moe",)
 MIXTURE = {  # the second layer is dense

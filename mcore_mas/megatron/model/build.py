@@ -192,11 +192,8 @@ def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | N
     """
     a = architecture
     config = TransformerConfig(**_shape(a), **_expert_settings(a, spec), **_layout(spec), **_arithmetic(spec))
-    rope = {"rotary_base": a.rope_theta, "rope_scaling": a.rope_factor is not None}
-    if a.rope_factor is not None:
-        rope["rope_scaling_factor"] = a.rope_factor
     value_head = spec.head == "value"
-    return PackedGPTModel(
+    model = PackedGPTModel(
         config,
         layer_specs(config, spec.layers, vp_stage),
         vocab_size=a.vocab_padded(spec.tp),
@@ -209,5 +206,7 @@ def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | N
         vp_stage=vp_stage,
         value_head=value_head,
         vocab=a.vocab,
-        **rope,
+        rotary_base=a.rope_theta,
     )
+    model.rotary_pos_emb.inv_freq.copy_(a.inverse_frequencies())  # Megatron's own Llama 3 bands are fixed
+    return model
