@@ -23,6 +23,7 @@ from mcore_mas.training.logbook import Reporter
 from mcore_mas.training.metrics import success
 from retrieval.corpus import Corpus
 from rollout.base.files import write_json
+from rollout.base.options import lookup
 from rollout.config.build import build_orchestra, build_role, build_team
 from rollout.engines.embedded.engine import LocalEngine
 from rollout.environments.protocol import Env
@@ -149,7 +150,7 @@ _INIT_STD = 0.06  # a model this narrow learns several times faster from here th
 
 def run_demonstrations(config: RunConfig, cold_start: ColdStartConfig, n: int) -> Iterator[Demonstration]:
     """`n` demonstrations by the run's generator, in the words of the run's agents."""
-    generator = GENERATORS[config.data.generator or ""]
+    generator = lookup("task generator", config.data.generator or "", GENERATORS)
     assert generator.demonstrations is not None  # RunConfig has checked it
     roles = {name: build_role(name, agent) for name, agent in config.agents.items()}
     options = config.data.arguments | config.data.demonstration_arguments(cold_start.options)
