@@ -20,7 +20,7 @@ from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.model import decoder
 from mcore_mas.megatron.spec import ParallelLayout, TrainerSpec
-from mcore_mas.megatron.state.weight_export import export_weights, plan_export
+from mcore_mas.megatron.state.sharded_model import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
 from rollout.models.tensors import whole as whole_of

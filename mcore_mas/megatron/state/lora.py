@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from torch.nn import Parameter
 
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
-from mcore_mas.megatron.state.names import LINEARS
-from mcore_mas.megatron.state.weight_import import SafeTensors
+from mcore_mas.megatron.state.weight_import import LINEARS, SafeTensors
 from rollout.base.errors import ModelError
 from rollout.base.files import atomic_folder
 from rollout.models.architecture import Architecture
@@ -201,24 +199,6 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._base)
-
-
-class UnadaptedReference:
-    """The frozen reference of a policy with adapters: the same weights without them, and no copy of anything."""
-
-    def __init__(self, adapters: Mapping[str, Adapter]) -> None:
-        self._adapters = adapters
-
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """The adapters add nothing inside the block."""
-        for adapter in self._adapters.values():
-            adapter.on = False
-        try:
-            yield
-        finally:
-            for adapter in self._adapters.values():
-                adapter.on = True
 
 
 _CONFIG = "adapter_config.json"

@@ -1,8 +1,8 @@
-"""The optimizer, and its state by parameter, whatever Megatron keeps of it where."""
+"""The optimizer, its state by parameter whatever Megatron keeps of it where, and memory given away for colocation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,3 +168,46 @@ class OptimizerState:
         )
         dist.all_reduce(whole, group=group)
         return whole
+
+
+class Offload:
+    """Frees gradient buffers, and moves what must be kept to host memory (from a GPU: pinned) and back.
+
+    The storages of tensors are emptied in place, so that every view of them (a parameter in its buffer, a gradient, an
+    optimizer's part) is what it was once they are filled again.
+    """
+
+    def __init__(self, gradients: Iterable[Tensor], kept: Callable[[], Iterable[Tensor]]) -> None:
+        """`gradients` come back as zeros; `kept` says anew at each sleep which tensors come back as they were."""
+        self._gradients = [gradient.untyped_storage() for gradient in gradients]
+        self._kept = kept
+        self._emptied: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []  # bytes of each, and what they were
+
+    def sleep(self) -> int:
+        """Give the memory away; returns how many bytes."""
+        self._emptied = [(storage, storage.nbytes(), None) for storage in self._gradients]
+        kept = {
+            storage.data_ptr(): storage for tensor in self._kept() if (storage := tensor.untyped_storage()).nbytes()
+        }
+        self._emptied += [(storage, storage.nbytes(), _host_copy(storage)) for storage in kept.values()]
+        for storage, _, _ in self._emptied:
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return sum(size for _, size, _ in self._emptied)
+
+    def wake(self) -> None:
+        """Take the memory back, with the same bits in all that was kept."""
+        for storage, size, copy in self._emptied:
+            storage.resize_(size)
+            _bytes(storage).zero_() if copy is None else _bytes(storage).copy_(copy)
+        self._emptied = []
+
+
+def _host_copy(storage: torch.UntypedStorage) -> Tensor:
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return copy.copy_(_bytes(storage))
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

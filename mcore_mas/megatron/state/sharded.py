@@ -18,9 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mcore_mas.megatron import parallel
-from mcore_mas.megatron.state.names import LazyTensor, WeightMapping, weight_mappings
 from mcore_mas.megatron.state.optimizer import OptimizerState
-from mcore_mas.megatron.state.weight_import import tensor_parallel
+from mcore_mas.megatron.state.weight_import import LazyTensor, WeightMapping, tensor_parallel, weight_mappings
 from rollout.base.errors import ModelError
 from rollout.base.files import Digest, write_chunks
 from rollout.models.architecture import Architecture

@@ -1,32 +1,45 @@
-"""One rank's shard of the model: its pipeline stages and adapters, filled from full tensors and exported as such."""
+"""One rank's shard of the model: filled from full tensors, and exported (resharding) as a stream of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.model.build import build_model
+from mcore_mas.megatron.model.decoder import EXPERT, renumbered
 from mcore_mas.megatron.spec import TrainerSpec, check_fit
 from mcore_mas.megatron.state.lora import (
     Adapter,
     AdapterFolder,
     MergedWeights,
-    UnadaptedReference,
     adapters,
     attach_adapters,
     initial_adapter,
     write_adapter,
 )
-from mcore_mas.megatron.state.names import VALUE_HEAD, LazyTensor, is_adapter, weight_mappings
-from mcore_mas.megatron.state.reference import ReferenceModel
-from mcore_mas.megatron.state.weight_export import ExportPlan, export_weights, plan_export
-from mcore_mas.megatron.state.weight_import import RandomTensors, SafeTensors, full_shapes, import_weights, write_folder
+from mcore_mas.megatron.state.weight_import import (
+    VALUE_HEAD,
+    LazyTensor,
+    RandomTensors,
+    SafeTensors,
+    WeightMapping,
+    full_shapes,
+    import_weights,
+    is_adapter,
+    weight_mappings,
+    write_folder,
+)
 from rollout.base.errors import ModelError
-from rollout.models.architecture import read_architecture
+from rollout.models.architecture import Architecture, read_architecture
 from rollout.models.tensors import whole
 
 
@@ -55,19 +68,38 @@ class ShardedModel:
         self.parameters = {name: p for name, p in self.tensors.items() if p.requires_grad}
         self._base = {name: p for name, p in self.tensors.items() if not is_adapter(name)}
         self._low_rank = {name: p for name, p in self.parameters.items() if is_adapter(name)}
+        self._frozen: dict[str, Tensor] = {}  # the reference's parameters, once they are needed
         self._plans: dict[str, ExportPlan] = {}  # how what is exported is gathered, by what it is
         self._load(self._start())
 
-    def reference(self) -> ReferenceModel | UnadaptedReference:
-        """The frozen reference model: `spec.reference`, or else the weights that training starts from."""
-        if self._spec.lora is not None:
-            return UnadaptedReference(self._adapters)
-        folder = self._spec.reference
-        return ReferenceModel(
-            self.parameters,
-            self.architecture,
-            self._start if folder is None else lambda: SafeTensors.of_folder(Path(folder)),
-        )
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside the block the frozen reference model; after it the parameters hold the very bits that they held.
+
+        The reference is `spec.reference`, or else the weights that training starts from: read on first use, and kept
+        as one CPU copy of this rank's shard. With adapters it is the same weights without them.
+
+        Raises:
+            ModelError: the reference's tensors are of no model of this shape.
+        """
+        if self._spec.lora is None and not self._frozen:
+            frozen = {name: torch.empty_like(p, device="cpu") for name, p in self.parameters.items()}
+            folder = self._spec.reference
+            import_weights(frozen, self.architecture, SafeTensors.of_folder(Path(folder)) if folder else self._start())
+            self._frozen = frozen
+        trained = {name: self.parameters[name].detach().to("cpu", copy=True) for name in self._frozen}
+        try:
+            self._write(self._frozen, adapted=False)
+            yield
+        finally:
+            self._write(trained, adapted=True)
+
+    def _write(self, tensors: Mapping[str, Tensor], *, adapted: bool) -> None:
+        for adapter in self._adapters.values():
+            adapter.on = adapted
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                self.parameters[name].copy_(tensor)
 
     def _start(self) -> SafeTensors | RandomTensors:
         """The weights that training starts from."""
@@ -122,9 +154,9 @@ class ShardedModel:
         Adapters are merged into the weights, and are by themselves in its subfolder adapter.
         """
         full = _keep(self.weights())
-        if torch.distributed.get_rank() == 0:
+        if dist.get_rank() == 0:
             write_folder(Path(self._spec.model), folder, full)
-        torch.distributed.barrier()
+        dist.barrier()
         if self._spec.lora is not None:
             self.write_adapter(folder / "adapter")
 
@@ -137,9 +169,9 @@ class ShardedModel:
         if self._spec.lora is None:
             raise ModelError(f"{folder}: nothing written; the policy trains all weights and has no adapter")
         full = _keep(self.adapter())
-        if torch.distributed.get_rank() == 0:
+        if dist.get_rank() == 0:
             write_adapter(folder, self._spec.model, self._spec.lora, full)
-        torch.distributed.barrier()
+        dist.barrier()
 
 
 def _joined(stream: Iterator[tuple[str, list[Tensor]]]) -> Iterator[tuple[str, Tensor]]:
@@ -148,5 +180,119 @@ def _joined(stream: Iterator[tuple[str, list[Tensor]]]) -> Iterator[tuple[str, T
 
 def _keep(stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """All tensors of a stream on the CPU of rank 0; nothing on the others, which drain it."""
-    writer = torch.distributed.get_rank() == 0
+    writer = dist.get_rank() == 0
     return {name: tensor.cpu().contiguous() for name, tensor in stream if writer}
+
+
+_BUCKET_BYTES = 64 << 20  # of one rank's shards that travel together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters of one pipeline stage and one type whose shards are gathered at once."""
+
+    stage: int
+    expert: bool  # of experts, which expert-parallel ranks hold different ones of
+    dtype: torch.dtype
+    mappings: tuple[WeightMapping, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of this rank's shard of each
+
+
+ExportPlan = tuple[Bucket, ...]
+
+
+def plan_export(
+    local: Mapping[str, Tensor], architecture: Architecture, bucket_bytes: int = _BUCKET_BYTES
+) -> ExportPlan:
+    """What is gathered together, the same on every rank of a pipeline; all its ranks must call.
+
+    It stays right as long as names, shapes and types of `local` do.
+
+    Args:
+        local: this rank's tensors by Megatron parameter name: parameters, or anything shaped like them.
+        bucket_bytes: at which a bucket is closed.
+    """
+    held = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in local.items()}
+    told: set[str] = set()
+    plan = []
+    for stage, kinds in enumerate(parallel.exchange(held, parallel_state.get_pipeline_model_parallel_group())):
+        groups: dict[tuple[bool, str], list[WeightMapping]] = {}
+        for entry in weight_mappings(kinds, tied=architecture.tied):
+            if not told.issuperset(entry.tensors):  # else the last stage's copy of a tied embedding
+                told.update(entry.tensors)
+                groups.setdefault((entry.expert, kinds[entry.parameter][0]), []).append(entry)
+        for (expert, kind), alike in groups.items():
+            dtype = getattr(torch, kind)
+            for part in _cut(alike, [math.prod(kinds[e.parameter][1]) * dtype.itemsize for e in alike], bucket_bytes):
+                shapes = tuple(tuple(kinds[entry.parameter][1]) for entry in part)
+                plan.append(Bucket(stage=stage, expert=expert, dtype=dtype, mappings=tuple(part), shapes=shapes))
+    return tuple(plan)
+
+
+def _cut(alike: Sequence[WeightMapping], sizes: Sequence[int], bucket_bytes: int) -> Iterator[list[WeightMapping]]:
+    part: list[WeightMapping] = []
+    size = 0
+    for entry, more in zip(alike, sizes, strict=True):
+        part.append(entry)
+        size += more
+        if size >= bucket_bytes:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def export_weights(
+    local: Mapping[str, Tensor], architecture: Architecture, plan: ExportPlan
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """Stream (Hugging Face name, full tensor in blocks of rows) from all ranks' shards; every rank must drain it.
+
+    Where nothing is cut, the blocks are parts of `local` itself.
+
+    Args:
+        local: this rank's tensors by Megatron parameter name.
+        plan: of these names, as `plan_export` made it.
+    """
+    for bucket in plan:
+        holders = [_holders(entry, architecture) for entry in bucket.mappings]
+        for names, shards in zip(holders, _shards(local, bucket), strict=True):
+            tp = len(shards) // len(names)
+            for number, holder in enumerate(names):
+                full = holder.sharding.join(shards[number * tp : (number + 1) * tp], architecture)
+                yield from zip(holder.tensors, full, strict=True)
+
+
+def _shards(local: Mapping[str, Tensor], bucket: Bucket) -> list[list[Tensor]]:
+    """Of each of the bucket's parameters every rank's shard, on every rank."""
+    group = (
+        parallel_state.get_expert_tensor_and_model_parallel_group()  # tensor-parallel ranks are neighbours
+        if bucket.expert
+        else parallel_state.get_tensor_model_parallel_group()
+    )
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    ranks, pipeline = dist.get_world_size(group), dist.get_world_size(stages)
+    here = parallel_state.get_pipeline_model_parallel_rank() == bucket.stage
+    mine = [local[entry.parameter].detach().contiguous() for entry in bucket.mappings] if here else []
+    if ranks == pipeline == 1:
+        return [[tensor] for tensor in mine]
+    sizes = [math.prod(shape) for shape in bucket.shapes]
+    flat = torch.empty(ranks, sum(sizes), dtype=bucket.dtype, device=parallel.device())
+    if here:
+        torch.cat([tensor.flatten() for tensor in mine], out=flat[dist.get_rank(group)])
+        if ranks > 1:
+            dist.all_gather_into_tensor(flat.view(-1), flat[dist.get_rank(group)].clone(), group=group)
+    if pipeline > 1:
+        dist.broadcast(flat, group=stages, group_src=bucket.stage)
+    parts = flat.split(sizes, dim=1)
+    return [[part[rank].view(shape) for rank in range(ranks)] for part, shape in zip(parts, bucket.shapes, strict=True)]
+
+
+def _holders(entry: WeightMapping, architecture: Architecture) -> list[WeightMapping]:
+    """The same parameter on every expert-parallel rank, where it is another expert's; else just this one."""
+    if not entry.expert:
+        return [entry]
+    assert architecture.experts is not None
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    each = architecture.experts.count // ranks
+    here = parallel_state.get_expert_model_parallel_rank()
+    return weight_mappings(renumbered(EXPERT, entry.parameter, (rank - here) * each) for rank in range(ranks))

@@ -1,4 +1,4 @@
-"""Weight import (resharding): full Hugging Face tensors into any parallel layout, and folders of them."""
+"""Weight map and import (resharding): which Hugging Face tensors make up each Megatron parameter, in any layout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -14,11 +16,201 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_mas.megatron.state.names import LazyTensor, WeightMapping, weight_mappings
+from mcore_mas.megatron.model.decoder import EXPERT, LAYER
+from mcore_mas.megatron.spec import Projection
 from rollout.base.errors import ModelError
 from rollout.base.files import atomic_folder
 from rollout.models.architecture import Architecture
-from rollout.models.tensors import TensorFiles
+from rollout.models.tensors import TensorFiles, shape_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyTensor:
+    """A full tensor that is somewhere else."""
+
+    shape: tuple[int, ...]
+    part: Callable[[tuple[slice, ...]], Tensor]  # one slice for each dimension -> what it holds there
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> LazyTensor:
+        """One that is here."""
+        return cls(shape=tuple(tensor.shape), part=tensor.__getitem__)
+
+    def read(self, *index: slice) -> Tensor:
+        """A part of it: slices of its first dimensions, all of the others."""
+        return self.part(index + (slice(None),) * (len(self.shape) - len(index)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How full tensors become one shard per tensor-parallel rank, and back."""
+
+    # (a rank's shard, to be filled; full tensors; architecture; tp; the rank). In place: the allocator keeps part of
+    # what copies on the way took, and over many weights that is a good part of a model
+    fill: Callable[[Tensor, Sequence[LazyTensor], Architecture, int, int], None]
+    # shards -> the blocks of rows of each full tensor; no copies where rows are whole
+    join: Callable[[Sequence[Tensor], Architecture], list[list[Tensor]]]
+
+
+def _share(size: int, tp: int, rank: int) -> slice:
+    return slice(size // tp * rank, size // tp * (rank + 1))
+
+
+def _fill_whole(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
+    shard.copy_(full[0].read())
+
+
+def _fill_columns(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
+    shard.copy_(full[0].read(slice(None), _share(full[0].shape[1], tp, rank)))
+
+
+def _fill_rows(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
+    for part, source in zip(shard.chunk(len(full)), full, strict=True):
+        part.copy_(source.read(_share(source.shape[0], tp, rank)))
+
+
+def _fill_qkv(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
+    # Megatron interleaves by key/value group: [queries of the group, key, value]
+    groups = shard.view(a.kv_heads // tp, -1, *shard.shape[1:])  # [groups, (heads/kv_heads + 2) · head_dim, ...]
+    for part, source in zip(groups.split(_group_rows(a), dim=1), full, strict=True):
+        part.copy_(source.read(_share(source.shape[0], tp, rank)).view(part.shape))
+
+
+def _group_rows(a: Architecture) -> list[int]:
+    return [a.heads // a.kv_heads * a.head_dim, a.head_dim, a.head_dim]
+
+
+def _join_qkv(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
+    groups = [group for shard in shards for group in shard.chunk(a.kv_heads // len(shards))]
+    return [list(parts) for parts in zip(*(group.split(_group_rows(a)) for group in groups), strict=True)]
+
+
+def _join_gate_up(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
+    return [list(parts) for parts in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+
+
+def _fill_vocab(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
+    rows = _share(a.vocab_padded(tp), tp, rank)
+    own = slice(min(rows.start, a.vocab), min(rows.stop, a.vocab))
+    held = own.stop - own.start
+    shard[:held].copy_(full[0].read(own))
+    shard[held:].zero_()
+
+
+def _join_columns(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
+    return [[shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1)]]
+
+
+def _join_vocab(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
+    ends = accumulate((len(shard) for shard in shards), initial=0)
+    blocks = [shard[: max(a.vocab - first, 0)] for shard, first in zip(shards, ends, strict=False)]
+    return [[block for block in blocks if len(block)]]
+
+
+WHOLE = Sharding(fill=_fill_whole, join=lambda shards, a: [[shards[0]]])
+BY_COLUMNS = Sharding(fill=_fill_columns, join=_join_columns)
+BY_ROWS = Sharding(fill=_fill_rows, join=lambda shards, a: [list(shards)])
+VOCAB = Sharding(fill=_fill_vocab, join=_join_vocab)
+QKV = Sharding(fill=_fill_qkv, join=_join_qkv)
+GATE_UP = Sharding(fill=_fill_rows, join=_join_gate_up)
+
+VALUE_HEAD = "output_layer.value"
+
+_ATTENTION = "model.layers.{}.self_attn."
+_MLP = "model.layers.{}.mlp."
+_INPUT_NORM = ("model.layers.{}.input_layernorm.weight",)
+_MLP_NORM = ("model.layers.{}.post_attention_layernorm.weight",)
+_EXPERT_IN = (_MLP + "experts.{}.gate_proj.weight", _MLP + "experts.{}.up_proj.weight")
+_EXPERT_OUT = (_MLP + "experts.{}.down_proj.weight",)
+
+# Megatron parameter -> (its cut, Hugging Face tensors); the first {} is the layer, the second the expert
+WEIGHT_MAP: dict[str, tuple[Sharding, tuple[str, ...]]] = {
+    "embedding.word_embeddings.weight": (VOCAB, ("model.embed_tokens.weight",)),
+    "decoder.layers.{}.input_layernorm.weight": (WHOLE, _INPUT_NORM),
+    "decoder.layers.{}.self_attention.linear_qkv.layer_norm_weight": (WHOLE, _INPUT_NORM),  # Transformer Engine
+    "decoder.layers.{}.self_attention.linear_qkv.weight": (QKV, tuple(_ATTENTION + f"{x}_proj.weight" for x in "qkv")),
+    "decoder.layers.{}.self_attention.linear_qkv.bias": (QKV, tuple(_ATTENTION + f"{x}_proj.bias" for x in "qkv")),
+    "decoder.layers.{}.self_attention.q_layernorm.weight": (WHOLE, (_ATTENTION + "q_norm.weight",)),
+    "decoder.layers.{}.self_attention.k_layernorm.weight": (WHOLE, (_ATTENTION + "k_norm.weight",)),
+    "decoder.layers.{}.self_attention.linear_proj.weight": (BY_COLUMNS, (_ATTENTION + "o_proj.weight",)),
+    "decoder.layers.{}.pre_mlp_layernorm.weight": (WHOLE, _MLP_NORM),
+    "decoder.layers.{}.mlp.linear_fc1.layer_norm_weight": (WHOLE, _MLP_NORM),  # Transformer Engine
+    "decoder.layers.{}.mlp.linear_fc1.weight": (GATE_UP, (_MLP + "gate_proj.weight", _MLP + "up_proj.weight")),
+    "decoder.layers.{}.mlp.linear_fc2.weight": (BY_COLUMNS, (_MLP + "down_proj.weight",)),
+    "decoder.layers.{}.mlp.router.weight": (WHOLE, (_MLP + "gate.weight",)),
+    "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight": (GATE_UP, _EXPERT_IN),
+    "decoder.layers.{}.mlp.experts.linear_fc1.weight{}": (GATE_UP, _EXPERT_IN),  # Transformer Engine
+    "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc2.weight": (BY_COLUMNS, _EXPERT_OUT),
+    "decoder.layers.{}.mlp.experts.linear_fc2.weight{}": (BY_COLUMNS, _EXPERT_OUT),  # Transformer Engine
+    "decoder.final_layernorm.weight": (WHOLE, ("model.norm.weight",)),
+    "output_layer.weight": (VOCAB, ("lm_head.weight",)),
+    VALUE_HEAD: (WHOLE, ("score.weight",)),  # as in transformers' models for sequence classification
+}
+
+# linear layer of a Megatron layer -> (its place in Hugging Face's, the projections it fuses, whether inputs are cut)
+LINEARS: dict[str, tuple[str, tuple[Projection, ...], bool]] = {
+    "self_attention.linear_qkv": (_ATTENTION, ("q", "k", "v"), False),
+    "self_attention.linear_proj": (_ATTENTION, ("o",), True),
+    "mlp.linear_fc1": (_MLP, ("gate", "up"), False),
+    "mlp.linear_fc2": (_MLP, ("down",), True),
+}
+
+
+def _adapters() -> dict[str, tuple[Sharding, tuple[str, ...]]]:
+    """The rows of adapters, each under its name in Hugging Face's PEFT."""
+    rows: dict[str, tuple[Sharding, tuple[str, ...]]] = {}
+    for linear, (place, projections, inputs_cut) in LINEARS.items():
+        for x in projections:
+            megatron, peft = f"decoder.layers.{{}}.{linear}.adapter", f"base_model.model.{place}{x}_proj.lora"
+            rows[f"{megatron}.a_{x}"] = (BY_COLUMNS if inputs_cut else WHOLE, (f"{peft}_A.weight",))
+            rows[f"{megatron}.b_{x}"] = (WHOLE if inputs_cut else BY_ROWS, (f"{peft}_B.weight",))
+    return rows
+
+
+WEIGHT_MAP |= _adapters()
+
+
+def is_adapter(parameter: str) -> bool:
+    """Whether a Megatron parameter is part of an adapter."""
+    return ".adapter." in parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightMapping:
+    """One Megatron parameter and the Hugging Face tensors it holds."""
+
+    parameter: str
+    sharding: Sharding
+    tensors: tuple[str, ...]
+
+    @property
+    def expert(self) -> bool:
+        """Whether it is one expert's, so that expert-parallel ranks hold different ones."""
+        return EXPERT.search(self.parameter) is not None
+
+    def shapes(self, shard: Sequence[int], a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of its full tensors by name, of which each of `tp` ranks holds a shard of this shape."""
+        joined = self.sharding.join([torch.empty(tuple(shard), device="meta")] * tp, a)
+        return {name: tuple(shape_of(blocks)) for name, blocks in zip(self.tensors, joined, strict=True)}
+
+
+def weight_mappings(parameters: Iterable[str], *, tied: bool = False) -> list[WeightMapping]:
+    """The table's rows for Megatron parameter names, in their order.
+
+    An output layer that is `tied` is a second copy of the embedding, which the last pipeline stage keeps.
+
+    Raises:
+        KeyError: a parameter has no row.
+    """
+    rows = []
+    for name in parameters:
+        copy = tied and name == "output_layer.weight"
+        row = "embedding.word_embeddings.weight" if copy else EXPERT.sub("{}", LAYER.sub("{}", name))
+        sharding, tensors = WEIGHT_MAP[row]
+        numbers = [found.group() for found in (LAYER.search(name), EXPERT.search(name)) if found]
+        held = tuple(tensor.format(*numbers) for tensor in tensors)
+        rows.append(WeightMapping(parameter=name, sharding=sharding, tensors=held))
+    return rows
 
 
 def import_weights(

@@ -20,8 +20,7 @@ from mcore_mas.megatron import parallel
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.state.optimizer import OptimizerState, gathers_late, make_optimizer
-from mcore_mas.megatron.state.reference import Offload
+from mcore_mas.megatron.state.optimizer import Offload, OptimizerState, gathers_late, make_optimizer
 from mcore_mas.megatron.state.sharded import ShardedCheckpoint
 from mcore_mas.megatron.state.sharded_model import ShardedModel
 from mcore_mas.megatron.step.pipeline import Pipeline, summarise
@@ -54,10 +53,10 @@ class MegatronTrainer:
         self._state = OptimizerState(self._optimizer, self._parameters)
         self._checkpoint = ShardedCheckpoint(self._state, self._parameters, self._model.architecture)
         self._pipeline = Pipeline(self._stages, spec, self._model.architecture)
-        self._reference = self._model.reference()
         self._offload = Offload(
             (buffer.grad_data for stage in self._stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)),
-            lambda: (*self._model.tensors.values(), *self._state.tensors()),
+            # on the CPU what is kept stays where it is
+            lambda: (t for t in (*self._model.tensors.values(), *self._state.tensors()) if t.is_cuda),
         )
         self._asleep = False
         self._gathers_late = gathers_late(spec)
@@ -85,7 +84,7 @@ class MegatronTrainer:
         if reference:  # what is put back afterwards must be whole
             self._settle()
         self._check_awake()
-        with self._reference.swapped_in() if reference else nullcontext():
+        with self._model.reference() if reference else nullcontext():
             return [score.float().cpu() for score in self._pipeline.score(microbatches)]
 
     def update(self, microbatches: Sequence[Microbatch]) -> dict[str, float]:

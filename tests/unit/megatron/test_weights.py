@@ -12,17 +12,18 @@ from safetensors.torch import load_file
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.model.decoder import EXPERT, LAYER
 from mcore_mas.megatron.spec import ParallelLayout, check_fit
-from mcore_mas.megatron.state.names import (
+from mcore_mas.megatron.state.weight_import import (
     BY_COLUMNS,
     GATE_UP,
     QKV,
     VOCAB,
     WEIGHT_MAP,
     LazyTensor,
+    RandomTensors,
+    SafeTensors,
     Sharding,
     weight_mappings,
 )
-from mcore_mas.megatron.state.weight_import import RandomTensors, SafeTensors
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from rollout.base.errors import ModelError
 from rollout.models.architecture import read_architecture
