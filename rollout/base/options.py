@@ -34,7 +34,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSeriali
 from rollout.base.schema_words import expected, json_schema, keys_of, walk
 
 # A text is never read as a number; a whole number will do for a float, and a list for a tuple, as YAML has no other.
-_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names of errors
 _T = TypeVar("_T")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -179,7 +179,7 @@ def options_model(target: Callable[..., Any], supplied: frozenset[str] = frozens
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # an option may have the name of a method of BaseModel
-            return create_model("Options", __config__=_STRICT, **fields)
+            return create_model("Options", __config__=STRICT, **fields)
     except (PydanticUserError, NameError, TypeError) as error:
         raise OptionsError(f"its options cannot be typed: {' '.join(str(error).split())}") from error
 

@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator, model_validator
 
-from rollout.base.options import OptionsError, Section, checked, lookup, options_model
+from rollout.base.options import STRICT, OptionsError, Section, checked, lookup, options_model
 from rollout.records.trajectory import RecordError, Task
 from rollout.tasks import GENERATORS
 from rollout.tasks.files import OWN, READABLE, Placed, distinct, read_task_file
@@ -19,6 +19,8 @@ from rollout.tasks.splits import SPLITS, Split
 
 class TaskFile(Section):
     """A data file, or the part of it that a split takes."""
+
+    model_config = STRICT
 
     path: Path
     format: str | None = None  # None: data.format
@@ -35,9 +37,9 @@ class DataConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict, validate_default=True)  # of the generator: which tasks
     format: str = OWN  # of files that name no other
     duplicates: Literal["refuse", "drop"] = "refuse"  # of a task that a split's files hold twice
-    train: int | tuple[TaskFile, ...]
-    validation: int | tuple[TaskFile, ...]
-    test: int | tuple[TaskFile, ...]
+    train: NonNegativeInt | tuple[TaskFile, ...]
+    validation: NonNegativeInt | tuple[TaskFile, ...]
+    test: NonNegativeInt | tuple[TaskFile, ...]
 
     @field_validator("generator")
     @classmethod
@@ -62,7 +64,7 @@ class DataConfig(Section):
         entries = value if isinstance(value, list | tuple) else [value]
         if not entries:
             raise ValueError("no file is named")
-        return tuple(_file(entry) for entry in entries)
+        return tuple(_file(number, entry) for number, entry in enumerate(entries))
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
@@ -157,13 +159,8 @@ def _chosen(tasks: Iterable[Task], file: TaskFile) -> Iterator[Task]:
             yield task
 
 
-def _file(entry: Any) -> TaskFile:
-    try:
-        return TaskFile.model_validate({"path": entry} if isinstance(entry, str | Path) else entry)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ValueError(
-            f"a file has {key + ': ' if key else ''}{first['msg'].removeprefix('Value error, ')}; "
-            f"expected a path, or {', '.join(TaskFile.model_fields)}"
-        ) from error
+def _file(number: int, entry: Any) -> TaskFile:
+    if isinstance(entry, TaskFile):
+        return entry
+    keys = entry if isinstance(entry, Mapping) else {"path": entry}
+    return TaskFile(**checked("a data file", TaskFile, keys, place=(number,)))

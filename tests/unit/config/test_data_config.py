@@ -100,8 +100,10 @@ def test_a_file_with_nothing_left(tmp_path: Path) -> None:
     [
         ({"format": "mathh"}, "unknown data format 'mathh'; known: 2wikimultihopqa, aime"),
         ({"train": {"path": "x.json", "format": "dappo"}}, "unknown data format 'dappo'"),
-        ({"train": {"path": "x.json", "limit": 0}}, "a file has limit: Input should be greater than or equal to 1"),
-        ({"train": {"file": "x.json"}}, "a file has path: Field required; expected a path, or path, format, source"),
+        ({"train": {"path": "x.json", "limit": 0}}, "expected an integer of at least 1 or null"),
+        ({"train": ["x.json", {"path": "x.json", "skip": "5"}]}, "expected an integer of at least 0"),
+        ({"train": {"file": "x.json"}}, "a data file has no option 'file'; its options: path, format, source, skip"),
+        ({"train": {"limit": 5}}, "a data file needs option 'path'"),
         ({"train": []}, "no file is named"),
         (
             {"train": {"path": "x.parquet", "format": "tasks", "source": "s"}},
