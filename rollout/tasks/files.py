@@ -85,16 +85,17 @@ _BATCH_ROWS = 256
 _MAX_CELL_CHARS = 1 << 24
 
 
-def read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The rows of `path` in their order, read as they are asked for.
+def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
+    """The rows of `path` in their order, read as they are asked for, as a file named `suffix` if that is given.
 
     Raises:
         RecordError: the file is missing, is not what its name says, or holds something that is no row.
     """
-    if path.suffix not in READERS:
+    suffix = suffix or path.suffix
+    if suffix not in READERS:
         raise RecordError(f"{path}: expected a file named {', '.join(READERS)}")
     try:
-        for number, row in enumerate(READERS[path.suffix](path)):
+        for number, row in enumerate(READERS[suffix](path)):
             if not isinstance(row, Mapping):
                 raise RecordError(f"{path}: row {number} is a {type(row).__name__}; expected an object with columns")
             yield row
@@ -132,9 +133,19 @@ def _json_lines(path: Path) -> Iterator[Any]:
 
 
 def _csv(path: Path) -> Iterator[Any]:
-    csv.field_size_limit(_MAX_CELL_CHARS)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        yield from csv.DictReader(file)
+        rows = csv.DictReader(file)
+        while (row := _next_row(rows)) is not None:
+            yield row
+
+
+def _next_row(rows: Iterator[dict[str, str]]) -> dict[str, str] | None:
+    """The next row; its cells may be longer than this process allows elsewhere."""
+    usual = csv.field_size_limit(_MAX_CELL_CHARS)
+    try:
+        return next(rows, None)
+    finally:
+        csv.field_size_limit(usual)
 
 
 READERS: dict[str, Callable[[Path], Iterator[Any]]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -19,10 +18,9 @@ from rollout.orchestras.acting import game_team, single
 from rollout.orchestras.replies import DECIDED, LISTED
 from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Demonstration, Message, RecordError, Task
-from rollout.tasks.splits import check_splits, split_of
+from rollout.tasks.splits import digest, draw_different, draw_listed, split_of
 from rollout.teams.team import AgentReply, Role, Team, TeamSession
 
-_PATIENCE = 20_000  # draws in a row without a new puzzle before a source counts as exhausted
 CARELESS: Mapping[str, float] = {"tool": 0.5, "planner": 0.5, "player": 0.5}
 
 
@@ -30,16 +28,23 @@ def draw_tasks(source: PuzzleSource, seed: int, sizes: Mapping[str, int]) -> lis
     """Draw sizes[split] different tasks for each split; a key belongs to one split for every seed.
 
     Raises:
-        ValueError: an unknown split, or there are fewer puzzles than asked for.
+        ValueError: there are fewer puzzles than asked for.
     """
-    check_splits(source.name, sizes)
     listed = source.everything()
     tasks = []
     for split, size in sizes.items():
         random = Random(derive_seed(seed, source.name, split))
-        puzzles = _draw(source, split, size, random) if listed is None else _sample(source, listed, split, size, random)
+        if listed is None:
+            puzzles = _draw(source, split, size, random)
+        else:
+            owned = [puzzle for key, puzzle in listed if split_of(key) == split]
+            puzzles = draw_listed(source.name, split, size, owned, random)
         tasks += [as_task(source, puzzle, split) for puzzle in puzzles]
     return tasks
+
+
+def _draw(source: PuzzleSource, split: str, size: int, random: Random) -> list[str]:
+    return draw_different(source.name, split, size, lambda: source.draw(random, lambda key: split_of(key) == split))
 
 
 def as_task(source: PuzzleSource, puzzle: str, split: str) -> Task:
@@ -48,42 +53,13 @@ def as_task(source: PuzzleSource, puzzle: str, split: str) -> Task:
     solution = game.solve(game.read(puzzle))
     assert solution is not None, f"{source.name} drew a puzzle without a solution:\n{puzzle}"
     return Task(
-        id=f"{source.name}/{hashlib.blake2b(puzzle.encode(), digest_size=8).hexdigest()}",
+        id=f"{source.name}/{digest(puzzle)}",
         prompt=puzzle,
         answers=(solution,),
         env=source.game,
         source=source.name,
         split=split,
     )
-
-
-def _sample(
-    source: PuzzleSource, listed: Sequence[tuple[str, str]], split: str, size: int, random: Random
-) -> list[str]:
-    own = [puzzle for key, puzzle in listed if split_of(key) == split]
-    if size > len(own):
-        raise ValueError(
-            f"{source.name}: {size} {split} tasks asked for, but of its {len(listed)} puzzles {len(own)} belong to "
-            f"{split}; lower data.{split}"
-        )
-    return random.sample(own, size)
-
-
-def _draw(source: PuzzleSource, split: str, size: int, random: Random) -> list[str]:
-    found: dict[str, None] = {}
-    misses = 0
-    while len(found) < size:
-        puzzle = source.draw(random, lambda key: split_of(key) == split)
-        new = puzzle is not None and puzzle not in found
-        misses = 0 if new else misses + 1
-        if misses > _PATIENCE:
-            raise ValueError(
-                f"{source.name}: {size} {split} tasks asked for, but {_PATIENCE} draws after the {len(found)}th found "
-                f"no other, so there are hardly more; lower data.{split} or ask for larger puzzles"
-            )
-        if puzzle is not None:
-            found[puzzle] = None
-    return list(found)
 
 
 def demonstrate(
@@ -181,17 +157,19 @@ def gymnasium_tasks(
         name: data source to report under.
         instructions: what agents are told before the first scene.
     """
-    check_splits(name, sizes)
-    tasks = []
-    for split, size in sizes.items():
-        random = Random(derive_seed(seed, "gymnasium", name, split))
-        keys: dict[str, None] = {}
-        while len(keys) < size:
-            key = str(random.randrange(2**31))
-            if split_of(f"{name} {key}") == split:
-                keys[key] = None
-        tasks += [_world_task(name, key, key, split, instructions, "gymnasium") for key in keys]
-    return tasks
+    return [
+        _world_task(name, key, key, split, instructions, "gymnasium")
+        for split, size in sizes.items()
+        for key in _resets(name, split, size, Random(derive_seed(seed, "gymnasium", name, split)))
+    ]
+
+
+def _resets(name: str, split: str, size: int, random: Random) -> list[str]:
+    def draw() -> str | None:
+        key = str(random.randrange(2**31))
+        return key if split_of(f"{name} {key}") == split else None
+
+    return draw_different(name, split, size, draw)
 
 
 def alfworld_tasks(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[Task]:
@@ -201,7 +179,6 @@ def alfworld_tasks(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[
         RecordError: the folder lacks one of these.
         ValueError: there are fewer games than asked for.
     """
-    check_splits("alfworld", sizes)
     tasks = []
     for split, size in sizes.items():
         root = Path(folder) / _ALFWORLD[split]
@@ -220,7 +197,6 @@ def webshop_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
     Raises:
         ValueError: there are fewer errands than asked for.
     """
-    check_splits("webshop", sizes)
     return [
         _world_task("webshop", str(goal), str(goal), split, _SHOP, "webshop")
         for split, size in sizes.items()
@@ -229,9 +205,7 @@ def webshop_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
 
 
 def _drawn(seed: int, world: str, split: str, games: Sequence[_T], size: int) -> list[_T]:
-    if size > len(games):
-        raise ValueError(f"{world}: {size} {split} tasks asked for, but there are {len(games)}; lower data.{split}")
-    return Random(derive_seed(seed, world, split)).sample(games, size)
+    return draw_listed(world, split, size, games, Random(derive_seed(seed, world, split)))
 
 
 def _world_task(source: str, name: str, key: str, split: str, prompt: str, env: str) -> Task:

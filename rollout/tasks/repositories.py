@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from rollout.environments.repository import CheckCall, pack_check, pack_source
 from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Task
 from rollout.tasks.repository_functions import BUGGY_FUNCTIONS, BuggyFunction
-from rollout.tasks.splits import check_splits, split_of
+from rollout.tasks.splits import digest, draw_different, split_of
 
 _PACKAGES = ("toolbox", "pantry", "drawer", "shelf", "crate", "basket", "locker", "chest")
 _MODULES = ("core", "basics", "lists", "extra", "shapes", "more")
@@ -31,20 +30,14 @@ def repository_tasks(
 
     Args:
         modules: of a package, each with two functions.
-
-    Raises:
-        ValueError: an unknown split.
     """
-    check_splits("repositories", sizes)
-    tasks: dict[str, Task] = {}
-    for split, size in sizes.items():
-        random = Random(derive_seed(seed, "repositories", split))
-        own = [(f, bug) for f in BUGGY_FUNCTIONS for bug in f.bugs if split_of(f"{f.right.__name__}/{bug}") == split]
-        first = len(tasks)
-        while len(tasks) - first < size:
-            task = _draw(random, *random.choice(own), split, modules)
-            tasks[task.id] = task
-    return list(tasks.values())
+    return [task for split, size in sizes.items() for task in _split_tasks(seed, split, size, modules)]
+
+
+def _split_tasks(seed: int, split: str, size: int, modules: int) -> list[Task]:
+    random = Random(derive_seed(seed, "repositories", split))
+    own = [(f, bug) for f in BUGGY_FUNCTIONS for bug in f.bugs if split_of(f"{f.right.__name__}/{bug}") == split]
+    return draw_different("repositories", split, size, lambda: _draw(random, *random.choice(own), split, modules))
 
 
 def _draw(random: Random, family: BuggyFunction, bug: str, split: str, modules: int) -> Task:
@@ -69,9 +62,8 @@ def _draw(random: Random, family: BuggyFunction, bug: str, split: str, modules: 
         f"`{json.dumps(failing.expected)}`."
     )
     answers = [pack_source(path, content) for path, content in files.items()] + [pack_check(check) for check in checks]
-    digest = hashlib.blake2b("".join(answers).encode(), digest_size=8).hexdigest()
     return Task(
-        id=f"repositories/{digest}",
+        id=f"repositories/{digest(*answers)}",
         prompt=prompt,
         answers=tuple(answers),
         env="repository",

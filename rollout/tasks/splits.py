@@ -1,4 +1,4 @@
-"""Data splits (train, validation, test): which one owns what is generated, and what leaks from one into another."""
+"""Data splits (train, validation, test): drawing what each one owns, and what leaks from one into another."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import json
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from random import Random
+from typing import Literal, TypeVar
 
 from rollout.environments.code import unpack_test
 from rollout.records.trajectory import Task
@@ -26,15 +27,48 @@ def split_of(key: str) -> str:
     return ("validation", "test")[bucket] if bucket < 2 else "train"
 
 
-def check_splits(where: str, asked: Iterable[str]) -> None:
-    """Refuse a split that does not exist.
+_T = TypeVar("_T")
+_PATIENCE = 20_000  # draws in a row without anything new, before there is hardly more
+
+
+def draw_different(
+    source: str, split: str, size: int, draw: Callable[[], _T | None], key: Callable[[_T], Hashable] = lambda it: it
+) -> list[_T]:
+    """`size` things that differ in their keys; a draw gives one, or None for something of another split.
 
     Raises:
-        ValueError: it does not.
+        ValueError: there are hardly so many.
     """
-    unknown = sorted(set(asked) - set(SPLITS))
-    if unknown:
-        raise ValueError(f"{where}: unknown split {', '.join(unknown)}; splits: {', '.join(SPLITS)}")
+    found: dict[Hashable, _T] = {}
+    misses = 0
+    while len(found) < size:
+        drawn = draw()
+        before = len(found)
+        if drawn is not None:
+            found.setdefault(key(drawn), drawn)
+        misses = misses + 1 if len(found) == before else 0
+        if misses > _PATIENCE:
+            raise ValueError(
+                f"{source}: {size} {split} tasks asked for, but {_PATIENCE} draws after the {before}th found no other, "
+                f"so there are hardly more; lower data.{split} or ask for larger ones"
+            )
+    return list(found.values())
+
+
+def draw_listed(source: str, split: str, size: int, owned: Sequence[_T], random: Random) -> list[_T]:
+    """`size` of what a split owns, without replacement.
+
+    Raises:
+        ValueError: it owns fewer.
+    """
+    if size > len(owned):
+        raise ValueError(f"{source}: {size} {split} tasks asked for, but there are {len(owned)}; lower data.{split}")
+    return random.sample(owned, size)
+
+
+def digest(*texts: str) -> str:
+    """A short hash of a task's content, which its id ends with."""
+    return hashlib.blake2b("".join(texts).encode(), digest_size=8).hexdigest()
 
 
 LeakKind = Literal["id", "text", "similar", "tests"]

@@ -14,9 +14,7 @@ save_performance/{baseline,GT}/NAME/result.txt    the ends of the performance ga
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +29,8 @@ from rollout.environments.data_science import SUBMISSION, pack_file, pack_file_a
 from rollout.environments.predictions import TABLE_METRICS, Target
 from rollout.records.completion import derive_seed
 from rollout.records.trajectory import RecordError, Task
-from rollout.tasks.splits import check_splits, split_of
+from rollout.tasks.files import read_rows
+from rollout.tasks.splits import digest, split_of
 
 TableKind = Literal["regression", "classification"]
 _METRICS: dict[TableKind, tuple[str, ...]] = {
@@ -98,11 +97,7 @@ def tabular_tasks(
 
     The baseline is the metric of the training rows' mean (median for mae), or of their most frequent label; the ceiling
     is that of the target without noise, which nobody can know better.
-
-    Raises:
-        ValueError: an unknown split.
     """
-    check_splits("tabular", sizes)
     tasks = []
     for split, size in sizes.items():
         random = Random(derive_seed(seed, "tabular", split))
@@ -174,10 +169,11 @@ def _task(random: Random, world: TableModel, split: str, train_rows: int, test_r
         submission=SUBMISSION,
         asked=": the probability that it is 1" if world.metric == "auc" else "",
     )
-    digest = hashlib.blake2b("".join(files).encode(), digest_size=8).hexdigest()
     source = f"tabular_{world.kind}"
     answers = (*files, pack_target(target))
-    return Task(id=f"{source}/{digest}", prompt=prompt, answers=answers, env="data_science", source=source, split=split)
+    return Task(
+        id=f"{source}/{digest(*files)}", prompt=prompt, answers=answers, env="data_science", source=source, split=split
+    )
 
 
 def _constant(world: TableModel, targets: Sequence[float]) -> str:
@@ -257,14 +253,10 @@ def read_dsbench(folder: Path, metrics: Mapping[str, str]) -> list[Task]:
     index = folder / "data.json"
     if not index.is_file():
         raise RecordError(f"{index}: no such file; expected DSBench's data_modeling folder")
-    names = []
-    for number, line in enumerate(index.read_text(encoding="utf-8").splitlines()):
-        if line.strip():
-            try:
-                names.append(str(json.loads(line)["name"]))
-            except (ValueError, KeyError, TypeError) as error:
-                raise RecordError(f"{index}: row {number} is no object with a name ({error})") from error
-    found = (_dsbench_task(folder, name, metrics.get(name)) for name in names)
+    rows = list(read_rows(index, ".jsonl"))
+    if not all("name" in row for row in rows):
+        raise RecordError(f"{index}: a row has no name")
+    found = (_dsbench_task(folder, str(row["name"]), metrics.get(str(row["name"]))) for row in rows)
     return [task for task in found if task is not None]
 
 
@@ -281,10 +273,10 @@ def _dsbench_task(folder: Path, name: str, metric: str | None) -> Task | None:
     if metric is not None and metric not in TABLE_METRICS:
         raise RecordError(f"{folder}: metric '{metric}' of {name} is not known; metrics: {', '.join(TABLE_METRICS)}")
     tables = data / "data_resplit" / name
-    sample, answer = (
-        _table_rows(tables / "sample_submission.csv"),
-        _table_rows(data / "answers" / name / "test_answer.csv"),
-    )
+    paths = (tables / "sample_submission.csv", data / "answers" / name / "test_answer.csv")
+    sample, answer = (list(read_rows(path)) for path in paths)
+    if not sample or not answer:
+        raise RecordError(f"{data}: {name} has no rows in {' or '.join(path.name for path in paths)}")
     columns = list(sample[0])
     named = _SCRIPT_COLUMN.search(script)
     column = named.group(1) if named else columns[-1]
@@ -318,13 +310,6 @@ def _file_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path}: cannot be read ({error}); expected DSBench's data_modeling folder") from error
-
-
-def _table_rows(path: Path) -> list[dict[str, str]]:
-    rows = list(csv.DictReader(_file_text(path).splitlines()))
-    if not rows:
-        raise RecordError(f"{path}: no rows")
-    return rows
 
 
 def _number(path: Path) -> float | None:

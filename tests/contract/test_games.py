@@ -152,8 +152,8 @@ def _latin(lines: list[tuple[str, ...]]) -> list[list[tuple[str, ...]]]:
 @pytest.mark.parametrize(
     ("game", "options", "message"),
     [
-        ("blocksworld", {"blocks": 2}, "blocksworld_2: 99 test tasks asked for, but of its 6 puzzles"),
-        ("blocksworld", {"blocks": 3}, "blocksworld_3: 99 test tasks asked for, but of its 156 puzzles"),
+        ("blocksworld", {"blocks": 2}, "blocksworld_2: 99 test tasks asked for, but there are"),
+        ("blocksworld", {"blocks": 3}, "blocksworld_3: 99 test tasks asked for, but there are"),
         ("plan_path", {"size": 2, "obstacles": 0.0}, "20000 draws after the .* found no other"),
     ],
 )

@@ -302,6 +302,13 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, content: str | No
         list(read_rows(tmp_path / name))
 
 
+def test_a_long_cell_of_a_table_is_read_and_the_process_keeps_its_limit(tmp_path: Path) -> None:
+    usual = csv.field_size_limit()
+    (tmp_path / "x.csv").write_text(f"question,answer\n{'x' * 200_000},1\n,2\n")
+    assert [len(row["question"]) for row in read_rows(tmp_path / "x.csv")] == [200_000, 0]
+    assert csv.field_size_limit() == usual == 131_072
+
+
 def test_rows_under_data(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"Version": 1.0, "Data": [{"a": 1}]}')
     assert list(read_rows(tmp_path / "x.json")) == [{"a": 1}]
