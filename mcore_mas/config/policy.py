@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from rollout.base.options import Section
 from rollout.engines.remote import RemoteConfig
@@ -61,6 +61,9 @@ class PolicyConfig(RateConfig):
 
     lr: float = Field(0.0, ge=0)  # 0 only where nothing trains it
     model: str = ""  # Hugging Face folder
+    chat_template: Literal["plain", "chatml"] | None = None  # in place of the model's own, for a base model without one
+    # what its template is given, such as enable_thinking: false
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     remote: RemoteConfig | None = None  # in its place a frozen model behind an API
     tp: int = Field(1, ge=1)  # tensor-parallel ranks
     pp: int = Field(1, ge=1)  # pipeline-parallel ranks
@@ -97,6 +100,8 @@ class PolicyConfig(RateConfig):
             raise ValueError("a policy has either a model (a folder) or a remote (an API); set one of them")
         if self.remote is not None and self.max_in_flight is not None:
             raise ValueError("max_in_flight bounds an engine of ours; of a remote model set remote.concurrency")
+        if self.remote is not None and (self.chat_template or self.chat_template_kwargs):
+            raise ValueError("chat_template and chat_template_kwargs are of a model folder; leave them out of a remote")
         return self
 
     @model_validator(mode="after")

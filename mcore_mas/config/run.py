@@ -128,6 +128,12 @@ class RunConfig(Section):
             )
         if self.cold_start is not None:
             self.data.demonstration_arguments(self.cold_start.options)
+            for name, policy in self.policies.items():
+                if policy.chat_template or policy.chat_template_kwargs:
+                    raise ValueError(
+                        f"policies.{name}: a cold start makes the model with a chat template of its own that takes no "
+                        "arguments; leave chat_template and chat_template_kwargs out"
+                    )
         _check_turns(self)
         _check_transport(self)
         _check_ahead(self)

@@ -27,7 +27,7 @@ from rollout.base.options import lookup
 from rollout.config.build import build_orchestra, build_role, build_team
 from rollout.engines.embedded.engine import LocalEngine
 from rollout.environments.protocol import Env
-from rollout.models.chat_template import Renderer
+from rollout.models.chat_template import CHAT_TEMPLATES, Renderer
 from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Demonstration, Task, read_tasks
 from rollout.tasks import GENERATORS
@@ -139,10 +139,6 @@ def _sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
 
 
 _END, _START, _STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 _DEMONSTRATIONS_READ = 4000  # for the vocabulary
 _WORD = r" ?</?[a-z]+>| ?\p{L}+| ?[^\s\p{L}]+|\s+"  # a tag, a word or a sign, each with the space before it
 _INIT_STD = 0.06  # a model this narrow learns several times faster from here than from the usual 0.02
@@ -204,7 +200,7 @@ def _train_tokenizer(texts: Iterator[str], vocab: int, unit: str, out_dir: Path)
     )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_STOP, pad_token=_END)
-    fast.chat_template = _CHAT_TEMPLATE
+    fast.chat_template = CHAT_TEMPLATES["chatml"]
     fast.save_pretrained(str(out_dir))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore_mas.config.run import RunConfig
 from retrieval.client import RetrievalClient, RetrieverSidecar
+from rollout.base.errors import ModelError
 from rollout.config.build import build_env, build_player
 from rollout.engines import engine_class
 from rollout.engines.remote import hide
@@ -77,6 +78,19 @@ def make_engines(
     return engines
 
 
+def make_renderer(config: RunConfig, policy: str, model: str | Path) -> Renderer:
+    """What writes the chats of `policy`, by the tokenizer of the folder `model`.
+
+    Raises:
+        ModelError: the folder has no template, or one that reads no such argument.
+    """
+    own = config.policies[policy]
+    try:
+        return Renderer(model, template=own.chat_template, arguments=own.chat_template_kwargs)
+    except ModelError as error:
+        raise ModelError(f"policies.{policy}: {error}") from None
+
+
 def make_players(
     config: RunConfig, engines: Mapping[str, Any], models: Mapping[str, str | Path]
 ) -> dict[str, PolicyClient]:
@@ -84,7 +98,7 @@ def make_players(
     return {
         name: build_player(
             engine,
-            Renderer(models[name]),
+            make_renderer(config, name, models[name]),
             deadline_s=config.collection.call_s,
             max_in_flight=config.policies[name].max_in_flight,
         )

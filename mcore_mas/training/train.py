@@ -13,7 +13,14 @@ from mcore_mas.equations.kl import AdaptiveKL
 from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.training.async_rollout import AsyncRollouts
 from mcore_mas.training.checkpoint import Checkpoints, Saved, identity_of
-from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
+from mcore_mas.training.engine_factory import (
+    close_engines,
+    make_engines,
+    make_players,
+    make_renderer,
+    open_remotes,
+    world,
+)
 from mcore_mas.training.logbook import open_logbook
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.placement import GroupKey, Options, room_for
@@ -43,6 +50,8 @@ def train(config_path: Path) -> None:
     config = RunConfig.load(config_path)
     folder = writable(config.folder / "train")
     check_layouts(config)  # before any process starts
+    for policy, model in config.models.items():
+        make_renderer(config, policy, model)  # nor one whose chats cannot be written
     room = room_for(config)
     tasks = _tasks(config)
     with ExitStack() as stack:

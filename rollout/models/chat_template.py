@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from rollout.base.errors import ModelError
 from rollout.records.trajectory import Message
+
+# for models that bring none; after a reply comes the tokenizer's own end
+CHAT_TEMPLATES: Mapping[str, str] = MappingProxyType(
+    {
+        "plain": "{{ bos_token }}{% for message in messages %}### {{ message['role'] }}\n{{ message['content'] }}"
+        "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}### assistant\n{% endif %}",
+        "chatml": "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    }
+)
 
 
 class Renderer:
     """The tokenizer and chat template of one Hugging Face model folder."""
 
-    def __init__(self, model: Path | str) -> None:
-        """Load from folder `model`; only files on this machine are read."""
+    def __init__(
+        self, model: Path | str, *, template: str | None = None, arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        """Load from folder `model`; only files on this machine are read.
+
+        Args:
+            template: name in CHAT_TEMPLATES; None: the folder's own.
+            arguments: what the template is given besides the messages, such as Qwen3's `enable_thinking`.
+
+        Raises:
+            ModelError: the folder has no chat template or names no end of a reply, or its template does not read an
+                argument.
+        """
         # not AutoTokenizer: for a Qwen2 model it puts Qwen2's own pre-tokeniser in place of the one in tokenizer.json
         from transformers import PreTrainedTokenizerFast
 
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model), local_files_only=True)
-
-    @cached_property
-    def stop(self) -> tuple[int, ...]:
-        """Token ids that end a reply."""
-        return (self._tokenizer.eos_token_id,)
+        if template is not None:
+            self._tokenizer.chat_template = CHAT_TEMPLATES[template]
+        self._arguments = dict(arguments or {})
+        if not self._tokenizer.chat_template:
+            raise ModelError(
+                f"{model}: a base model without a chat template; "
+                f"set chat_template to one of {', '.join(CHAT_TEMPLATES)}, or take the instruct model"
+            )
+        for name in self._arguments:
+            if not re.search(rf"\b{re.escape(name)}\b", self._tokenizer.get_chat_template()):
+                raise ModelError(f"{model}: its chat template reads no '{name}'; take it out of chat_template_kwargs")
+        self.stop = _ends(model, self._tokenizer.eos_token_id)  # token ids that end a reply
+        self._end = str(self._tokenizer.convert_ids_to_tokens(self.stop[0]))
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids [P] of a conversation, up to where the assistant's reply begins."""
         return self._encode(self._text(messages))
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
-        """Token ids [C] of a reply as a model would write it, the stop token included."""
-        return (*self._encode(text), *self.stop)
+        """Token ids [C] of a reply as a model would write it, its end included."""
+        return (*self._encode(text), self.stop[0])
 
     def dialogue(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Token ids [T] of a whole conversation, and which of them [T] the assistant wrote.
@@ -52,7 +86,7 @@ class Renderer:
             head, reply = self._encode(prompt[len(text) :]), self.encode_reply(message.content)
             ids += head + reply
             written += [False] * len(head) + [True] * len(reply)
-            text = prompt + message.content + self._tokenizer.eos_token
+            text = prompt + message.content + self._end
         return tuple(ids), tuple(written)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -61,7 +95,27 @@ class Renderer:
 
     def _text(self, messages: Sequence[Message]) -> str:
         chat = [{"role": message.role, "content": message.content} for message in messages]
-        return str(self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        return str(
+            self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **self._arguments)
+        )
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _ends(model: Path | str, own: int | None) -> tuple[int, ...]:
+    """The ids that end a reply, the tokenizer's `own` first.
+
+    Raises:
+        ModelError: there is none, or generation_config.json cannot be read.
+    """
+    path = Path(model) / "generation_config.json"
+    try:
+        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{path}: not readable ({error}); expected a JSON object") from error
+    further = named if isinstance(named, list) else [named]
+    ends = tuple(dict.fromkeys(end for end in (own, *further) if end is not None))
+    if not ends:
+        raise ModelError(f"{model}: nothing ends a reply; name eos_token in tokenizer_config.json")
+    return ends
