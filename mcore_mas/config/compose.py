@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,13 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from mcore_mas import SHIPPED
-from mcore_mas.config.errors import uncomposed
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.equations.advantages import ESTIMATORS
 
@@ -219,3 +219,16 @@ def _shared(values: dict[str, Any]) -> dict[str, Any]:
             name: _merged(defaults, policies.get(name) or {}) for name in dict.fromkeys([*played, *policies])
         }
     return values
+
+
+def uncomposed(error: Exception) -> str:
+    """Why Hydra could not compose values."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        once = re.fullmatch(r"(\w+)_(separate|partly)", name)
+        if group == "team" and once and once[1] in error.options:
+            return f"team '{name}' is now team '{once[1]}' with sharing: {once[2]} (team={once[1]} sharing={once[2]})"
+        near = get_close_matches(name, error.options, n=5, cutoff=0.5)
+        which = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(error.options)}"
+        return f"no file '{name}' in configs/{group}; {which}"
+    return " ".join(str(error).split())

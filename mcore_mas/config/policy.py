@@ -1,8 +1,8 @@
-"""Policy section of a config: what changes weights (model, parallel layout, optimizer)."""
+"""Sections of a config about training: policies (what changes weights), the trainer's steps, the cold start."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -109,3 +109,89 @@ class PolicyConfig(RateConfig):
         if self.overlap and self.dp * self.cp == 1:
             raise ValueError("overlap: one data-parallel rank exchanges nothing; use overlap: false, or dp: 2")
         return self
+
+
+class AlternateConfig(Section):
+    """Policies trained in turn, each while the others play with the weights they have."""
+
+    order: tuple[str, ...] = Field(min_length=2)  # policies
+    steps: int = Field(1, ge=1)  # of each before the next
+
+    def in_turn(self, step: int) -> str:
+        """The policy that is trained in `step`."""
+        return self.order[step // self.steps % len(self.order)]
+
+
+class BranchingConfig(Section):
+    """Tree sampling: branches from every state, scored, of which one goes on (AT-GRPO)."""
+
+    width: int = Field(ge=1)  # K branches
+    alpha: float = 1.0  # weight of the team's reward in a branch's score
+    select: Literal["greedy", "sampled"] = "greedy"
+
+
+class TrainerConfig(Section):
+    """The shape of a training run."""
+
+    steps: int = Field(ge=1)
+    tasks_per_step: int = Field(ge=1)
+    group_size: int = Field(ge=1)  # trajectories per task, trees with branching
+    branching: BranchingConfig | None = None
+    oversample: float = Field(1.0, ge=1)  # times group_size that are started; the slowest are given up
+    staleness: int = Field(0, ge=0)  # steps that collection may be ahead of training; 0 trains what it samples
+    updates_per_step: int = Field(1, ge=1)  # optimizer steps, each on its share of a step's samples
+    alternate: AlternateConfig | None = None  # None: every policy is trained in every step
+    microbatch_tokens: int = Field(4096, ge=1)
+    checkpoint_every: int = Field(10, ge=1)  # steps
+    keep_checkpoints: int = Field(2, ge=1)  # the newest
+    keep_best: int = Field(0, ge=0)  # also those with the highest validation accuracy; each is saved when it is found
+    final: Literal["last", "best"] = "last"  # which weights are written as the finished policies
+    validate_every: int = Field(10, ge=1)  # steps
+    validation_samples: int = Field(1, ge=1)  # trajectories per validation task
+    max_advantage: float | None = Field(1e3, gt=0)  # |A| beyond which the run stops; None: never
+    signal_within: int | None = Field(10, ge=1)  # steps from the start within which a turn must have an advantage
+    logprob_tolerance: float = Field(1e-4, gt=0)  # nats between engine and trainer on fresh samples; 1e-4 suits float32
+
+    @model_validator(mode="after")
+    def _best_is_kept(self) -> TrainerConfig:
+        if self.final == "best" and not self.keep_best:
+            raise ValueError("final 'best' needs a kept best: set trainer.keep_best to 1 or more")
+        return self
+
+
+class BaseModelConfig(Section):
+    """A small randomly initialised Qwen2 and the size of its tokenizer."""
+
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=8)
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    ffn: int = Field(ge=8)
+    vocab: int = Field(ge=300)  # 256 bytes and the special tokens are always in it
+    positions: int = Field(1024, ge=16)
+    tokens: Literal["words", "phrases"] = "words"  # the largest text that may become one token; digits never join
+
+    @model_validator(mode="after")
+    def _divides(self) -> BaseModelConfig:
+        if self.hidden % self.heads or self.heads % self.kv_heads:
+            raise ValueError(
+                f"hidden {self.hidden}, heads {self.heads}, kv_heads {self.kv_heads}: "
+                "heads must divide hidden, and kv_heads must divide heads"
+            )
+        return self
+
+
+class ColdStartConfig(Section):
+    """Supervised fine-tuning on generated demonstrations, until the team is legal but far from its ceiling."""
+
+    base: BaseModelConfig
+    options: dict[str, Any] = Field(default_factory=dict)  # of the generator's demonstrations
+    lr: float = Field(gt=0)
+    warmup_steps: int = Field(50, ge=0)
+    batch: int = Field(64, ge=1)  # demonstrations per step
+    max_steps: int = Field(ge=1)
+    check_every: int = Field(50, ge=1)  # steps between two measurements of the team
+    first_check: int = Field(0, ge=0)  # no measurement before this step
+    check_tasks: int = Field(64, ge=1)  # validation tasks of one measurement
+    stop_legal: float = Field(0.9, ge=0, le=1)  # stop when this share of turns is well-formed ...
+    stop_accuracy: float = Field(0.3, ge=0, le=1)  # ... and this share of trajectories succeeds

@@ -9,13 +9,11 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import to_json
 
-from mcore_mas.config.cold_start import ColdStartConfig
 from mcore_mas.config.credit import AdvantageConfig, CreditedAgentConfig, FilterConfig, LossConfig
-from mcore_mas.config.errors import invalid
-from mcore_mas.config.policy import PolicyConfig
-from mcore_mas.config.trainer import TrainerConfig
+from mcore_mas.config.policy import ColdStartConfig, PolicyConfig, TrainerConfig
 from mcore_mas.equations.advantages import NEEDS, UNGROUPED
 from rollout.base.options import Section, UnknownName, lookup
+from rollout.base.schema_words import expected, json_schema, keys_of, walk
 from rollout.config.data import DataConfig
 from rollout.config.sections import CollectionConfig, EngineConfig, EnvConfig, OrchestraConfig, RewardConfig
 from rollout.engines.remote import RemoteConfig
@@ -299,3 +297,23 @@ def _check_turns(config: RunConfig) -> None:
         policy.check_decay(f"policies.{name}", config.updates_of(name))
         if policy.critic is not None:
             policy.critic.check_decay(f"policies.{name}.critic", config.updates_of(name))
+
+
+def invalid(error: ValidationError, model: type[Section]) -> str:
+    """The first of pydantic's complaints about values for `model`; a misspelt key comes before a missing one."""
+    first = min(error.errors(), key=lambda details: details["type"] != "extra_forbidden")
+    place = ".".join(map(str, first["loc"])) or "the config"
+    if first["type"] == "missing":
+        return f"'{place}' is missing"
+    if first["type"] == "value_error":
+        return f"{place}: {first['msg'].removeprefix('Value error, ')}"
+    message = first["msg"]
+    if first["type"] != "option":  # whose message says already what was expected
+        schema = json_schema(model)
+        keys, at = walk(schema, first["loc"])
+        if first["type"] == "extra_forbidden":
+            unknown = ".".join(map(str, first["loc"][: len(keys) + 1]))
+            return f"unknown key '{unknown}'; known here: {', '.join(keys_of(schema, at))}"
+        place, message = ".".join(map(str, keys)), f"expected {expected(at, schema['$defs'])}"
+    got = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
+    return f"{place}: {message}{got}"

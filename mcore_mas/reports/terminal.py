@@ -13,8 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mcore_mas.config.credit import AdvantageConfig
-from mcore_mas.config.errors import invalid
-from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.config.run import ConfigError, RunConfig, invalid
 from mcore_mas.credit.assign import assess, by_place, columns, estimate, keep
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import GroupStatistics

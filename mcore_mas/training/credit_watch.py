@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_mas.config.trainer import TrainerConfig
+from mcore_mas.config.policy import TrainerConfig
 from mcore_mas.credit.samples import Sample
 from mcore_mas.training.stopping import TrainingError
 

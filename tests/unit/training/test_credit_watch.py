@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.config.trainer import TrainerConfig
+from mcore_mas.config.policy import TrainerConfig
 from mcore_mas.credit.samples import Sample
 from mcore_mas.training.credit_watch import CreditWatch
 from mcore_mas.training.loop import train_steps
