@@ -78,27 +78,31 @@ def make_engines(
     return engines
 
 
-def make_renderer(config: RunConfig, policy: str, model: str | Path) -> Renderer:
-    """What writes the chats of `policy`, by the tokenizer of the folder `model`.
+def make_renderers(config: RunConfig, models: Mapping[str, str | Path]) -> dict[str, Renderer]:
+    """What writes the chats of each policy, by the tokenizer of its folder in `models`.
 
     Raises:
-        ModelError: the folder has no template, or one that reads no such argument.
+        ModelError: a folder has no template, or one that reads no such argument.
     """
-    own = config.policies[policy]
-    try:
-        return Renderer(model, template=own.chat_template, arguments=own.chat_template_kwargs)
-    except ModelError as error:
-        raise ModelError(f"policies.{policy}: {error}") from None
+    renderers = {}
+    for name, model in models.items():
+        own = config.policies[name]
+        try:
+            renderers[name] = Renderer(model, template=own.chat_template, arguments=own.chat_template_kwargs)
+        except ModelError as error:
+            raise ModelError(f"policies.{name}: {error}") from None
+    return renderers
 
 
 def make_players(
     config: RunConfig, engines: Mapping[str, Any], models: Mapping[str, str | Path]
 ) -> dict[str, PolicyClient]:
     """The voices of the policies that have an engine."""
+    renderers = make_renderers(config, {name: models[name] for name in engines})
     return {
         name: build_player(
             engine,
-            make_renderer(config, name, models[name]),
+            renderers[name],
             deadline_s=config.collection.call_s,
             max_in_flight=config.policies[name].max_in_flight,
         )

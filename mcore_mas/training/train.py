@@ -17,7 +17,7 @@ from mcore_mas.training.engine_factory import (
     close_engines,
     make_engines,
     make_players,
-    make_renderer,
+    make_renderers,
     open_remotes,
     world,
 )
@@ -50,8 +50,7 @@ def train(config_path: Path) -> None:
     config = RunConfig.load(config_path)
     folder = writable(config.folder / "train")
     check_layouts(config)  # before any process starts
-    for policy, model in config.models.items():
-        make_renderer(config, policy, model)  # nor one whose chats cannot be written
+    make_renderers(config, config.models)
     room = room_for(config)
     tasks = _tasks(config)
     with ExitStack() as stack:

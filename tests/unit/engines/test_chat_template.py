@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.training.engine_factory import make_renderer
+from mcore_mas.training.engine_factory import make_renderers
 from rollout.base.errors import ModelError
 from rollout.models.chat_template import Renderer
 from rollout.records.completion import Completion, Sampling
@@ -128,11 +128,12 @@ def test_the_arguments_are_a_policys_own(folder: Path) -> None:
     own = "policies.solver.chat_template_kwargs={enable_thinking: false}"
     run = config("cold_start=null", own)
     assert run.policies["verifier"].chat_template_kwargs == {}
-    solver, verifier = (make_renderer(run, name, switched(folder)) for name in ("solver", "verifier"))
+    both = {"solver": switched(folder), "verifier": folder}
+    solver, verifier = make_renderers(run, both).values()
     assert len(solver.render(CHAT)) == len(verifier.render(CHAT)) + len("<think>\n\n</think>\n\n")
     (folder / "chat_template.jinja").write_text(SWITCHED.replace("enable_thinking", "other"))
     with pytest.raises(ModelError, match=r"^policies.solver: .*: its chat template reads no 'enable_thinking'"):
-        make_renderer(run, "solver", folder)
+        make_renderers(run, both)
     with pytest.raises(
         ConfigError, match=r"policies\.solver: a cold start makes the model with a chat template of its own"
     ):
