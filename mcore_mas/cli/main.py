@@ -69,7 +69,7 @@ def evaluate_run(
     state: Annotated[Literal["base", "trained"], typer.Option(help="Which weights.")] = "trained",
     out: Annotated[Path | None, typer.Option(help="JSON file; by default evaluation/{state}.json of the run")] = None,
 ) -> None:
-    """Measure a policy state on the test tasks: avg@k and pass@k per data source."""
+    """Measure a policy state on the test tasks: avg@k, pass@k and maj@k per data source."""
     from mcore_mas.config.run import RunConfig
     from mcore_mas.training.evaluate import evaluate
 

@@ -27,11 +27,20 @@ class ConfigError(ValueError):
 
 
 class EvaluationConfig(Section):
-    """How a policy state is measured."""
+    """How a team is measured: on the test tasks, and but for `samples` on the validation tasks too."""
 
-    samples: int = Field(4, ge=1)  # k of avg@k and pass@k
+    samples: int = Field(4, ge=1)  # k of avg@k, pass@k and maj@k
     temperature: float | None = Field(None, ge=0)  # of every agent; None keeps each agent's own
     top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    retries: int = Field(2, ge=0)  # of a trajectory that failed, with the same seeds
+    max_failed: float = Field(0.05, ge=0, le=1)  # share of trajectories that may fail for good, of an evaluation
+    in_flight: int | None = Field(None, ge=1)  # trajectories at a time; None: two for each that the engines decode
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What replaces every agent's own sampling."""
+        return self.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
 
 
 class RetrieverConfig(Section):
@@ -210,6 +219,11 @@ class RunConfig(Section):
     def models(self) -> dict[str, str]:
         """The folders of the other policies' models."""
         return {name: policy.model for name, policy in self.policies.items() if policy.remote is None}
+
+    def trajectories_in_flight(self, servers: int) -> int:
+        """How many trajectories a measurement plays at a time, on so many engines of its own."""
+        slots = self.engine.slots * servers + sum(remote.concurrency for remote in self.remotes.values())
+        return self.evaluation.in_flight or 2 * slots
 
     @property
     def folder(self) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +41,26 @@ class SpikeMonitor:
         """Continue from what `state` gave."""
         self._norms.clear()
         self._norms.extend(state["norms"])
+
+
+def pass_at(scores: Sequence[float], k: int) -> float:
+    """Expected best of k of these n ≥ k scores [n], drawn without replacement: the unbiased estimate of pass@k."""
+    # Σ_i s_(i) C(i-1, k-1) / C(n, k), s_(1) ≤ … ≤ s_(n); of scores 0 and 1, c of them 1, that is
+    # 1 - C(n-c, k) / C(n, k)   Chen et al., arXiv 2107.03374, eq. 1
+    ranked = enumerate(sorted(scores))
+    return math.fsum(score * math.comb(below, k - 1) for below, score in ranked) / math.comb(len(scores), k)
+
+
+def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
+    """The score of the most frequent answer [n]; of equally frequent ones, the first. None and "" do not vote.
+
+    Without a vote it is 0.
+    """
+    votes = Counter(answer for answer in answers if answer)
+    if not votes:
+        return 0.0
+    winner = max(votes, key=votes.__getitem__)  # max keeps the first of equals
+    return scores[list(answers).index(winner)]
 
 
 RESAMPLES = 10_000

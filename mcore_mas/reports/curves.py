@@ -173,7 +173,8 @@ def _measured(folder: Path) -> dict[str, float]:
 def _accuracy(path: Path) -> float:
     if not path.is_file():
         raise MetricsError(f"{path}: no such file; evaluate the run first")
-    return fmean(score for task in json.loads(path.read_text(encoding="utf-8"))["tasks"] for score in task["scores"])
+    tasks = json.loads(path.read_text(encoding="utf-8"))["tasks"]
+    return fmean(value for task in tasks for name, value in task["metrics"].items() if name.startswith("avg@"))
 
 
 def _compared(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

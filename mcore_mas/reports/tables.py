@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -17,12 +18,11 @@ from rollout.base.files import write_text
 
 STATES = ("base", "trained")
 GAIN = "trained-base"  # paired by task
-TASK_SCORES: dict[str, Callable[[Sequence[float]], float]] = {"avg": fmean, "pass": max}  # [k] scores of a task -> one
 SCORE_COLUMNS = (  # of the CSV, one measured number a line; scores are fractions of 1
     "experiment",
     "policy_state",  # base | trained | trained-base
     "dataset",  # data source, or "all" of them
-    "metric",  # avg@k | pass@k
+    "metric",  # avg@k | pass@k | maj@k
     "k",  # answers per task
     "value",
     "ci_low",
@@ -31,14 +31,28 @@ SCORE_COLUMNS = (  # of the CSV, one measured number a line; scores are fraction
     "seed_count",  # runs that differ only in their seed, averaged task by task
     "paper_value",
     "paper_source",
-    "failed_tasks",  # left out because a trajectory failed: unknown, not wrong
+    "replies",  # of all data sources and seeds
+    "overlong_replies",  # of those, how many count as wrong because a prompt was too long
+    "cut_replies",  # had a part of a prompt left out
+    "failed_replies",  # are left out: what failed is unknown, not wrong
+    "failures",  # why, as "3 EngineError, 1 late/trajectory"
 )
 _KEY = ["experiment", "policy_state", "dataset", "metric"]
 _NOTE = (
-    "Scores in %; avg@k is the mean of k answers to a task and pass@k the best of them. Brackets hold 95 % bootstrap "
+    "Scores in %; avg@k is the mean of k replies to a task, pass@k the best of them, maj@k their most frequent answer. "
+    "A reply whose prompt was too long counts as wrong, one that failed is left out. Brackets hold 95 % bootstrap "
     "intervals over tasks; trained-base is the paired difference in points."
 )
-_NUMBERS = {"score", "95 % interval", "tasks", "seeds", "base", "trained", "gain"}  # columns set to the right
+_NUMBERS = {
+    "score",
+    "95 % interval",
+    "tasks",
+    "replies",
+    "seeds",
+    "base",
+    "trained",
+    "gain",
+}  # columns set to the right
 
 
 class TableError(ValueError):
@@ -72,19 +86,19 @@ def make_table(
 
 
 def _read_evaluation(path: Path) -> pd.DataFrame:
-    """A line per task: run, policy_state, k, failed, task, source, and a column for each of `TASK_SCORES`."""
+    """A line per task and metric: run, policy_state, k, counts of replies, task, source, metric, value."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not content["tasks"]:
-            raise ValueError("no task was scored")
-        run = {"run": content["run"], "policy_state": content["state"], "k": content["k"]}
-        run["failed"] = content.get("failed_tasks", 0)
-        return pd.DataFrame(
-            run
-            | {"task": task["task_id"], "source": task["source"]}
-            | {name: float(of_task(task["scores"])) for name, of_task in TASK_SCORES.items()}
+        run = {"run": content["run"], "policy_state": content["state"]}
+        run |= {name: content[name] for name in ("k", "replies", "overlong", "cut", "failed")}
+        lines = [
+            run | {"task": task["task_id"], "source": task["source"], "metric": metric, "value": float(value)}
             for task in content["tasks"]
-        )
+            for metric, value in task["metrics"].items()
+        ]
+        if not lines:
+            raise ValueError("no task was scored")
+        return pd.DataFrame(lines)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"no key {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise TableError(
@@ -96,27 +110,38 @@ def _measured(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """Rows by experiment, data source, metric and policy state, in the order in which experiments first appear."""
     for experiment, own in scores.groupby("experiment", sort=False):
         sources = sorted(own["source"].unique())
-        for dataset, score in product(["all", *sources] if len(sources) > 1 else sources, TASK_SCORES):
-            part = own if dataset == "all" else own[own["source"] == dataset]
+        for dataset, metric in product(["all", *sources] if len(sources) > 1 else sources, own["metric"].unique()):
+            part = own[(own["metric"] == metric) & (own["source"].eq(dataset) | (dataset == "all"))]
             states = {state: part[part["policy_state"] == state] for state in STATES}
             # two seeds of a task are one vote
-            columns = {s: rows.groupby("task", sort=False)[score].mean() for s, rows in states.items() if len(rows)}
+            columns = {s: rows.groupby("task", sort=False)["value"].mean() for s, rows in states.items() if len(rows)}
             if len(columns) == len(STATES):
                 columns[GAIN] = (columns["trained"] - columns["base"]).dropna().sort_index()
             for state, by_task in columns.items():
                 runs = own[own["policy_state"] == ("trained" if state == GAIN else state)].drop_duplicates("run")
-                k = int(runs["k"].iloc[0])
-                low, high = bootstrap_interval(by_task.tolist(), f"{dataset}/{score}@{k}")
+                low, high = bootstrap_interval(by_task.tolist(), f"{dataset}/{metric}")
                 yield {
-                    **dict(zip(_KEY, (experiment, state, dataset, f"{score}@{k}"), strict=True)),
-                    "k": k,
+                    **dict(zip(_KEY, (experiment, state, dataset, metric), strict=True)),
+                    "k": int(runs["k"].iloc[0]),
                     "value": fmean(by_task),
                     "ci_low": low,
                     "ci_high": high,
                     "n": len(by_task),
                     "seed_count": len(runs),
-                    "failed_tasks": int(runs["failed"].sum()),
+                    **_counts(runs),
                 }
+
+
+def _counts(runs: pd.DataFrame) -> dict[str, Any]:
+    """What became of the replies of some runs."""
+    failed: Counter[str] = sum(map(Counter, runs["failed"]), Counter())
+    return {
+        "replies": int(runs["replies"].sum()),
+        "overlong_replies": int(runs["overlong"].sum()),
+        "cut_replies": int(runs["cut"].sum()),
+        "failed_replies": failed.total(),
+        "failures": ", ".join(f"{n} {why}" for why, n in sorted(failed.items())),
+    }
 
 
 def _csv(table: pd.DataFrame) -> str:
@@ -146,10 +171,19 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
         "metric": row["metric"],
         "score": f"{100 * row['value']:{sign}.1f}",
         "95 % interval": f"[{100 * row['ci_low']:{sign}.1f}, {100 * row['ci_high']:{sign}.1f}]",
-        "tasks": f"{row['n']} ({row['failed_tasks']} failed)" if row["failed_tasks"] else str(row["n"]),
+        "tasks": str(row["n"]),
+        "replies": _replies(row),
         "seeds": str(row["seed_count"]),
         "paper": f"{100 * row['paper_value']:.1f} ({row['paper_source']})" if pd.notna(row["paper_value"]) else "",
     }
+
+
+def _replies(row: Mapping[str, Any]) -> str:
+    """How many there are, and in brackets what is to be known of them."""
+    notes = [f"{row[f'{what}_replies']} {what}" for what in ("overlong", "cut") if row[f"{what}_replies"]]
+    if row["failed_replies"]:
+        notes.append(f"{row['failed_replies']} failed: {row['failures']}")
+    return f"{row['replies']} ({'; '.join(notes)})" if notes else str(row["replies"])
 
 
 def markdown_table(table: pd.DataFrame) -> str:

@@ -16,6 +16,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import keep
 from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import NEEDS
+from mcore_mas.training.measure import Scoreboard, measure
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.schedule import Schedule
 from mcore_mas.training.stopping import TrainingError
@@ -23,7 +24,7 @@ from rollout.base.task_group import Wait, Waiting, Watchdog, cancel_tasks, toget
 from rollout.config.build import build_allocator
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Group, Status, Task, write_trajectories
-from rollout.teams.collect import CollectOptions, collect
+from rollout.teams.collect import CollectOptions, Collector, collect
 from rollout.teams.episode import Orchestra
 from rollout.teams.team import Team
 from rollout.teams.tree import Branching
@@ -82,9 +83,20 @@ class AsyncRollouts:
     ) -> None:
         await cancel_tasks(self._under_way.values())
 
-    async def validate(self) -> list[Group]:
-        """The validation tasks, played."""
-        return await self._play(self.validation, _VALIDATION, self.config.trainer.validation_samples)
+    async def validate(self) -> Scoreboard:
+        """The validation tasks, measured as an evaluation measures the test tasks."""
+        config, board = self.config, Scoreboard(self.validation, self.config.trainer.validation_samples)
+        collector = Collector(
+            team=self.team,
+            make_env=self.make_env,
+            orchestra=self.orchestra,
+            seed=config.seed,
+            step=_VALIDATION,
+            options=self._options(began=asyncio.get_running_loop().time(), sampling=config.evaluation.sampling),
+        )
+        in_flight = config.trajectories_in_flight(len(config.models) * config.engine.servers)
+        await measure(board, collector, in_flight=in_flight, retries=config.evaluation.retries)
+        return board
 
     def metrics(self) -> StepMetrics:
         """What coach and remote models have said and spent."""
@@ -146,7 +158,7 @@ class AsyncRollouts:
             )
         ]
         if any(NEEDS.get(config.advantage_of(agent).name) == "greedy" for agent in config.agents):
-            collections.append(self._play(tasks, step, 1, began=began, temperature=0.0))
+            collections.append(self._play(tasks, step, 1, began=began, sampling={"temperature": 0.0}))
         groups, *greedy = await together(collections)
         if self.coach is not None:
             waiting = Waiting(Wait(what="the coach's scores", since=asyncio.get_running_loop().time()))
@@ -166,8 +178,11 @@ class AsyncRollouts:
             group_size=group_size,
             seed=self.config.seed,
             step=step,
-            options=CollectOptions(limits=self.config.collection.limits, watchdog=self.watchdog, **options),
+            options=self._options(**options),
         )
+
+    def _options(self, **options: Any) -> CollectOptions:
+        return CollectOptions(limits=self.config.collection.limits, watchdog=self.watchdog, **options)
 
 
 def _beside(greedy: Sequence[Group], groups: Sequence[Group]) -> list[Group]:

@@ -104,6 +104,8 @@ def make_players(
             engine,
             renderers[name],
             deadline_s=config.collection.call_s,
+            max_length=config.engine.max_length,
+            overlong_prompts=config.engine.overlong_prompts,
             max_in_flight=config.policies[name].max_in_flight,
         )
         for name, engine in engines.items()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mcore_mas.training.checkpoint import CheckpointError
-from mcore_mas.training.metrics import StepMetrics, losses, validation_metrics
+from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.session import TrainingSession
 from mcore_mas.training.step import step
 from mcore_mas.training.stopping import Abandoned, Stopped
@@ -89,10 +89,10 @@ async def _report(session: TrainingSession, number: int, metrics: StepMetrics) -
 
 async def _validate(session: TrainingSession) -> StepMetrics:
     async with session.memory.rollout():
-        groups = await session.rollouts.validate()
-    if lost := losses(groups):
+        board = await session.rollouts.validate()
+    if lost := board.losses():
         session.logbook.note(f"validation: {lost}")
-    return validation_metrics(groups)
+    return {f"validation/{name}": value for name, value in board.metrics().items()}
 
 
 async def _leave(

@@ -136,16 +136,6 @@ def success(groups: Sequence[Group]) -> tuple[float, float]:
     return fmean(t.success for t in completed), fmean(turns)
 
 
-def validation_metrics(groups: Sequence[Group]) -> StepMetrics:
-    """What a validation found, without what failed, whose number it says; no accuracy when nothing was completed."""
-    accuracy, valid_ratio = success(groups)
-    failed = sum(t.status is not Status.COMPLETED for group in groups for t in group.trajectories)
-    metrics = {"validation/failed": float(failed)}
-    if math.isnan(accuracy):
-        return metrics
-    return metrics | {"validation/accuracy": accuracy, "validation/valid_ratio": valid_ratio}
-
-
 def losses(groups: Sequence[Group]) -> str:
     """One line on the trajectories that say nothing, or "": how many, how they ended, and the first one's error.
 

@@ -7,6 +7,10 @@ class EngineError(RuntimeError):
     """A generation or a weight update failed; the engine keeps its old weights."""
 
 
+class PromptTooLong(EngineError):
+    """A prompt leaves no room for its reply, the team's own doing: counted as `overlong`, and wrong when measured."""
+
+
 class ModelError(EngineError, ValueError):
     """A model folder cannot be computed or trained as asked: says what, where, expected, what to do."""
 

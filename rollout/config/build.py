@@ -54,11 +54,11 @@ def build_team(agents: Mapping[str, AgentConfig], players: Mapping[str, PolicyCl
 
 
 def build_player(
-    engine: Engine, renderer: Renderer, *, deadline_s: float | None = None, max_in_flight: int | None = None
+    engine: Engine, renderer: Renderer, *, max_in_flight: int | None = None, **settings: Any
 ) -> EngineClient:
-    """A player with at most `max_in_flight` calls under way at once, first come, first served."""
+    """A player with at most `max_in_flight` calls under way at once, first come, first served, and its own settings."""
     slots = asyncio.Semaphore(max_in_flight) if max_in_flight else nullcontext()
-    return EngineClient(engine=engine, renderer=renderer, slots=slots, deadline_s=deadline_s)
+    return EngineClient(engine=engine, renderer=renderer, slots=slots, **settings)
 
 
 def build_orchestra(config: OrchestraConfig) -> Orchestra:

@@ -146,6 +146,8 @@ class EngineConfig(Section):
     name: str = "embedded"  # in ENGINES
     slots: int = Field(128, ge=1)  # requests decoded at once
     max_length: int = Field(512, ge=2)  # tokens of prompt and reply
+    # what is cut of the last message of a prompt without room for its reply; wrong: nothing, the trajectory fails
+    overlong_prompts: Literal["wrong", "left", "middle", "right"] = "wrong"
     device: Literal["cpu", "cuda"] = "cpu"  # that the embedded engine computes on
     deterministic: bool = False  # compute each sequence by itself: a run is then repeated to the bit
     transport: str | None = None  # of new weights; None: the engine's own
@@ -163,6 +165,11 @@ class EngineConfig(Section):
     verify: bool = True  # compare checksums after every update, where the server can
     timeout_s: float = Field(600.0, gt=0)  # of one request
     start_s: float = Field(900.0, gt=0)  # that a server may take to answer first
+
+    @property
+    def servers(self) -> int:
+        """How many decode for each policy."""
+        return len(self.urls) or self.replicas
 
     @model_validator(mode="after")
     def _usable(self) -> EngineConfig:
@@ -189,7 +196,7 @@ class CollectionConfig(Section):
     call_s: float | None = Field(None, gt=0)  # one reply of a policy's engine, from when the engine is asked
     tool_s: float | None = Field(None, gt=0)  # one step or other call of the environment
     trajectory_s: float | None = Field(None, gt=0)
-    batch_s: float | None = Field(None, gt=0)  # all trajectories that a step, a validation or an evaluation plays
+    batch_s: float | None = Field(None, gt=0)  # all trajectories that a step or a validation plays
     stall_s: float | None = Field(120.0, gt=0)  # without anything finished, until it is said who waits for what
 
     @model_validator(mode="after")

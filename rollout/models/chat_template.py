@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rollout.base.errors import ModelError
+from rollout.base.errors import ModelError, PromptTooLong
 from rollout.records.trajectory import Message
 
 # for models that bring none; after a reply comes the tokenizer's own end
@@ -22,6 +23,13 @@ CHAT_TEMPLATES: Mapping[str, str] = MappingProxyType(
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     }
 )
+
+# What is left of [T] tokens when `most` may stay. A name is the side that goes, as in verl's `data.truncation`.
+CUTS: dict[str, Callable[[tuple[int, ...], int], tuple[int, ...]]] = {
+    "left": lambda tokens, most: tokens[len(tokens) - most :],
+    "middle": lambda tokens, most: tokens[: most // 2] + tokens[len(tokens) - (most - most // 2) :],
+    "right": lambda tokens, most: tokens[:most],
+}
 
 
 class Renderer:
@@ -60,11 +68,11 @@ class Renderer:
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids [P] of a conversation, up to where the assistant's reply begins."""
-        return self._encode(self._text(messages))
+        return self.encode(self._text(messages))
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
         """Token ids [C] of a reply as a model would write it, its end included."""
-        return (*self._encode(text), self.stop[0])
+        return (*self.encode(text), self.stop[0])
 
     def dialogue(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """Token ids [T] of a whole conversation, and which of them [T] the assistant wrote.
@@ -83,7 +91,7 @@ class Renderer:
             prompt = self._text(messages[:i])
             if not prompt.startswith(text):
                 raise ValueError("the chat template rewrites earlier messages; its dialogues cannot be trained on")
-            head, reply = self._encode(prompt[len(text) :]), self.encode_reply(message.content)
+            head, reply = self.encode(prompt[len(text) :]), self.encode_reply(message.content)
             ids += head + reply
             written += [False] * len(head) + [True] * len(reply)
             text = prompt + message.content + self._end
@@ -99,7 +107,8 @@ class Renderer:
             self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **self._arguments)
         )
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids [T] of a text by itself."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -119,3 +128,31 @@ def _ends(model: Path | str, own: int | None) -> tuple[int, ...]:
     if not ends:
         raise ModelError(f"{model}: nothing ends a reply; name eos_token in tokenizer_config.json")
     return ends
+
+
+def render_within(
+    renderer: Renderer, messages: Sequence[Message], most: int, rule: str
+) -> tuple[Sequence[Message], tuple[int, ...]]:
+    """A chat and its token ids [P], at most `most` of them: where it is longer, the last message is cut by a rule.
+
+    Args:
+        rule: a name in `CUTS`, the side of the message that is cut away; any other refuses.
+
+    Raises:
+        PromptTooLong: it is longer, and not to be cut or too long without the last message too.
+    """
+    ids = renderer.render(messages)
+    if len(ids) <= most:
+        return messages, ids
+    size = len(ids)
+    if rule in CUTS:
+        *before, last = messages
+        text = renderer.encode(last.content)
+        left = len(text) - (size - most)
+        while left > 0:
+            cut = (*before, replace(last, content=renderer.decode(CUTS[rule](text, left))))
+            ids = renderer.render(cut)
+            if len(ids) <= most:
+                return cut, ids
+            left -= len(ids) - most  # where the text was cut, other tokens may come about
+    raise PromptTooLong(f"prompt of {size} tokens, and there is room for {most}")

@@ -65,7 +65,7 @@ class Turn:
 
     Names in `scores`, absent where not measured: `team` is what the environment gave in the step that followed, beside
     that step's metrics; `local` is what the orchestra gave to this turn, with `undecided` in its place when nobody can
-    say; `branch` is what a tree chose by.
+    say; `branch` is what a tree chose by; `cut` is 1 where the prompt was too long and part of it was left out.
     """
 
     index: int  # position in the trajectory, from 0
@@ -133,6 +133,21 @@ class Trajectory:
     def success(self) -> float:
         """What evaluation counts: the metric `solved` where the environment measures it, else the outcome."""
         return self.metrics.get("solved", self.outcome or 0.0)
+
+    @property
+    def score(self) -> float | None:
+        """`success`; 0 where a prompt was too long, the team's own doing; None, unknown, where anything else failed."""
+        if self.status is Status.COMPLETED:
+            return self.success
+        return 0.0 if "overlong" in self.metrics else None
+
+    @property
+    def trouble(self) -> str:
+        """Why it was not completed: `overlong`, `undecided`, `late/` and what, or the error's class; "" if it was."""
+        if not self.error:
+            return ""
+        counted = (name for name in self.metrics if name in ("overlong", "undecided") or name.startswith("late/"))
+        return next(counted, self.error.partition(":")[0])
 
     @property
     def path(self) -> tuple[Turn, ...]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from rollout.base.errors import Undecided
+from rollout.base.errors import PromptTooLong, Undecided
 from rollout.base.task_group import LEFT, Deadlines, Late, Watchdog, cancel_tasks, together
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Group, Status, Task, Trajectory
@@ -21,12 +21,11 @@ class CollectOptions:
     """How a batch is collected, beyond what is played."""
 
     tree: Branching | None = None  # every trajectory is grown as a tree; None: as one line
-    temperature: float | None = None  # of every agent, in place of its own; 0 is greedy
+    sampling: Mapping[str, float] = field(default_factory=dict)  # of every agent, in place of its own
     limits: Deadlines = field(default_factory=Deadlines)  # of tools, a trajectory, all of them; late ones are cancelled
     began: float | None = None  # when the batch of the tasks began, on the event loop's clock; None: now
     surplus: int = 0  # trajectories of each task that are started beyond the group's size; the slowest are given up
     watchdog: Watchdog | None = None  # sees what is being played
-    done: Callable[[Trajectory], None] = lambda _: None  # called with each trajectory as it ends
 
 
 _PLAIN = CollectOptions()
@@ -45,32 +44,57 @@ async def collect(
 ) -> list[Group]:
     """Play each task until `group_size` trajectories are completed and return one group per task, in their order.
 
-    A trajectory whose engine or environment fails is kept with status FAILED and its error, one of which something is
-    late with LATE, one that is given up with ABORTED; the others go on. Any other exception ends the collection: it is
-    a bug of the orchestra.
+    Raises:
+        Exception: a bug of the orchestra, see `Collector.play`.
     """
-    if options.temperature is not None:
-        team = team.at_temperature(options.temperature)
-    limits, tool_s = options.limits, options.limits.tool_s
-    began = asyncio.get_running_loop().time() if options.began is None else options.began
-    ends = None if limits.batch_s is None else began + limits.batch_s
+    collector = Collector(team=team, make_env=make_env, orchestra=orchestra, seed=seed, step=step, options=options)
+    quotas = [_Quota(group_size) if options.surplus else None for _ in tasks]
+    size = group_size + options.surplus
+    played = await together(
+        collector.play(task, sample, quota) for task, quota in zip(tasks, quotas, strict=True) for sample in range(size)
+    )
+    return [Group(task=task, trajectories=tuple(played[i * size : (i + 1) * size])) for i, task in enumerate(tasks)]
 
-    async def play(task: Task, sample: int, quota: _Quota | None) -> Trajectory:
-        place = (seed, step, task.id, sample)
-        name = f"{step}/{task.id}/{sample}"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collector:
+    """Plays trajectories one by one, with what they have in common."""
+
+    team: Team
+    make_env: Callable[[Task], Env]
+    orchestra: Orchestra
+    seed: int
+    step: int
+    options: CollectOptions = _PLAIN
+
+    async def play(self, task: Task, sample: int, quota: _Quota | None = None) -> Trajectory:
+        """Play a task as its group's member `sample`; the same again draws the same.
+
+        A trajectory whose engine or environment fails has status FAILED and its error, one of which something is late
+        LATE, one that is given up ABORTED.
+
+        Raises:
+            Exception: any other; it is a bug of the orchestra.
+        """
+        options, limits = self.options, self.options.limits
+        team = self.team.resampled(**options.sampling)
+        began = asyncio.get_running_loop().time() if options.began is None else options.began
+        ends = None if limits.batch_s is None else began + limits.batch_s
+        place = (self.seed, self.step, task.id, sample)
+        name = f"{self.step}/{task.id}/{sample}"
         played: Episode | Tree
         if options.tree is None:
-            played = Episode(task, team.seat(*place), make_env(task), orchestra, tool_s=tool_s)
+            played = Episode(task, team.seat(*place), self.make_env(task), self.orchestra, tool_s=limits.tool_s)
         else:
-            played = Tree(options.tree, task, team, place, make_env, orchestra, tool_s=tool_s)
+            played = Tree(options.tree, task, team, place, self.make_env, self.orchestra, tool_s=limits.tool_s)
         with options.watchdog.over(name, played) if options.watchdog else nullcontext():
             ending = await _play(played, limits, ends, quota)
-        trajectory = Trajectory(
+        return Trajectory(
             id=name,
             task_id=task.id,
             source=task.source,
             sample=sample,
-            step=step,
+            step=self.step,
             turns=played.turns,
             tools=tuple(played.tools),
             outcome=None if ending.error else _episode(played).outcome,
@@ -80,15 +104,6 @@ async def collect(
             status=ending.status,
             error=ending.error,
         )
-        options.done(trajectory)
-        return trajectory
-
-    quotas = [_Quota(group_size) if options.surplus else None for _ in tasks]
-    size = group_size + options.surplus
-    played = await together(
-        play(task, sample, quota) for task, quota in zip(tasks, quotas, strict=True) for sample in range(size)
-    )
-    return [Group(task=task, trajectories=tuple(played[i * size : (i + 1) * size])) for i, task in enumerate(tasks)]
 
 
 class _Quota:
@@ -110,7 +125,7 @@ class _Ending:
 
     status: Status
     error: str  # why not well
-    counted: tuple[str, ...] = ()  # `undecided`, or `late/` and an agent, a tool, `trajectory` or `batch`
+    counted: tuple[str, ...] = ()  # `undecided`, `overlong`, or `late/` and an agent, a tool, `trajectory` or `batch`
 
 
 async def _play(played: Episode | Tree, limits: Deadlines, ends: float | None, quota: _Quota | None) -> _Ending:
@@ -144,14 +159,17 @@ async def _play(played: Episode | Tree, limits: Deadlines, ends: float | None, q
     return ending if ended else replace(ending, error=ending.error + LEFT)
 
 
+_COUNTED = {"undecided": Undecided, "overlong": PromptTooLong}
+
+
 def _ending(played: Episode | Tree) -> _Ending:
     if not played.error:
         return _Ending(Status.COMPLETED, "")
     failure = _episode(played).failure
     if isinstance(failure, Late):
         return _Ending(Status.LATE, played.error, (f"late/{failure.what}",))
-    counted = ("undecided",) if isinstance(failure, Undecided) else ()
-    return _Ending(Status.FAILED, played.error, counted)
+    counted = [name for name, kind in _COUNTED.items() if isinstance(failure, kind)]
+    return _Ending(Status.FAILED, played.error, tuple(counted))
 
 
 def _episode(played: Episode | Tree) -> Episode:

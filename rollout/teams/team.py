@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rollout.base.errors import EngineError
 from rollout.base.task_group import LateCall, cancel_tasks, within
 from rollout.engines import Engine
-from rollout.models.chat_template import Renderer
+from rollout.models.chat_template import Renderer, render_within
 from rollout.records.completion import Completion, Sampling, derive_seed
 from rollout.records.trajectory import Message, Turn
 
@@ -36,6 +36,7 @@ class PolicyReply:
     prompt_ids: tuple[int, ...]  # [P]
     completion: Completion
     trainable: bool = True  # False: there are no tokens, only text
+    shown: tuple[Message, ...] | None = None  # of a chat that was too long, what was left of it
 
 
 class PolicyClient(Protocol):
@@ -57,21 +58,34 @@ class EngineClient:
     renderer: Renderer
     slots: AbstractAsyncContextManager[object] = field(default_factory=nullcontext)  # a semaphore bounds its calls
     deadline_s: float | None = None  # of a reply, once it has a slot
+    max_length: int | None = None  # tokens of prompt and reply; None: the engine refuses what is longer
+    overlong_prompts: str = "wrong"  # what becomes of a prompt without room for its reply, see `render_within`
 
     async def say(self, messages: Sequence[Message], sampling: Sampling) -> PolicyReply:
         """Go on with a chat, token by token (see `PolicyClient`).
 
         Raises:
-            EngineError: no reply can be had; `LateCall` that there was none in time, and the engine was told to stop.
+            EngineError: no reply can be had; `LateCall` that there was none in time, and the engine was told to stop;
+                `PromptTooLong` that there is no room for one.
         """
-        prompt_ids = self.renderer.render(messages)
+        shown: Sequence[Message] = messages
+        if self.max_length is None:
+            prompt_ids = self.renderer.render(messages)
+        else:
+            room = self.max_length - sampling.max_tokens
+            shown, prompt_ids = render_within(self.renderer, messages, room, self.overlong_prompts)
         sampling = replace(sampling, stop=self.renderer.stop)
         async with self.slots:
             completion = await within(self.deadline_s, self.engine.generate(prompt_ids, sampling), LateCall)
         if completion.finish_reason == "abort":
             raise EngineError(f"the engine gave the reply up after {len(completion.token_ids)} tokens")
         text = self.renderer.decode(completion.token_ids)
-        return PolicyReply(text=text, prompt_ids=tuple(prompt_ids), completion=completion)
+        return PolicyReply(
+            text=text,
+            prompt_ids=tuple(prompt_ids),
+            completion=completion,
+            shown=None if shown is messages else tuple(shown),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +124,10 @@ class Team:
         """The team as one trajectory sees it; `place` is where in the run it happens and seeds its sampling."""
         return TeamSession(self, place)
 
-    def at_temperature(self, temperature: float) -> Team:
-        """The same team with every agent sampling at `temperature`; 0 is greedy."""
+    def resampled(self, **sampling: float) -> Team:
+        """The same team with fields of every agent's `Sampling` replaced; a temperature of 0 is greedy."""
         agents = {
-            name: replace(agent, sampling=replace(agent.sampling, temperature=temperature))
+            name: replace(agent, sampling=replace(agent.sampling, **sampling))  # type: ignore[arg-type]
             for name, agent in self.agents.items()
         }
         return replace(self, agents=agents)
@@ -177,7 +191,7 @@ class TeamSession:
         self._turns[call.index] = turn
         self._by_task[asyncio.current_task()] = call.index
         self._rounds[call.index] = self._round
-        self.scores[call.index] = {}
+        self.scores[call.index] = {} if turn.messages == call.messages else {"cut": 1.0}
         self._recent.append(call.index)
         return reply
 
@@ -255,7 +269,7 @@ class TeamSession:
             versions=completion.versions,
             node=node,
             state_key=call.state_key,
-            messages=call.messages,
+            messages=call.messages if said.shown is None else said.shown,
             prompt_ids=said.prompt_ids,
             completion_ids=completion.token_ids,
             logprobs=completion.logprobs,

@@ -95,8 +95,8 @@ CREDIT = {
 @pytest.fixture(params=sorted(CREDIT))
 def trained(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
     if request.param == "ahead":  # a random model gets nothing right: say that it was best after its first step
-        measured = iter([(0.0, 1.0), (1.0, 1.0), (0.5, 1.0)])
-        monkeypatch.setattr("mcore_mas.training.metrics.success", lambda groups: next(measured))
+        measured = iter([0.0, 1.0, 0.5])
+        monkeypatch.setattr("mcore_mas.training.measure.Scoreboard.accuracy", lambda _: {"all": next(measured)})
 
     def judge(body: dict, number: int) -> Response:
         return says("I cannot say." if number % 3 == 2 else f"PROCESS_SCORE: {number % 10}")

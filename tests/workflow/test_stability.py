@@ -39,7 +39,7 @@ def make(results: Path, advantage: str, seed: int, accuracy: float) -> tuple[str
     lines = rows([1.0] * 6 + [9.0 if advantage == "grpo" else 1.0], [2.0] * 7)
     (folder / "train" / "metrics.jsonl").write_text("\n".join(map(json.dumps, [{"step": -1}, *lines])))
     for state, value in (("base", 0.25), ("trained", accuracy)):
-        tasks = {"tasks": [{"scores": [value, value]}, {"scores": [value]}]}
+        tasks = {"tasks": [{"metrics": {"avg@2": value, "pass@2": 1.0}}, {"metrics": {"avg@2": value}}]}
         (folder / "evaluation" / f"{state}.json").write_text(json.dumps(tasks))
     config = {
         "run": name,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -14,13 +16,20 @@ from mcore_mas.reports.tables import TableError, make_table
 COLUMNS = "experiment,policy_state,dataset,metric,k,value,ci_low,ci_high,n,seed_count,paper_value,paper_source"
 
 
-def evaluation(path: Path, run: str, state: str, scores: dict[str, list[float]], failed: int = 0) -> Path:
+def evaluation(path: Path, run: str, state: str, scores: dict[str, list[float]], **counts: Any) -> Path:
     """An evaluation file; a task's source is its name up to the dash."""
-    tasks = [{"task_id": task, "source": task.partition("-")[0], "scores": s} for task, s in scores.items()]
     k = len(next(iter(scores.values())))
-    path.write_text(
-        json.dumps({"run": run, "state": state, "k": k, "failed_tasks": failed, "rows": [], "tasks": tasks})
-    )
+    tasks = [
+        {
+            "task_id": task,
+            "source": task.partition("-")[0],
+            "scores": own,
+            "metrics": {f"avg@{k}": fmean(own), f"pass@{k}": max(own)},
+        }
+        for task, own in scores.items()
+    ]
+    counts = {"replies": k * len(tasks), "overlong": 0, "cut": 0, "failed": {}} | counts
+    path.write_text(json.dumps({"run": run, "state": state, "k": k, **counts, "rows": [], "tasks": tasks}))
     return path
 
 
@@ -32,7 +41,7 @@ def rows_of(path: Path) -> dict[tuple[str, str, str, str], dict[str, str]]:
 
 def test_two_tasks_by_hand(tmp_path: Path) -> None:
     base = evaluation(tmp_path / "b.json", "demo", "base", {"easy-1": [1, 0, 0, 0], "hard-1": [0, 0, 0, 0]})
-    trained = evaluation(tmp_path / "t.json", "demo", "trained", {"easy-1": [1, 1, 0, 0], "hard-1": [1, 1, 1, 1]}, 3)
+    trained = evaluation(tmp_path / "t.json", "demo", "trained", {"easy-1": [1, 1, 0, 0], "hard-1": [1, 1, 1, 1]})
     out = tmp_path / "demo.csv"
     make_table([base, trained], {"demo": "demo"}, [], [out])
     assert out.read_text().splitlines()[0].startswith(COLUMNS)
@@ -53,7 +62,6 @@ def test_two_tasks_by_hand(tmp_path: Path) -> None:
     assert number("all", "avg@4", "trained-base", "ci_high") == 1.0
     assert number("all", "avg@4", "base", "n") == 2
     assert number("hard", "avg@4", "base", "n") == 1
-    assert number("all", "avg@4", "trained", "failed_tasks") == 3
     assert rows["demo", "all", "avg@4", "base"]["k"] == "4"
     assert rows["demo", "all", "avg@4", "base"]["paper_value"] == ""
 
@@ -79,10 +87,42 @@ def test_the_difference_is_paired_by_task(tmp_path: Path) -> None:
     assert (gain["value"], gain["ci_low"], gain["ci_high"]) == ("0.250000", "0.250000", "0.250000")
 
 
+def test_what_became_of_the_replies_stands_beside_the_score(tmp_path: Path) -> None:
+    one = {"overlong": 2, "failed": {"EngineError": 3}}
+    two = {"cut": 1, "failed": {"EngineError": 1, "late/trajectory": 1}}
+    files = [
+        evaluation(tmp_path / "1.json", "demo", "base", {"math-1": [1.0, 0.0]}, **one),
+        evaluation(tmp_path / "2.json", "demo_s2", "base", {"math-1": [1.0, 0.0]}, **two),
+    ]
+    make_table(files, {"demo": "demo", "demo_s2": "demo"}, [], [tmp_path / "t.csv", tmp_path / "t.md"])
+    row = rows_of(tmp_path / "t.csv")["demo", "math", "avg@2", "base"]
+    counted = {name: row[name] for name in ("replies", "overlong_replies", "cut_replies", "failed_replies", "failures")}
+    assert counted == {
+        "replies": "4",
+        "overlong_replies": "2",
+        "cut_replies": "1",
+        "failed_replies": "5",
+        "failures": "4 EngineError, 1 late/trajectory",
+    }
+    said = "4 (2 overlong; 1 cut; 5 failed: 4 EngineError, 1 late/trajectory)"
+    assert said in (tmp_path / "t.md").read_text()
+
+
+def test_a_metric_that_only_some_tasks_have_is_over_those(tmp_path: Path) -> None:
+    base = evaluation(tmp_path / "b.json", "demo", "base", {"math-1": [1.0, 0.0], "code-1": [1.0, 1.0]})
+    content = json.loads(base.read_text())
+    content["tasks"][0]["metrics"]["maj@2"] = 1.0  # programs have no answers to vote on
+    base.write_text(json.dumps(content))
+    make_table([base], {"demo": "demo"}, [], [tmp_path / "t.csv"])
+    rows = rows_of(tmp_path / "t.csv")
+    assert (rows["demo", "all", "maj@2", "base"]["n"], rows["demo", "all", "avg@2", "base"]["n"]) == ("1", "2")
+    assert ("demo", "code", "maj@2", "base") not in rows
+
+
 def test_a_task_that_failed_in_one_state_is_not_in_the_difference(tmp_path: Path) -> None:
     files = [
         evaluation(tmp_path / "b.json", "demo", "base", {"math-1": [0.0], "math-2": [1.0]}),
-        evaluation(tmp_path / "t.json", "demo", "trained", {"math-1": [1.0]}, failed=1),
+        evaluation(tmp_path / "t.json", "demo", "trained", {"math-1": [1.0]}),
     ]
     make_table(files, {"demo": "demo"}, [], [tmp_path / "t.csv"])
     gain = rows_of(tmp_path / "t.csv")["demo", "math", "avg@1", "trained-base"]
@@ -108,7 +148,7 @@ def test_a_published_number_stands_beside_ours(tmp_path: Path) -> None:
     assert rows["demo", "math", "avg@2", "base"]["paper_value"] == "0.423000"
     assert rows["demo", "math", "pass@2", "base"]["paper_source"] == ""
     lines = [" ".join(line.split()) for line in (tmp_path / "t.md").read_text().splitlines()]
-    assert "| demo | base | math | avg@2 | 50.0 | [50.0, 50.0] | 1 | 1 | 42.3 (Table 1) |" in lines
+    assert "| demo | base | math | avg@2 | 50.0 | [50.0, 50.0] | 1 | 2 | 1 | 42.3 (Table 1) |" in lines
     assert "<td>42.3 (Table 1)</td>" in (tmp_path / "t.html").read_text()
 
 
@@ -116,8 +156,11 @@ def test_a_published_number_stands_beside_ours(tmp_path: Path) -> None:
     ("content", "reason"),
     [
         ("", "Expecting value"),
-        ("{}", "no key 'tasks'"),
-        ('{"tasks": []}', "no task was scored"),
+        ("{}", "no key 'run'"),
+        (
+            '{"run": "r", "state": "base", "k": 1, "replies": 0, "overlong": 0, "cut": 0, "failed": {}, "tasks": []}',
+            "no task",
+        ),
         (None, "No such file"),
     ],
 )

@@ -22,7 +22,10 @@ DRMAS_MATH = {
     "loss.entropy": 0.0,
     "loss.kl.coef": 0.0,
     "engine.max_length": 8192 + 4096,
-    "evaluation": {"samples": 16, "temperature": 0.6, "top_p": 0.95},
+    "engine.overlong_prompts": "middle",
+    "evaluation.samples": 16,
+    "evaluation.temperature": 0.6,
+    "evaluation.top_p": 0.95,
 }
 DRMAS_SEARCH = {
     "trainer.tasks_per_step": 128,
@@ -34,7 +37,10 @@ DRMAS_SEARCH = {
     "orchestra.options.max_turns": 4,
     "env.options.top_k": 3,
     "engine.max_length": 4096 + 800,
-    "evaluation": {"samples": 16, "temperature": 0.6, "top_p": 0.95},
+    "engine.overlong_prompts": "left",
+    "evaluation.samples": 16,
+    "evaluation.temperature": 0.6,
+    "evaluation.top_p": 0.95,
 }
 AT_GRPO = {
     "advantage.name": "at_grpo",
@@ -56,7 +62,9 @@ STRONGER = {
     "trainer.tasks_per_step": 32,
     "trainer.validate_every": 10,
     "loss.entropy": 0.0,
-    "evaluation": {"samples": 5, "temperature": 0.6, "top_p": 0.95},
+    "evaluation.samples": 5,
+    "evaluation.temperature": 0.6,
+    "evaluation.top_p": 0.95,
 }
 TREE = {"advantage.name": "at_grpo", "trainer.group_size": 1, "trainer.branching.width": 8, "reward.name": "local_team"}
 MARS2 = {
@@ -246,7 +254,9 @@ PAPERS = {
         "reward": {"name": "coach", "options": {}, "penalties": {"mask_truncated": {}}},
         "coach.model": "gemini-2.5-pro",
         "coach.fallback": 5.0,
-        "evaluation": {"samples": 2, "temperature": 0.6, "top_p": None},
+        "evaluation.samples": 2,
+        "evaluation.temperature": 0.6,
+        "evaluation.top_p": None,
     },
 }
 

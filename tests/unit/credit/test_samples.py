@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.credit.samples import CreditError, to_samples
-from mcore_mas.training.evaluate import score
 from mcore_mas.training.metrics import credit_metrics, rollout_metrics, success
 from rollout.records.trajectory import Group, Message, Status, Task, Trajectory, Turn
 
@@ -112,24 +111,3 @@ def test_advantages_are_measured_by_agent() -> None:
     }
     flat = credit_metrics([replace(samples[0], advantages=None), samples[2]])
     assert (flat["agent/solver/advantage_abs_max"], flat["agent/solver/advantage_share"]) == (1.0, 0.5)
-
-
-def test_scores_are_counted_by_task_and_failures_are_unknown() -> None:
-    def scored(source: str, name: str, outcomes: list[float]) -> Group:
-        task = replace(TASK, id=name, source=source)
-        return Group(task=task, trajectories=tuple(trajectory(i, o) for i, o in enumerate(outcomes)))
-
-    result = score(
-        [scored("a", "1", [1.0, 0.0]), scored("a", "2", [0.0, 0.0]), scored("b", "3", [1.0, 1.0]), group()], 2
-    )
-    assert result["failed_tasks"] == 1
-    got = {(row["dataset"], row["metric"]): (row["value"], row["n"]) for row in result["rows"]}
-    assert got == {
-        ("a", "avg@2"): (0.25, 2),
-        ("a", "pass@2"): (0.5, 2),
-        ("b", "avg@2"): (1.0, 1),
-        ("b", "pass@2"): (1.0, 1),
-        ("all", "avg@2"): (0.5, 3),
-        ("all", "pass@2"): (pytest.approx(2 / 3), 3),
-    }
-    assert all(row["ci_low"] <= row["value"] <= row["ci_high"] for row in result["rows"])

@@ -139,7 +139,7 @@ def test_state_is_what_was_seen_and_nothing_else():
 
 def test_temperature_of_all_agents():
     engine = says("1", "2", "3")
-    [trajectory] = play(relay, engine, temperature=0.0)
+    [trajectory] = play(relay, engine, sampling={"temperature": 0.0})
     assert {sampling.temperature for _, sampling in engine.calls} == {0.0}
     assert {turn.temperature for turn in trajectory.turns} == {0.0}
     assert {turn.temperature for turn in play(relay, says("1", "2", "3"))[0].turns} == {0.7}

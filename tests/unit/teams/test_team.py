@@ -40,9 +40,9 @@ def test_a_state_may_hold_any_text():
 
 def test_another_temperature_changes_nothing_else():
     team = make_team(ScriptedEngine({}))
-    cold = team.at_temperature(0.0)
+    cold = team.resampled(temperature=0.0)
     assert {agent.sampling for agent in cold.agents.values()} == {Sampling(max_tokens=99, temperature=0.0)}
-    assert cold.at_temperature(0.7) == team
+    assert cold.resampled(temperature=0.7) == team
 
 
 def test_an_orchestra_that_has_ended_asks_nobody():

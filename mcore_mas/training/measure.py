@@ -1,0 +1,189 @@
+"""Measurement of a team on tasks, the same in validation and evaluation: k replies to each, and what they are worth."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from mcore_mas.equations.statistics import bootstrap_interval, majority_score, pass_at
+from rollout.base.task_group import together
+from rollout.records.trajectory import Task, Trajectory
+from rollout.teams.collect import Collector
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What is kept of one trajectory of a team."""
+
+    score: float | None  # None: unknown, because something failed that says nothing of the team
+    answer: str | None
+    trouble: str  # see `Trajectory.trouble`
+    cut: bool  # part of a prompt was left out
+    valid: int  # well-formed turns ...
+    turns: int  # ... of so many
+    error: str = ""
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Reply:
+        """What a trajectory says."""
+        turns = trajectory.turns
+        return cls(
+            trajectory.score,
+            trajectory.answer,
+            trajectory.trouble,
+            any("cut" in turn.scores for turn in turns),
+            sum(turn.valid for turn in turns),
+            len(turns),
+            f"{trajectory.id}: {trajectory.error}" if trajectory.error else "",
+        )
+
+
+class Scoreboard:
+    """The scores of `k` replies to each of some tasks, as they come in.
+
+    A task counts whatever becomes of single replies. One whose prompt was too long is wrong. One that failed otherwise
+    is unknown: it is played again, and what fails every time is left out of its task's mean and counted beside it.
+    """
+
+    def __init__(self, tasks: Sequence[Task], k: int) -> None:
+        self.k = k
+        self._tasks = tuple(tasks)
+        self._replies: dict[tuple[str, int], Reply] = {}  # by task and sample
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Count a trajectory, in place of an earlier one of the same task and sample."""
+        self._replies[trajectory.task_id, trajectory.sample] = Reply.of(trajectory)
+
+    def missing(self) -> list[tuple[Task, int]]:
+        """The tasks and samples of which nothing is known."""
+        unplayed = Reply(None, None, "", cut=False, valid=0, turns=0)
+        return [
+            (task, sample)
+            for task in self._tasks
+            for sample in range(self.k)
+            if self._replies.get((task.id, sample), unplayed).score is None
+        ]
+
+    @property
+    def lost(self) -> list[Reply]:
+        """What has failed, and says nothing."""
+        return [reply for reply in self._replies.values() if reply.score is None]
+
+    def losses(self) -> str:
+        """One line on what has failed, or "": how many, why, and the first one's error."""
+        if not self.lost:
+            return ""
+        why = ", ".join(f"{n} {trouble}" for trouble, n in self.counts()["failed"].items())
+        total = len(self._tasks) * self.k
+        return f"{len(self.lost)} of {total} trajectories are lost ({why}); the first, {self.lost[0].error}"
+
+    def counts(self) -> dict[str, Any]:
+        """Of the replies: how many there are, counted as wrong because too long, cut to fit, and failed by reason."""
+        replies = self._replies.values()
+        return {
+            "replies": len(self._tasks) * self.k,
+            "overlong": sum(reply.trouble == "overlong" for reply in replies),
+            "cut": sum(reply.cut for reply in replies),
+            "failed": dict(sorted(Counter(reply.trouble for reply in self.lost).items())),
+        }
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """Each task with its scores, null where unknown, and its metrics; none where no reply is known."""
+        found = []
+        for task in self._tasks:
+            replies = [self._replies.get((task.id, sample)) for sample in range(self.k)]
+            known = [reply for reply in replies if reply is not None and reply.score is not None]
+            scores = [None if reply is None else reply.score for reply in replies]
+            metrics = _metrics([(reply.score or 0.0, reply.answer) for reply in known], self.k) if known else {}
+            found.append({"task_id": task.id, "source": task.source, "scores": scores, "metrics": metrics})
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """As a step's metrics: the accuracy, by data source too where there are several, and what it is without."""
+        counts, accuracy = self.counts(), self.accuracy()
+        found = {"failed": float(len(self.lost))}
+        found |= {name: float(counts[name]) for name in ("overlong", "cut") if counts[name]}
+        if not accuracy:
+            return found
+        over_all = accuracy.pop("all")
+        by_source = {f"{source}/accuracy": value for source, value in accuracy.items() if len(accuracy) > 1}
+        return found | by_source | {"accuracy": over_all, "valid_ratio": self.valid_ratio()}
+
+    def accuracy(self) -> dict[str, float]:
+        """Mean over tasks of avg@k, by data source and over `all`; without tasks of which nothing is known."""
+        by_source: dict[str, list[float]] = {}
+        for task in self.tasks():
+            if task["metrics"]:
+                for dataset in ("all", task["source"]):
+                    by_source.setdefault(dataset, []).append(task["metrics"][f"avg@{self.k}"])
+        return {dataset: fmean(values) for dataset, values in by_source.items()}
+
+    def valid_ratio(self) -> float:
+        """Share of well-formed turns over replies whose score is known."""
+        known = [reply for reply in self._replies.values() if reply.score is not None]
+        return sum(reply.valid for reply in known) / max(1, sum(reply.turns for reply in known))
+
+
+def _metrics(replies: Sequence[tuple[float, str | None]], k: int) -> dict[str, float]:
+    """The metrics of a task's (score, answer) pairs; of fewer than k, those of so many."""
+    scores = [score for score, _ in replies]
+    metrics = {f"avg@{k}": fmean(scores), f"pass@{k}": pass_at(scores, min(k, len(scores)))}
+    answers = [answer for _, answer in replies]
+    if any(answer is not None for answer in answers):
+        metrics[f"maj@{k}"] = majority_score(answers, scores)
+    return metrics
+
+
+def score_rows(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Means of `Scoreboard.tasks` by data source, and over `all` of several, with 95 % intervals over tasks."""
+    sources = sorted({task["source"] for task in tasks})
+    rows = []
+    for dataset in [*sources, "all"] if len(sources) > 1 else sources:
+        own = [task["metrics"] for task in tasks if dataset in ("all", task["source"])]
+        for metric in dict.fromkeys(name for metrics in own for name in metrics):
+            values = [metrics[metric] for metrics in own if metric in metrics]
+            low, high = bootstrap_interval(values, f"{dataset}/{metric}")
+            row = {"dataset": dataset, "metric": metric, "value": fmean(values)}
+            rows.append(row | {"ci_low": low, "ci_high": high, "n": len(values)})
+    return rows
+
+
+async def _nothing(_: Trajectory) -> None:
+    pass
+
+
+async def measure(
+    board: Scoreboard,
+    collector: Collector,
+    *,
+    in_flight: int,
+    retries: int,
+    keep: Callable[[Trajectory], Awaitable[None]] = _nothing,
+) -> None:
+    """Play what `board` lacks, at most `in_flight` trajectories at a time, and up to `retries` times what failed.
+
+    Args:
+        keep: told of each trajectory as it ends; no further one begins in its place until it returns.
+
+    Raises:
+        Exception: as `Collector.play` and `keep`.
+    """
+    for _ in range(retries + 1):
+        missing = board.missing()
+        jobs = iter(missing)  # shared: whoever is done takes the next
+        await together(_work(jobs, board, collector, keep) for _ in range(min(in_flight, len(missing))))
+
+
+async def _work(
+    jobs: Iterable[tuple[Task, int]],
+    board: Scoreboard,
+    collector: Collector,
+    keep: Callable[[Trajectory], Awaitable[None]],
+) -> None:
+    for task, sample in jobs:
+        trajectory = await collector.play(task, sample)
+        board.add(trajectory)
+        await keep(trajectory)
