@@ -183,7 +183,7 @@ def test_no_import_cycles() -> None:
         visit(name, ())
 
 
-OPTION_TAKERS = {"make_code", "make_data_science", "ab_mcts"}  # their keyword-only parameters are the keys of a config
+OPTION_TAKERS = {"ab_mcts"}  # their keyword-only parameters are the keys of a config
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=places)

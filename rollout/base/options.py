@@ -7,14 +7,15 @@ config, the JSON schema for editors and the tables in docs/ are all made from th
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import math
 import re
+import sys
 import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar
@@ -92,7 +93,7 @@ def lookup(kind: str, name: str, known: Mapping[str, _T]) -> _T:
         raise UnknownName(f"{kind} '{name}' cannot be imported: {error}") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Registry:
     """A kind of thing that a config chooses by name: how one is called, and which options it takes."""
 
@@ -234,11 +235,12 @@ def _explained(error: ValidationError, model: type[BaseModel], place: tuple[int 
 
 
 def descriptions(target: Callable[..., Any]) -> dict[str, str]:
-    """What the docstring of `target` says of each parameter under `Args:`, as one line each."""
-    _, _, section = (inspect.getdoc(target) or "").partition("\nArgs:\n")
+    """What the docstring of `target`, or of its base classes, says of each parameter under `Args:`, a line each."""
     found: dict[str, str] = {}
-    for entry in re.findall(r"^    (\w[\w, ]*): (.*(?:\n     +.*)*)", section.partition("\n\n")[0], re.MULTILINE):
-        found |= dict.fromkeys(entry[0].split(", "), " ".join(entry[1].split()))
+    for documented in reversed(getattr(target, "__mro__", (target,))):
+        _, _, section = (inspect.getdoc(documented) or "").partition("\nArgs:\n")
+        for entry in re.findall(r"^    (\w[\w, ]*): (.*(?:\n     +.*)*)", section.partition("\n\n")[0], re.MULTILINE):
+            found |= dict.fromkeys(entry[0].split(", "), " ".join(entry[1].split()))
     return found
 
 
@@ -257,8 +259,11 @@ def _annotation(target: Callable[..., Any], parameter: inspect.Parameter) -> Any
     if parameter.annotation is parameter.empty:
         return Any
     names = SimpleNamespace(__annotations__={"it": parameter.annotation})
+    classes = target.__mro__ if dataclasses.is_dataclass(target) and isinstance(target, type) else ()
+    owner = next((c for c in classes if parameter.name in vars(c).get("__annotations__", {})), None)  # its field's
+    there = vars(sys.modules[owner.__module__]) if owner else getattr(_function(target), "__globals__", {})
     try:
-        return typing.get_type_hints(names, getattr(_function(target), "__globals__", {}), include_extras=True)["it"]
+        return typing.get_type_hints(names, there, include_extras=True)["it"]
     except (NameError, AttributeError, TypeError, SyntaxError) as error:
         raise OptionsError(
             f"option '{parameter.name}' has the type {parameter.annotation}, which cannot be read at run time "

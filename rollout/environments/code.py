@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from pydantic import NonNegativeInt, PositiveInt
 
 from rollout.base.errors import EnvError
 from rollout.environments.protocol import Case, Step, ToolCall, last_tag
+from rollout.environments.running import SandboxedEnv
 from rollout.records.trajectory import Task
-from rollout.sandbox.judge import CallTest, CompareBy, Judged, Runner, StdinTest, Test, judge_all
-from rollout.sandbox.records import RunLimits, Verdict, render_result
+from rollout.sandbox.judge import CallTest, CompareBy, Judged, StdinTest, Test, judge_all
+from rollout.sandbox.records import Verdict
 
 _THOUGHT = "</think>"
 _FENCE = re.compile(r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
@@ -110,51 +113,36 @@ class _Answers:
         return read
 
 
-class CodeEnv:
-    """One problem, for one trajectory.
+@dataclass(eq=False, kw_only=True)
+class CodeEnv(SandboxedEnv):
+    """A programming problem, scored by its tests in a sandbox.
 
     `<run>` around a fenced program tries it on the visible tests and shows what went wrong. Any other text ends the
     trajectory: its last fenced program is scored on the hidden tests, or on the visible ones if there are no others.
     Metrics: `pass_rate`, `solved` (1 when every test is), `answered` (there was a program), `tests`, `runs`; of a try
     `visible_rate`, 1 without visible tests.
+
+    Args:
+        compare: how printed output is compared.
+        reward: `all`, 1 when every test passes, else 0; or `rate`, the fraction that does.
+        max_tests: score on so many tests, those with the longest inputs; 0 is all.
     """
 
-    def __init__(
-        self,
-        sandbox: Runner,
-        *,
-        compare: CompareBy = "tokens",
-        reward: Literal["all", "rate"] = "all",
-        max_tests: int = 0,
-        limits: RunLimits | None = None,
-    ) -> None:
-        """An environment that runs programs in `sandbox`.
-
-        Args:
-            compare: how printed output is compared, a name in `COMPARES`.
-            reward: 1 when every test passes, else 0; or the fraction that does.
-            max_tests: score on so many tests, those with the longest inputs; 0 is all.
-            limits: of each run, instead of the sandbox's own.
-        """
-        self._sandbox = sandbox
-        self._compare = compare
-        self._reward = reward
-        self._max_tests = max_tests
-        self._limits = limits
-        self._task: Task | None = None
-        self._runs = 0
+    compare: CompareBy = "tokens"
+    reward: Literal["all", "rate"] = "all"
+    max_tests: NonNegativeInt = 0
+    cpu_s: PositiveInt = 6
+    _runs: int = field(default=0, init=False)
 
     def reset(self, task: Task) -> str:
-        """Start `task`; returns its prompt."""
-        self._task = task
         self._runs = 0
-        return task.prompt
+        return super().reset(task)
 
     async def step(self, action: str) -> Step:
         """Try a program, or score the last one of the text.
 
         Raises:
-            EnvError: `reset` was not called, the task's tests cannot be read, or the sandbox failed.
+            EnvError: the task's tests cannot be read, or the sandbox failed.
         """
         step = await self.preview(action)
         if not step.done:
@@ -162,12 +150,7 @@ class CodeEnv:
         return step
 
     async def preview(self, action: str) -> Step:
-        """What `step` would answer; the trial does not count.
-
-        Raises:
-            EnvError: see `step`.
-        """
-        answers = self._answers()
+        answers = _Answers.of(self.task)
         text = action.rpartition(_THOUGHT)[2]
         tried = last_tag(text, "run")
         if tried is not None and last_tag(_FENCE.sub("", text), "run") is not None:  # one in a program is no tag
@@ -175,37 +158,23 @@ class CodeEnv:
             step = await self._try(program, answers.visible, "There are no visible tests.")
             rate = 1.0 if not answers.visible else step.metrics["check_rate"]
             return replace(step, metrics={"runs": float(self._runs + 1), "visible_rate": rate})
-        return await self._score(last_program(action), _hardest(answers.hidden or answers.visible, self._max_tests))
+        return await self._score(last_program(action), _hardest(answers.hidden or answers.visible, self.max_tests))
 
     async def check(self, program: str, cases: Sequence[Case]) -> Step:
-        """Run a program on an agent's tests (see `Testing`); a test that is not of the task's form does not pass.
-
-        Raises:
-            EnvError: see `step`.
-        """
-        tests = self._answers().read(cases)
+        """Run a program on an agent's tests (see `Testing`); a test that is not of the task's form does not pass."""
+        tests = _Answers.of(self.task).read(cases)
         step = await self._try(program, tests, "None of the tests can be used.")
         rate = step.metrics["check_rate"] * len(tests) / max(len(cases), 1)
         return replace(step, metrics={"check_rate": rate})
 
     async def agreement(self, cases: Sequence[Case]) -> float | None:
-        """The share of an agent's tests that the task's solution passes (see `Testing`).
-
-        Raises:
-            EnvError: see `step`.
-        """
-        answers = self._answers()
+        answers = _Answers.of(self.task)
         if answers.solution is None:
             return None
         return _passed(await self._judge(answers.solution, answers.read(cases))) / max(len(cases), 1)
 
-    def _answers(self) -> _Answers:
-        if self._task is None:
-            raise EnvError("CodeEnv.step before reset")
-        return _Answers.of(self._task)
-
     async def _judge(self, program: str, tests: Sequence[Test]) -> list[Judged]:
-        return await judge_all(self._sandbox, program, tests, compare=self._compare, limits=self._limits)
+        return await judge_all(self.runner, program, tests, compare=self.compare, limits=self.limits)
 
     async def _try(self, program: str, tests: Sequence[Test], nothing: str) -> Step:
         judged = await self._judge(program, tests)
@@ -221,7 +190,7 @@ class CodeEnv:
         solved = float(rate == 1)
         metrics = {"pass_rate": rate, "solved": solved, "answered": float(program is not None)}
         counts = {"tests": float(len(tests)), "runs": float(self._runs)}
-        reward = solved if self._reward == "all" else rate
+        reward = solved if self.reward == "all" else rate
         return Step(reward=reward, done=True, answer=(program or "").strip(), metrics=metrics | counts)
 
 
@@ -257,18 +226,3 @@ def _report(number: int, test: Test, judged: Judged) -> str:
 def _short(text: str) -> str:
     text = text.strip()
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
-
-
-_PRINTED_CHARS = 4000  # of what a program printed
-
-
-async def run_program(sandbox: Runner, program: str, limits: RunLimits) -> ToolCall:
-    """Run a program; the result is what it printed, and what went wrong if it failed.
-
-    Raises:
-        SandboxError: nothing is known about the program.
-    """
-    result = await sandbox.run(program, limits=limits)
-    failed = result.verdict is not Verdict.OK
-    shown = result if failed else replace(result, stderr="")  # a warning is no part of an answer
-    return ToolCall(tool="python", query=program, result=render_result(shown, _PRINTED_CHARS), failed=failed)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt
 
 from rollout.base.errors import EnvError
 from rollout.environments.code import last_program
 from rollout.environments.predictions import TABLE_METRICS, BadSubmission, Target
 from rollout.environments.protocol import Step, ToolCall
+from rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
 from rollout.records.trajectory import Task
 from rollout.sandbox import Sandbox, Session
 from rollout.sandbox.records import RunLimits, Verdict, render_result
 
 SUBMIT = "<submit>"  # the action that has the submission scored
 SUBMISSION = "submission.csv"
-_SHOWN_CHARS = 4000  # of what a program printed
 
 
 def pack_file(name: str, content: str) -> str:
@@ -37,42 +39,40 @@ def pack_target(target: Target) -> str:
     return json.dumps({"target": asdict(target)})
 
 
+@dataclass(eq=False, kw_only=True)
 class DataScienceEnv:
-    """One table to predict, for one trajectory, in a session of the sandbox.
+    """A table to predict, in a session of the sandbox.
 
     A fenced program in an action is run as a cell: variables stay until `forget`, files until the end. `<submit>` in an
     action, or the `max_turns`th step, ends the trajectory: `submission.csv` is read from the folder and scored on this
     side of the wall. A missing or malformed one has the reward `malformed`. Any other action changes nothing. Metrics:
     the task's own by its name, where there was something to score; `normalised` (0 otherwise); `submitted`;
     `malformed_submission`; `solved`, 1 for a submission that beats the baseline, or for any where there is none.
+
+    Args:
+        tier: how programs are isolated on this machine.
+        reward: `normalised`, the score in [0, 1] by its metric; or `gap`, DSBench's share of the gap from baseline to
+            ceiling.
+        malformed: reward without a submission that can be scored.
+        max_turns: steps at most; null: any number.
+        cell_s: seconds of a cell on the clock.
+        memory_mb: memory of a cell.
+        disk_mb: size of the folder, and of a file in it.
     """
 
-    def __init__(
-        self,
-        sandbox: Sandbox,
-        *,
-        reward: Literal["normalised", "gap"] = "normalised",
-        malformed: float = 0.0,
-        max_turns: int | None = None,
-        limits: RunLimits | None = None,
-    ) -> None:
-        """An environment whose cells run in `sandbox`.
-
-        Args:
-            reward: the score in [0, 1] by its metric, or DSBench's share of the gap from baseline to ceiling.
-            malformed: reward without a submission that can be scored.
-            max_turns: steps at most; None: any number.
-            limits: of each cell, instead of the sandbox's own.
-        """
-        self._sandbox = sandbox
-        self._reward = reward
-        self._malformed = malformed
-        self._max_turns = max_turns
-        self._limits = limits
-        self._block: AbstractAsyncContextManager[Session] | None = None
-        self._session: Session | None = None
-        self._target: Target | None = None
-        self._steps = 0
+    task: Task = field(kw_only=False)
+    sandbox: Sandbox | None = None  # in place of this process's own
+    tier: Tier = "auto"
+    reward: Literal["normalised", "gap"] = "normalised"
+    malformed: float = 0.0
+    max_turns: PositiveInt | None = None
+    cell_s: PositiveFloat = 60.0
+    memory_mb: PositiveInt = 2048
+    disk_mb: PositiveInt = 256
+    _open: AsyncExitStack = field(default_factory=AsyncExitStack, init=False)
+    _session: Session | None = field(default=None, init=False)
+    _target: Target | None = field(default=None, init=False)
+    _steps: int = field(default=0, init=False)
 
     async def open(self, task: Task) -> None:
         """Open a folder with the task's files.
@@ -81,11 +81,11 @@ class DataScienceEnv:
             EnvError: the task's answers cannot be read, or the sandbox keeps no folders.
         """
         files, self._target = unpack_files(task)
-        if not hasattr(self._sandbox, "session"):
-            raise EnvError(f"{type(self._sandbox).__name__} has no sessions; data science needs the local sandbox")
-        block = self._sandbox.session(self._limits)
-        self._session = await block.__aenter__()
-        self._block = block
+        sandbox = self.sandbox or own_sandbox(self.tier)
+        if not hasattr(sandbox, "session"):
+            raise EnvError(f"{type(sandbox).__name__} has no sessions; data science needs the local sandbox")
+        limits = RunLimits(wall_s=self.cell_s, memory_mb=self.memory_mb, disk_mb=self.disk_mb, file_mb=self.disk_mb)
+        self._session = await self._open.enter_async_context(sandbox.session(limits))
         try:
             for name, content in files.items():
                 await self._session.put(name, content)
@@ -94,9 +94,8 @@ class DataScienceEnv:
 
     async def close(self) -> None:
         """Remove the folder."""
-        block, self._block, self._session = self._block, None, None
-        if block is not None:
-            await block.__aexit__(None, None, None)
+        self._session = None
+        await self._open.aclose()
 
     def reset(self, task: Task) -> str:
         """Start `task`; returns its prompt."""
@@ -112,32 +111,21 @@ class DataScienceEnv:
         self._steps += 1
         program = last_program(action)
         call = None if program is None or SUBMIT in action else await self.run(program)
-        if SUBMIT in action or self._steps == self._max_turns:
+        if SUBMIT in action or self._steps == self.max_turns:
             return await self._score((call,) if call else ())
         if call is None:
             return Step(observation=f"There was neither a program nor {SUBMIT}.")
         return Step(observation=call.result, tools=(call,))
 
     async def run(self, program: str) -> ToolCall:
-        """Run a program as a cell of the session (see `Running`).
-
-        Raises:
-            EnvError: see `step`.
-        """
         result = await self._opened().run(program)
         failed = result.verdict is not Verdict.OK
-        return ToolCall(tool="python", query=program, result=render_result(result, _SHOWN_CHARS), failed=failed)
+        return ToolCall(tool="python", query=program, result=render_result(result, PRINTED_CHARS), failed=failed)
 
     async def files(self) -> Mapping[str, int]:
-        """The folder's files (see `Keeping`).
-
-        Raises:
-            EnvError: see `step`.
-        """
         return dict(sorted((await self._opened().files()).items()))
 
     async def forget(self) -> None:
-        """End the process; the files stay (see `Keeping`)."""
         self._opened().end()
 
     async def _score(self, tools: tuple[ToolCall, ...]) -> Step:
@@ -149,13 +137,12 @@ class DataScienceEnv:
             if content is None:
                 raise BadSubmission(f"there is no {SUBMISSION}")
             score = target.score(content.decode("utf-8", errors="replace"))
-            reward = target.normalise(score, self._reward)
+            reward = target.normalise(score, self.reward)
         except BadSubmission as error:
             metrics |= {"malformed_submission": metrics["submitted"], "solved": 0.0}
             observation = f"The submission cannot be scored: {error}."
-            return Step(
-                observation=observation, reward=self._malformed, done=True, answer="", tools=tools, metrics=metrics
-            )
+            reward, answer = self.malformed, ""
+            return Step(observation=observation, reward=reward, done=True, answer=answer, tools=tools, metrics=metrics)
         except ValueError as error:  # the task's own fault
             raise EnvError(str(error)) from error
         metrics |= {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from rollout.base.errors import EnvError, Undecided
 from rollout.environments.math_equality import AnswerComparison, AnswerRefused, Comparer, ComparerError, check_answer
-from rollout.environments.protocol import Step, ToolCall
-from rollout.records.trajectory import Task
+from rollout.environments.protocol import Step
+from rollout.environments.running import CalculatingEnv
 
 _BOX = "\\boxed{"
 _THOUGHT = "</think>"
@@ -58,18 +58,8 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
     return _COMPARER.compare(given, truth)
 
 
-class MathEnv:
-    """One step: the text's boxed answer is compared with the task's answers."""
-
-    def __init__(self, run: Callable[[str], Awaitable[ToolCall]] | None = None) -> None:
-        """`run` runs programs; without it there is nothing to run them in."""
-        self._task: Task | None = None
-        self._run = run
-
-    def reset(self, task: Task) -> str:
-        """Start `task`; returns its prompt."""
-        self._task = task
-        return task.prompt
+class MathEnv(CalculatingEnv):
+    """A math task in one step: the text's boxed answer is compared with the task's answers."""
 
     async def step(self, action: str) -> Step:
         """Score the solver's text: reward 1 for the right answer, 0 otherwise.
@@ -77,24 +67,18 @@ class MathEnv:
         Metrics: `answered`, whether it had an answer, and `refused`, 1, where that is over a limit and so wrong.
 
         Raises:
-            EnvError: `reset` was not called, the task has no answer, or answers cannot be compared on this machine;
+            EnvError: the task has no answer, or answers cannot be compared on this machine;
                 `Undecided` when none of the task's answers is known to be equal and one is not known to be different.
         """
-        if self._task is None:
-            raise EnvError("MathEnv.step before reset")
-        if not self._task.answers:
-            raise EnvError(f"task {self._task.id} has no answers; a math task needs at least one")
+        if not self.task.answers:
+            raise EnvError(f"task {self.task.id} has no answers; a math task needs at least one")
         given = last_boxed(action) or ""
         try:
-            found = (
-                await asyncio.to_thread(_compare_any, given, self._task.answers)
-                if given
-                else AnswerComparison.DIFFERENT
-            )
+            found = await asyncio.to_thread(_compare_any, given, self.task.answers)
         except ComparerError as error:
             raise EnvError(str(error)) from error
         if found is AnswerComparison.UNDECIDED:
-            raise Undecided(f"task {self._task.id}: it cannot be decided whether '{_short(given)}' is right")
+            raise Undecided(f"task {self.task.id}: it cannot be decided whether '{_short(given)}' is right")
         right = found is AnswerComparison.EQUAL
         metrics = {"answered": float(bool(given))}
         if given and not right and _refused(_normalise(given)):
@@ -102,12 +86,7 @@ class MathEnv:
         return Step(reward=float(right), done=True, answer=_normalise(given), metrics=metrics)
 
     async def preview(self, action: str) -> Step:
-        """What `step` would answer: nothing is changed by either.
-
-        Raises:
-            EnvError: see `step`.
-        """
-        return await self.step(action)
+        return await self.step(action)  # which changes nothing
 
     async def same(self, answer: str, other: str) -> bool:
         """Whether two answers are known to be mathematically equal; undecided ones do not agree.
@@ -120,20 +99,10 @@ class MathEnv:
         except ComparerError as error:
             raise EnvError(str(error)) from error
 
-    async def run(self, program: str) -> ToolCall:
-        """Run a program.
-
-        Raises:
-            EnvError: the sandbox failed, or there is none.
-        """
-        if self._run is None:
-            raise EnvError("MathEnv has no sandbox to run a program in")
-        return await self._run(program)
-
 
 def _compare_any(given: str, truths: Sequence[str]) -> AnswerComparison:
     found = AnswerComparison.DIFFERENT
-    for truth in truths:
+    for truth in truths if given else ():
         one = compare_answers(given, truth)
         if one is AnswerComparison.EQUAL:
             return one

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pydantic import PositiveFloat, PositiveInt
 
 from rollout.base.errors import EnvError
 from rollout.base.task_group import cancel_tasks
 from rollout.environments.protocol import Step, ToolCall, last_tag
-from rollout.environments.search import exact_match, normalise, token_f1
+from rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
 from rollout.records.trajectory import Task
 
-_SCORES = {"exact_match": exact_match, "token_f1": token_f1}
 _FORM = """Call a tool: <call>{"tool": "name", "arguments": {...}}</call>
 Or end with the answer alone: <answer> your answer </answer>"""
 _END_S = 10.0  # for servers to end
+_COUNTED = ("calls", "bad_calls", "tool_errors")
 
 
 class BadArguments(ValueError):
@@ -36,45 +39,36 @@ class McpServer:
     cwd: str | None = None
 
 
+@dataclass(eq=False, kw_only=True)
 class McpEnv:
-    """A question and the tools of some servers, for one trajectory.
+    """A question to be answered with the tools of MCP servers, which each trajectory starts for itself.
 
     `<call>` with JSON calls a tool; `<answer>`, or the `max_turns`th step, ends it, and the answer is scored
     against the task's. Calls that cannot be made, and errors that a tool itself reports, are the agent's to read.
     Metrics: `calls`, `bad_calls`, `tool_errors`, `answered`, `solved`.
+
+    Args:
+        servers: by name, what starts each.
+        max_turns: steps at most.
+        reward: of an answer.
+        deadline_s: of a call, in seconds.
+        start_s: of all servers' start, in seconds.
+        max_chars: shown of a result.
     """
 
-    def __init__(
-        self,
-        servers: Mapping[str, McpServer],
-        *,
-        max_turns: int = 10,
-        reward: Literal["exact_match", "token_f1"] = "exact_match",
-        deadline_s: float = 30.0,
-        start_s: float = 30.0,
-        max_chars: int = 4000,
-    ) -> None:
-        """An environment whose servers have not started.
-
-        Args:
-            servers: by name, what starts each.
-            deadline_s: of a call.
-            start_s: of all servers' start.
-            max_chars: shown of a result.
-        """
-        self._servers = servers
-        self._max_turns = max_turns
-        self._reward = reward
-        self._deadline_s = deadline_s
-        self._start_s = start_s
-        self._max_chars = max_chars
-        self._tools: dict[str, tuple[Any, Any]] = {}  # session and description, by name
-        self._alive: asyncio.Task[None] | None = None
-        self._running = False  # all servers have started
-        self._over = asyncio.Event()
-        self._task: Task | None = None
-        self._counts = dict.fromkeys(("calls", "bad_calls", "tool_errors"), 0.0)
-        self._steps = 0
+    task: Task = field(kw_only=False)
+    servers: Mapping[str, McpServer]
+    max_turns: PositiveInt = 10
+    reward: AnswerReward = "exact_match"
+    deadline_s: PositiveFloat = 30.0
+    start_s: PositiveFloat = 30.0
+    max_chars: PositiveInt = 4000
+    _tools: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False)  # session and description, by name
+    _alive: asyncio.Task[None] | None = field(default=None, init=False)
+    _running: bool = field(default=False, init=False)  # all servers have started
+    _over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _counts: Counter[str] = field(default_factory=Counter, init=False)  # of _COUNTED
+    _steps: int = field(default=0, init=False)
 
     async def open(self, task: Task) -> None:
         """Start the servers and ask for their tools.
@@ -86,11 +80,10 @@ class McpEnv:
         ready.add_done_callback(lambda _: None if ready.cancelled() else ready.exception())  # perhaps nobody waits
         self._alive = asyncio.create_task(self._live(ready))
         try:
-            await asyncio.wait_for(asyncio.shield(ready), self._start_s)
+            await asyncio.wait_for(asyncio.shield(ready), self.start_s)
         except TimeoutError as error:
-            raise EnvError(
-                f"MCP servers {', '.join(self._servers)} did not start within {self._start_s:g} s"
-            ) from error
+            servers = ", ".join(self.servers)
+            raise EnvError(f"MCP servers {servers} did not start within {self.start_s:g} s") from error
 
     async def close(self) -> None:
         """End the servers."""
@@ -103,10 +96,10 @@ class McpEnv:
 
     def reset(self, task: Task) -> str:
         """Start `task`; returns its prompt, the tools and how to call them."""
-        self._task = task
+        self.task = task
         about = (
             f"- {name}: {tool.description or ''}\n  arguments: {json.dumps(tool.input_schema)}"
-            for name, tool in self._listed()
+            for name, (_, tool) in self._tools.items()
         )
         return f"{task.prompt}\n\nTools:\n{chr(10).join(about)}\n\n{_FORM}"
 
@@ -116,12 +109,12 @@ class McpEnv:
         Raises:
             EnvError: the environment is not open, or a server is late or broken.
         """
-        if self._task is None or self._alive is None:
-            raise EnvError("McpEnv.step before open and reset")
+        if self._alive is None:
+            raise EnvError("McpEnv.step before open")
         self._steps += 1
         answer, call = last_tag(action, "answer"), last_tag(action, "call")
         if answer is not None:
-            return self._score(self._task, answer)
+            return self._score(answer)
         tools: tuple[ToolCall, ...] = ()
         try:
             name, arguments = self._read(call)
@@ -130,15 +123,15 @@ class McpEnv:
         except BadArguments as error:
             self._counts["bad_calls"] += 1
             observation = str(error)
-        if self._steps == self._max_turns:
-            return self._score(self._task, "", tools)
-        return Step(observation=observation, tools=tools, metrics=dict(self._counts))
+        if self._steps == self.max_turns:
+            return self._score("", tools)
+        return Step(observation=observation, tools=tools, metrics=self._counted())
 
     async def _live(self, ready: asyncio.Future[None]) -> None:
         """Hold the servers: what opens their connections must be the task that closes them."""
         try:
             async with AsyncExitStack() as stack:
-                for server, settings in self._servers.items():
+                for server, settings in self.servers.items():
                     await self._start(stack, server, settings)
                 self._running = True
                 ready.set_result(None)
@@ -169,9 +162,6 @@ class McpEnv:
                 raise EnvError(f"two MCP servers have a tool '{tool.name}'; name one of them")
             self._tools[tool.name] = session, tool
 
-    def _listed(self) -> list[tuple[str, Any]]:
-        return [(name, tool) for name, (_, tool) in self._tools.items()]
-
     def _read(self, call: str | None) -> tuple[str, dict[str, Any]]:
         import jsonschema
 
@@ -198,24 +188,27 @@ class McpEnv:
         session, _ = self._tools[name]
         self._counts["calls"] += 1
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s):
                 result = await session.call_tool(name, arguments)
             text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
             failed = bool(result.is_error)
         except TimeoutError as error:
-            raise EnvError(f"MCP tool '{name}' did not answer within {self._deadline_s:g} s") from error
+            raise EnvError(f"MCP tool '{name}' did not answer within {self.deadline_s:g} s") from error
         except Exception as error:
             raise EnvError(_why(f"MCP tool '{name}'", error)) from error
         self._counts["tool_errors"] += failed
         query = json.dumps({"tool": name, "arguments": arguments})
-        return ToolCall(tool=name, query=query, result=text[: self._max_chars], failed=failed)
+        return ToolCall(tool=name, query=query, result=text[: self.max_chars], failed=failed)
 
-    def _score(self, task: Task, answer: str, tools: tuple[ToolCall, ...] = ()) -> Step:
-        if not task.answers:
-            raise EnvError(f"task {task.id} has no answers; an mcp task needs at least one")
-        reward = _SCORES[self._reward](answer, task.answers)
-        solved = exact_match(answer, task.answers)
-        metrics = {**self._counts, "answered": float(bool(answer)), "solved": solved}
+    def _counted(self) -> dict[str, float]:
+        return {name: float(self._counts[name]) for name in _COUNTED}
+
+    def _score(self, answer: str, tools: tuple[ToolCall, ...] = ()) -> Step:
+        truths = self.task.answers
+        if not truths:
+            raise EnvError(f"task {self.task.id} has no answers; an mcp task needs at least one")
+        reward = REWARDS[self.reward](answer, truths)
+        metrics = {**self._counted(), "answered": float(bool(answer)), "solved": exact_match(answer, truths)}
         return Step(reward=reward, done=True, answer=normalise(answer), tools=tools, metrics=metrics)
 
 

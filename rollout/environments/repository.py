@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import PositiveInt
 
 from rollout.base.errors import EnvError
 from rollout.base.task_group import together
 from rollout.environments.patches import BadPatch, apply_patch, parse_patch
 from rollout.environments.protocol import Step, ToolCall
+from rollout.environments.running import Tier, own_sandbox
 from rollout.records.trajectory import Task
 from rollout.sandbox import Sandbox
 from rollout.sandbox.judge import CallTest, judge
@@ -84,40 +87,35 @@ class _Instance:
     test_patch: str = ""
 
 
+@dataclass(eq=False, kw_only=True)
 class RepositoryEnv:
-    """One issue, for one trajectory.
+    """An issue of a repository, resolved by patches that hidden tests decide on.
 
     Every step is a patch of the files as they were. It ends when the patch resolves the issue, or with the
     `max_turns`th; before that, an observation says whether it applies and nothing about the tests. A patch that does
     not apply, or a text without one, passes no test. Metrics: `solved`, 1 when every test passes, as SWE-bench counts;
     `fail_to_pass` and `pass_to_pass`, shares that pass; `applied`; `malformed_patches` so far.
+
+    Args:
+        tier: how tests are isolated on this machine.
+        max_turns: patches at most.
+        reward: `all`, 1 when every test passes, else 0; or `rate`, the share that does. Only the last step is paid.
+        checkouts: folder of repositories by instance, for tasks that name one.
+        cpu_s: CPU seconds of a run; on the clock it has three times as many.
+        memory_mb: memory of a run.
     """
 
-    def __init__(
-        self,
-        sandbox: Sandbox,
-        *,
-        max_turns: int = 1,
-        reward: Literal["all", "rate"] = "all",
-        checkouts: Path | None = None,
-        limits: RunLimits | None = None,
-    ) -> None:
-        """An environment that runs tests in `sandbox`.
-
-        Args:
-            reward: 1 when every test passes, else 0; or the share that does. Only the last step is paid.
-            checkouts: folder of repositories by instance, for tasks that name one.
-            limits: of each run.
-        """
-        self._sandbox = sandbox
-        self._max_turns = max_turns
-        self._reward = reward
-        self._checkouts = checkouts
-        self._limits = limits
-        self._task: Task | None = None
-        self._instance: _Instance | None = None
-        self._turns = 0
-        self._malformed = 0
+    task: Task = field(kw_only=False)
+    sandbox: Sandbox | None = None  # in place of this process's own
+    tier: Tier = "auto"
+    max_turns: PositiveInt = 1
+    reward: Literal["all", "rate"] = "all"
+    checkouts: str | None = None
+    cpu_s: PositiveInt = 20
+    memory_mb: PositiveInt = 1024
+    _instance: _Instance | None = field(default=None, init=False)
+    _turns: int = field(default=0, init=False)
+    _malformed: int = field(default=0, init=False)
 
     def reset(self, task: Task) -> str:
         """Start `task`; returns the issue, the files and the form of a patch.
@@ -125,8 +123,8 @@ class RepositoryEnv:
         Raises:
             EnvError: the task's answers cannot be read, or its checkout is missing.
         """
-        self._task, self._turns, self._malformed = task, 0, 0
-        self._instance = _read(task, self._checkouts)
+        self._turns = self._malformed = 0
+        self._instance = _read(task, Path(self.checkouts) if self.checkouts else None)
         sources = self._instance.sources
         named = "\n".join(sorted(path for path in sources if path not in self._instance.shown))
         shown = [f"## {path}\n```\n{sources[path]}```" for path in self._instance.shown if path in sources]
@@ -153,9 +151,9 @@ class RepositoryEnv:
             observation, applied = str(error), False
         rates = {kind: _share(names, passed) for kind, names in _tests(instance).items()}
         solved = all(rate == 1 for rate in rates.values())
-        done = solved or self._turns == self._max_turns
+        done = solved or self._turns == self.max_turns
         names = [name for kind in _tests(instance).values() for name in kind]
-        paid = float(solved) if self._reward == "all" else _share(names, passed)
+        paid = float(solved) if self.reward == "all" else _share(names, passed)
         counts = {"applied": float(applied), "malformed_patches": float(self._malformed)}
         return Step(
             observation=observation if not done else "",
@@ -172,9 +170,12 @@ class RepositoryEnv:
         Raises:
             SandboxError: nothing is known about one of them.
         """
+        sandbox = self.sandbox or own_sandbox(self.tier)
+        wall_s = 3.0 * self.cpu_s
+        limits = RunLimits(cpu_s=self.cpu_s, wall_s=wall_s, memory_mb=self.memory_mb, disk_mb=512, files=50_000)
         if not instance.test_patch:
-            runner = _InFolder(self._sandbox, files)
-            judged = await together(judge(runner, *_as_call(check), limits=self._limits) for check in instance.checks)
+            runner = _InFolder(sandbox, files)
+            judged = await together(judge(runner, *_as_call(check), limits=limits) for check in instance.checks)
             return {c.name: j.verdict is Verdict.OK for c, j in zip(instance.checks, judged, strict=True)}
         try:
             tested = apply_patch(files, parse_patch(instance.test_patch))
@@ -182,7 +183,7 @@ class RepositoryEnv:
             return {}
         names = [*instance.fail_to_pass, *instance.pass_to_pass]
         modules = " ".join(sorted({name.split(":", 1)[0] for name in names}))
-        result = await _InFolder(self._sandbox, tested).run(_PYTEST, stdin=modules, limits=self._limits)
+        result = await _InFolder(sandbox, tested).run(_PYTEST, stdin=modules, limits=limits)
         return dict.fromkeys(_PASSED.findall(result.stdout), True)
 
 

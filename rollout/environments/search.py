@@ -7,7 +7,10 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+from pydantic import PositiveInt
 
 from retrieval.client import BadRequest, RetrievalError
 from rollout.base.errors import EnvError
@@ -76,35 +79,30 @@ class Retriever(Protocol):
         """
 
 
+@dataclass(eq=False, kw_only=True)
 class SearchEnv:
-    """One question over one corpus, for one trajectory.
+    """A question over one corpus, answered with a retriever's passages.
 
     A search with no query, or one over 500 characters, finds nothing and is counted in the metric `invalid_searches`.
-    The outcome is `reward`, one of REWARDS; all of them are metrics. A trajectory that never answers has outcome 0.
+    The outcome is `reward`; all of REWARDS are metrics. A trajectory that never answers has outcome 0.
+
+    Args:
+        top_k: passages a search.
+        style: how they read, a key of PASSAGE_STYLES.
+        reward: of an answer, a key of REWARDS.
     """
 
-    def __init__(
-        self,
-        retriever: Retriever,
-        *,
-        top_k: int = 3,
-        style: PassageStyle = "search_r1",
-        reward: AnswerReward = "exact_match",
-    ) -> None:
-        """`top_k` passages a search, written in the `style` named in PASSAGE_STYLES."""
-        self._retriever = retriever
-        self._reward = reward
-        self._top_k = top_k
-        self._passage = PASSAGE_STYLES[style]
-        self._answers: tuple[str, ...] = ()
-        self._searches = 0
-        self._invalid = 0
+    task: Task = field(kw_only=False)
+    retriever: Retriever
+    top_k: PositiveInt = 3
+    style: PassageStyle = "search_r1"
+    reward: AnswerReward = "exact_match"
+    _searches: int = field(default=0, init=False)
+    _invalid: int = field(default=0, init=False)
 
     def reset(self, task: Task) -> str:
         """Start `task`; returns its question."""
-        self._answers = task.answers
-        self._searches = 0
-        self._invalid = 0
+        self.task, self._searches, self._invalid = task, 0, 0
         return task.prompt
 
     async def step(self, action: str) -> Step:
@@ -120,15 +118,14 @@ class SearchEnv:
         if not query or len(query) > _MAX_QUERY_CHARS:
             return self._nothing()
         try:
-            hits = await self._retriever.search(query, self._top_k)
+            hits = await self.retriever.search(query, self.top_k)
         except BadRequest:
             return self._nothing()
         except RetrievalError as failure:
             raise EnvError(f"the retriever failed: {failure}") from failure
         self._searches += 1
-        passages = [
-            self._passage.format(rank=rank, title=hit.title, text=hit.text) for rank, hit in enumerate(hits, start=1)
-        ]
+        style = PASSAGE_STYLES[self.style]
+        passages = [style.format(rank=rank, title=hit.title, text=hit.text) for rank, hit in enumerate(hits, start=1)]
         observation = f"<information> {''.join(passages).strip()} </information>"
         call = ToolCall(tool="search", query=query, result=observation)
         return Step(
@@ -140,7 +137,6 @@ class SearchEnv:
         )
 
     async def preview(self, action: str) -> Step:
-        """What `step` would answer, with nothing counted; of an answer, what it would score."""
         return await copy(self).step(action)
 
     def _nothing(self) -> Step:
@@ -148,9 +144,8 @@ class SearchEnv:
         return Step(observation="<information> </information>", answer="", metrics=self._counts())
 
     def _score(self, answer: str) -> Step:
-        scores = {name: score(answer, self._answers) for name, score in REWARDS.items()}
-        reward = scores[self._reward]
-        return Step(reward=reward, done=True, answer=normalise(answer), metrics=self._counts() | scores)
+        scores = {name: score(answer, self.task.answers) for name, score in REWARDS.items()}
+        return Step(reward=scores[self.reward], done=True, answer=normalise(answer), metrics=self._counts() | scores)
 
     def _counts(self) -> dict[str, float]:
         return {"searches": float(self._searches), "invalid_searches": float(self._invalid)}

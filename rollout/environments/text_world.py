@@ -1,12 +1,21 @@
-"""Text-world environments: what a world of another library promises, and the environment that plays any of them."""
+"""Text-world environments of other libraries (Gymnasium, ALFWorld, WebShop), imported when a world is opened."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import copy
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import JsonValue, PositiveFloat, PositiveInt
 
 from rollout.base.errors import EnvError
 from rollout.environments.protocol import Step
@@ -15,6 +24,8 @@ from rollout.records.trajectory import Task
 _T = TypeVar("_T")
 
 _MOST_CHOICES = 100  # possible actions that are shown; where there are more, none are
+_MARKED = re.compile(r"\x1b\[\d+(?:;\d+)*m(.*?)\x1b\[0m", re.DOTALL)  # what a terminal highlights
+_SESSIONS = count()  # of this process: the shop tells its visitors apart by name
 
 
 class BadAction(ValueError):
@@ -36,15 +47,36 @@ class Scene:
     choices: tuple[str, ...] = ()  # actions that are possible now; () where they are not listed
 
 
-class World(Protocol):
-    """A world whose calls block; all of them come from one thread."""
+@dataclass(eq=False, kw_only=True)
+class WorldEnv:
+    """A game of a world whose calls block and come from one thread; the first of a task's `answers` is its key.
+
+    A step is one action. A text that is none changes nothing, has the reward `malformed` and takes a turn. Metrics:
+    `solved`, `turns`, `malformed_actions`.
+
+    Args:
+        max_turns: steps at most.
+        malformed: reward of a text that is no action.
+        deadline_s: of one call of the world, in seconds.
+    """
+
+    task: Task = field(kw_only=False)
+    max_turns: PositiveInt = 30
+    malformed: float = 0.0
+    deadline_s: PositiveFloat = 60.0
+    _env: Any = field(default=None, init=False)  # of the library, once the game has started
+    _own: ThreadPoolExecutor | None = field(default=None, init=False)
+    _scene: Scene | None = field(default=None, init=False)
+    _turns: int = field(default=0, init=False)
+    _bad: int = field(default=0, init=False)
 
     def start(self, key: str) -> Scene:
         """Begin the game with this key, the same whenever it is begun.
 
         Raises:
-            EnvError: there is no such game.
+            EnvError: there is no such game, or the library is missing.
         """
+        raise NotImplementedError
 
     def act(self, action: str) -> Scene:
         """Do something.
@@ -52,45 +84,12 @@ class World(Protocol):
         Raises:
             BadAction: the text is no action, and nothing was changed.
         """
+        raise NotImplementedError
 
-    def close(self) -> None:
-        """Let go of everything."""
-
-
-class WorldEnv:
-    """One game of a world, for one trajectory; the first of a task's `answers` is its key.
-
-    A step is one action. A text that is none changes nothing, has the reward `malformed` and takes a turn. Metrics:
-    `solved`, `turns`, `malformed_actions`.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[], World],
-        *,
-        max_turns: int = 30,
-        malformed: float = 0.0,
-        deadline_s: float = 60.0,
-        executor: Executor | None = None,
-    ) -> None:
-        """An environment that has not started its world.
-
-        Args:
-            max_turns: steps at most.
-            malformed: reward of a text that is no action.
-            deadline_s: of one call of the world.
-            executor: one thread for the world's calls; None: of its own.
-        """
-        self._make = make
-        self._max_turns = max_turns
-        self._malformed = malformed
-        self._deadline_s = deadline_s
-        self._shared = executor
-        self._own: ThreadPoolExecutor | None = None
-        self._world: World | None = None
-        self._scene: Scene | None = None
-        self._turns = 0
-        self._bad = 0
+    def thread(self) -> Executor:
+        """What makes the calls."""
+        self._own = self._own or ThreadPoolExecutor(1, thread_name_prefix="world")
+        return self._own
 
     async def open(self, task: Task) -> None:
         """Start the world.
@@ -100,15 +99,14 @@ class WorldEnv:
         """
         if not task.answers:
             raise EnvError(f"task {task.id} has no answers; the first is the key of a game")
-        self._world = await self._call(self._make)
-        self._scene = await self._call(self._world.start, task.answers[0])
+        self._scene = await self._call(self.start, task.answers[0])
 
     async def close(self) -> None:
         """End the world."""
-        world, self._world = self._world, None
+        env, self._env, self._scene = self._env, None, None
         try:
-            if world is not None:
-                await self._call(world.close)
+            if env is not None:
+                await self._call(env.close)
         except EnvError:  # what it held goes with its process
             pass
         finally:
@@ -127,27 +125,26 @@ class WorldEnv:
             EnvError: the world is not open, has ended, or fails.
         """
         before = self._started()
-        if before.done or self._turns == self._max_turns:
+        if before.done or self._turns == self.max_turns:
             raise EnvError("WorldEnv.step after the end")
-        assert self._world is not None
         self._turns += 1
         try:
-            scene = await self._call(self._world.act, action.strip())
+            scene = await self._call(self.act, action.strip())
             shown, reward = self._shown(scene), scene.reward
         except BadAction as error:
             self._bad += 1
-            scene, shown, reward = before, f"{error}\n{self._shown(before)}", self._malformed
+            scene, shown, reward = before, f"{error}\n{self._shown(before)}", self.malformed
         self._scene = scene
         counts = {"turns": float(self._turns), "malformed_actions": float(self._bad)}
         return Step(
             observation=shown,
             reward=reward,
-            done=scene.done or self._turns == self._max_turns,
+            done=scene.done or self._turns == self.max_turns,
             metrics={"solved": float(scene.solved), **counts},
         )
 
     def _started(self) -> Scene:
-        if self._scene is None or self._world is None:
+        if self._scene is None:
             raise EnvError("WorldEnv is used before open")
         return self._scene
 
@@ -157,14 +154,210 @@ class WorldEnv:
         return f"{scene.text}\nPossible actions: {', '.join(scene.choices)}"
 
     async def _call(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        if self._shared is None and self._own is None:
-            self._own = ThreadPoolExecutor(1, thread_name_prefix="world")
-        future = asyncio.get_running_loop().run_in_executor(self._shared or self._own, function, *arguments)
+        future = asyncio.get_running_loop().run_in_executor(self.thread(), function, *arguments)
         try:
-            return await asyncio.wait_for(future, self._deadline_s)
+            return await asyncio.wait_for(future, self.deadline_s)
         except TimeoutError as error:
-            raise EnvError(f"the world did not answer within {self._deadline_s:g} s") from error
+            raise EnvError(f"the world did not answer within {self.deadline_s:g} s") from error
         except (BadAction, EnvError):
             raise
         except Exception as error:  # of somebody else's code: it fails this trajectory, not the run
             raise EnvError(f"the world failed ({type(error).__name__}: {error})") from error
+
+
+@dataclass(eq=False, kw_only=True)
+class GymnasiumEnv(WorldEnv):
+    """A Gymnasium environment whose actions can be written; a game's key is the seed of its reset.
+
+    Args:
+        id: of the environment, perhaps with a module to import: `my_package:MyWorld-v0`.
+        make: keyword arguments of `gymnasium.make`; with `render_mode: ansi` a scene is what it renders.
+        actions: names of a discrete environment's actions; numbers are understood as well.
+        goal: the return from which on a game that ended counts as solved; null: the environment's own
+            `reward_threshold`, or above 0.
+    """
+
+    id: str
+    make: Mapping[str, JsonValue] | None = None
+    actions: Sequence[str] = ()
+    goal: float | None = None
+    _return: float = field(default=0.0, init=False)
+
+    def start(self, key: str) -> Scene:
+        try:
+            import gymnasium
+        except ImportError as error:
+            raise MissingLibrary("env gymnasium needs `pip install mcore-mas[gymnasium]`") from error
+        if not key.isdecimal():
+            raise EnvError(f"the key of a Gymnasium game is its seed, a number, and not {key[:40]!r}")
+        try:
+            self._env = gymnasium.make(self.id, **dict[str, Any](self.make or {}))
+        except gymnasium.error.Error as error:
+            raise EnvError(f"gymnasium cannot make '{self.id}': {error}") from error
+        self._check_space()
+        observation, _ = self._env.reset(seed=int(key))
+        return Scene(text=self._show(observation), choices=tuple(self.actions))
+
+    def act(self, action: str) -> Scene:
+        observation, reward, terminated, truncated, _ = self._env.step(self._read(action))
+        self._return += float(reward)
+        threshold = self._env.spec.reward_threshold if self.goal is None and self._env.spec else self.goal
+        reached = self._return > 0 if threshold is None else self._return >= threshold
+        return Scene(
+            text=self._show(observation),
+            reward=float(reward),
+            done=bool(terminated or truncated),
+            solved=bool(terminated and reached),
+            choices=tuple(self.actions),
+        )
+
+    def _check_space(self) -> None:
+        from gymnasium.spaces import Discrete, MultiDiscrete, Text
+
+        space = self._env.action_space
+        if not isinstance(space, Discrete | MultiDiscrete | Text):
+            raise EnvError(
+                f"'{self.id}' takes {space}, which cannot be written; expected Discrete, MultiDiscrete, Text"
+            )
+        if self.actions and not (isinstance(space, Discrete) and space.n == len(self.actions)):
+            raise EnvError(f"'{self.id}' takes {space}, for which there cannot be {len(self.actions)} names of actions")
+
+    def _read(self, text: str) -> Any:
+        from gymnasium.spaces import Discrete, Text
+
+        space = self._env.action_space
+        if isinstance(space, Text):
+            action: Any = text
+        elif text.lower() in (lower := [name.lower() for name in self.actions]):
+            action = int(space.start) + lower.index(text.lower())
+        else:
+            numbers = [int(part) for part in re.findall(r"-?\d{1,18}", text)]
+            action = numbers[0] if isinstance(space, Discrete) and len(numbers) == 1 else numbers
+        if not space.contains(action):
+            expected = f"one of {', '.join(self.actions)}" if self.actions else str(space)
+            raise BadAction(f"This is no action; expected {expected}.")
+        return action
+
+    def _show(self, observation: Any) -> str:
+        if self._env.render_mode == "ansi":
+            return _MARKED.sub(r"[\1]", str(self._env.render())).strip("\n")
+        return observation if isinstance(observation, str) else json.dumps(observation, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and numbers of numpy as lists and numbers."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+@dataclass(eq=False, kw_only=True)
+class AlfworldEnv(WorldEnv):
+    """ALFWorld: a household task in TextWorld (arXiv 2010.03768); its key is the path of its `game.tw-pddl`.
+
+    Args:
+        config: ALFWorld's own file, such as its `configs/base_config.yaml`.
+    """
+
+    config: str
+    max_turns: PositiveInt = 50
+    deadline_s: PositiveFloat = 120.0
+    _score: float = field(default=0.0, init=False)
+
+    def start(self, key: str) -> Scene:
+        if not Path(key).is_file():
+            raise EnvError(f"{key}: no such game; run `alfworld-download`")
+        games = copy.copy(_games(self.config))  # which lists the games of a folder: here it has one
+        games.game_files, games.num_games = [key], 1
+        self._env = games.init_env(batch_size=1)
+        observations, infos = self._env.reset()
+        return Scene(text=observations[0].strip(), choices=_choices(infos))
+
+    def act(self, action: str) -> Scene:
+        observations, scores, dones, infos = self._env.step([action])
+        before, self._score = self._score, float(scores[0])  # scores are of the whole game so far
+        won = bool(infos["won"][0])
+        return Scene(
+            text=observations[0].strip(),
+            reward=self._score - before,
+            done=bool(dones[0]) or won,
+            solved=won,
+            choices=_choices(infos),
+        )
+
+
+def _choices(infos: Any) -> tuple[str, ...]:
+    return tuple(infos["admissible_commands"][0])
+
+
+@cache
+def _games(config: str) -> Any:
+    """An AlfredTWEnv, which reads a folder of games when it is made."""
+    try:
+        from alfworld.agents.environment import get_environment
+    except ImportError as error:
+        raise MissingLibrary("env alfworld needs `pip install alfworld`, and then `alfworld-download`") from error
+    path = Path(config)
+    if not path.is_file():
+        raise EnvError(f"{config}: no such file; expected ALFWorld's configs/base_config.yaml")
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    # without the handcoded expert, whom only the split `train` has
+    return get_environment("AlfredTWEnv")(settings, train_eval="eval_out_of_distribution")
+
+
+@cache
+def shop_thread() -> ThreadPoolExecutor:
+    """The thread of the shop, whose search engine is one for all trajectories."""
+    return ThreadPoolExecutor(1, thread_name_prefix="webshop")
+
+
+@dataclass(eq=False, kw_only=True)
+class WebshopEnv(WorldEnv):
+    """WebShop: an errand, to find and buy a product (arXiv 2207.01206); its key is its goal's number.
+
+    The first one of a process loads the shop, which can take minutes.
+
+    Args:
+        num_products: how many the shop has, 100, 1000 or 100000; null: all.
+    """
+
+    num_products: PositiveInt | None = 1000
+    max_turns: PositiveInt = 15
+    deadline_s: PositiveFloat = 600.0
+
+    def thread(self) -> Executor:
+        return shop_thread()
+
+    def start(self, key: str) -> Scene:
+        if not key.isdecimal():
+            raise EnvError(f"the key of an errand is the number of its goal, and not {key[:40]!r}")
+        make, server = _shop(self.num_products)
+        if int(key) >= len(server.goals):
+            raise EnvError(f"the shop has {len(server.goals)} goals, and no goal {key}")
+        prefix = f"{next(_SESSIONS)}-"
+        self._env = make(observation_mode="text", num_products=self.num_products, server=server, session_prefix=prefix)
+        text, _ = self._env.reset(session=int(key))
+        return Scene(text=text, choices=self._choices())
+
+    def act(self, action: str) -> Scene:
+        if not (action.startswith(("search[", "click[")) and action.endswith("]")):
+            raise BadAction("This is no action; expected search[words] or click[what can be clicked].")
+        text, reward, done, _ = self._env.step(action)
+        choices = () if done else self._choices()
+        return Scene(text=text, reward=float(reward), done=bool(done), solved=done and reward == 1, choices=choices)
+
+    def _choices(self) -> tuple[str, ...]:
+        able = self._env.get_available_actions()
+        search = ("search[words]",) if able["has_search_bar"] else ()
+        return (*search, *(f"click[{what}]" for what in able["clickables"] if what != "search"))
+
+
+@cache
+def _shop(num_products: int | None) -> tuple[Any, Any]:
+    """The class of the environment and the shop behind it, which reads its products when it is made."""
+    try:
+        from web_agent_site.envs import WebAgentTextEnv
+    except ImportError as error:
+        where = "https://github.com/princeton-nlp/WebShop"
+        raise MissingLibrary(
+            f"env webshop needs the package web_agent_site: install {where} by its setup.sh"
+        ) from error
+    return WebAgentTextEnv, WebAgentTextEnv(observation_mode="text", num_products=num_products).server

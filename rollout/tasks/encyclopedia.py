@@ -96,7 +96,8 @@ def encyclopedia_demonstrations(
         chance = random.Random(derive_seed("encyclopedia demonstration", seed, episode))
         person, fact = chance.choice(people), chance.choice(list(_QUESTIONS))
         guide = _Guide(person, fact, roles, chance, slips)
-        asyncio.run(search_team(_task(person, fact), guide, SearchEnv(book, top_k=top_k, style=style)))
+        task = _task(person, fact)
+        asyncio.run(search_team(task, guide, SearchEnv(task, retriever=book, top_k=top_k, style=style)))
         for demonstration in guide.demonstrations:
             if spoken == n:
                 return

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from pydantic import PositiveInt
 
 from rollout.base.options import Share
+from rollout.environments import ENVS
 from rollout.environments.games import GAMES
-from rollout.environments.games.game import GameEnv, PuzzleSource
+from rollout.environments.games.game import PuzzleSource
 from rollout.orchestras.acting import game_team, single
 from rollout.orchestras.replies import DECIDED, LISTED
 from rollout.records.completion import derive_seed
@@ -94,7 +95,7 @@ def demonstrate(
             continue
         task = as_task(source, puzzle, "train")
         teacher = _Teacher(source, task, roles, slips, random)
-        asyncio.run(orchestra(task, teacher, GameEnv(GAMES[source.game](), max_turns=max_turns), max_turns=max_turns))
+        asyncio.run(orchestra(task, teacher, ENVS[source.game](task, max_turns=max_turns), max_turns=max_turns))
         for demonstration in teacher.demonstrations:
             if spoken == n:
                 return

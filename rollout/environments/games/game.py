@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass
 from random import Random
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from pydantic import PositiveInt
 
 from rollout.base.errors import EnvError
-from rollout.environments.protocol import Step, ToolCall
+from rollout.environments.protocol import Step
+from rollout.environments.running import CalculatingEnv
 from rollout.records.trajectory import Task
 
 _State = TypeVar("_State")
@@ -89,22 +92,26 @@ def one_by_one(
     return Played(state=state, reward=reward, impossible=impossible)
 
 
-class GameEnv(Generic[_State]):
-    """One puzzle for one trajectory; every step is one list of actions.
+@dataclass(eq=False, kw_only=True)
+class GameEnv(CalculatingEnv, Generic[_State]):
+    """A puzzle, on which every step is one list of actions.
 
     It ends when the puzzle is solved, after `max_turns` steps, or when the game allows no further move; the latter two
     add the game's `fail`. A text that is no list of actions changes nothing, has the reward `malformed` and takes a
     turn. Metrics: `solved` (0 or 1), the game's own, and counts of `impossible_actions` and `malformed_actions`.
+
+    Args:
+        max_turns: steps at most.
+        rewards: of the game's rules.
     """
 
-    def __init__(
-        self, game: Game[_State], *, max_turns: int, run: Callable[[str], Awaitable[ToolCall]] | None = None
-    ) -> None:
-        """`max_turns` steps at most; `run` runs programs, without it there is nothing to run them in."""
-        self._game = game
-        self._max_turns = max_turns
-        self._run = run
-        self._now: _Moment[_State] | None = None
+    game: ClassVar[type[Game[Any]]]
+    max_turns: PositiveInt = 5
+    rewards: Game[_State] | None = None
+    _now: _Moment[_State] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._game: Game[_State] = self.rewards or self.game()
 
     def reset(self, task: Task) -> str:
         """Start `task`, whose prompt is the first state; returns the game's rules and that state.
@@ -128,22 +135,7 @@ class GameEnv(Generic[_State]):
         return step
 
     async def preview(self, action: str) -> Step:
-        """What `step` would answer, with the puzzle left as it is.
-
-        Raises:
-            EnvError: there is no puzzle, or it has ended.
-        """
         return self._next(action)[0]
-
-    async def run(self, program: str) -> ToolCall:
-        """Run a program (see `Running`); it knows nothing of the puzzle.
-
-        Raises:
-            EnvError: the sandbox failed, or there is none.
-        """
-        if self._run is None:
-            raise EnvError("GameEnv has no sandbox to run a program in")
-        return await self._run(program)
 
     def _next(self, action: str) -> tuple[Step, _Moment[_State]]:
         game, now = self._game, self._now
@@ -153,7 +145,7 @@ class GameEnv(Generic[_State]):
         state = now.state if played is None else played.state
         reward = game.malformed if played is None else played.reward
         solved = game.solved(state)
-        done = solved or now.turns + 1 == self._max_turns or game.spent(state)
+        done = solved or now.turns + 1 == self.max_turns or game.spent(state)
         after = _Moment(
             state=state,
             turns=now.turns + 1,
@@ -170,6 +162,13 @@ class GameEnv(Generic[_State]):
             metrics={"solved": float(solved), **game.measure(state), **counts},
         )
         return step, after
+
+
+def game_env(name: str, game: type[Game[Any]]) -> type[GameEnv[Any]]:
+    """The environment of puzzles of one game, whose rewards are the option `rewards`."""
+    namespace = {"__doc__": GameEnv.__doc__, "__module__": __name__, "game": game}
+    rewards = ("rewards", game | None, None)
+    return make_dataclass(name, [rewards], bases=(GameEnv,), namespace=namespace, eq=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

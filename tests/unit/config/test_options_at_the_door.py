@@ -180,7 +180,7 @@ def test_a_wrong_value_is_one_line(experiment: str, path: str, value: Any, messa
 UNKNOWN = [
     (MATH, "loss.options.clip", "loss.options: loss 'ppo_clip' has no option 'clip'; its options: clip_low, clip_high"),
     (MATH, "orchestra.options.loops", "orchestra.options: orchestra 'solver_verifier' has no option 'loops'; its opti"),
-    (GAME, "env.options.retriever", "env.options: env 'plan_path' has no option 'retriever'; its options: max_turns"),
+    (GAME, "env.options.retriever", "env.options: env 'plan_path' has no option 'retriever'; its options: server"),
     (GAME, "data.options.sise", "data.options: task generator 'plan_path' has no option 'sise'; its options: size"),
     (GAME, "cold_start.options.slip", "the demonstrations of task generator 'plan_path' has no option 'slip'; its op"),
     (

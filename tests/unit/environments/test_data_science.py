@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from rollout.base.errors import EnvError
-from rollout.environments import make_data_science
 from rollout.environments.data_science import DataScienceEnv, pack_file, pack_target, unpack_files
 from rollout.environments.predictions import Target
 from rollout.environments.protocol import Step
 from rollout.records.trajectory import RecordError, Status, Task, Trajectory
-from rollout.sandbox import RunLimits, Sandbox, SandboxFusion
+from rollout.sandbox import Sandbox, SandboxFusion
 from rollout.tasks import GENERATORS
 from rollout.tasks.tabular import TableModel, metric_of
 from tests.support.casts import play, scores, speakers, validity
@@ -79,7 +78,7 @@ def box() -> Iterator[Sandbox]:
 def run(
     box: Sandbox, *replies: str, task: Task = TASK, reward: str = "normalised", **options: Any
 ) -> tuple[Trajectory, list[str]]:
-    make_env = partial(make_data_science, sandbox=box, reward=reward, memory_mb=256, disk_mb=8)
+    make_env = partial(DataScienceEnv, sandbox=box, reward=reward, memory_mb=256, disk_mb=8)
     return play("dsbench", ROLES, *replies, task=task, make_env=make_env, **options)
 
 
@@ -134,7 +133,7 @@ def test_a_failing_program_is_shown_and_the_next_agent_asked_after_four_turns(bo
 
 def test_a_malformed_submission_has_its_own_reward(box: Sandbox) -> None:
     write = code("open('submission.csv', 'w').write('id,y\\n3,7\\n')")
-    make_env = partial(make_data_science, sandbox=box, malformed=-1.0)
+    make_env = partial(DataScienceEnv, sandbox=box, malformed=-1.0)
     stages = {"analyst": ["submission.csv"]}
     trajectory, _ = play("dsbench", ROLES, write, task=TASK, make_env=make_env, artefacts=stages)
     assert trajectory.outcome == -1.0
@@ -156,7 +155,7 @@ print("7.0" in text, len(here), os.environ.get("truth"))"""
 
 def steps(box: Any, *actions: str, task: Task = TASK, **options: Any) -> list[Step]:
     async def play_all() -> list[Step]:
-        env = DataScienceEnv(box, limits=RunLimits(memory_mb=256), **options)
+        env = DataScienceEnv(task, sandbox=box, memory_mb=256, **options)
         try:
             await env.open(task)
             env.reset(task)
@@ -178,7 +177,7 @@ def test_one_agent_can_step_it_too(box: Sandbox) -> None:
 
 def test_what_cannot_be_opened_fails_the_trajectory(box: Sandbox) -> None:
     with pytest.raises(EnvError, match="used before open"):
-        asyncio.run(DataScienceEnv(box).files())  # type: ignore[arg-type]
+        asyncio.run(DataScienceEnv(TASK, sandbox=box).files())
     with pytest.raises(EnvError, match="SandboxFusion has no sessions"):
         steps(SandboxFusion("http://127.0.0.1:1"), "x")
     for answers in (("{}",), ("no json",), (pack_file("a", "b"),), (json.dumps({"file": "a", "path": "/no/such"}),)):

@@ -11,7 +11,7 @@ import pytest
 from rollout.base.errors import EnvError
 from rollout.environments import ENVS
 from rollout.environments.games import GAMES
-from rollout.environments.games.game import BadPuzzle, GameEnv, items, letters
+from rollout.environments.games.game import BadPuzzle, items, letters
 from rollout.environments.games.picture import picture
 from rollout.environments.games.sudoku import solutions
 from rollout.environments.protocol import Step
@@ -197,7 +197,7 @@ def test_a_bad_puzzle_is_named(env: str, puzzle: str, message: str) -> None:
 
 def test_a_game_is_played_between_reset_and_its_end() -> None:
     with pytest.raises(EnvError, match="before reset"):
-        asyncio.run(GameEnv(GAMES["blocksworld"](), max_turns=1).step("1"))
+        asyncio.run(ENVS["blocksworld"](task("blocksworld", TABLE)).step("1"))
     with pytest.raises(EnvError, match="after the end"):
         play("blocksworld", TABLE, "B C, A B", "B C, A B")
 

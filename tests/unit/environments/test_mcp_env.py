@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from rollout.base.errors import EnvError
-from rollout.environments import make_mcp
 from rollout.environments.mcp import McpEnv, McpServer
 from rollout.environments.protocol import Step
 from rollout.orchestras.replies import parse_call_or_answer
@@ -41,7 +40,7 @@ async def stepped(env: McpEnv, actions: Sequence[str]) -> tuple[str, list[Step]]
 
 
 def steps(*actions: str, servers: Any = SMALL, **options: Any) -> tuple[str, list[Step]]:
-    return asyncio.run(stepped(McpEnv(servers, **options), actions))
+    return asyncio.run(stepped(McpEnv(TASK, servers=servers, **options), actions))
 
 
 def test_tools_are_listed_called_and_counted_and_the_server_ends_with_the_trajectory() -> None:
@@ -73,7 +72,7 @@ def test_tools_are_listed_called_and_counted_and_the_server_ends_with_the_trajec
 
 def test_one_agent_calls_and_answers() -> None:
     replies = [f"<think>hm</think>{call('add', a=40, b=2)}", "no idea", "<answer>42</answer>"]
-    trajectory, prompts = play("single", ROLES, *replies, task=TASK, make_env=partial(make_mcp, servers=PLAIN))
+    trajectory, prompts = play("single", ROLES, *replies, task=TASK, make_env=partial(McpEnv, servers=PLAIN))
     assert (trajectory.outcome, trajectory.answer) == (1.0, "42")
     assert validity(trajectory) == [True, False, True]
     assert f"{call('add', a=40, b=2)}\n42\n" in prompts[1] and "This is no call." in prompts[2]
@@ -88,7 +87,7 @@ def test_one_agent_calls_and_answers() -> None:
     ],
 )
 def test_a_server_that_breaks_or_is_late_fails_the_trajectory(action: str, message: str) -> None:
-    make_env = partial(make_mcp, servers=PLAIN, deadline_s=0.3)
+    make_env = partial(McpEnv, servers=PLAIN, deadline_s=0.3)
     trajectory, _ = play("single", ROLES, action, task=TASK, make_env=make_env)
     assert (trajectory.status, trajectory.outcome) == (Status.FAILED, None)
     with pytest.raises(EnvError, match=message):
@@ -117,10 +116,10 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_wants_to_be_opened_and_to_know_an_answer() -> None:
-    with pytest.raises(EnvError, match="before open and reset"):
-        asyncio.run(McpEnv({}).step("x"))
-    env = McpEnv({})
+    with pytest.raises(EnvError, match="before open"):
+        asyncio.run(McpEnv(TASK, servers={}).step("x"))
     nothing = Task(id="t", prompt="", answers=(), env="mcp", source="s", split="train")
+    env = McpEnv(nothing, servers={})
 
     async def main() -> None:
         await env.open(nothing)

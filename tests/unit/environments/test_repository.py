@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from rollout.base.errors import EnvError
-from rollout.environments import make_repository
 from rollout.environments.protocol import Step
-from rollout.environments.repository import CheckCall, pack_check, pack_source
+from rollout.environments.repository import CheckCall, RepositoryEnv, pack_check, pack_source
 from rollout.records.trajectory import Status, Task
 from rollout.sandbox import Sandbox
 from rollout.tasks import GENERATORS
@@ -68,7 +67,7 @@ def box() -> Iterator[Sandbox]:
 
 def steps(box: Sandbox, *actions: str, task: Task = TASK, **options: Any) -> tuple[str, list[Step]]:
     async def play_all() -> tuple[str, list[Step]]:
-        env = make_repository(task, sandbox=box, **options)
+        env = RepositoryEnv(task, sandbox=box, **options)
         shown = env.reset(task)
         return shown, [await env.step(action) for action in actions]
 
@@ -117,7 +116,7 @@ def test_a_patch_of_what_can_be_no_file_does_not_apply(box: Sandbox, path: str) 
 
 
 def test_one_agent_may_try_again_after_a_patch_that_does_not_apply(box: Sandbox) -> None:
-    make_env = partial(make_repository, sandbox=box, max_turns=3)
+    make_env = partial(RepositoryEnv, sandbox=box, max_turns=3)
     replies = [block("nothing", "x"), "no idea", f"<think>so</think>{RIGHT}"]
     trajectory, prompts = play("single", ROLES, *replies, task=TASK, make_env=make_env)
     assert (trajectory.outcome, trajectory.metrics["solved"], trajectory.metrics["malformed_patches"]) == (
@@ -130,7 +129,7 @@ def test_one_agent_may_try_again_after_a_patch_that_does_not_apply(box: Sandbox)
     assert [event.tool for event in trajectory.tools] == ["patch"] * 3
     wrong = block("    return n + 2", "    return 0")
     again, prompts = play(
-        "single", ROLES, wrong, wrong, task=TASK, make_env=partial(make_repository, sandbox=box, max_turns=2)
+        "single", ROLES, wrong, wrong, task=TASK, make_env=partial(RepositoryEnv, sandbox=box, max_turns=2)
     )
     assert (again.outcome, again.status) == (0.0, Status.COMPLETED)
     assert "The patch applies.\n" in prompts[1] and "test" not in prompts[1].partition("The patch applies.")[2]
@@ -237,4 +236,4 @@ def test_tasks_that_cannot_be_read_fail(box: Sandbox) -> None:
         with pytest.raises(EnvError, match="task t"):
             steps(box, task=Task(id="t", prompt="", answers=answers, env="", source="", split="test"))
     with pytest.raises(EnvError, match="before reset"):
-        asyncio.run(make_repository(TASK, sandbox=box).step("x"))
+        asyncio.run(RepositoryEnv(TASK, sandbox=box).step("x"))

@@ -54,7 +54,7 @@ def play(env: SearchEnv, *actions: str) -> list[Step]:
 )
 def test_search_shows_the_passages(style: str, shown: str) -> None:
     shelf = Shelf()
-    (step,) = play(SearchEnv(shelf, top_k=2, style=style), "I wonder. <search> alpha </search>")
+    (step,) = play(SearchEnv(TASK, retriever=shelf, top_k=2, style=style), "I wonder. <search> alpha </search>")
     assert shelf.asked == [("alpha", 2)]
     assert step.observation == f"<information> {shown} </information>"
     assert (step.reward, step.done) == (0.0, False)
@@ -65,7 +65,7 @@ def test_search_shows_the_passages(style: str, shown: str) -> None:
 @pytest.mark.parametrize("action", ["", "alpha", "<search>  </search>", f"<search> {'x' * 501} </search>"])
 def test_malformed_search_finds_nothing_and_is_counted(action: str) -> None:
     shelf = Shelf()
-    (step,) = play(SearchEnv(shelf), action)
+    (step,) = play(SearchEnv(TASK, retriever=shelf), action)
     assert shelf.asked == []
     assert step.observation == "<information> </information>"
     assert step.tools == ()
@@ -82,7 +82,7 @@ def test_malformed_search_finds_nothing_and_is_counted(action: str) -> None:
     ],
 )
 def test_answer_ends_and_is_scored(action: str, answer: str, match: float, f1: float) -> None:
-    search, step = play(SearchEnv(Shelf()), "<search> alpha </search>", action)
+    search, step = play(SearchEnv(TASK, retriever=Shelf()), "<search> alpha </search>", action)
     assert search.answer == ""
     assert step.answer == answer
     assert (step.reward, step.done) == (match, True)
@@ -93,17 +93,17 @@ def test_answer_ends_and_is_scored(action: str, answer: str, match: float, f1: f
 
 def test_failed_retriever_is_an_error() -> None:
     with pytest.raises(EnvError, match="the retriever failed: no answer in 30 s"):
-        play(SearchEnv(Shelf(RetrievalError("no answer in 30 s"))), "<search> alpha </search>")
+        play(SearchEnv(TASK, retriever=Shelf(RetrievalError("no answer in 30 s"))), "<search> alpha </search>")
 
 
 def test_refused_query_is_the_searchers_fault() -> None:
-    (step,) = play(SearchEnv(Shelf(BadRequest("not valid Unicode"))), "<search> alpha </search>")
+    (step,) = play(SearchEnv(TASK, retriever=Shelf(BadRequest("not valid Unicode"))), "<search> alpha </search>")
     assert step.observation == "<information> </information>"
     assert step.metrics == {"searches": 0.0, "invalid_searches": 1.0}
 
 
 def test_reset_forgets() -> None:
-    env = SearchEnv(Shelf())
+    env = SearchEnv(TASK, retriever=Shelf())
     play(env, "", "<search> alpha </search>")
     (step,) = play(env, "")
     assert step.metrics == {"searches": 0.0, "invalid_searches": 1.0}
@@ -113,7 +113,7 @@ def test_preview_scores_an_answer_and_counts_nothing() -> None:
     shelf = Shelf()
 
     async def run() -> None:
-        env = SearchEnv(shelf, top_k=2, style="text")
+        env = SearchEnv(TASK, retriever=shelf, top_k=2, style="text")
         env.reset(TASK)
         ahead = await env.preview("<answer>harbor</answer>")
         # precision 1, recall 1/2
@@ -128,5 +128,5 @@ def test_preview_scores_an_answer_and_counts_nothing() -> None:
 
 @pytest.mark.parametrize(("reward", "outcome"), [("exact_match", 0.0), ("token_f1", 2 / 3)])
 def test_the_outcome_is_the_chosen_score(reward: str, outcome: float) -> None:
-    (step,) = play(SearchEnv(Shelf(), reward=reward), "<answer>harbor</answer>")
+    (step,) = play(SearchEnv(TASK, retriever=Shelf(), reward=reward), "<answer>harbor</answer>")
     assert step.reward == outcome

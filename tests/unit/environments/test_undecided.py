@@ -26,9 +26,7 @@ CHAIN = {"generator": "chain_generator", "verifier": "chain_verifier", "refiner"
 
 
 def score(text, *answers):
-    env = MathEnv()
-    env.reset(replace(SUM, answers=answers))
-    return asyncio.run(env.step(text))
+    return asyncio.run(MathEnv(replace(SUM, answers=answers)).step(text))
 
 
 @pytest.mark.slow
@@ -86,8 +84,8 @@ def test_a_refused_answer_is_wrong_and_counted():
 
 
 def test_undecided_answers_do_not_agree():
-    assert asyncio.run(MathEnv().same("8", HUGE)) is False
-    assert asyncio.run(MathEnv().same(HUGE, HUGE)) is True
+    assert asyncio.run(MathEnv(SUM).same("8", HUGE)) is False
+    assert asyncio.run(MathEnv(SUM).same(HUGE, HUGE)) is True
 
 
 def test_an_undecided_outcome_is_masked_and_counted():

@@ -17,9 +17,9 @@ import yaml
 from gymnasium import spaces
 
 from rollout.base.errors import EnvError
-from rollout.environments import make_alfworld, make_gymnasium, make_webshop, text_world_libraries
+from rollout.environments import text_world
 from rollout.environments.protocol import Env, Step
-from rollout.environments.text_world import BadAction, Scene, WorldEnv
+from rollout.environments.text_world import AlfworldEnv, BadAction, GymnasiumEnv, Scene, WebshopEnv, WorldEnv
 from rollout.records.trajectory import RecordError, Status, Task
 from rollout.tasks import GENERATORS
 from tests.support.casts import grow, play, validity
@@ -103,7 +103,7 @@ gymnasium.register("Wheel-v0", Wheel)
 
 def test_frozen_lake_is_walked_over_by_the_names_of_its_actions() -> None:
     path = ["down", "Down", "right", "right", "1", "right"]
-    shown, steps = played(partial(make_gymnasium, **LAKE), "3", *path)
+    shown, steps = played(partial(GymnasiumEnv, **LAKE), "3", *path)
     assert shown == "Play.\n\n[S]FFF\nFHFH\nFFFH\nHFFG\nPossible actions: left, down, right, up"
     assert steps[0].observation.startswith("  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG\nPossible")
     assert [step.reward for step in steps] == [0, 0, 0, 0, 0, 1]
@@ -112,12 +112,12 @@ def test_frozen_lake_is_walked_over_by_the_names_of_its_actions() -> None:
 
 
 def test_falling_in_ends_a_game_and_does_not_solve_it() -> None:
-    _, steps = played(partial(make_gymnasium, **LAKE), "3", "down", "right")
+    _, steps = played(partial(GymnasiumEnv, **LAKE), "3", "down", "right")
     assert (steps[-1].done, steps[-1].reward, steps[-1].metrics["solved"]) == (True, 0.0, 0.0)
 
 
 def test_a_text_that_is_no_action_changes_nothing_and_is_counted() -> None:
-    make = partial(make_gymnasium, **LAKE, malformed=-0.5, max_turns=2)
+    make = partial(GymnasiumEnv, **LAKE, malformed=-0.5, max_turns=2)
     _, [first, second] = played(make, "3", "jump", "7")
     assert first.observation.startswith("This is no action; expected one of left, down, right, up.\n[S]FFF")
     assert (first.reward, first.done, second.reward, second.done) == (-0.5, False, -0.5, True)
@@ -127,7 +127,7 @@ def test_a_text_that_is_no_action_changes_nothing_and_is_counted() -> None:
 
 
 def test_the_same_seed_is_the_same_slippery_game() -> None:
-    make = partial(make_gymnasium, id="FrozenLake-v1", make={"render_mode": "ansi"})
+    make = partial(GymnasiumEnv, id="FrozenLake-v1", make={"render_mode": "ansi"})
     first = {key: played(make, key, "2")[1][0].observation for key in map(str, range(12))}
     assert first == {key: played(make, key, "2")[1][0].observation for key in first}
     assert len(set(first.values())) == 3  # right may slip up, which stays, or down
@@ -137,15 +137,15 @@ def test_texts_and_numbers_are_actions_where_the_space_takes_them() -> None:
     before = Guess.closed
     world = Guess()
     world.reset(seed=11)
-    shown, [wrong, right] = played(partial(make_gymnasium, id="Guess-v0"), "11", "c", f" {world.word}\n")
+    shown, [wrong, right] = played(partial(GymnasiumEnv, id="Guess-v0"), "11", "c", f" {world.word}\n")
     assert shown == "Play.\n\nGuess two letters."
     assert (wrong.observation, wrong.metrics["solved"]) == ("c is wrong.", 0.0)
     assert (right.reward, right.done, right.metrics["solved"]) == (1.0, True, 1.0)
     assert Guess.closed == before + 1
-    _, [levers] = played(partial(make_gymnasium, id="Levers-v0", goal=1.0), "1", "1, 2")
+    _, [levers] = played(partial(GymnasiumEnv, id="Levers-v0", goal=1.0), "1", "1, 2")
     assert (levers.observation, levers.reward, levers.done) == ("[1, 2]", 3.0, True)
     assert levers.metrics["solved"] == 0.0  # it was cut off, not ended
-    _, [bad] = played(partial(make_gymnasium, id="Guess-v0"), "11", "xyz")
+    _, [bad] = played(partial(GymnasiumEnv, id="Guess-v0"), "11", "xyz")
     assert bad.metrics["malformed_actions"] == 1.0
 
 
@@ -160,12 +160,12 @@ def test_texts_and_numbers_are_actions_where_the_space_takes_them() -> None:
 )
 def test_a_world_that_cannot_be_had_is_one_line(options: dict[str, Any], key: str, message: str) -> None:
     with pytest.raises(EnvError, match=message):
-        played(partial(make_gymnasium, **options), key, "x")
+        played(partial(GymnasiumEnv, **options), key, "x")
 
 
 def test_a_world_that_breaks_fails_its_trajectory_and_is_closed() -> None:
     before = Guess.closed
-    make = partial(make_gymnasium, id="Guess-v0")
+    make = partial(GymnasiumEnv, id="Guess-v0")
     trajectory, _ = play("single", PLAYER, said("a"), said("cab"), task=task("11"), make_env=make)
     assert trajectory.status is Status.FAILED
     assert trajectory.error == "EnvError: the world failed (RuntimeError: out of order)"
@@ -175,7 +175,7 @@ def test_a_world_that_breaks_fails_its_trajectory_and_is_closed() -> None:
 def test_one_agent_plays_as_react_does() -> None:
     replies = [said("down"), "no action", said("down"), said("right"), said("right"), said("down"), said("right")]
     trajectory, prompts = play(
-        "single", PLAYER, *replies, task=task("3"), make_env=partial(make_gymnasium, **LAKE), max_turns=9
+        "single", PLAYER, *replies, task=task("3"), make_env=partial(GymnasiumEnv, **LAKE), max_turns=9
     )
     assert (trajectory.outcome, trajectory.metrics["solved"], trajectory.metrics["malformed_actions"]) == (
         1.0,
@@ -189,13 +189,13 @@ def test_one_agent_plays_as_react_does() -> None:
 def test_worlds_grow_as_trees() -> None:
     right = {("player", turn, ""): said(move) for turn, move in enumerate(["down", "down", "right"])}
     left = {("player", turn, node): said("left") for turn, node in enumerate(["1", "0.1", "0.0.1"])}
-    make = partial(make_gymnasium, **LAKE)
+    make = partial(GymnasiumEnv, **LAKE)
     trajectory = grow("single", PLAYER, right | left, task=task("3"), make_env=make, max_turns=3)
     assert (trajectory.status, len(trajectory.turns), trajectory.leaf) == (Status.COMPLETED, 6, "0.0.0")
 
 
 def test_a_world_that_hangs_is_given_up() -> None:
-    class Slow:
+    class Slow(WorldEnv):
         def start(self, key: str) -> Scene:
             time.sleep(0.3)
             return Scene(text="late")
@@ -203,12 +203,10 @@ def test_a_world_that_hangs_is_given_up() -> None:
         def act(self, action: str) -> Scene:
             raise BadAction("no")
 
-        def close(self) -> None: ...
-
     with pytest.raises(EnvError, match=r"did not answer within 0\.05 s"):
-        played(lambda _: WorldEnv(Slow, deadline_s=0.05), "1", "x")
+        played(partial(Slow, deadline_s=0.05), "1", "x")
     with pytest.raises(EnvError, match="used before open"):
-        WorldEnv(Slow).reset(task("1"))
+        Slow(task("1")).reset(task("1"))
 
 
 @pytest.fixture
@@ -220,13 +218,13 @@ def alfred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     for name in ("train/a", "train/b", "train/movable_c", "valid_seen/d", "valid_unseen/e"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "game.tw-pddl").write_text("{}")
-    text_world_libraries._games.cache_clear()
+    text_world._games.cache_clear()
     yield tmp_path
-    text_world_libraries._games.cache_clear()
+    text_world._games.cache_clear()
 
 
 def test_alfworld_games_are_played_through_its_interface(alfred: Path) -> None:
-    make: Callable[[Task], Env] = partial(make_alfworld, config=str(alfred / "base_config.yaml"))
+    make: Callable[[Task], Env] = partial(AlfworldEnv, config=str(alfred / "base_config.yaml"))
     made = FakeAlfred.made
     [game] = GENERATORS["alfworld"].tasks(1, {"test": 1}, folder=str(alfred))
     shown, steps = played(make, game.answers[0], "open sesame", "go to fridge 1", "take apple 1 from fridge 1")
@@ -259,25 +257,25 @@ def shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """WebShop's module in place."""
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    text_world_libraries._shop.cache_clear()
+    text_world._shop.cache_clear()
     yield
-    text_world_libraries._shop.cache_clear()
+    text_world._shop.cache_clear()
 
 
 def test_webshop_errands_are_run_through_its_interface(shop: None) -> None:
     loaded = FakeShop.loaded
     errand = ["search[hat]", "click[blue hat]", "click[buy now]"]
-    shown, steps = played(make_webshop, "1", *errand)
+    shown, steps = played(WebshopEnv, "1", *errand)
     assert shown.endswith("i need blue hat [SEP] Search\nPossible actions: search[words]")
     assert "Possible actions: click[back to search], click[red shoes], click[blue hat]" in steps[0].observation
     assert [(step.reward, step.done) for step in steps] == [(0, False), (0, False), (1, True)]
-    _, other = played(make_webshop, "0", "buy it", *errand)
+    _, other = played(WebshopEnv, "0", "buy it", *errand)
     assert other[0].observation.startswith("This is no action; expected search[words] or click[")
     assert (other[-1].reward, other[-1].metrics["solved"]) == (0.5, 0.0)  # bought something else
-    played(make_webshop, "1", "search[hat]")
+    played(WebshopEnv, "1", "search[hat]")
     assert FakeShop.loaded == loaded + 1  # one shop for all trajectories
     with pytest.raises(EnvError, match="the shop has 3 goals, and no goal 7"):
-        played(make_webshop, "7", "x")
+        played(WebshopEnv, "7", "x")
 
 
 def test_webshop_goals_are_split_as_published() -> None:
@@ -298,9 +296,9 @@ def test_gymnasium_seeds_belong_to_one_split() -> None:
 @pytest.mark.parametrize(
     ("make", "library", "message"),
     [
-        (partial(make_gymnasium, id="x"), "gymnasium", r"pip install mcore-mas\[gymnasium\]"),
-        (partial(make_alfworld, config="missing.yaml"), "alfworld", "pip install alfworld"),
-        (make_webshop, "web_agent_site", "github.com/princeton-nlp/WebShop"),
+        (partial(GymnasiumEnv, id="x"), "gymnasium", r"pip install mcore-mas\[gymnasium\]"),
+        (partial(AlfworldEnv, config="missing.yaml"), "alfworld", "pip install alfworld"),
+        (WebshopEnv, "web_agent_site", "github.com/princeton-nlp/WebShop"),
     ],
 )
 def test_a_missing_library_is_named(

@@ -12,8 +12,7 @@ import torch
 from mcore_mas.credit.assign import columns
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.equations.advantages import mars2, mcts
-from rollout.environments import make_code
-from rollout.environments.code import pack_test
+from rollout.environments.code import CodeEnv, pack_test
 from rollout.orchestras.ab_mcts import Gaussian, TreeSearch
 from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Group, Status, Task, Trajectory
@@ -93,7 +92,7 @@ def coding(*replies: str, **options: Any) -> tuple[Trajectory, list[str]]:
     )
     task = Task(id="t", prompt="Add.", answers=answers, env="code", source="s", split="train")
     outputs = {("half", "1"): "2", ("half", "5"): "5", ("half", "6"): "0", ("bad", "1"): "9"}
-    make_env = partial(make_code, sandbox=Canned(outputs), reward="rate")
+    make_env = partial(CodeEnv, sandbox=Canned(outputs), reward="rate")
     return play("ab_mcts", {"generator": "tree_coder"}, *replies, task=task, make_env=make_env, **options)
 
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.base.errors import EnvError
-from rollout.environments import make_code
-from rollout.environments.code import pack_solution, pack_test
+from rollout.environments.code import CodeEnv, pack_solution, pack_test
 from rollout.environments.protocol import Env
 from rollout.orchestras.replies import PARSERS, parse_cases
 from rollout.records.trajectory import Group, Status, Task, Trajectory
@@ -49,7 +47,7 @@ def written(*cases: tuple[str, str]) -> str:
 
 def run(orchestra: str, roles: dict[str, str], *replies: str, of: Task | None = None, **options: Any) -> Any:
     sandbox = Canned(OUTPUTS)  # type: ignore[arg-type]
-    make_env: Callable[[Task], Env] = partial(make_code, sandbox=sandbox, reward="rate")
+    make_env: Callable[[Task], Env] = partial(CodeEnv, sandbox=sandbox, reward="rate")
     return play(orchestra, roles, *replies, task=of or task(pack_solution("solution")), make_env=make_env, **options)
 
 
@@ -120,7 +118,7 @@ def test_coder_and_tester_grow_as_a_tree_of_rounds() -> None:
         ("coder", 2, "1.0"): code("good"), ("tester", 3, "1.0"): cases,
         ("coder", 2, "1.1"): NONE, ("tester", 3, "1.1"): cases,
     }  # fmt: skip
-    make_env = partial(make_code, sandbox=Canned(OUTPUTS), reward="rate")  # type: ignore[arg-type]
+    make_env = partial(CodeEnv, sandbox=Canned(OUTPUTS), reward="rate")  # type: ignore[arg-type]
     of = task(pack_solution("solution"))
     trajectory = grow("coder_tester", PAIR, replies, task=of, make_env=make_env, max_turns=2)
     assert (trajectory.status, trajectory.error, trajectory.leaf) == (Status.COMPLETED, "", "1.0")
@@ -219,10 +217,7 @@ def test_tests_of_functions_in_the_sandbox() -> None:
     of = task(pack_solution(solved), hidden=[call], visible=[])
     sandbox = started("auto")
     try:
-        env = make_code(of, sandbox=sandbox)
-        with pytest.raises(EnvError, match="before reset"):
-            asyncio.run(env.agreement([]))
-        env.reset(of)
+        env = CodeEnv(of, sandbox=sandbox)
         cases = [("[1, 2]", "3"), ("[1, 2]", "4"), ("1", "1"), ("one", "1")]
         assert asyncio.run(env.agreement(cases)) == 0.25
         assert asyncio.run(env.agreement([])) == 0.0
@@ -230,7 +225,7 @@ def test_tests_of_functions_in_the_sandbox() -> None:
         assert (step.observation, step.metrics) == ("Test 1: passed", {"check_rate": 1 / 3})
         assert asyncio.run(env.check(solved, cases[2:])).observation == "None of the tests can be used."
         assert asyncio.run(env.preview(code(solved))).metrics["runs"] == 0.0
-        make_env = partial(make_code, sandbox=sandbox, reward="rate")
+        make_env = partial(CodeEnv, sandbox=sandbox, reward="rate")
         trajectory, _ = play("coder_tester", PAIR, code(solved), written(("[1, 2]", "3")), task=of, make_env=make_env)
         assert (trajectory.outcome, scores(trajectory)) == (1.0, [1.0, 1.0])
     finally:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollout.environments import make_math
 from rollout.environments.code import last_program
+from rollout.environments.math import MathEnv
 from rollout.records.trajectory import Group, Status, Trajectory
 from rollout.rewards.turn_scores import local_team
 from tests.support.canned import Canned
@@ -27,7 +27,7 @@ def run(program: str) -> str:
 
 
 def calculate(orchestra: str, roles: dict[str, str], *replies: str, **options: Any) -> tuple[Trajectory, list[str]]:
-    make_env = partial(make_math, sandbox=Canned(OUTPUTS))
+    make_env = partial(MathEnv, sandbox=Canned(OUTPUTS))
     return play(orchestra, roles, *replies, make_env=make_env, **options)
 
 
@@ -78,7 +78,7 @@ def test_reason_tool_grows_as_a_tree_of_rounds() -> None:
         ("tool_user", 0, ""): run("broken"), ("reasoner", 1, ""): RIGHT,
         ("tool_user", 0, "1"): run("seven"), ("reasoner", 1, "1"): RIGHT,
     }  # fmt: skip
-    trajectory = grow("reason_tool", TOOL, replies, make_env=partial(make_math, sandbox=Canned(OUTPUTS)), max_turns=1)
+    trajectory = grow("reason_tool", TOOL, replies, make_env=partial(MathEnv, sandbox=Canned(OUTPUTS)), max_turns=1)
     assert (trajectory.status, trajectory.leaf) == (Status.COMPLETED, "1")
     assert {turn.node: turn.scores["branch"] for turn in trajectory.turns} == {"0": -1 + 1 + 1.0, "1": 1 + 1 + 1.0}
     assert [(event.node, event.after_turn) for event in trajectory.tools] == [("0", 0), ("1", 0)]
@@ -144,7 +144,7 @@ def test_program_is_the_last_fenced_block(text: str, program: str | None) -> Non
 def test_programs_run_in_the_sandbox() -> None:
     sandbox = started("auto")
     try:
-        make_env = partial(make_math, sandbox=sandbox)
+        make_env = partial(MathEnv, sandbox=sandbox)
         trajectory, _ = play("reason_tool", TOOL, run("print(3 + 4)"), RIGHT, make_env=make_env)
         assert (trajectory.outcome, scores(trajectory), trajectory.tools[0].result) == (1.0, [1.0, 1.0], "7")
         replies = (WRONG, run("open('/etc/passwd')"), run("1"), RIGHT)

@@ -43,7 +43,7 @@ class Echo:
 
 
 def play(script: Script, **options: object) -> None:
-    asyncio.run(search_team(TASK, script, SearchEnv(Echo(), style="text"), **options))  # type: ignore[arg-type]
+    asyncio.run(search_team(TASK, script, SearchEnv(TASK, retriever=Echo(), style="text"), **options))  # type: ignore[arg-type]
     assert script.lines == []
 
 

@@ -15,14 +15,12 @@ from mcore_mas.cli.main import main
 from mcore_mas.reports.pages import actions_of, draw_games, drawing
 from rollout.environments import ENVS
 from rollout.environments.games import GAMES, PUZZLES
-from rollout.environments.games.game import GameEnv
 from rollout.environments.games.picture import picture
-from rollout.environments.games.plan_path import PlanPath
-from rollout.environments.protocol import ToolCall
 from rollout.orchestras import ORCHESTRAS
 from rollout.records.trajectory import RecordError, Task, Trajectory, write_tasks, write_trajectories
 from rollout.tasks.games import draw_tasks
 from rollout.teams.collect import collect
+from tests.support.canned import Canned
 from tests.support.casts import make_team
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -136,18 +134,12 @@ def test_the_command_draws_one(
 
 
 def test_a_program_acts_by_what_it_prints() -> None:
-    async def run(program: str) -> ToolCall:
-        lost = "lost" in program
-        return ToolCall(tool="python", query=program, result="**Actions List**: R", failed=lost)
-
     task = Task(id="t", prompt="S 1 1 G 1 3\nS . G", answers=("R R",), env="plan_path", source="s", split="train")
     replies = [f"```python\n{program}\n```" for program in ("walk()", "lost()", "walk()")]
     team = make_team(ScriptedEngine(lambda prompt, call: (*replies[call].encode(), 0)), {"player": "game_coder"})
     alone = partial(ORCHESTRAS["single"], tool="program")
 
-    def make(_: Task) -> GameEnv:
-        return GameEnv(PlanPath(), max_turns=5, run=run)
-
+    make = partial(ENVS["plan_path"], sandbox=Canned({"walk()": "**Actions List**: R"}))
     [group] = asyncio.run(collect([task], team, make, alone, group_size=1, seed=1, step=0))
     trajectory = group.trajectories[0]
     assert actions_of(trajectory) == ["R", "", "R"]

@@ -9,9 +9,10 @@ import pytest
 
 from rollout.base.errors import EnvError
 from rollout.config.sections import EnvConfig
-from rollout.environments import ENVS, Tier, make_code
+from rollout.environments import ENVS
 from rollout.environments.code import _WORDS, CodeEnv, last_program, pack_test, unpack_test
 from rollout.environments.protocol import Step
+from rollout.environments.running import Tier
 from rollout.records.trajectory import Task
 from rollout.sandbox import RunLimits, RunResult, Sandbox, SandboxError, Verdict
 from rollout.sandbox.judge import CallTest, StdinTest, Test
@@ -33,7 +34,7 @@ def fenced(program: str) -> str:
 
 
 def play(box: Sandbox, *actions: str, of: Task | None = None, **options: object) -> list[Step]:
-    env = make_code(of or task(HIDDEN, [VISIBLE]), sandbox=box, **options)  # type: ignore[arg-type]
+    env = CodeEnv(of or task(HIDDEN, [VISIBLE]), sandbox=box, **options)  # type: ignore[arg-type]
 
     async def steps() -> list[Step]:
         assert env.reset(of or task(HIDDEN, [VISIBLE])) == "Add."
@@ -102,8 +103,7 @@ class Failing:
 
 
 def test_a_failed_sandbox_is_an_error_and_no_reward() -> None:
-    env = CodeEnv(Failing())
-    env.reset(task(HIDDEN, []))
+    env = CodeEnv(task(HIDDEN, []), sandbox=Failing())
     with pytest.raises(EnvError, match="gone"):
         asyncio.run(env.step(fenced(RIGHT)))
     assert asyncio.run(env.step("no program")).reward == 0.0
@@ -111,10 +111,8 @@ def test_a_failed_sandbox_is_an_error_and_no_reward() -> None:
 
 @pytest.mark.parametrize(("answers", "words"), [((), "has no tests"), (("42",), "task t: not a test of a program")])
 def test_tasks_without_tests_are_errors(answers: tuple[str, ...], words: str) -> None:
-    env = CodeEnv(Failing())
-    with pytest.raises(EnvError, match="before reset"):
-        asyncio.run(env.step("x"))
-    env.reset(Task(id="t", prompt="", answers=answers, env="code", source="s", split="test"))
+    of = Task(id="t", prompt="", answers=answers, env="code", source="s", split="test")
+    env = CodeEnv(of, sandbox=Failing())
     with pytest.raises(EnvError, match=words):
         asyncio.run(env.step(fenced("1")))
 
@@ -142,7 +140,7 @@ def test_packing(test: Test, visible: bool) -> None:
 
 
 def test_it_is_chosen_by_name() -> None:
-    assert ENVS["code"] is make_code
+    assert ENVS["code"] is CodeEnv
     EnvConfig(name="code", options={"compare": "floats", "tier": "landlock"})
     with pytest.raises(ValueError, match="no option 'walls'"):
         EnvConfig(name="code", options={"walls": "thick"})
@@ -152,7 +150,7 @@ def test_it_is_chosen_by_name() -> None:
     ("env", "option", "value", "words"),
     [
         ("code", "reward", "rtae", r"reward\s+expected one of all, rate"),
-        ("code", "compare", "word", r"compare\s+expected one of tokens, lines, floats"),
+        ("code", "compare", "word", r"compare\s+expected one of lines, tokens, floats"),
         ("math", "tier", "landlok", r"tier\s+expected one of auto, namespaces, landlock, unisolated"),
         ("plan_path", "tier", "none", r"tier\s+expected one of auto"),
         ("data_science", "reward", "mean", r"reward\s+expected one of normalised, gap"),

@@ -314,6 +314,13 @@ def test_rows_under_data(tmp_path: Path) -> None:
     assert list(read_rows(tmp_path / "x.json")) == [{"a": 1}]
 
 
+def test_long_cells_are_read_and_the_process_keeps_its_own_limit(tmp_path: Path) -> None:
+    before = csv.field_size_limit()
+    path = write(tmp_path / "x.csv", [{"a": "x" * (before + 1)}])
+    assert [len(row["a"]) for row in read_rows(path)] == [before + 1]
+    assert csv.field_size_limit() == before
+
+
 def test_own_files_keep_ids_sources_and_splits(tmp_path: Path) -> None:
     task = Task(id="t/1", prompt="?", answers=("1",), env="math", source="t", split="train")
     write_tasks(tmp_path / "x.parquet", [task])

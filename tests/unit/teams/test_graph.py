@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,7 +31,9 @@ def by_hand(replies: list[str]) -> Trajectory:
     engine = ScriptedEngine(lambda _, call: (*replies[call].encode(), 0))
     agents = {name: AgentConfig(**config, policy="shared") for name, config in SHIPPED["agents"].items()}
     team = build_team(agents, {"shared": EngineClient(engine=engine, renderer=Bytes())})  # type: ignore[arg-type]
-    played = collect([QUESTION], team, lambda _: SearchEnv(Library()), search_team, group_size=1, seed=1, step=0)
+    played = collect(
+        [QUESTION], team, partial(SearchEnv, retriever=Library()), search_team, group_size=1, seed=1, step=0
+    )
     return asyncio.run(played)[0].trajectories[0]
 
 

@@ -1,0 +1,80 @@
+"""Where an environment's programs run: in this process's sandbox, or on a server; options that environments share."""
+
+from __future__ import annotations
+
+import atexit
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from rollout.environments.protocol import ToolCall
+from rollout.records.trajectory import Task
+from rollout.sandbox import RunLimits, Runner, Sandbox, SandboxFusion, Verdict
+from rollout.sandbox.records import render_result
+
+Tier = Literal["auto", "namespaces", "landlock", "unisolated"]  # of this machine's sandbox
+PRINTED_CHARS = 4000  # of what a program printed
+
+
+@dataclass(eq=False, kw_only=True)
+class SandboxedEnv:
+    """An environment of one task that runs programs.
+
+    Args:
+        server: address of a SandboxFusion server that runs them; null: this machine.
+        tier: how programs are isolated on this machine.
+        cpu_s: CPU seconds of a program; on the clock it has twice as many.
+        memory_mb: memory of a program.
+    """
+
+    task: Task = field(kw_only=False)
+    sandbox: Runner | None = None  # in place of a server and of this process's own
+    server: str | None = None
+    tier: Tier = "auto"
+    cpu_s: PositiveInt = 20
+    memory_mb: PositiveInt = 512
+
+    def reset(self, task: Task) -> str:
+        """Start `task`; returns its prompt."""
+        self.task = task
+        return task.prompt
+
+    @property
+    def runner(self) -> Runner:
+        """What runs its programs."""
+        if self.sandbox is not None:
+            return self.sandbox
+        return _fusion(self.server) if self.server else own_sandbox(self.tier)
+
+    @property
+    def limits(self) -> RunLimits:
+        """Of each run."""
+        return RunLimits(cpu_s=self.cpu_s, wall_s=2.0 * self.cpu_s, memory_mb=self.memory_mb)
+
+
+class CalculatingEnv(SandboxedEnv):
+    """One whose agents may run programs on the way (see `Running`)."""
+
+    async def run(self, program: str) -> ToolCall:
+        """Run a program; the result is what it printed, and what went wrong if it failed.
+
+        Raises:
+            SandboxError: nothing is known about the program.
+        """
+        result = await self.runner.run(program, limits=self.limits)
+        failed = result.verdict is not Verdict.OK
+        shown = result if failed else replace(result, stderr="")  # a warning is no part of an answer
+        return ToolCall(tool="python", query=program, result=render_result(shown, PRINTED_CHARS), failed=failed)
+
+
+@cache
+def own_sandbox(tier: Tier) -> Sandbox:
+    """This process's sandbox, one for all trajectories; it starts with the first program."""
+    sandbox = Sandbox(tier=tier)
+    atexit.register(sandbox.close)
+    return sandbox
+
+
+_fusion = cache(SandboxFusion)
