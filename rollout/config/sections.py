@@ -17,7 +17,6 @@ from rollout.environments import ENVS
 from rollout.orchestras import ORCHESTRAS
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.penalties import PENALTIES
-from rollout.teams.graph import check_agents, read_graph
 from rollout.teams.team import ROLES
 
 
@@ -56,12 +55,6 @@ class OrchestraConfig(Choice):
 
     registry = Registry(kind="orchestra", known=ORCHESTRAS, takes=("task", "team", "env"), coroutine=True)
 
-    @model_validator(mode="after")
-    def _playable(self) -> OrchestraConfig:
-        if self.name == "graph":
-            read_graph(self.options["graph"])
-        return self
-
     def check_agents(self, team: Mapping[str, AgentConfig]) -> None:
         """Refuse a graph that asks for an agent who is not in `team`, or leaves a slot of its template open."""
         if self.name == "graph":
@@ -69,7 +62,7 @@ class OrchestraConfig(Choice):
             templates = {
                 name: agent.user if agent.user is not None else roles[name].user for name, agent in team.items()
             }
-            check_agents(read_graph(self.options["graph"]), templates)
+            self.arguments["graph"].check_agents(templates)
 
 
 class EnvConfig(Choice):

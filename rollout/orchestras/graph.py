@@ -1,21 +1,181 @@
-"""Workflow graph from the config: agents and actions as nodes, conditions on the edges."""
+"""Workflow graph from the config: agents and actions as nodes, conditions on the edges, checked at the door."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
-from collections.abc import Mapping, Sequence
+import keyword
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from string import Formatter
+from typing import Annotated, Any, Literal
 
-from pydantic import JsonValue, PositiveInt
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
-from rollout.teams.graph import Graph, GraphNode, read_graph
 from rollout.teams.team import TeamSession
 
+GIVEN = ("problem", "history")  # what every template may use besides the nodes
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-async def graph(
-    task: Task, team: TeamSession, env: Env, *, graph: Mapping[str, JsonValue], max_steps: PositiveInt = 16
-) -> None:
+
+def _template(text: str) -> str:
+    try:
+        parts = list(Formatter().parse(text))
+    except ValueError as error:
+        raise ValueError(f"{error}; write a brace itself as {{{{ or }}}}") from error
+    if any(form or conversion for _, _, form, conversion in parts):
+        raise ValueError("expected names alone between braces")
+    return text
+
+
+def _condition(text: str) -> str:
+    read_expression(text)
+    return text
+
+
+def _node_name(name: str) -> str:
+    if not name.isidentifier() or keyword.iskeyword(name) or name in (*GIVEN, "len"):
+        raise ValueError(f"expected a name of letters, digits and _ that is not {', '.join((*GIVEN, 'len'))}")
+    return name
+
+
+Template = Annotated[str, AfterValidator(_template)]  # with named gaps, written {name}
+
+
+class GraphNode(BaseModel):
+    """An agent who is asked, with the slots of the user template; or an action that is taken in the environment."""
+
+    model_config = _STRICT
+
+    agent: str | None = None
+    slots: Mapping[str, Template] = Field(default_factory=dict)
+    action: Template | None = None
+    wait: Literal["any", "all"] = "any"  # edges into it
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> GraphNode:
+        if (self.agent is None) == (self.action is None) or (self.action is not None and self.slots):
+            raise ValueError("expected either agent, with its slots, or action")
+        return self
+
+
+class Edge(BaseModel):
+    """What may follow what."""
+
+    model_config = _STRICT
+
+    source: str = Field(alias="from")
+    target: str = Field(alias="to")
+    when: Annotated[str, AfterValidator(_condition)] | None = None  # null: always
+
+
+class Graph(BaseModel):
+    """Nodes by name in the config's order, edges, and the nodes that come first.
+
+    Raises:
+        ValueError: it names what is not there, has a node that is never reached, a cycle without a condition, or no
+            action.
+    """
+
+    model_config = _STRICT
+
+    nodes: Mapping[Annotated[str, AfterValidator(_node_name)], GraphNode] = Field(min_length=1)
+    edges: Sequence[Edge] = ()
+    start: Annotated[
+        Sequence[str], BeforeValidator(lambda start: [start] if isinstance(start, str) else start, Sequence[str] | str)
+    ] = ()
+
+    @model_validator(mode="after")
+    def _playable(self) -> Graph:
+        for name in self.start:
+            _known("start", name, self.nodes)
+        for number, edge in enumerate(self.edges, start=1):
+            _known(f"edge {number}, from", edge.source, self.nodes)
+            _known(f"edge {number}, to", edge.target, self.nodes)
+        if not any(node.action is not None for node in self.nodes.values()):
+            raise ValueError("no node has an action; something must step the environment")
+        self._check_names()
+        self._check_reached()
+        self._check_cycles()
+        return self
+
+    def blank(self) -> dict[str, str | int]:
+        """Every name that templates and conditions may use, with its value before the start."""
+        values: dict[str, str | int] = dict.fromkeys(GIVEN, "")
+        for name in self.nodes:
+            values |= {name: "", f"{name}.text": "", f"{name}.runs": 0}
+        return values
+
+    def check_agents(self, templates: Mapping[str, str]) -> None:
+        """Refuse nodes that do not fit a team.
+
+        Args:
+            templates: the user template of every agent in the team.
+
+        Raises:
+            ValueError: a node asks for an agent who is not there, or leaves a slot of the agent's template open.
+        """
+        for name, node in self.nodes.items():
+            if node.agent is None:
+                continue
+            if node.agent not in templates:
+                known = ", ".join(templates)
+                raise ValueError(
+                    f"graph: node '{name}' asks agent '{node.agent}', who is not in the team; agents: {known}"
+                )
+            for slot in _gaps(templates[node.agent]):
+                if slot not in node.slots:
+                    raise ValueError(
+                        f"graph: node '{name}' leaves slot '{slot}' of agent '{node.agent}' open; add it to its slots"
+                    )
+
+    def _check_names(self) -> None:
+        """Refuse a template or condition over names that are not there, or over values that cannot be compared."""
+        values = self.blank()
+        for name, node in self.nodes.items():
+            texts = {**{f"slot '{slot}'": text for slot, text in node.slots.items()}, "action": node.action or ""}
+            for place, text in texts.items():
+                for gap in _gaps(text):
+                    _known(f"node '{name}', {place}", gap, values)
+        for number, edge in enumerate(self.edges, start=1):
+            if edge.when is not None:
+                condition = read_expression(edge.when)
+                for name in condition.names:
+                    _known(f"edge {number}", name, values)
+                condition.holds(values)
+
+    def _check_reached(self) -> None:
+        reached = list(self.start)
+        for name in reached:
+            reached += [edge.target for edge in self.edges if edge.source == name and edge.target not in reached]
+        for name in self.nodes:
+            if name not in reached:
+                raise ValueError(f"node '{name}' is never reached from start ({', '.join(self.start) or 'empty'})")
+
+    def _check_cycles(self) -> None:
+        """Refuse a way along unconditional edges that comes back to where it was."""
+        always = [(edge.source, edge.target) for edge in self.edges if edge.when is None]
+
+        def follow(path: tuple[str, ...], free: set[str]) -> None:
+            for source, target in always:
+                if source == path[-1] and target in path:
+                    cycle = " -> ".join((*path[path.index(target) :], target))
+                    raise ValueError(f"the cycle {cycle} has no condition; give one of its edges a when")
+                if source == path[-1] and target not in free:
+                    follow((*path, target), free)
+            free.add(path[-1])
+
+        free: set[str] = set()  # nodes from which no such way leads back
+        for name in self.nodes:
+            if name not in free:
+                follow((name,), free)
+
+
+async def graph(task: Task, team: TeamSession, env: Env, *, graph: Graph, max_steps: PositiveInt = 16) -> None:
     """Play one task along `graph`, in at most `max_steps` waves.
 
     The first wave is the nodes in `start`. In a wave every node sees what there was before it: agents are asked side
@@ -27,53 +187,157 @@ async def graph(
     of every node its latest value by its name: what the role's parser made of the reply, "" when it is malformed, or
     the action's observation; `<node>.text` is the whole reply, `<node>.runs` how often the node ran. A graph that ends
     without an action steps the environment with "", which scores it as an empty reply.
-
-    Raises:
-        GraphError: the graph cannot be played.
     """
-    drawn = read_graph(graph)
-    values = drawn.blank() | {"problem": env.reset(task)}
-    wave = [drawn.nodes[name] for name in dict.fromkeys(drawn.start)]
+    values = graph.blank() | {"problem": env.reset(task)}
+    wave = list(dict.fromkeys(graph.start))
     taken: set[int] = set()
     acted = False
     for _ in range(max_steps):
-        asked = [(node, node.agent) for node in wave if node.agent is not None]
-        actions = [(node, node.action.fill(values)) for node in wave if node.action is not None]
-        slots = [{slot: text.fill(values) for slot, text in node.slots.items()} for node, _ in asked]
-        replies = await asyncio.gather(
-            *(team.act(agent, **filled) for (_, agent), filled in zip(asked, slots, strict=True))
-        )
-        for (node, _), reply in zip(asked, replies, strict=True):
-            _note(values, node, reply.value or "", reply.text)
-        for node, action in actions:
+        nodes = [(name, graph.nodes[name]) for name in wave]
+        actions = [(name, fill(node.action, values)) for name, node in nodes if node.action is not None]
+        asked = {
+            name: team.act(node.agent, **{slot: fill(text, values) for slot, text in node.slots.items()})
+            for name, node in nodes
+            if node.agent is not None
+        }
+        for name, reply in zip(asked, await asyncio.gather(*asked.values()), strict=True):
+            _note(values, name, reply.value or "", reply.text)
+        for name, action in actions:
             step = await env.step(action)
             acted = True
             values["history"] = f"{values['history']}{action}\n{step.observation}\n"
-            _note(values, node, step.observation, step.observation)
+            _note(values, name, step.observation, step.observation)
             if step.done:
                 return
-        wave = _next(drawn, wave, values, taken)
+        wave = _next(graph, wave, values, taken)
         if not wave:
             break
     if not acted:
         await env.step("")
 
 
-def _note(values: dict[str, str | int], node: GraphNode, value: str, text: str) -> None:
-    runs = int(values[f"{node.name}.runs"]) + 1
-    values |= {node.name: value, f"{node.name}.text": text, f"{node.name}.runs": runs}
+def _note(values: dict[str, str | int], name: str, value: str, text: str) -> None:
+    values |= {name: value, f"{name}.text": text, f"{name}.runs": int(values[f"{name}.runs"]) + 1}
 
 
-def _next(graph: Graph, wave: Sequence[GraphNode], values: Mapping[str, object], taken: set[int]) -> list[GraphNode]:
+def _next(graph: Graph, wave: Sequence[str], values: Mapping[str, object], taken: set[int]) -> list[str]:
     """The nodes of the next wave; edges into them are no longer in `taken`, the numbers of the edges taken so far."""
-    ran = {node.name for node in wave}
     for number, edge in enumerate(graph.edges):
-        if edge.source in ran and (edge.when is None or edge.when.holds(values)):
+        if edge.source in wave and (edge.when is None or read_expression(edge.when).holds(values)):
             taken.add(number)
     following = []
-    for node in graph.nodes.values():
-        into = {number for number, edge in enumerate(graph.edges) if edge.target == node.name}
+    for name, node in graph.nodes.items():
+        into = {number for number, edge in enumerate(graph.edges) if edge.target == name}
         if into & taken and (node.wait == "any" or into <= taken):
-            following.append(node)
+            following.append(name)
             taken -= into
     return following
+
+
+def fill(template: str, values: Mapping[str, object]) -> str:
+    """The text with every gap filled; what fills a gap is not looked at again."""
+    parts = Formatter().parse(template)
+    return "".join(text + ("" if name is None else str(values[name])) for text, name, _, _ in parts)
+
+
+def _gaps(template: str) -> list[str]:
+    return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+
+
+def _known(where: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{where}: unknown name {name!r}; known: {', '.join(known)}")
+
+
+_LIMIT = 500  # characters
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+}
+_GRAMMAR = "names, texts, numbers, comparisons, in, and, or, not, len(...)"
+_Value = Callable[[Mapping[str, Any]], Any]  # of a part, given the values of names
+
+
+class ExpressionError(ValueError):
+    """A condition that cannot be used: says which, and what in it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expression:
+    """A condition over named values; a dotted name is one name, not an attribute."""
+
+    text: str
+    names: tuple[str, ...]
+    _value: _Value
+
+    def holds(self, values: Mapping[str, Any]) -> bool:
+        """Whether the condition is true of `values`, which has all of `names`.
+
+        Raises:
+            ExpressionError: two values cannot be compared. As every part is evaluated, whatever the others are, this
+                depends on the types of the values alone.
+        """
+        try:
+            return bool(self._value(values))
+        except TypeError as error:
+            raise ExpressionError(f"condition '{self.text}': {error}") from error
+
+
+@lru_cache(maxsize=1024)
+def read_expression(text: str) -> Expression:
+    """The condition that `text` writes.
+
+    Raises:
+        ExpressionError: it is no expression, or more than the grammar allows.
+    """
+    if len(text) > _LIMIT:
+        raise ExpressionError(f"condition '{text[:20]}...': {len(text)} characters; at most {_LIMIT}")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ExpressionError(f"condition '{text}': not an expression ({error})") from error
+    names: list[str] = []
+    value = _read(tree, text, names)
+    return Expression(text, tuple(dict.fromkeys(names)), value)
+
+
+def _read(node: ast.expr, text: str, names: list[str]) -> _Value:
+    """What computes a part of a condition; its names are added to `names`."""
+
+    def read(*parts: ast.expr) -> list[_Value]:
+        return [_read(part, text, names) for part in parts]
+
+    match node:
+        case ast.Constant(value=str() | int() | float() as constant):  # bool is an int
+            return lambda values: constant
+        case ast.Name() | ast.Attribute(value=ast.Name()):
+            names.append(ast.unparse(node))
+            return operator.itemgetter(names[-1])
+        case ast.BoolOp(op=op, values=parts):
+            join, truths = all if isinstance(op, ast.And) else any, read(*parts)
+            return lambda values: join([bool(truth(values)) for truth in truths])
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            [denied] = read(operand)
+            return lambda values: not denied(values)
+        case ast.Compare(left=left, ops=ops, comparators=right) if all(type(op) in _COMPARISONS for op in ops):
+            sides, tests = read(left, *right), [_COMPARISONS[type(op)] for op in ops]
+
+            def holds(values: Mapping[str, Any]) -> bool:
+                found = [side(values) for side in sides]
+                truths = [test(a, b) for test, a, b in zip(tests, found[:-1], found[1:], strict=True)]
+                return all(truths)
+
+            return holds
+        case ast.Tuple(elts=parts) | ast.List(elts=parts):
+            items = read(*parts)
+            return lambda values: [item(values) for item in items]
+        case ast.Call(func=ast.Name(id="len"), args=[argument], keywords=[]):
+            [measured] = read(argument)
+            return lambda values: len(measured(values))
+    raise ExpressionError(f"condition '{text}': '{ast.unparse(node)}' is not allowed; allowed: {_GRAMMAR}")

@@ -59,7 +59,6 @@ def leaves(schema: Any) -> Iterator[dict[str, Any]]:
 
 FREE = {  # options that another library reads
     ("env gymnasium", "make"),
-    ("orchestra graph", "graph"),  # read by rollout.teams.graph
 }
 UNBOUNDED = {("tasks sudoku", "givens")}  # by the puzzle's size
 

@@ -11,11 +11,10 @@ import pytest
 from rollout.config.build import build_team
 from rollout.config.sections import AgentConfig, OrchestraConfig
 from rollout.environments.search import SearchEnv
-from rollout.orchestras.graph import graph
+from rollout.orchestras.graph import Graph, graph
 from rollout.orchestras.search import search_team
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.collect import collect
-from rollout.teams.graph import GraphError, check_agents, read_graph
 from rollout.teams.team import EngineClient
 from tests.support.play import TASK, Adder, Bytes, make_team
 from tests.support.scripted_engine import ScriptedEngine
@@ -73,7 +72,7 @@ def play(drawn: dict[str, Any], *replies: str, max_steps: int = 16) -> tuple[lis
     engine = ScriptedEngine(lambda _, call: (*replies[call].encode(), 0))
 
     async def orchestra(task: Task, team: Any, env: Any) -> None:
-        await graph(task, team, env, graph=drawn, max_steps=max_steps)
+        await graph(task, team, env, graph=Graph.model_validate(drawn), max_steps=max_steps)
 
     played = collect([TASK], make_team(engine), Adder, orchestra, group_size=1, seed=1, step=0)
     (trajectory,) = asyncio.run(played)[0].trajectories
@@ -135,7 +134,7 @@ def test_a_graph_without_an_action_is_scored_as_an_empty_reply(when: str, steps:
     engine = ScriptedEngine(lambda _, call: (*b"1", 0))
 
     async def orchestra(task: Task, team: Any, env: Any) -> None:
-        await graph(task, team, env, graph=drawn, max_steps=steps)
+        await graph(task, team, env, graph=Graph.model_validate(drawn), max_steps=steps)
 
     played = collect([TASK], make_team(engine), Silent, orchestra, group_size=1, seed=1, step=0)
     assert asyncio.run(played)[0].trajectories[0].outcome == -7.0
@@ -160,39 +159,43 @@ END = {"action": "0"}
 @pytest.mark.parametrize(
     ("drawn", "message"),
     [
-        (3, "expected a mapping"),
-        ({"nodes": {}}, "graph: nodes is missing"),
-        (draw({"one": END}) | {"edge": []}, "graph: unknown key 'edge'; known: nodes, edges, start"),
-        (draw({"one": {"agnt": "a"}}), "node 'one': unknown key 'agnt'; known: agent, slots, action, wait"),
-        (draw({"one": {}}), "node 'one': expected either agent, with its slots, or action"),
-        (draw({"one": {"agent": "a", "action": "0"}}), "node 'one': expected either agent"),
-        (draw({"one": {"agent": 3}}), "node 'one': agent is 3; expected a name"),
-        (draw({"one": {"agent": "a", "slots": ["b"]}}), "node 'one': slots is ['b']; expected a mapping"),
-        (draw({"one": {**END, "wait": "some"}}), "node 'one': wait is 'some'; expected any or all"),
-        (draw({"one": {"action": 0}}), "node 'one', action: 0 is no text; put it in quotes"),
-        (draw({"one": {"action": "{"}}), "node 'one', action: "),
-        (draw({"one": {"action": "{problem!r}"}}), "node 'one', action: expected names alone between braces"),
-        (draw({"one": {"action": "{problem:9}"}}), "node 'one', action: expected names alone between braces"),
+        (3, "expected a mapping with keys nodes, edges, start"),
+        ({}, "'nodes' is missing"),
+        ({"nodes": {}}, "graph.nodes\n  expected a mapping"),
+        (draw({"one": END}) | {"edge": []}, "graph\n  there is no 'edge'; known here: nodes, edges, start"),
+        (draw({"one": {"agnt": "a"}}), "graph.nodes.one\n  there is no 'agnt'; known here: agent, slots, action, wait"),
+        (draw({"one": {}}), "graph.nodes.one\n  expected either agent, with its slots, or action"),
+        (draw({"one": {"agent": "a", "action": "0"}}), "graph.nodes.one\n  expected either agent"),
+        (draw({"one": {"agent": 3}}), "graph.nodes.one.agent\n  expected text"),
+        (draw({"one": {"agent": "a", "slots": ["b"]}}), "graph.nodes.one.slots\n  expected a mapping"),
+        (draw({"one": {**END, "wait": "some"}}), "graph.nodes.one.wait\n  expected one of any, all"),
+        (draw({"one": {"action": 0}}), "graph.nodes.one.action\n  expected text"),
+        (draw({"one": {"action": "{"}}), "graph.nodes.one.action\n  Single '{' encountered"),
+        (draw({"one": {"action": "{problem!r}"}}), "graph.nodes.one.action\n  expected names alone between braces"),
+        (draw({"one": {"action": "{problem:9}"}}), "graph.nodes.one.action\n  expected names alone between braces"),
         (draw({"one": {"action": "{problem.__class__}"}}), "node 'one', action: unknown name 'problem.__class__'"),
         (draw({"one": ask("a", "{tow}"), "two": END}, edge("one", "two")), "slot 'said': unknown name 'tow'"),
-        (draw({"one-a": END}, start="one-a"), "node 'one-a': expected a name of letters, digits and _"),
-        (draw({"problem": END}, start="problem"), "node 'problem': expected a name"),
-        (draw({"one": ask("a")}), "graph: no node has an action"),
-        (draw({"one": END}, start="two"), "graph: start: unknown name 'two'; known: one"),
-        (draw({"one": END}, start=3), "graph: start is 3; expected a list"),  # type: ignore[arg-type]
-        (draw({"one": END}, edge("one", "two")), "graph: edge 1, to: unknown name 'two'; known: one"),
-        (draw({"one": END}, {"to": "one"}), "graph: edge 1, from: unknown name None; known: one"),
+        (draw({"one-a": END}, start="one-a"), "graph.nodes.one-a\n  expected a name of letters, digits and _"),
+        (draw({"problem": END}, start="problem"), "graph.nodes.problem\n  expected a name"),
+        (draw({"one": ask("a")}), "graph\n  no node has an action"),
+        (draw({"one": END}, start="two"), "graph\n  start: unknown name 'two'; known: one"),
+        (draw({"one": END}, start=3), "graph.start\n  expected a list"),  # type: ignore[arg-type]
+        (draw({"one": END}, edge("one", "two")), "graph\n  edge 1, to: unknown name 'two'; known: one"),
+        (draw({"one": END}, {"to": "one"}), "graph.edges.0\n  'from' is missing"),
         (
             draw({"one": END}, edge("one", "one") | {"if": "x"}),
-            "graph: edge 1: unknown key 'if'; known: from, to, when",
+            "graph.edges.0\n  there is no 'if'; known here: from, to, when",
         ),
-        (draw({"one": END}, edge("one", "one") | {"when": True}), "graph: edge 1: when is True; expected a condition"),
-        (draw({"one": END}, edge("one", "one", "tow == 'a'")), "graph: edge 1: unknown name 'tow'"),
-        (draw({"one": END}, edge("one", "one", "one()")), "graph: edge 1: condition 'one()': 'one()' is not allowed"),
-        (draw({"one": END}, edge("one", "one", "one or one < 3")), "graph: edge 1: condition 'one or one < 3': '<'"),
-        (draw({"one": END, "two": END}), "graph: node 'two' is never reached from start (one)"),
-        (draw({"one": END}, start=[]), "graph: node 'one' is never reached from start (empty)"),
-        (draw({"one": END}, edge("one", "one")), "graph: the cycle one -> one has no condition"),
+        (draw({"one": END}, edge("one", "one") | {"when": True}), "graph.edges.0.when\n  expected text"),
+        (draw({"one": END}, edge("one", "one", "tow == 'a'")), "graph\n  edge 1: unknown name 'tow'"),
+        (
+            draw({"one": END}, edge("one", "one", "one()")),
+            "graph.edges.0.when\n  condition 'one()': 'one()' is not allowed",
+        ),
+        (draw({"one": END}, edge("one", "one", "one or one < 3")), "graph\n  condition 'one or one < 3': '<'"),
+        (draw({"one": END, "two": END}), "graph\n  node 'two' is never reached from start (one)"),
+        (draw({"one": END}, start=[]), "graph\n  node 'one' is never reached from start (empty)"),
+        (draw({"one": END}, edge("one", "one")), "graph\n  the cycle one -> one has no condition"),
         (
             draw(
                 {"one": END, "two": END, "three": END},
@@ -200,7 +203,7 @@ END = {"action": "0"}
                 edge("two", "three"),
                 edge("three", "two"),
             ),
-            "graph: the cycle two -> three -> two has no condition; give one of its edges a when",
+            "graph\n  the cycle two -> three -> two has no condition; give one of its edges a when",
         ),
     ],
 )
@@ -208,27 +211,24 @@ def test_a_mistake_is_one_line(drawn: Any, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         OrchestraConfig(name="graph", options={"graph": drawn})
     assert message in str(caught.value)
-    with pytest.raises(GraphError) as direct:
-        read_graph(drawn)
-    assert "\n" not in str(direct.value)
 
 
 def test_a_diamond_is_no_cycle() -> None:
     nodes = {"one": ask("a"), "two": ask("a"), "three": ask("b"), "end": END}
     ways = [("one", "two"), ("one", "three"), ("two", "end"), ("three", "end")]
-    assert len(read_graph(draw(nodes, *(edge(*way) for way in ways))).edges) == 4
+    assert len(Graph.model_validate(draw(nodes, *(edge(*way) for way in ways))).edges) == 4
 
 
 def test_nodes_must_fit_the_team() -> None:
     config = OrchestraConfig(**SHIPPED["orchestra"])
     agents = {name: AgentConfig(**values, policy="shared") for name, values in SHIPPED["agents"].items()}
     config.check_agents(agents)
-    with pytest.raises(GraphError, match="node 'query' asks agent 'searcher', who is not in the team; agents: verif"):
+    with pytest.raises(ValueError, match="node 'query' asks agent 'searcher', who is not in the team; agents: verif"):
         config.check_agents({name: agent for name, agent in agents.items() if name != "searcher"})
     asking = agents | {"answerer": AgentConfig(policy="shared", user="{question} {plan}")}
-    with pytest.raises(GraphError, match="node 'conclude' leaves slot 'plan' of agent 'answerer' open; add it to its"):
+    with pytest.raises(ValueError, match="node 'conclude' leaves slot 'plan' of agent 'answerer' open; add it to its"):
         config.check_agents(asking)
-    check_agents(read_graph(draw({"one": END})), {})
+    Graph.model_validate(draw({"one": END})).check_agents({})
 
 
 def test_steps_are_counted_from_one() -> None:
