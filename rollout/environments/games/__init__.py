@@ -1,8 +1,7 @@
 """Puzzle environments (games) with exact rewards: pure rules over immutable states, one file a game.
 
 game         what a game and its generator of puzzles promise, how action lists are read, and the environment
-plan_path    a way through a grid with obstacles
-sokoban      boxes to push onto goals
+grids        plan_path, a way through obstacles; sokoban, boxes to push onto goals
 sudoku       a 4x4 or 9x9 grid with one solution
 blocksworld  stacks to rebuild
 picture      a trajectory as an SVG image
@@ -14,8 +13,7 @@ from typing import Any
 
 from rollout.environments.games.blocksworld import Blocksworld, BlocksworldSource
 from rollout.environments.games.game import Game, PuzzleSource
-from rollout.environments.games.plan_path import PlanPath, PlanPathSource
-from rollout.environments.games.sokoban import Sokoban, SokobanSource
+from rollout.environments.games.grids import PlanPath, PlanPathSource, Sokoban, SokobanSource
 from rollout.environments.games.sudoku import Sudoku, SudokuSource
 
 GAMES: dict[str, type[Game[Any]]] = {  # keyword arguments are the rewards

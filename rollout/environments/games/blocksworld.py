@@ -57,11 +57,6 @@ class Blocksworld(Game[BlocksTable]):
     )
 
     def read(self, puzzle: str) -> BlocksTable:
-        """The first state.
-
-        Raises:
-            BadPuzzle: the text is no pair of stackings of the same blocks.
-        """
         match = _TEXT.fullmatch(puzzle)
         now, goal = (_parse(side) for side in match.groups()) if match else (frozenset(), frozenset())
         blocks = sorted(block for stack in now for block in stack)
@@ -70,7 +65,6 @@ class Blocksworld(Game[BlocksTable]):
         return BlocksTable(now=now, goal=goal, shortest=len(_plan(now, goal)))
 
     def show(self, state: BlocksTable) -> str:
-        """Both stackings, a line each."""
         return f"now: {show_stacks(state.now)}\ngoal: {show_stacks(state.goal)}"
 
     def board(self, state: BlocksTable) -> list[list[str]]:
@@ -88,7 +82,6 @@ class Blocksworld(Game[BlocksTable]):
         return replace(played, reward=self.solved_reward if self.solved(played.state) else 0.0)
 
     def solved(self, state: BlocksTable) -> bool:
-        """Whether the stacks are the goal's."""
         return state.now == state.goal
 
     def measure(self, state: BlocksTable) -> Mapping[str, float]:
@@ -99,7 +92,6 @@ class Blocksworld(Game[BlocksTable]):
         return {"progress": sum(part in targets for part in standing) / len(standing), "optimal": float(optimal)}
 
     def solve(self, state: BlocksTable) -> str | None:
-        """The fewest moves."""
         return ", ".join(_plan(state.now, state.goal))
 
 
@@ -160,11 +152,9 @@ class BlocksworldSource(PuzzleSource):
         return text if owns(text) else None
 
     def everything(self) -> tuple[tuple[str, str], ...] | None:
-        """Every pair, of up to 4 blocks."""
         return _pairs(self.blocks) if self.blocks <= _LISTED else None
 
     def slip(self, random: Random, actions: str) -> str:
-        """One destination wrong."""
         return replace_one(random, actions, r"\b\w+(?=,|$)", [*ascii_uppercase[: self.blocks], _TABLE])
 
 

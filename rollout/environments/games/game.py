@@ -219,20 +219,7 @@ def letters(text: str, alphabet: str) -> list[str]:
     return found if all(len(letter) == 1 and letter in alphabet for letter in found) else []
 
 
-Cell = tuple[int, int]  # row, column, from 0 at the top left
 _Node = TypeVar("_Node", bound=Hashable)
-
-MOVES: dict[str, Cell] = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
-
-
-def neighbour(cell: Cell, move: str) -> Cell:
-    """The cell one `move` away."""
-    return cell[0] + MOVES[move][0], cell[1] + MOVES[move][1]
-
-
-def distance(one: Cell, other: Cell) -> int:
-    """Manhattan distance in cells."""
-    return abs(one[0] - other[0]) + abs(one[1] - other[1])
 
 
 def parse_rows(text: str, signs: str) -> list[list[str]]:

@@ -64,11 +64,6 @@ class Sudoku(Game[SudokuGrid]):
     )
 
     def read(self, puzzle: str) -> SudokuGrid:
-        """The first state.
-
-        Raises:
-            BadPuzzle: the text is no square grid of square size with a solution.
-        """
         rows = parse_rows(puzzle, ".123456789")
         size = len(rows)
         given = tuple(0 if sign == "." else int(sign) for row in rows for sign in row)
@@ -80,12 +75,10 @@ class Sudoku(Game[SudokuGrid]):
         return SudokuGrid(size=size, given=given, cells=given, solution=solution)
 
     def board(self, state: SudokuGrid) -> list[list[str]]:
-        """The grid, a sign a cell."""
         signs = [str(digit) if digit else "." for digit in state.cells]
         return [signs[i : i + state.size] for i in range(0, len(signs), state.size)]
 
     def play(self, state: SudokuGrid, actions: str) -> Played[SudokuGrid] | None:
-        """Write a whole grid, or single cells."""
         found = _writes(items(actions), state.size)
         if found is None:
             return None
@@ -120,7 +113,6 @@ class Sudoku(Game[SudokuGrid]):
         return {"progress": right / len(empty) if empty else 1.0}
 
     def solve(self, state: SudokuGrid) -> str | None:
-        """The whole grid."""
         return grid_action(state.solution)
 
 
@@ -270,7 +262,6 @@ class SudokuSource(PuzzleSource):
         return Sudoku().show(SudokuGrid(size=self.size, given=given, cells=given, solution=grid))
 
     def slip(self, random: Random, actions: str) -> str:
-        """One digit wrong."""
         return replace_one(random, actions, r"\d", [str(digit) for digit in range(1, self.size + 1)])
 
     @property

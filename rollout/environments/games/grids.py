@@ -1,50 +1,209 @@
-"""Sokoban (game): push every box onto a goal (rewards of Stronger-MAS)."""
+"""Grid games: Plan-Path, a way from S to G through obstacles, and Sokoban, boxes to push onto goals (Stronger-MAS)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import Field, PositiveInt
 
 from rollout.base.options import Share
 from rollout.environments.games.game import (
-    MOVES,
     BadPuzzle,
-    Cell,
     Game,
     Owns,
     Played,
     PuzzleSource,
     breadth_first,
-    distance,
     letters,
-    neighbour,
     one_by_one,
     parse_rows,
     replace_one,
 )
 
+Cell = tuple[int, int]  # row, column, from 0 at the top left
+
+MOVES: dict[str, Cell] = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
+
+
+def neighbour(cell: Cell, move: str) -> Cell:
+    """The cell one `move` away."""
+    return cell[0] + MOVES[move][0], cell[1] + MOVES[move][1]
+
+
+def distance(one: Cell, other: Cell) -> int:
+    """Manhattan distance in cells."""
+    return abs(one[0] - other[0]) + abs(one[1] - other[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """How large the grid is, and how often the player has moved."""
+
+    rows: int
+    columns: int
+    moves: int = 0  # made so far, impossible ones included
+
+
+_Grid = TypeVar("_Grid", bound=Grid)
+
+
+class _GridGame(Game[_Grid]):
+    """Actions are moves, of which there are at most `max_moves`."""
+
+    max_moves: int
+
+    def play(self, state: _Grid, actions: str) -> Played[_Grid] | None:
+        moves = letters(actions, "UDLR")
+        return one_by_one(self, state, moves, self._move) if moves else None
+
+    def _move(self, state: _Grid, move: str) -> Played[_Grid]:
+        raise NotImplementedError
+
+    def spent(self, state: _Grid) -> bool:
+        return state.moves >= self.max_moves
+
+
+class _GridSource(PuzzleSource):
+    def slip(self, random: Random, actions: str) -> str:
+        return replace_one(random, actions, r"\w", "UDLR")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk(Grid):
+    """Where the walker is."""
+
+    free: frozenset[Cell]
+    at: Cell
+    goal: Cell
+    shortest: int  # moves from the first position to the goal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPath(_GridGame[Walk]):
+    """Rewards as in Stronger-MAS's released code; there `fail` comes after `max_moves` only."""
+
+    step: float = -0.01
+    impossible: float = -0.1  # in place of `step`
+    goal: float = 1.0
+    shortest: float = 0.5  # added at the goal when no way, counted in moves, is shorter
+    fail: float = -1.0
+    malformed: float = -1.0
+    shaping: float = 1.0
+    gamma: Share = 0.99
+    max_moves: PositiveInt = 10_000
+
+    about = (
+        "Walk from S to G through a grid: . is free, # is an obstacle. A move goes one cell up (U), down (D), left "
+        "(L) or right (R); a move into an obstacle or out of the grid is lost. Take the shortest way. Positions "
+        "are row and column, counted from 1 at the top left.\nActions: moves, for example R R D"
+    )
+
+    def read(self, puzzle: str) -> Walk:
+        rows = parse_rows(puzzle.partition("\n")[2], ".#SG")
+        cells = {(r, c): sign for r, row in enumerate(rows) for c, sign in enumerate(row)}
+        ends = [[cell for cell, sign in cells.items() if sign == end] for end in "SG"]
+        if [len(found) for found in ends] != [1, 1]:
+            raise BadPuzzle("Plan-Path: expected a grid with one S and one G below its first line")
+        free = frozenset(cell for cell, sign in cells.items() if sign != "#")
+        start, goal = ends[0][0], ends[1][0]
+        way = shortest_way(free, start, goal)
+        if way is None:
+            raise BadPuzzle("Plan-Path: there is no way from S to G")
+        return Walk(free=free, rows=len(rows), columns=len(rows[0]), at=start, goal=goal, shortest=len(way))
+
+    def show(self, state: Walk) -> str:
+        """Both positions, and the grid."""
+        (row, column), (goal_row, goal_column) = state.at, state.goal
+        places = f"S {row + 1} {column + 1} G {goal_row + 1} {goal_column + 1}"
+        return "\n".join([places, *(" ".join(row) for row in self.board(state))])
+
+    def board(self, state: Walk) -> list[list[str]]:
+        signs = {state.goal: "G", state.at: "S"}
+        return [
+            [signs.get((r, c), "." if (r, c) in state.free else "#") for c in range(state.columns)]
+            for r in range(state.rows)
+        ]
+
+    def _move(self, state: Walk, move: str) -> Played[Walk]:
+        to = neighbour(state.at, move)
+        possible = to in state.free
+        after = replace(state, at=to if possible else state.at, moves=state.moves + 1)
+        reward = self.step if possible else self.impossible
+        # F = λ (γ Φ(s') − Φ(s)), Φ = −distance to the goal   potential-based shaping, Ng et al. 1999
+        reward += self.shaping * (distance(state.at, state.goal) - self.gamma * distance(after.at, state.goal))
+        if self.solved(after):
+            reward += self.goal + (self.shortest if after.moves == after.shortest else 0.0)
+        return Played(state=after, reward=reward, impossible=not possible)
+
+    def solved(self, state: Walk) -> bool:
+        return state.at == state.goal
+
+    def measure(self, state: Walk) -> Mapping[str, float]:
+        """`progress`: share of the shortest way that is behind the walker; `optimal`: solved without a detour."""
+        left = len(shortest_way(state.free, state.at, state.goal) or ())
+        optimal = self.solved(state) and state.moves == state.shortest
+        return {"progress": max(0.0, 1 - left / state.shortest), "optimal": float(optimal)}
+
+    def solve(self, state: Walk) -> str | None:
+        way = shortest_way(state.free, state.at, state.goal)
+        return None if way is None else " ".join(way)
+
+
+def shortest_way(free: frozenset[Cell], start: Cell, goal: Cell) -> list[str] | None:
+    """The fewest moves through `free` cells from `start` to `goal`, None when there is no way."""
+
+    def after(cell: Cell) -> list[tuple[str, Cell]]:
+        return [(move, to) for move in MOVES if (to := neighbour(cell, move)) in free]
+
+    return breadth_first(start, after, lambda cell: cell == goal)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPathSource(_GridSource):
+    """Square grids; the obstacles are the key, so no split has seen another's map."""
+
+    size: Annotated[int, Field(ge=2)] = 10
+    obstacles: Annotated[float, Field(ge=0, lt=1)] = 0.22  # probability of each cell
+
+    game = "plan_path"
+
+    @property
+    def name(self) -> str:
+        return f"plan_path_{self.size}x{self.size}"
+
+    def draw(self, random: Random, owns: Owns) -> str | None:
+        """Random obstacles, then two random free cells; none when there is no way between them."""
+        cells: list[Cell] = [(r, c) for r in range(self.size) for c in range(self.size)]
+        free = [cell for cell in cells if random.random() >= self.obstacles]
+        if len(free) < 2 or not owns(f"plan_path{self.size}{free}"):
+            return None
+        start, goal = random.sample(free, 2)
+        way = shortest_way(frozenset(free), start, goal)
+        if way is None:
+            return None
+        rows = columns = self.size
+        walk = Walk(rows=rows, columns=columns, free=frozenset(free), at=start, goal=goal, shortest=len(way))
+        return PlanPath().show(walk)
+
+
 _SIGNS = "#_.$*@+"  # wall, floor, goal, box, box on a goal, player, player on a goal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SokobanRoom:
+class SokobanRoom(Grid):
     """Where everything is."""
 
     walls: frozenset[Cell]
     goals: frozenset[Cell]
     boxes: frozenset[Cell]
     player: Cell
-    rows: int
-    columns: int
-    moves: int = 0  # made so far, impossible ones included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sokoban(Game[SokobanRoom]):
+class Sokoban(_GridGame[SokobanRoom]):
     """Rewards as in Stronger-MAS's released code; there `fail` comes after `max_moves` only."""
 
     step: float = -0.01
@@ -65,11 +224,6 @@ class Sokoban(Game[SokobanRoom]):
     )
 
     def read(self, puzzle: str) -> SokobanRoom:
-        """The first state.
-
-        Raises:
-            BadPuzzle: the text is no walled room with one player and as many boxes as goals.
-        """
         rows = parse_rows(puzzle, _SIGNS)
         cells = {(r, c): sign for r, row in enumerate(rows) for c, sign in enumerate(row)}
 
@@ -89,8 +243,6 @@ class Sokoban(Game[SokobanRoom]):
         return SokobanRoom(walls=which("#"), goals=goals, boxes=boxes, player=player, rows=height, columns=width)
 
     def board(self, state: SokobanRoom) -> list[list[str]]:
-        """The room, a sign a cell."""
-
         def sign(cell: Cell) -> str:
             if cell in state.walls:
                 return "#"
@@ -98,11 +250,6 @@ class Sokoban(Game[SokobanRoom]):
             return {"player": "@+", "box": "$*", "": "_."}[thing][cell in state.goals]
 
         return [[sign((r, c)) for c in range(state.columns)] for r in range(state.rows)]
-
-    def play(self, state: SokobanRoom, actions: str) -> Played[SokobanRoom] | None:
-        """Move and push; moves after the last box is home are not made."""
-        moves = letters(actions, "UDLR")
-        return one_by_one(self, state, moves, self._move) if moves else None
 
     def _move(self, state: SokobanRoom, move: str) -> Played[SokobanRoom]:
         pushed = _push(state.walls, state.boxes, state.player, move)
@@ -117,12 +264,7 @@ class Sokoban(Game[SokobanRoom]):
         return Played(state=after, reward=reward, impossible=pushed is None)
 
     def solved(self, state: SokobanRoom) -> bool:
-        """Whether every box is on a goal."""
         return state.boxes == state.goals
-
-    def spent(self, state: SokobanRoom) -> bool:
-        """Whether `max_moves` are made."""
-        return state.moves >= self.max_moves
 
     def measure(self, state: SokobanRoom) -> Mapping[str, float]:
         """`progress`: share of the boxes that are on goals."""
@@ -157,7 +299,7 @@ def _far(state: SokobanRoom) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SokobanSource(PuzzleSource):
+class SokobanSource(_GridSource):
     """Rooms of Stronger-MAS's size; the walls are the key, so no split has seen another's room."""
 
     size: Annotated[int, Field(ge=4)] = 6  # cells a side, walls included
@@ -192,10 +334,6 @@ class SokobanSource(PuzzleSource):
             if rules.solve(room) is not None:
                 return rules.show(room)
         return None
-
-    def slip(self, random: Random, actions: str) -> str:
-        """One move in another direction."""
-        return replace_one(random, actions, r"\w", "UDLR")
 
     def _carve(self, random: Random) -> list[Cell]:
         inside = range(1, self.size - 1)
