@@ -79,7 +79,7 @@ class PolicyConfig(RateConfig):
     layers: Literal["local", "te"] = "local"  # whose linear layers: Megatron's own, or Transformer Engine's
     bf16: bool = False  # train in bfloat16 with float32 master weights
     lora: LoraConfig | None = None  # train adapters on the frozen model; None: train all weights
-    max_in_flight: int | None = Field(None, ge=1)  # replies asked of its engine at once; None: as many as there are
+    max_in_flight: int | None = Field(None, ge=1)  # replies asked of its engine at once; None: as many as it decodes
     staleness: int | None = Field(None, ge=0)  # hand-overs its turns may be behind; None: trainer.staleness
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)

@@ -106,7 +106,8 @@ def make_players(
             deadline_s=config.collection.call_s,
             max_length=config.engine.max_length,
             overlong_prompts=config.engine.overlong_prompts,
-            max_in_flight=config.policies[name].max_in_flight,
+            # so that nothing that is asked of an engine waits there, where its deadline would go on
+            max_in_flight=config.policies[name].max_in_flight or config.engine.slots * config.engine.servers,
         )
         for name, engine in engines.items()
     }

@@ -118,7 +118,7 @@ class HttpClient:
             most_bytes: of one answer.
         """
         self.url = url.rstrip("/")
-        self._timeout_s, self._most_bytes = timeout_s, most_bytes
+        self._timeout_s, self._most_bytes, self._connections = timeout_s, most_bytes, connections
         self._settings: dict[str, Any] = {
             "headers": {"Authorization": f"Bearer {token}"} if token else {},
             "limits": httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
@@ -133,32 +133,36 @@ class HttpClient:
 
         Raises:
             Unanswered: no connection, it broke, or the answer is too long.
-            TimedOut: the answer took longer than `timeout_s`, or without it than the client's.
+            TimedOut: the answer took longer than `timeout_s`, or without it than the client's, once a connection was
+                free for it.
         """
         timeout_s = timeout_s or self._timeout_s
+        http, slots = self._connection()
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._exchange(method, path, body)
+            async with slots, asyncio.timeout(timeout_s):
+                return await self._exchange(http, method, path, body)
         except TimeoutError:
             raise TimedOut(f"no answer within {timeout_s or 0:g} s") from None
         except httpx.RequestError as error:
             raise unanswered(error) from None
 
-    async def _exchange(self, method: str, path: str, body: object) -> HttpReply:
+    async def _exchange(self, http: httpx.AsyncClient, method: str, path: str, body: object) -> HttpReply:
         content = bytearray()
-        async with self._connection().stream(method, self.url + path, json=body) as reply:  # json=None: no body
+        async with http.stream(method, self.url + path, json=body) as reply:  # json=None: no body
             async for part in reply.aiter_bytes():
                 content += part
                 if len(content) > self._most_bytes:
                     raise Unanswered(f"a reply of more than {self._most_bytes} bytes")
         return HttpReply(reply.status_code, reply.headers, bytes(content))
 
-    def _connection(self) -> httpx.AsyncClient:
+    def _connection(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
+        """The running loop's client, and what lets in no more requests than it has connections."""
         loop = asyncio.get_running_loop()
         if self._http is None or loop is not self._loop:
             self._loop = loop
             self._http = httpx.AsyncClient(trust_env=False, **self._settings)
-        return self._http
+            self._slots = asyncio.Semaphore(self._connections)
+        return self._http, self._slots
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""

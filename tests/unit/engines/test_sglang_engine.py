@@ -20,6 +20,7 @@ from rollout.engines.sglang.engine import SGLangEngine
 from rollout.engines.sglang.server import Server, server_arguments
 from rollout.records.completion import Completion, Sampling
 from rollout.sync import make_sender
+from tests.support.slotted_sglang import slotted_server
 from tests.support.tiny import make_model
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_sglang.py"
@@ -60,8 +61,8 @@ def test_sessions_stay_with_their_replica(make: Make) -> None:
     engine = make(replicas=2)
 
     async def play() -> tuple[list[int], list[int], list[int]]:
-        sessions = await asyncio.gather(*(ask(engine, [i, 5], f"task/{i}") for i in range(16)))
-        again = await asyncio.gather(*(ask(engine, [i, 5, 6], f"task/{i}") for i in range(16)))
+        sessions = [await ask(engine, [i, 5], f"task/{i}") for i in range(16)]
+        again = [await ask(engine, [i, 5, 6], f"task/{i}") for i in range(16)]
         alone = await asyncio.gather(*(ask(engine, [7, 8]) for _ in range(4)))
         return tuple([completion.token_ids[0] for completion in part] for part in (sessions, again, alone))
 
@@ -69,6 +70,36 @@ def test_sessions_stay_with_their_replica(make: Make) -> None:
     assert sessions == again
     assert len(set(sessions)) == 2
     assert len(set(alone)) == 1  # equal prompts meet
+
+
+def test_a_session_goes_elsewhere_when_its_replica_has_no_row_free(folder: Path) -> None:
+    """Eight requests of one session, two replicas of four rows: none waits while a row is free."""
+    with slotted_server(4, 0.4) as one, slotted_server(4, 0.4) as other:
+        engine = SGLangEngine(folder, max_length=64, rows=4, urls=[one, other], verify=False)
+
+        async def play() -> float:
+            await ask(engine, [1], "s")
+            began = time.monotonic()
+            await asyncio.gather(*(ask(engine, [i], "s") for i in range(8)))
+            return time.monotonic() - began
+
+        assert asyncio.run(play()) < 0.75
+
+
+def test_requests_that_wait_for_a_slot_are_not_late(folder: Path) -> None:
+    """200 requests, 8 slots, 0.05 s each and a deadline of 0.6 s: 1.25 s in all, and 135 of 200 were late."""
+    with slotted_server(8, 0.05) as url:
+        engine = SGLangEngine(folder, max_length=64, rows=8, urls=[url], verify=False, timeout_s=0.6)
+
+        async def play() -> tuple[list[Completion], float]:
+            await ask(engine, [1])
+            began = time.monotonic()
+            replies = await asyncio.gather(*(ask(engine, [1 + i % 90]) for i in range(200)))
+            return replies, time.monotonic() - began
+
+        replies, took = asyncio.run(play())
+        assert [reply.token_ids for reply in replies] == [(7,)] * 200
+        assert took > 1.2
 
 
 def test_completions_carry_versions_and_logprobs(make: Make) -> None:
