@@ -1,6 +1,6 @@
 """A server with SGLang's /generate that works at so many requests at once and lets the others wait.
 
-`python slotted_sglang.py SLOTS SECONDS TOKEN...` prints its port; every request takes SECONDS and is answered by TOKENs.
+`python slotted_sglang.py SLOTS SECONDS TOKEN...` prints its port; each request takes SECONDS and is answered by TOKENs.
 """
 
 from __future__ import annotations

@@ -57,7 +57,6 @@ class SGLangEngine:
         self._place = Path(self._settings.weights_folder or memory_path())
         self._fleet = Fleet(self._settings, tell=tell, weigh=self._weigh, restore=self._restore)
         self._replicas = self._fleet.replicas
-        self._busy = [0] * len(self._replicas)  # requests of each
         self._checks = Checks(self._settings, tell)
         self._last: WeightUpdate | None = None  # that the servers took; None: their weights are the folder's
         self._update: _Update | None = None  # under way, between `begin_update` and `commit_update`
@@ -78,18 +77,15 @@ class SGLangEngine:
         problem = problem_of(prompt_ids, sampling, self._settings.vocab, self._settings.max_length)
         if problem:
             raise EngineError(problem)
-        number = _slot(prompt_ids, sampling.session, self._busy, self._settings.rows)
-        replica = self._replicas[number]
+        replica = _route(prompt_ids, sampling.session, self._replicas, self._settings.rows)
         body = body_of(prompt_ids, sampling, seeded=self._settings.seeded)
-        self._busy[number] += 1
         try:
-            reply = await self._fleet.call(replica, "/generate", body, weighed=True)
+            with replica.decoding():
+                reply = await self._fleet.call(replica, "/generate", body, weighed=True)
         except asyncio.CancelledError:
             if replica.ready:
                 self._later(replica.client.call("/abort_request", {"rid": body["rid"]}))
             raise
-        finally:
-            self._busy[number] -= 1
         return completion_of(reply, self.version)
 
     async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -240,15 +236,14 @@ class _Update(NamedTuple):
     starts: int  # of servers so far
 
 
-def _slot(prompt_ids: Sequence[int], session: str, busy: Sequence[int], rows: int) -> int:
+def _route(prompt_ids: Sequence[int], session: str, replicas: Sequence[Replica], rows: int) -> Replica:
     """Where a request goes: with its session, or without one wherever an equal prompt went, if a row is free there.
 
     Args:
-        busy: requests of each replica.
-        rows: that each decodes at once.
+        rows: requests that a replica decodes at once.
     """
-    if len(busy) == 1:
-        return 0
+    if len(replicas) == 1:
+        return replicas[0]
     key = session.encode() if session else struct.pack(f"<{len(prompt_ids)}q", *prompt_ids)
-    own = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % len(busy)
-    return own if busy[own] < rows else min(range(len(busy)), key=busy.__getitem__)
+    own = replicas[int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") % len(replicas)]
+    return own if own.busy < rows else min(replicas, key=lambda replica: replica.busy)

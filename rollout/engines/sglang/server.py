@@ -7,7 +7,7 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,7 @@ class Replica:
         self._host, self._remote, self._fellows = host, remote, list(fellows)
         self._settings: dict[str, Any] = {"timeout_s": settings.timeout_s, "connections": settings.rows + 8}
         self.starts = 0
+        self.busy = 0  # completions that it was asked for
         self.ready = False
         self.stale = False
         self.asleep: set[str] = set()
@@ -166,6 +167,15 @@ class Replica:
                 raise EngineError(f"SGLang at {self.client.url}: not ready within {start_s:g} s")
             await asyncio.sleep(_LOOK_S)
         self.ready = True
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Count a completion for the block."""
+        self.busy += 1
+        try:
+            yield
+        finally:
+            self.busy -= 1
 
     async def ended(self) -> str:
         """Why the server is gone; "" while its process runs."""
