@@ -7,7 +7,9 @@ mask_truncated   a reply that was cut off does not train (DAPO)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from pydantic import PositiveInt
 
@@ -17,10 +19,28 @@ from rollout.rewards.allocation import RewardError, allocate, locate
 Penalty = Callable[..., float | None]  # (turn, **options) -> what to add to its reward; None: the turn does not train
 
 
-def invalid_reply(turn: Turn, *, coef: float = 1.0) -> float:
-    """Minus `coef` for a reply that the role's parser refused."""
+def _thinks_once(text: str) -> bool:
+    once = text.count("<think>") == text.count("</think>") == 1
+    return once and text.index("<think>") < text.index("</think>")
+
+
+ValidityRule = Literal["no_chinese", "one_thought"]
+# what a reply must keep to besides its role's parser   Dr.MAS, general_projection in agent_system/agent/utils.py
+VALIDITY_RULES: dict[ValidityRule, Callable[[str], bool]] = {
+    "no_chinese": lambda text: re.search("[\u4e00-\u9fff]", text) is None,
+    "one_thought": _thinks_once,  # <think> and then </think>, each exactly once
+}
+
+
+def invalid_reply(turn: Turn, *, coef: float = 1.0, rules: Mapping[str, Sequence[ValidityRule]] | None = None) -> float:
+    """Minus `coef` for a reply that the role's parser refused, or that breaks a rule.
+
+    Args:
+        rules: names in VALIDITY_RULES by agent; a reply that breaks one costs, and is used all the same.
+    """
     # r -= coef [malformed]   Dr.MAS, apply_invalid_action_penalty; UnityMAS-O, format_weight phi with phi = -1
-    return 0.0 if turn.valid else -coef
+    kept = all(VALIDITY_RULES[rule](turn.text) for rule in (rules or {}).get(turn.agent, ()))
+    return 0.0 if turn.valid and kept else -coef
 
 
 def overlong(

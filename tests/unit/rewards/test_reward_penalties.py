@@ -24,6 +24,24 @@ def test_a_malformed_reply_costs():
     assert invalid_reply(turn(0, valid=False), coef=0.1) == -0.1
 
 
+@pytest.mark.parametrize(
+    ("text", "chinese", "thought"),
+    [
+        ("<think>so</think> <answer>Rome</answer>", 0.0, 0.0),
+        ("<think>so</think> <answer>罗马</answer>", -0.1, 0.0),
+        ("<answer>Rome</answer>", 0.0, -0.1),
+        ("<think>so</think> <think>and</think> Rome", 0.0, -0.1),
+        ("so</think> Rome <think>", 0.0, -0.1),
+        ("<think>so 罗", -0.1, -0.1),
+    ],
+)
+def test_a_reply_that_breaks_a_rule_of_its_agent_costs(text, chinese, thought):
+    for rule, cost in (("no_chinese", chinese), ("one_thought", thought)):
+        assert invalid_reply(turn(0, text=text), coef=0.1, rules={"solver": [rule]}) == cost
+    assert invalid_reply(turn(0, text=text), coef=0.1, rules={"verifier": ["no_chinese", "one_thought"]}) == 0.0
+    assert invalid_reply(turn(0, text=text, valid=False), coef=0.1, rules={"solver": ["no_chinese"]}) == -0.1
+
+
 @pytest.mark.parametrize(("tokens", "expected"), [(1, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (13, -1.0)])
 def test_the_last_tokens_before_the_limit_cost(tokens, expected):
     assert overlong(says(tokens), buffer=4, max_tokens={"solver": 10}) == expected
