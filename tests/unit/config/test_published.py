@@ -43,6 +43,8 @@ DRMAS_SEARCH = {
     "evaluation.top_p": 0.95,
 }
 AT_GRPO = {
+    "orchestra.options.tool": "program",
+    "agents.tool.role": "game_coder",
     "advantage.name": "at_grpo",
     "trainer.steps": 200,
     "trainer.tasks_per_step": 32,
