@@ -12,16 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from random import Random
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import PositiveInt
 
 from rollout.base.errors import EnvError
 from rollout.base.options import Names
 from rollout.environments.protocol import Previewing, after_thought
-from rollout.orchestras.replies import (
-    GradedEnv,
-)
+from rollout.orchestras.replies import GradedEnv
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession
 
@@ -56,7 +54,7 @@ async def ab_mcts(
         EnvError: the environment cannot preview, or does not measure `measure`.
     """
     problem = env.reset(task)
-    search = TreeSearch(agents, PRIORS[posterior]())
+    search = TreeSearch(agents, POSTERIORS[posterior])
     attempts: dict[str, tuple[str, str]] = {"": ("", "")}  # text and feedback, by node
     best: tuple[SearchNode, str] | None = None  # and its action
     for number in range(max_nodes):
@@ -94,63 +92,37 @@ async def _grade(env: Previewing, action: str, measure: str) -> tuple[float, str
 _Key = TypeVar("_Key")
 
 
-class Posterior(Protocol):
-    """What is believed of a mean score."""
-
-    def after(self, scores: Sequence[float]) -> Posterior:
-        """The belief once `scores` were seen too.
-
-        Raises:
-            ValueError: a score is outside the belief's range.
-        """
-
-    def draw(self, random: Random) -> float:
-        """A mean score that may be the true one."""
+Draw = Callable[[Sequence[float], Random], float]  # a mean score that may be the true one, given scores
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beta:
-    """Of scores in [0, 1]; the prior is Jeffreys'."""
+def draw_beta(scores: Sequence[float], random: Random) -> float:
+    """From the posterior of scores in [0, 1]; the prior is Jeffreys', Beta(1/2, 1/2).
 
-    a: float = 0.5
-    b: float = 0.5
-
-    def after(self, scores: Sequence[float]) -> Beta:
-        bad = [score for score in scores if not 0.0 <= score <= 1.0]
-        if bad:
-            raise ValueError(f"a beta posterior takes scores from 0 to 1, and one is {bad[0]:g}; choose gaussian")
-        # a + Σ r, b + Σ (1 - r)
-        return Beta(a=self.a + sum(scores), b=self.b + len(scores) - sum(scores))
-
-    def draw(self, random: Random) -> float:
-        return random.betavariate(self.a, self.b)
+    Raises:
+        ValueError: a score is outside of that.
+    """
+    bad = [score for score in scores if not 0.0 <= score <= 1.0]
+    if bad:
+        raise ValueError(f"a beta posterior takes scores from 0 to 1, and one is {bad[0]:g}; choose gaussian")
+    # a + Σ r, b + Σ (1 - r)
+    return random.betavariate(0.5 + sum(scores), 0.5 + len(scores) - sum(scores))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gaussian:
-    """Of any scores: σ² ~ Inv-χ²(ν, τ²), μ ~ N(m, σ²/κ); Murphy, Probabilistic Machine Learning II, 3.4.3.3."""
+def draw_gaussian(scores: Sequence[float], random: Random) -> float:
+    """From the posterior of any scores: σ² ~ Inv-χ²(ν, τ²), μ ~ N(m, σ²/κ); the prior has m = 0, κ = ν = 1, τ² = 0.1.
 
-    m: float = 0.0
-    kappa: float = 1.0
-    nu: float = 1.0
-    tau2: float = 0.1
-
-    def after(self, scores: Sequence[float]) -> Gaussian:
-        if not scores:
-            return self
-        n, mean = len(scores), sum(scores) / len(scores)
-        kappa, nu = self.kappa + n, self.nu + n
-        spread = sum((score - mean) ** 2 for score in scores)
-        # τ²' = (ν τ² + Σ (r - r̄)² + n κ (m - r̄)² / (κ + n)) / (ν + n)
-        tau2 = (self.nu * self.tau2 + spread + n * self.kappa * (self.m - mean) ** 2 / kappa) / nu
-        return Gaussian(m=(self.kappa * self.m + n * mean) / kappa, kappa=kappa, nu=nu, tau2=tau2)
-
-    def draw(self, random: Random) -> float:
-        variance = self.nu * self.tau2 / random.gammavariate(self.nu / 2, 2.0)  # over a draw of χ²(ν)
-        return random.gauss(self.m, sqrt(variance / self.kappa))
+    Murphy, Probabilistic Machine Learning II, 3.4.3.3.
+    """
+    n, mean = len(scores), sum(scores) / max(len(scores), 1)
+    kappa = nu = 1.0 + n
+    spread = sum((score - mean) ** 2 for score in scores)
+    # τ²' = (ν τ² + Σ (r - r̄)² + n κ (m - r̄)² / (κ + n)) / (ν + n)
+    tau2 = (0.1 + spread + n * mean**2 / kappa) / nu
+    variance = nu * tau2 / random.gammavariate(nu / 2, 2.0)  # over a draw of χ²(ν)
+    return random.gauss(n * mean / kappa, sqrt(variance / kappa))
 
 
-PRIORS: dict[str, Callable[[], Posterior]] = {"gaussian": Gaussian, "beta": Beta}
+POSTERIORS: dict[str, Draw] = {"gaussian": draw_gaussian, "beta": draw_beta}
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -161,7 +133,6 @@ class SearchNode:
     parent: SearchNode | None = None
     score: float = 0.0
     children: list[SearchNode] = field(default_factory=list)
-    made: list[float] = field(default_factory=list)  # GEN: scores of its own children
     below: list[float] = field(default_factory=list)  # CONT: scores made below its children
     seen: list[float] = field(default_factory=list)  # its own score, and all made below it
 
@@ -169,16 +140,19 @@ class SearchNode:
 class TreeSearch:
     """A tree of attempts and what is believed of them."""
 
-    def __init__(self, agents: Sequence[str], prior: Posterior) -> None:
-        """Any of `agents` may make a node; before it has a score, everything is believed as in `prior`."""
+    def __init__(self, agents: Sequence[str], draw: Draw) -> None:
+        """Any of `agents` may make a node; `draw` draws from what is believed of scores."""
         self.root = SearchNode()
         self.scores: dict[str, list[float]] = {agent: [] for agent in agents}
-        self._prior = prior
+        self._posterior = draw
 
     def select(self, random: Random) -> tuple[SearchNode, str]:
         """Where to make the next node, and who makes it."""
         node = self.root
-        while node.children and self._draw({"GEN": node.made, "CONT": node.below}, random) == "CONT":
+        while node.children:
+            below = {"GEN": [child.score for child in node.children], "CONT": node.below}
+            if self._draw(below, random) == "GEN":
+                break
             chosen = self._draw({i: child.seen for i, child in enumerate(node.children)}, random)
             node = node.children[chosen]
         return node, self._draw(self.scores, random)
@@ -187,10 +161,9 @@ class TreeSearch:
         """The node that `agent` made under `parent`; its score is told to everything above it."""
         name = f"{parent.name}.{len(parent.children)}".lstrip(".")
         node = SearchNode(name=name, parent=parent, score=score, seen=[score])
-        self._prior.after([score])  # refuses what it cannot take, before anything is written down
+        self._posterior([score], Random(0))  # refuses what it cannot take, before anything is written down
         self.scores[agent].append(score)
         parent.children.append(node)
-        parent.made.append(score)
         above = parent
         while above.parent is not None:
             above.seen.append(score)
@@ -202,5 +175,5 @@ class TreeSearch:
         """The key whose posterior draws highest; where there is one key, nothing is drawn."""
         if len(scores) == 1:
             return next(iter(scores))
-        draws = {key: self._prior.after(own).draw(random) for key, own in scores.items()}
+        draws = {key: self._posterior(own, random) for key, own in scores.items()}
         return max(draws, key=draws.__getitem__)

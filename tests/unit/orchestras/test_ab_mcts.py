@@ -13,7 +13,7 @@ from mcore_mas.credit.assign import columns
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.equations.advantages import mars2, mcts
 from rollout.environments.code import CodeEnv, pack_test
-from rollout.orchestras.ab_mcts import Gaussian, TreeSearch
+from rollout.orchestras.ab_mcts import TreeSearch, draw_gaussian
 from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Group, Status, Task, Trajectory
 from rollout.rewards.turn_scores import local_team, tree_shaping
@@ -28,7 +28,7 @@ RIGHT, WRONG, NONE = "It is \\boxed{7}.", "It is \\boxed{8}.", "no idea"
 
 def expected_nodes(agents: list[str], grades: list[float]) -> list[tuple[str, str]]:
     """The nodes and who makes them, by the same draws."""
-    search, made = TreeSearch(agents, Gaussian()), []
+    search, made = TreeSearch(agents, draw_gaussian), []
     for number, grade in enumerate(grades):
         seed = derive_seed(SEED, STEP, "t", 0, "orchestra", "node", number)
         parent, agent = search.select(Random(seed))
