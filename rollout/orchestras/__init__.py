@@ -44,27 +44,14 @@ from rollout.orchestras.sequential import chain, math_refine, mathchat, solver_v
 from rollout.teams.team import register_agent
 
 ORCHESTRAS: dict[str, Callable[..., Awaitable[None]]] = {  # (task, team, env, **options)
-    "ab_mcts": ab_mcts,
-    "chain": chain,
-    "code_reflect": code_reflect,
-    "coder_tester": coder_tester,
-    "debate": debate,
-    "dsbench": dsbench,
-    "ensemble_judge": ensemble_judge,
-    "game_team": game_team,
-    "graph": graph,
-    "m_ask": m_ask,
-    "math_refine": math_refine,
-    "mathchat": mathchat,
-    "mixture": mixture,
-    "qa_decompose": qa_decompose,
-    "qa_evidence": qa_evidence,
-    "qa_rewrite": qa_rewrite,
-    "reason_tool": reason_tool,
-    "search_team": search_team,
-    "self_verify": self_verify,
-    "single": single,
-    "solver_verifier": solver_verifier,
+    orchestra.__name__: orchestra
+    for orchestra in (
+        *(ab_mcts, game_team, self_verify, single, graph),
+        *(code_reflect, coder_tester, dsbench),
+        *(debate, ensemble_judge, mixture, reason_tool),
+        *(m_ask, qa_decompose, qa_evidence, qa_rewrite, search_team),
+        *(chain, math_refine, mathchat, solver_verifier),
+    )
 }
 
 # which grow a tree of their own: a task's turns are compared within one trajectory too, and it cannot be branched

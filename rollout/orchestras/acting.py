@@ -9,8 +9,8 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from rollout.base.errors import EnvError
-from rollout.environments.protocol import Env, Previewing, Running, after_thought
-from rollout.orchestras.replies import AnswerEnv, boxed, graded, parse_listed
+from rollout.environments.protocol import Env, Running, after_thought
+from rollout.orchestras.replies import AnswerEnv, GradedEnv, boxed, graded, parse_listed
 from rollout.records.trajectory import Task
 from rollout.teams.team import AgentReply, TeamSession
 
@@ -40,7 +40,7 @@ PROPOSALS: dict[Tool, Callable[[AgentReply, Env], Awaitable[str]]] = {"actions":
 async def game_team(
     task: Task,
     team: TeamSession,
-    env: Env,
+    env: GradedEnv,
     *,
     max_turns: PositiveInt = 5,
     order: Literal["sequential", "simultaneous"] = "sequential",
@@ -62,8 +62,6 @@ async def game_team(
         EnvError: the environment cannot preview.
     """
     problem = env.reset(task)
-    if not isinstance(env, Previewing):
-        raise EnvError(f"game_team: {type(env).__name__} cannot preview an action; name a game in env")
     state, history, earlier = task.prompt, "", ""
 
     async def propose(slots: dict[str, str]) -> str:

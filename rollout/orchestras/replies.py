@@ -229,7 +229,7 @@ class ProgramEnv(AnswerEnv, Running, Protocol):
 
 
 class GradedEnv(Env, Previewing, Protocol):
-    """A world in which programs can be tried and graded."""
+    """A world in which actions and programs can be tried and graded."""
 
 
 def boxed(answer: str | None) -> str:
@@ -237,16 +237,12 @@ def boxed(answer: str | None) -> str:
     return f"\\boxed{{{answer}}}" if answer else ""
 
 
-async def grade(team: TeamSession, env: AnswerEnv, reply: AgentReply) -> float | None:
-    """Write down the local score of a boxed answer, the reward that it would have alone; returns it.
+async def grade(team: TeamSession, env: AnswerEnv, turn: int, answer: str | None) -> float | None:
+    """Write down the local score of a turn's answer, the reward that it would have alone; returns it.
 
-    A malformed reply, one that was cut off included, is graded as no answer. What the environment cannot decide has no
-    local score but the score `undecided`, 1, and the result is None.
+    A malformed reply, one that was cut off included, has no answer and is graded so. What the environment cannot decide
+    has no local score but the score `undecided`, 1, and the result is None.
     """
-    return await _grade(team, env, reply.turn, reply.value)
-
-
-async def _grade(team: TeamSession, env: AnswerEnv, turn: int, answer: str | None) -> float | None:
     try:
         step = await env.preview(boxed(answer))
     except Undecided:
@@ -259,15 +255,33 @@ async def _grade(team: TeamSession, env: AnswerEnv, turn: int, answer: str | Non
 async def graded(team: TeamSession, env: AnswerEnv, name: str, **slots: object) -> AgentReply:
     """The reply of an agent who is asked for a boxed answer, after its local score was written down; see `grade`."""
     reply = await team.act(name, **slots)
-    await grade(team, env, reply)
+    await grade(team, env, reply.turn, reply.value)
     return reply
 
 
 async def calculated(team: TeamSession, env: ProgramEnv, **slots: object) -> tuple[str | None, str]:
-    """The answer of the agent `tool_user` (see `compute`), and its program with what came of it."""
+    """Ask the agent `tool_user`, run the program of its reply, and write down its local score.
+
+    The score is Stronger-MAS's: 1 for the right answer, 0 for a wrong one, -1 when the program failed or there is none.
+
+    Returns:
+        The answer, the last line that the program printed (the content of its box, if it has one), or None; and what
+        the tool user's partners may read: its program with what came of it.
+    """
     reply = await team.act("tool_user", **slots)
-    answer, shown = await compute(team, env, reply)
-    return answer, with_output((reply.value or "").strip(), shown)
+    if reply.value is None:
+        team.score(reply.turn, local=-1.0)
+        return None, with_output("", "There was no program.")
+    call = await env.run(reply.value)
+    shown = with_output(reply.value.strip(), call.result)
+    if call.failed:
+        team.score(reply.turn, local=-1.0)
+        return None, shown
+    line = "" if call.result == NO_OUTPUT else call.result.splitlines()[-1].strip()
+    content = last_boxed(line)
+    answer = (line if content is None else content) or None
+    await grade(team, env, reply.turn, answer)
+    return answer, shown
 
 
 def numbered(texts: Iterable[str]) -> str:
@@ -296,26 +310,3 @@ async def vote(env: AnswerEnv, answers: Sequence[str | None]) -> str | None:
         else:
             kinds.append([answer])
     return max(kinds, key=len)[0] if kinds else None  # max keeps the first of equals
-
-
-async def compute(team: TeamSession, env: ProgramEnv, reply: AgentReply) -> tuple[str | None, str]:
-    """Run the program of a tool user's reply, and write down its local score.
-
-    The score is Stronger-MAS's: 1 for the right answer, 0 for a wrong one, -1 when the program failed or there is none.
-
-    Returns:
-        The answer, the last line that the program printed (the content of its box, if it has one), or None; and what
-        the tool user's partners may read about the run.
-    """
-    if reply.value is None:
-        team.score(reply.turn, local=-1.0)
-        return None, "There was no program."
-    call = await env.run(reply.value)
-    if call.failed:
-        team.score(reply.turn, local=-1.0)
-        return None, call.result
-    line = "" if call.result == NO_OUTPUT else call.result.splitlines()[-1].strip()
-    content = last_boxed(line)
-    answer = (line if content is None else content) or None
-    await _grade(team, env, reply.turn, answer)
-    return answer, call.result

@@ -8,9 +8,8 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from rollout.base.errors import EnvError
-from rollout.environments.protocol import Env, Previewing
-from rollout.orchestras.replies import END, NONE, Steps, read_plan
+from rollout.environments.protocol import Env
+from rollout.orchestras.replies import END, NONE, GradedEnv, Steps, read_plan
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession
 
@@ -37,13 +36,18 @@ async def search_team(
         verdict = await team.act("verifier", question=question, history=history)
         enough = malformed_verdict == "answer" if verdict.value is None else verdict.value == "yes"
         if enough or turn == max_turns - 1:
-            answer = await team.act("answerer", question=question, history=history)
-            await env.step(f"<answer> {answer.value or ''} </answer>")
+            await _answer(team, env, question=question, history=history)
             return
         query = await team.act("searcher", question=question, history=history, verdict=verdict.text)
         asked = f"<search> {query.value or ''} </search>"
         found = await env.step(asked)
         history += f"{asked}\n{found.observation}\n"
+
+
+async def _answer(team: TeamSession, env: Env, **slots: object) -> None:
+    """The end: the answerer's answer, an empty one where it is malformed."""
+    answer = await team.act("answerer", **slots)
+    await env.step(f"<answer> {answer.value or ''} </answer>")
 
 
 async def search_parts(team: TeamSession, env: Env, question: str) -> list[tuple[str, str]]:
@@ -69,8 +73,7 @@ async def qa_decompose(task: Task, team: TeamSession, env: Env) -> None:
     question = env.reset(task)
     parts = await search_parts(team, env, question)
     history = "".join(f"<search> {query} </search>\n{found}\n" for query, found in parts)
-    answer = await team.act("answerer", question=question, history=history)
-    await env.step(f"<answer> {answer.value or ''} </answer>")
+    await _answer(team, env, question=question, history=history)
 
 
 async def qa_evidence(task: Task, team: TeamSession, env: Env) -> None:
@@ -95,8 +98,7 @@ async def qa_evidence(task: Task, team: TeamSession, env: Env) -> None:
         f"<search> {query} </search>\n<evidence> {known} </evidence>\n"
         for (query, _), known in zip(parts, evidence, strict=True)
     )
-    answer = await team.act("answerer", question=question, history=history)
-    await env.step(f"<answer> {answer.value or ''} </answer>")
+    await _answer(team, env, question=question, history=history)
 
 
 def select(passages: tuple[str, ...], selection: str | None) -> list[str]:
@@ -124,8 +126,7 @@ async def qa_rewrite(task: Task, team: TeamSession, env: Env) -> None:
         choice = await team.act("selector", question=question, query=query, passages=numbered)
         kept = "\n".join(select(passages, choice.value))
     history = f"{asked}\n<information> {kept} </information>\n"
-    answer = await team.act("answerer", question=question, history=history)
-    await env.step(f"<answer> {answer.value or ''} </answer>")
+    await _answer(team, env, question=question, history=history)
 
 
 NOTHING = "no useful information"
@@ -154,7 +155,7 @@ class AskPlan:
         return AskPlan(tuple(steps))
 
 
-async def m_ask(task: Task, team: TeamSession, env: Env, *, max_turns: PositiveInt = 5) -> None:
+async def m_ask(task: Task, team: TeamSession, env: GradedEnv, *, max_turns: PositiveInt = 5) -> None:
     """Play one question: a plan with an answer, then up to `max_turns` times search, summarise, update and answer.
 
     The agents are named `planner`, `searcher`, `summariser`, `updater` and `answerer`. Templates may use the slot
@@ -172,8 +173,6 @@ async def m_ask(task: Task, team: TeamSession, env: Env, *, max_turns: PositiveI
         EnvError: the environment cannot preview.
     """
     question = env.reset(task)
-    if not isinstance(env, Previewing):
-        raise EnvError(f"m_ask: {type(env).__name__} cannot preview an answer; name search in env")
 
     async def measure(turn: int, answer: str) -> None:
         ahead = await env.preview(f"<answer> {answer} </answer>")

@@ -71,7 +71,7 @@ async def chain(task: Task, team: TeamSession, env: AnswerEnv) -> None:
     """
     problem = env.reset(task)
     draft = await team.act("generator", problem=problem)
-    right = await grade(team, env, draft)
+    right = await grade(team, env, draft.turn, draft.value)
     solution = after_thought(draft.text)
     review = await team.act("verifier", problem=problem, solution=solution)
     if right is None:

@@ -95,7 +95,8 @@ def demonstrate(
             continue
         task = as_task(source, puzzle, "train")
         teacher = _Teacher(source, task, roles, slips, random)
-        asyncio.run(orchestra(task, teacher, ENVS[source.game](task, max_turns=max_turns), max_turns=max_turns))
+        env: Any = ENVS[source.game](task, max_turns=max_turns)  # which can preview
+        asyncio.run(orchestra(task, teacher, env, max_turns=max_turns))
         for demonstration in teacher.demonstrations:
             if spoken == n:
                 return

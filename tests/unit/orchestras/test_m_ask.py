@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from rollout.base.errors import EnvError
 from rollout.orchestras.replies import parse_change, parse_plan, parse_search, read_plan
-from rollout.orchestras.search import AskPlan, m_ask
+from rollout.orchestras.search import AskPlan
 from rollout.records.trajectory import Task, Trajectory
-from rollout.teams.team import Team, TeamSession
-from tests.support.play import Adder
 from tests.support.shipped import Library, play_shipped, seen
 
 TASK = Task(id="t", prompt="Who?", answers=("Alice Walker Smith",), env="search", source="hops", split="train")
@@ -90,12 +85,6 @@ def test_a_malformed_answer_loses_what_was_known() -> None:
         PLAN.replace("<answer>Bob", "<answer>Alice"), "<search> x </search>", EVIDENCE, UPDATE, "?", "<end>"
     )
     assert rewards(trajectory) == [0.5, -0.5, -0.5, -0.5, -1.0, 0.0]
-
-
-def test_what_cannot_be_played_is_refused() -> None:
-    seat = TeamSession(Team({}, {}), ())
-    with pytest.raises(EnvError, match="m_ask: Adder cannot preview an answer; name search in env"):
-        asyncio.run(m_ask(TASK, seat, Adder(TASK)))
 
 
 def test_a_plan_changes_by_one_step() -> None:
