@@ -25,7 +25,7 @@ from retrieval.corpus import Corpus
 from rollout.base.files import write_json
 from rollout.base.options import lookup
 from rollout.config.build import build_orchestra, build_role, build_team
-from rollout.engines.embedded.engine import LocalEngine
+from rollout.engines.embedded.batching import LocalEngine
 from rollout.environments.protocol import Env
 from rollout.models.chat_template import CHAT_TEMPLATES, Renderer
 from rollout.records.completion import derive_seed

@@ -73,6 +73,16 @@ def _drop(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
+def settle(future: asyncio.Future[_T], outcome: _T | Exception) -> None:
+    """Give whoever waits for `future` its outcome, unless it has gone."""
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
 LEFT = "; it goes on though cancelled, and was left behind"
 
 

@@ -7,22 +7,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rollout.base.options import lookup
 from rollout.records.completion import Completion, Sampling
+from rollout.sync import SyncRoute, WeightUpdate, make_sender
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollout.sync import SyncRoute, WeightUpdate
-
 # Import paths, so that naming an engine imports neither torch nor Ray.
 ENGINES = {
     "embedded": "rollout.engines.embedded.engine:HostedEngine",
-    "embedded_local": "rollout.engines.embedded.engine:LocalEngine",
+    "embedded_local": "rollout.engines.embedded.batching:LocalEngine",
     "sglang": "rollout.engines.sglang.engine:SGLangEngine",
 }
 
@@ -65,6 +65,12 @@ class TrainedEngine(Engine, Protocol):
     version: int  # of the weights it holds
     pause_s: float  # that the last update kept it from decoding
     starts: int  # of its processes so far
+
+    async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """As `Engine`, over the engine's own transport."""
+        route = await self.begin_update()
+        sent = await asyncio.to_thread(make_sender(route).send, tensors, version, route.state)
+        await self.commit_update(sent)
 
     async def begin_update(self) -> SyncRoute:
         """Where the next weights should be written, and how; starts again what has died."""

@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
-from rollout.engines.embedded.engine import LocalEngine
+from rollout.engines.embedded.batching import LocalEngine
 from rollout.sync import SyncRoute, WeightUpdate
 from tests.support.simulated import handed_over
 

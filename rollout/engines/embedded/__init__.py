@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching in plain torch, for small models on a CPU or one GPU.
 
-- `engine`    the asynchronous protocol: the dispatch loop, in this process or around a Ray actor;  `host`: its inside
-- `batching`  admission, prefix reuse, decoding, version spans
+- `engine`    in a Ray actor: both sides of the process border
+- `batching`  admission, prefix reuse, decoding, version spans; the dispatch loop, and the engine in this process
 - `rows`      the table of cache rows, and the sampler
 - `decoder`   the model
 """

@@ -1,7 +1,9 @@
-"""The embedded engine: continuous batching over rows of cached keys and values, in one thread of one process."""
+"""The embedded engine: continuous batching over rows of cached keys and values, and its dispatch loop."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
@@ -14,9 +16,12 @@ import torch
 from torch import Tensor
 
 from rollout.base.errors import EngineError
+from rollout.base.task_group import settle
 from rollout.engines import BUSY, Tag, problem_of
 from rollout.engines.embedded.decoder import Cache, CachedDecoder, Span
 from rollout.engines.embedded.rows import CacheRows, GenerationRequest
+from rollout.models.architecture import read_architecture
+from rollout.models.tensors import read_tensors
 from rollout.records.completion import Completion, Sampling, VersionSpan
 
 _PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
@@ -78,7 +83,9 @@ class EmbeddedEngine:
         Raises:
             EngineError: the folder is not a model that this engine computes.
         """
-        return cls(CachedDecoder.from_folder(Path(folder), max_length, device), **settings)
+        decoder = CachedDecoder(read_architecture(folder, dense=True), max_length, device=device)
+        decoder.load(read_tensors(folder))
+        return cls(decoder, **settings)
 
     @property
     def has_work(self) -> bool:
@@ -273,3 +280,85 @@ def _plan(
         rows.occupy(row, request)
         rows.cached[row] = len(request.prompt)  # later spans of this very pass may start from it
     return spans, twins, admitted
+
+
+class Dispatcher:
+    """Dispatch loop: concurrent `generate` calls go to `exchange` together, and get their outcomes as they end."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion]]] = {}
+        self._new: list[Ask] = []
+        self._aborts: list[int] = []
+        self._ids = itertools.count()
+        self._loop: asyncio.Task[None] | None = None
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion; concurrent calls are batched.
+
+        Raises:
+            EngineError: the request cannot be served (too long, bad token ids or sampling), or the engine broke.
+        """
+        request_id = next(self._ids)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        ask = (request_id, list(prompt_ids), sampling)
+        self._waiting[request_id] = (ask, future)
+        self._new.append(ask)
+        if self._loop is None or self._loop.done():
+            self._loop = asyncio.create_task(self._run())
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._aborts.append(request_id)
+            raise
+        finally:
+            self._waiting.pop(request_id, None)
+
+    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:
+        """Hand over what is new and what is not wanted any more; what has ended since the last call."""
+        raise NotImplementedError
+
+    def unanswered(self) -> list[Ask]:
+        """All requests that wait, to be asked again of an engine that lost them."""
+        self._new.clear()
+        return [ask for ask, _ in self._waiting.values()]
+
+    async def idle(self) -> bool:
+        """Whether nothing waits; the engine has then heard of the last aborts."""
+        if self._loop is not None and not self._loop.done() and not self._waiting:
+            await asyncio.wait([self._loop])
+        return not self._waiting
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting or self._aborts:
+                asks, self._new = self._new, []
+                aborts, self._aborts = self._aborts, []
+                for request_id, outcome in await self.exchange(asks, aborts):
+                    if request_id in self._waiting:
+                        settle(self._waiting[request_id][1], outcome)
+                await asyncio.sleep(0)  # whoever got an answer leaves, and may ask again
+        except Exception as error:  # nobody awaits this task: whatever broke must reach those who wait
+            known = isinstance(error, EngineError)
+            failure = error if known else EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            self._new.clear()
+            for _, future in self._waiting.values():
+                settle(future, failure)
+            if not known:
+                raise
+
+
+class LocalEngine(Dispatcher):
+    """Runs an `EmbeddedEngine` on the event loop's thread, one step at a time between other coroutines."""
+
+    def __init__(self, folder: Path | str, *, max_length: int, version: int = 0, **settings: Any) -> None:
+        """Load the Hugging Face model in `folder`; the settings are those of `EmbeddedEngine.from_folder`."""
+        super().__init__()
+        self.core = EmbeddedEngine.from_folder(folder, max_length=max_length, version=version, **settings)
+
+    async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights (see `Engine`); running generations go on with the new ones."""
+        self.core.load_weights(tensors, version)
+
+    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:
+        """One step of the engine."""
+        return self.core.exchange(asks, aborts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollout.base.errors import EngineError
-from rollout.models.architecture import Architecture, read_architecture
+from rollout.models.architecture import Architecture
 from rollout.models.fused_weights import Layer, Weights
-from rollout.models.tensors import read_tensors
 
 _QUERY_BLOCK = 128  # prompt tokens per attention product: bounds its memory, skips most of the masked half
 _BLOCK_COST = 400  # tokens of context that can be read in the time it takes to start another attention product
@@ -88,17 +86,6 @@ class CachedDecoder:
         # |rotation|^2 = D^-1/2: rotating both the query and the key also scales their product.
         rotation = torch.polar(torch.full_like(angles, shape.head_dim**-0.25), angles)
         self._rotation = rotation.to(self.device)  # [M, D/2] complex
-
-    @classmethod
-    def from_folder(cls, folder: Path, max_length: int, device: str = "cpu") -> CachedDecoder:
-        """Build from a Hugging Face folder's config.json and *.safetensors.
-
-        Raises:
-            EngineError: a file is missing, or its architecture or tensors are not what is supported.
-        """
-        decoder = cls(read_architecture(folder, dense=True), max_length, device=device)
-        decoder.load(read_tensors(folder))
-        return decoder
 
     @property
     def weights(self) -> Weights:

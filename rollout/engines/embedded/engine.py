@@ -1,138 +1,114 @@
-"""The embedded engine behind the asynchronous protocol: in this process, or in a Ray actor of its own."""
+"""The embedded engine in a Ray actor of its own: what is on each side of the process border."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
+import torch
 
 from rollout.base.errors import EngineError
 from rollout.base.files import memory_path
 from rollout.base.processes import say
-from rollout.engines import BUSY, Tag
-from rollout.engines.embedded.batching import Ask, EmbeddedEngine, Outcome
-from rollout.engines.embedded.host import Host, HostedSettings
+from rollout.engines import BUSY, TRANSPORTS, Tag, TrainedEngine
+from rollout.engines.embedded.batching import Ask, Dispatcher, EmbeddedEngine, Outcome
+from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import read_architecture
-from rollout.records.completion import Completion, Sampling
-from rollout.sync import SyncRoute, WeightUpdate, make_sender
-from rollout.sync.shared import SharedWeights
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from rollout.models.tensors import compare, read_tensors
+from rollout.sync import SyncRoute, WeightUpdate
+from rollout.sync.disk import patched
+from rollout.sync.shared import SharedCheck, SharedWeights
 
 _BUDGET_S = 0.02  # of decoding per call: new requests wait at most this long, or a few times it when none ends
 
-Exchange = Callable[[list[Ask], list[int]], Awaitable[list[tuple[int, Outcome]]]]  # (new, aborted) -> what has ended
+Held = tuple[int, int | None]  # version of the weights, and the shared half they are in; None: they are the folder's
 
 
-class Dispatcher:
-    """Dispatch loop: concurrent `generate` calls go to an engine together, and get their outcomes as they end."""
+@dataclass(frozen=True, kw_only=True)
+class HostedSettings:
+    """Settings of an embedded engine in an actor.
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion]]] = {}
-        self._new: list[Ask] = []
-        self._aborts: list[int] = []
-        self._ids = itertools.count()
-        self._loop: asyncio.Task[None] | None = None
+    Raises:
+        EngineError: no such transport.
+    """
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion.
+    max_length: int  # tokens of prompt and reply
+    rows: int = 192  # sequences held at once
+    threads: int = 1
+    deterministic: bool = False  # as in `EmbeddedEngine`
+    device: str = "cpu"  # or "cuda", which needs a GPU in `place`
+    place: Mapping[str, Any] | None = None  # actor options; None: nothing set aside
+    transport: str = "shared"  # how new weights come; "disk" and "delta" go through ...
+    weights_folder: Path | str | None = None  # ... this folder, which the trainer sees too; None: one in shared memory
+    restarts: int = 2
 
-        Raises:
-            EngineError: the request cannot be served, or the engine broke.
-        """
-        request_id = next(self._ids)
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        ask = (request_id, list(prompt_ids), sampling)
-        self._waiting[request_id] = (ask, future)
-        self._new.append(ask)
-        if self._loop is None or self._loop.done():
-            self._loop = asyncio.create_task(self._run())
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._aborts.append(request_id)
-            raise
-        finally:
-            self._waiting.pop(request_id, None)
-
-    def unanswered(self) -> list[Ask]:
-        """All requests that wait, to be asked again of an engine that lost them."""
-        self._new.clear()
-        return [ask for ask, _ in self._waiting.values()]
-
-    async def idle(self) -> bool:
-        """Whether nothing waits; the engine has then heard of the last aborts."""
-        if self._loop is not None and not self._loop.done() and not self._waiting:
-            await asyncio.wait([self._loop])
-        return not self._waiting
-
-    async def _run(self) -> None:
-        try:
-            while self._waiting or self._aborts:
-                asks, self._new = self._new, []
-                aborts, self._aborts = self._aborts, []
-                for request_id, outcome in await self._exchange(asks, aborts):
-                    if request_id in self._waiting:
-                        _settle(self._waiting[request_id][1], outcome)
-                await asyncio.sleep(0)  # whoever got an answer leaves, and may ask again
-        except Exception as error:  # nobody awaits this task: whatever broke must reach those who wait
-            known = isinstance(error, EngineError)
-            failure = error if known else EngineError(f"the engine failed: {type(error).__name__}: {error}")
-            self._new.clear()
-            for _, future in self._waiting.values():
-                _settle(future, failure)
-            if not known:
-                raise
+    def __post_init__(self) -> None:
+        """Check the transport."""
+        known = sorted(TRANSPORTS["embedded"])
+        if self.transport not in known:
+            raise EngineError(f"the embedded engine has no transport '{self.transport}'; known: {', '.join(known)}")
 
 
-def _settle(future: asyncio.Future[Completion], outcome: Completion | Exception) -> None:
-    """Give a waiting call its outcome, unless it has gone."""
-    if future.done():
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
+class Host(EmbeddedEngine):
+    """The embedded engine in its Ray actor: it decodes, and takes new weights, when it is asked to."""
 
+    def __init__(self, folder: str, file: str, held: Held, settings: HostedSettings) -> None:
+        torch.set_num_threads(settings.threads)
+        shape = read_architecture(folder, dense=True)
+        self._shared = SharedWeights(Path(file), shape)
+        self._check: SharedCheck | None = None  # of the update under way
+        decoder = CachedDecoder(shape, settings.max_length, self._shared.halves, settings.device)
+        version, half = held
+        if half is None:
+            decoder.load(read_tensors(folder))
+        else:
+            decoder.adopt(half)
+        super().__init__(decoder, rows=settings.rows, version=version, deterministic=settings.deterministic)
 
-class LocalEngine:
-    """Runs an `EmbeddedEngine` on the event loop's thread, one step at a time between other coroutines."""
+    def follow(self, half: int) -> None:
+        """Take the checksum of every tensor that the trainer writes into `half` as soon as it is there."""
+        if self._check is not None:
+            self._check.stop()
+        self._check = SharedCheck(self._shared, half)
 
-    def __init__(self, folder: Path | str, *, max_length: int, version: int = 0, **settings: Any) -> None:
-        """Load the Hugging Face model in `folder`; the settings are those of `EmbeddedEngine.from_folder`."""
-        self.core = EmbeddedEngine.from_folder(folder, max_length=max_length, version=version, **settings)
-        self._dispatcher = Dispatcher(self.exchange)
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion; concurrent calls are batched.
+    def take(self, half: int, version: int, checksums: dict[str, str]) -> None:
+        """Compute from what was written into `half`.
 
         Raises:
-            EngineError: the request cannot be served (too long, bad token ids or sampling).
+            EngineError: it is not what the trainer has.
         """
-        return await self._dispatcher.generate(prompt_ids, sampling)
+        if self._shared.versions[half] != version:
+            raise EngineError(f"the shared weights hold version {self._shared.versions[half]}; expected {version}")
+        check = self._check if self._check is not None else SharedCheck(self._shared, half)
+        self._check = None
+        compare(check.finish(), checksums, version)
+        self.adopt(half, version)
 
-    async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights; running generations go on with the new ones.
+    def read(self, half: int, place: str, version: int, checksums: dict[str, str]) -> None:
+        """Fill `half` from a folder, or with its changes to what is held, and `take` it."""
+        held = self.decoder.weights.tensors()
+        self._shared.versions[half] = -1
+        self._shared.halves[half].fill(patched(held, Path(place), self.version))
+        self._shared.versions[half] = version
+        self.take(half, version, checksums)
 
-        Raises:
-            EngineError: a tensor is missing, unknown or of another shape; the old weights stay.
-        """
-        self.core.load_weights(tensors, version)
+    def pid(self) -> int:
+        """The actor's process."""
+        return os.getpid()
 
-    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:
-        """One step of the engine, with what is new and what is not wanted any more."""
-        return self.core.exchange(asks, aborts)
+    def counters(self) -> dict[str, float]:
+        """`stats` by field name."""
+        return asdict(self.stats)
 
 
-class HostedEngine:
+class HostedEngine(Dispatcher, TrainedEngine):
     """An engine in a process of its own; Ray must be running.
 
     Concurrent `generate` calls travel together: each call to the actor brings what is new and takes what is done. An
@@ -154,6 +130,7 @@ class HostedEngine:
             EngineError: Ray is not running, or there is no room for the weights. What else is wrong with the folder
                 comes with the first call.
         """
+        super().__init__()
         if not ray.is_initialized():
             raise EngineError("Ray is not running; call ray.init before making a hosted engine")
         self._settings = HostedSettings(**settings)
@@ -169,7 +146,6 @@ class HostedEngine:
         self._half: int | None = None  # the one that the weights are in; None: they are the folder's
         self._free = 0  # the one that the next weights go into
         self._host: Any = self._start()
-        self._dispatcher = Dispatcher(self._exchange)
         self._closed = False
 
     def _mapped(self) -> SharedWeights | None:
@@ -182,23 +158,6 @@ class HostedEngine:
     def _start(self) -> Any:
         self.starts += 1
         return self._actor.remote(self._folder, str(self._file), (self.version, self._half), self._settings)
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion.
-
-        Raises:
-            EngineError: the request cannot be served, or the actor died more often than it may.
-        """
-        return await self._dispatcher.generate(prompt_ids, sampling)
-
-    async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights by local tensors, over the engine's own transport.
-
-        Raises:
-            EngineError: a tensor is missing, unknown or of another shape (the old weights stay), or the actor has died.
-        """
-        route = await self.begin_update()
-        await self.commit_update(make_sender(route).send(tensors, version, route.state))
 
     async def begin_update(self) -> SyncRoute:
         """The half of the shared weights that is free, which the actor watches from now on, or the folder."""
@@ -221,13 +180,13 @@ class HostedEngine:
         """
         began = time.perf_counter()
         sums = dict(update.checksums)
-        if update.transport == "shared":
-            problem = await self._call("adopt", self._free, update.version, sums)
-        else:
-            problem = await self._call("read", self._free, update.place, update.version, sums)
-        self.pause_s = time.perf_counter() - began
-        if problem:
-            raise EngineError(problem)
+        try:
+            if update.transport == "shared":
+                await self._call("take", self._free, update.version, sums)
+            else:
+                await self._call("read", self._free, update.place, update.version, sums)
+        finally:
+            self.pause_s = time.perf_counter() - began
         self._half, self._free = self._free, 1 - self._free
         self.version = update.version
 
@@ -244,9 +203,9 @@ class HostedEngine:
         Raises:
             EngineError: requests are running.
         """
-        problem = await self._call("sleep", tags) if await self._dispatcher.idle() else BUSY
-        if problem:
-            raise EngineError(problem)
+        if not await self.idle():
+            raise EngineError(BUSY)
+        await self._call("sleep", tags)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Have room for keys and values, and the weights, again."""
@@ -254,7 +213,7 @@ class HostedEngine:
 
     async def stats(self) -> dict[str, float]:
         """Counters of the engine since it started: tokens and CPU seconds by kind of work."""
-        counters: dict[str, float] = await self._call("stats")
+        counters: dict[str, float] = await self._call("counters")
         return counters
 
     def close(self) -> None:
@@ -264,7 +223,7 @@ class HostedEngine:
         self._file.unlink(missing_ok=True)
         shutil.rmtree(self._weights_folder, ignore_errors=True)
 
-    async def _exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:
+    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:
         """What has ended since the last call; an actor that has died is asked for all that waits again."""
         while True:
             self.exchanges += 1
@@ -272,7 +231,7 @@ class HostedEngine:
             done: list[tuple[int, Outcome]] = await self._call("exchange", asks, aborts, _BUDGET_S, again=False)
             if self.starts == starts:
                 return done
-            asks, aborts = self._dispatcher.unanswered(), []
+            asks, aborts = self.unanswered(), []
 
     async def _call(self, method: str, *arguments: Any, again: bool = True) -> Any:
         """Call the actor; one that has died is started again first, as long as it may be.
@@ -289,19 +248,20 @@ class HostedEngine:
                 if not again:
                     return []
             except ray.exceptions.RayError as error:
-                raise EngineError(f"the engine's actor failed: {_reason(error)}") from error
+                cause = getattr(error, "cause", None)
+                raise cause if isinstance(cause, EngineError) else _failure(error) from error
 
     def _revive(self, host: Any, error: Exception) -> None:
         if host is not self._host:
             return  # another call was faster
         started = not isinstance(error, ray.exceptions.ActorUnschedulableError) and "__init__" not in str(error)
         if self._closed or not started or not self._restarts:
-            raise EngineError(f"the engine's actor failed: {_reason(error)}") from error
+            raise _failure(error) from error
         self._restarts -= 1
         self._tell(f"the engine's actor died; started again with version {self.version}, {self._restarts} starts left")
         self._host = self._start()
 
 
-def _reason(error: Exception) -> str:
+def _failure(error: Exception) -> EngineError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return EngineError(f"the engine's actor failed: {lines[-1] if lines else type(error).__name__}")

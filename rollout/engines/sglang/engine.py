@@ -7,29 +7,26 @@ import hashlib
 import shutil
 import struct
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rollout.base.errors import EngineError
 from rollout.base.files import memory_path
 from rollout.base.processes import say
-from rollout.engines import Tag, problem_of
+from rollout.engines import Tag, TrainedEngine, problem_of
 from rollout.engines.sglang.client import Lost, body_of, completion_of
 from rollout.engines.sglang.fleet import Checks, Fleet, LostWeights
 from rollout.engines.sglang.server import Replica
 from rollout.engines.sglang.settings import PUSHED, SGLangSettings
 from rollout.records.completion import Completion, Sampling
-from rollout.sync import SyncRoute, WeightUpdate, make_sender
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from rollout.sync import SyncRoute, WeightUpdate
 
 _IDLE_S = 60.0  # that requests which were aborted may take to end, before servers sleep
 
 
-class SGLangEngine:
+class SGLangEngine(TrainedEngine):
     """Serves one policy from its `replicas` servers, or from those that run at `urls`.
 
     A server that dies is started again, up to `restarts` times in all, and gets the present weights before it answers.
@@ -64,7 +61,7 @@ class SGLangEngine:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
-    def starts(self) -> int:
+    def starts(self) -> int:  # type: ignore[override]
         """How often servers were started, in all."""
         return sum(replica.starts for replica in self._replicas)
 
@@ -87,16 +84,6 @@ class SGLangEngine:
                 self._later(replica.client.call("/abort_request", {"rid": body["rid"]}))
             raise
         return completion_of(reply, self.version)
-
-    async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights by local tensors, over the engine's own transport.
-
-        Raises:
-            EngineError: as `commit_update`; a tensor that is missing, unknown or of another shape changes nothing.
-        """
-        route = await self.begin_update()
-        handover = await asyncio.to_thread(make_sender(route).send, tensors, version, route.state)
-        await self.commit_update(handover)
 
     async def begin_update(self) -> SyncRoute:
         """The folder to write to; or the servers themselves, which then pause until `commit_update`."""

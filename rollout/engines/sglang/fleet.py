@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollout.base.errors import EngineError
+from rollout.base.task_group import settle
 from rollout.engines import Tag
 from rollout.engines.sglang.client import Lost
 from rollout.engines.sglang.server import Replica, attached_replica, owned_replica
@@ -202,12 +203,7 @@ class LostWeights:
         """End the wait of all calls."""
         waiting, self._waiting = self._waiting, []
         for back in waiting:
-            if back.done():  # the call was cancelled
-                continue
-            if error is None:
-                back.set_result(None)
-            else:
-                back.set_exception(error)
+            settle(back, error)
 
 
 class Checks:

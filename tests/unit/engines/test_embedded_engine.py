@@ -13,8 +13,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from rollout.base.errors import EngineError
-from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.embedded.engine import LocalEngine
+from rollout.engines.embedded.batching import EmbeddedEngine, LocalEngine
 from rollout.engines.embedded.rows import uniforms
 from rollout.records.completion import Completion, Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, steps, worst
@@ -158,7 +157,7 @@ def test_a_step_that_breaks_fails_who_waits_and_nobody_later(folder: Path, monke
                 assert isinstance(error, EngineError)
                 assert str(error) == "the engine failed: RuntimeError: out of memory"
         with pytest.raises(RuntimeError, match="out of memory"):
-            await engine._dispatcher._loop
+            await engine._loop
         assert not engine.core.has_work
         return await engine.generate([1, 2, 3], Sampling(max_tokens=9))
 
@@ -260,7 +259,7 @@ def test_a_cancelled_call_takes_no_further_step(folder: Path) -> None:
             await asyncio.sleep(0)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
-        await engine._dispatcher._loop
+        await engine._loop
 
     asyncio.run(play())
     assert engine.core.stats.steps in (3, 4)

@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.base.task_group import Deadlines
 from rollout.config.build import build_player
-from rollout.engines.embedded.engine import LocalEngine
+from rollout.engines.embedded.batching import LocalEngine
 from rollout.records.completion import VersionSpan
 from rollout.records.trajectory import Status
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
@@ -94,7 +94,7 @@ def test_what_is_late_leaves_no_row_of_the_engine_occupied(model):
     played = play(engine, limits=Deadlines(batch_s=0.002))
     assert Status.ABORTED in {trajectory.status for trajectory in played.values()}
     assert not engine.core._rows.live.any()
-    assert not engine._dispatcher._waiting
+    assert not engine._waiting
     assert {trajectory.status for trajectory in play(engine, tasks=TASKS[:1]).values()} == {Status.COMPLETED}
 
 

@@ -12,8 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.session import TrainingSession
-from rollout.engines.embedded.batching import Ask, EmbeddedEngine, Outcome
-from rollout.engines.embedded.engine import LocalEngine
+from rollout.engines.embedded.batching import Ask, EmbeddedEngine, LocalEngine, Outcome
 from rollout.records.trajectory import Trajectory, read_trajectories
 from rollout.sync import SyncRoute, WeightUpdate
 from tests.support.replay import sample_again
