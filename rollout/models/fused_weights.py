@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError
 from rollout.models.architecture import Architecture
-from rollout.models.tensors import RowBlocks, blocks_of, checksum, cut, shape_of, whole
+from rollout.models.tensors import RowBlocks, blocks_of, checksum, complete, cut, whole
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
 _ALIGNED = 16  # elements: every buffer starts on a cache line
@@ -77,14 +77,9 @@ class Weights:
         for name, (shape, view) in self.places.items():
             yield name, view.reshape(shape)
 
-    def checksum(self, name: str) -> str:
-        """Checksum of one tensor by its Hugging Face name, as `rollout.models.tensors` has it."""
-        shape, view = self.places[name]
-        return checksum(view.reshape(shape))
-
     def checksums(self) -> dict[str, str]:
-        """Checksum of every tensor."""
-        return {name: self.checksum(name) for name in self.places}
+        """Checksum of every tensor by its Hugging Face name, as `rollout.models.tensors` has it."""
+        return {name: checksum(tensor) for name, tensor in self.tensors()}
 
     def fill(self, stream: Iterable[tuple[str, RowBlocks]]) -> None:
         """Copy a full set of named tensors into the buffers, converting to float32.
@@ -103,24 +98,16 @@ class Weights:
         Raises:
             EngineError: names the tensor that is missing, unknown, repeated or of another shape.
         """
-        left = dict(self.places)
         tied: dict[str, Tensor] = {}
-        for name, rows in stream:
-            if self._tied and name in _TIED:
-                tied[name] = whole(rows).detach()
-                if name not in self.places:
-                    continue
-            if name not in left:
-                raise EngineError(
-                    f"tensor '{name}' {'comes twice' if name in self.places else 'is unknown to this model'}"
-                )
-            shape, view = left.pop(name)
-            if shape_of(rows) != shape:
-                raise EngineError(f"tensor '{name}' has shape {list(shape_of(rows))}; expected {list(shape)}")
-            yield name, rows, view
-        if left:
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise EngineError(f"tensor '{next(iter(left))}'{more} is missing from the update")
+
+        def noted() -> Iterator[tuple[str, RowBlocks]]:
+            for name, rows in stream:
+                if self._tied and name in _TIED:
+                    tied[name] = whole(rows).detach()
+                yield name, rows
+
+        for name, rows in complete(noted(), {name: shape for name, (shape, _) in self.places.items()}):
+            yield name, rows, self.places[name][1]
         if len(tied) == 2 and not _same(*tied.values()):
             raise EngineError("tensor 'lm_head.weight' differs from the embedding to which this model's head is tied")
 

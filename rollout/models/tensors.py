@@ -116,9 +116,9 @@ def tensor_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
 
 
 def complete(
-    weights: Iterable[tuple[str, RowBlocks]], manifest: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Pass on full tensors as long as `manifest` has their names and shapes; a tied head's second name is left out.
+    weights: Iterable[tuple[str, RowBlocks]], manifest: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, RowBlocks]]:
+    """Pass on tensors as long as `manifest` has their names and shapes; a tied head's second name is left out.
 
     Raises:
         EngineError: names the tensor that is missing, unknown, repeated or of another shape.
@@ -129,10 +129,10 @@ def complete(
             if name == "lm_head.weight" and name not in manifest:
                 continue
             raise EngineError(f"tensor '{name}' {'comes twice' if name in manifest else 'is unknown to this model'}")
-        shape, tensor = left.pop(name), whole(rows)
-        if tuple(tensor.shape) != shape:
-            raise EngineError(f"tensor '{name}' has shape {list(tensor.shape)}; expected {list(shape)}")
-        yield name, tensor
+        shape = left.pop(name)
+        if list(shape_of(rows)) != list(shape):
+            raise EngineError(f"tensor '{name}' has shape {list(shape_of(rows))}; expected {list(shape)}")
+        yield name, rows
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise EngineError(f"tensor '{next(iter(left))}'{more} is missing from the update")

@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rollout.base.options import lookup
 
@@ -41,8 +42,16 @@ class WeightUpdate:
     seconds: float = 0.0  # that sending took
 
 
-class WeightSender(Protocol):
+def alone(value: Any) -> list[Any]:
+    """The exchange of a sender without fellow ranks."""
+    return [value]
+
+
+class WeightSender:
     """A trainer's side of a transport; every rank has one and makes the same calls."""
+
+    def __init__(self, route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> None:
+        self._route, self._leads, self._exchange = route, rank == 0, exchange
 
     def send(self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
         """Drain a stream of (Hugging Face name, full tensor or its blocks) into the route's place.
@@ -50,6 +59,22 @@ class WeightSender(Protocol):
         Raises:
             EngineError: a tensor is missing, unknown or of another shape, or the engine does not take it.
         """
+        began = time.perf_counter()
+        place, checksums, size = self._write(weights, version, state)
+        return WeightUpdate(
+            version=version,
+            transport=self._route.transport,
+            place=place,
+            checksums=checksums,
+            bytes=size,
+            seconds=time.perf_counter() - began,
+        )
+
+    def _write(
+        self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]
+    ) -> tuple[str, Mapping[str, str], int]:
+        """Where `weights` lie now, their checksums as the engine names them, and how many bytes were written."""
+        raise NotImplementedError
 
 
 # Import paths: a sender loads only what it needs.
@@ -61,11 +86,6 @@ SENDERS = {
     "tensor": "rollout.sync.push:TensorSender",
     "distributed": "rollout.sync.push:GroupSender",
 }
-
-
-def alone(value: Any) -> list[Any]:
-    """The exchange of a sender without fellow ranks."""
-    return [value]
 
 
 def make_sender(route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> WeightSender:

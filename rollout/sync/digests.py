@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rollout.models.tensors import checksum, gpu_hash
+from rollout.models.tensors import RowBlocks, checksum, complete, gpu_hash, whole
 from rollout.sync import SyncRoute
 
 
-class WeightDigest(Protocol):
-    """Collects what an engine will say of the same weights."""
+class WeightDigest:
+    """Collects what an engine will say of the same weights: nothing."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take the next tensor of the stream."""
 
     def finish(self) -> dict[str, str]:
         """Checksums by the engine's names."""
+        return {}
 
 
-class PlainDigest:
+class PlainDigest(WeightDigest):
     """Of every tensor in float32, as the embedded engine holds it."""
 
     def __init__(self) -> None:
@@ -36,16 +36,6 @@ class PlainDigest:
 
     def finish(self) -> dict[str, str]:
         return self._sums
-
-
-class NoDigest:
-    """Of nothing."""
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        pass
-
-    def finish(self) -> dict[str, str]:
-        return {}
 
 
 _FUSED = {  # SGLang's tensor -> the tensors that it stacks, in the order of the stream
@@ -61,7 +51,7 @@ _VOCAB_PADDING = 64  # rows; DEFAULT_VOCAB_PADDING_SIZE in layers/vocab_parallel
 _LAYER = re.compile(r"\.\d+\.")
 
 
-class SGLangDigest:
+class SGLangDigest(WeightDigest):
     """Of a decoder as SGLang's ranks hold it: cut for each, projections and experts stacked, vocabulary padded.
 
     What `/weights_checker` answers with `action: checksum` in SGLang 0.5.23 (utils/weight_checker.py, `tensor_hash` in
@@ -159,7 +149,21 @@ def digest_of(route: SyncRoute) -> WeightDigest:
     wanted = route.options.get("digest", "plain")
     if wanted == "sglang":
         return SGLangDigest(**route.options["held"])
-    return PlainDigest() if wanted == "plain" else NoDigest()
+    return PlainDigest() if wanted == "plain" else WeightDigest()
+
+
+def digested(
+    weights: Iterable[tuple[str, RowBlocks]], manifest: Mapping[str, Sequence[int]], digest: WeightDigest
+) -> Iterator[tuple[str, Tensor]]:
+    """The full tensors of a stream that is `complete`, of which `digest` takes note where they are.
+
+    Raises:
+        EngineError: as `complete`.
+    """
+    for name, rows in complete(weights, manifest):
+        tensor = whole(rows).detach()
+        digest.add(name, tensor)
+        yield name, tensor
 
 
 def _sha(tensor: Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from shutil import rmtree
@@ -16,59 +16,50 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError
 from rollout.base.files import atomic_folder
-from rollout.models.tensors import RowBlocks, complete, tensor_shapes
-from rollout.sync import SyncRoute, WeightUpdate
-from rollout.sync.digests import digest_of
+from rollout.models.tensors import RowBlocks, tensor_shapes
+from rollout.sync import SyncRoute, WeightSender, alone
+from rollout.sync.digests import WeightDigest, digest_of, digested
 
 _FILE_BYTES = 1 << 30  # of one file: what a rank holds of the model besides its shard
 _INDEX, _VALUE = "#index", "#value"  # after a tensor's name: flat positions int32 or int64, and what stands there now
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-class FolderSender:
+class FolderSender(WeightSender):
     """Rank 0 writes every version into a folder of its own below the route's place; the one before it goes."""
 
-    def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
-        self._route = route
-        self._writes = rank == 0
+    def __init__(self, route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> None:
+        super().__init__(route, rank=rank, exchange=exchange)
         self._manifest = tensor_shapes(route.model)
         self._version: int | None = None  # that was sent last, whole
 
-    def send(self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
-        """Write `v<version>/` (see `WeightSender`)."""
-        began = time.perf_counter()
+    def _write(
+        self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]
+    ) -> tuple[str, Mapping[str, str], int]:
+        """Write `v<version>/`."""
         base = self._version if self._version is not None and state.get("base") == self._version else None
         self._version = None  # until all of the new version is written
-        digest = digest_of(self._route)
+        digest = digest_of(self._route) if self._leads else WeightDigest()
         final, written = Path(self._route.place) / f"v{version:06d}", 0
-        stream = complete(weights, self._manifest)
-        if not self._writes:
-            for _ in stream:
-                pass
+        stream = digested(weights, self._manifest, digest)
+        if not self._leads:
+            deque(stream, maxlen=0)
         else:
             with atomic_folder(final) as partial:
                 held: dict[str, Tensor] = {}
                 for name, full in stream:
-                    digest.add(name, full.detach())  # where it is: a GPU is faster at it
-                    part = self._part(name, full.detach().cpu().contiguous(), base)
+                    part = self._part(name, full.cpu().contiguous(), base)
                     written += sum(tensor.nbytes for tensor in part.values())
                     held |= part
                     if sum(tensor.nbytes for tensor in held.values()) >= _FILE_BYTES:
-                        _write(partial, held, base)
+                        _save(partial, held, base)
                         held = {}
-                _write(partial, held, base)
+                _save(partial, held, base)
             for old in final.parent.glob("v[0-9]*"):
                 if old.name != final.name:
                     rmtree(old, ignore_errors=True)
         self._version = version
-        return WeightUpdate(
-            version=version,
-            transport=self._route.transport,
-            place=str(final),
-            checksums=digest.finish(),
-            bytes=written,
-            seconds=time.perf_counter() - began,
-        )
+        return str(final), digest.finish(), written
 
     def _part(self, name: str, tensor: Tensor, base: int | None) -> dict[str, Tensor]:
         """What to write of a tensor; `base` is the version that the engine holds, if it is the one sent last."""
@@ -78,13 +69,12 @@ class FolderSender:
 class ChangedSender(FolderSender):
     """Writes only tensors that differ from the last version sent, if the engine holds that one; else all."""
 
-    def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> None:
         super().__init__(route, rank=rank, exchange=exchange)
         self._last: dict[str, Tensor] = {}
 
     def _part(self, name: str, tensor: Tensor, base: int | None) -> dict[str, Tensor]:
-        before = self._last.get(name) if base is not None else None
-        part = self._changes(name, before, tensor)
+        part = self._changes(name, self._last.get(name) if base is not None else None, tensor)
         if part:
             self._last[name] = tensor.clone()
         return part
@@ -109,7 +99,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], base: int | None) -> None:
+def _save(folder: Path, tensors: dict[str, Tensor], base: int | None) -> None:
     if tensors or not any(folder.iterdir()):  # the first file says what the version starts from
         metadata = {"format": "pt", "base": json.dumps(base)}
         save_file(tensors, str(folder / f"model-{len(list(folder.iterdir())):05d}.safetensors"), metadata=metadata)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import socket
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -22,49 +21,41 @@ import torch.multiprocessing  # teaches ForkingPickler how tensors travel
 from torch import Tensor
 
 from rollout.base.errors import EngineError
-from rollout.models.tensors import RowBlocks, complete, tensor_shapes
-from rollout.sync import SyncRoute, WeightUpdate
-from rollout.sync.digests import WeightDigest, digest_of
+from rollout.models.tensors import RowBlocks, tensor_shapes
+from rollout.sync import SyncRoute, WeightSender, alone
+from rollout.sync.digests import WeightDigest, digest_of, digested
 
 _TIMEOUT_S = 600.0
 _LOOPBACK = "127.0.0.1"
 
 
-class _Push:
+class _Push(WeightSender):
     """What both ways have in common: the servers, the session around an update, and the books.
 
     Rank 0 alone speaks to the servers. What fails there fails on every rank, at the same tensor of the stream: a rank
     that went on would gather with nobody, or with the next update.
     """
 
-    def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
-        self._route = route
-        self._leads = rank == 0
-        self._exchange = exchange
+    def __init__(self, route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> None:
+        super().__init__(route, rank=rank, exchange=exchange)
         self._urls = route.place.split()
+        self._tp = int(route.options.get("tp", 1))
         self._manifest = tensor_shapes(route.model)
         headers = {"Authorization": f"Bearer {route.options['key']}"} if route.options.get("key") else {}
         self._http = httpx.Client(headers=headers, trust_env=False, timeout=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(max_workers=len(self._urls) + 1)
 
-    def send(self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
-        """Push bucket by bucket (see `Sender`); a failure leaves servers with a mixture, and says so."""
-        began = time.perf_counter()
-        digest = digest_of(self._route)
-        written = 0
-        limit = int(self._route.options.get("bucket_bytes", PUSHED_BUCKET_BYTES))
+    def _write(
+        self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]
+    ) -> tuple[str, Mapping[str, str], int]:
+        """Push bucket by bucket; a failure leaves servers with a mixture, and says so."""
+        digest = digest_of(self._route) if self._leads else WeightDigest()
+        size, limit = 0, int(self._route.options.get("bucket_bytes", PUSHED_BUCKET_BYTES))
         with self._session():
-            for bucket in buckets(_noted(complete(weights, self._manifest), digest, self._leads), limit):
-                written += sum(tensor.nbytes for _, tensor in bucket)
+            for bucket in buckets(digested(weights, self._manifest, digest), limit):
+                size += sum(tensor.nbytes for _, tensor in bucket)
                 self._bucket(bucket, version)
-        return WeightUpdate(
-            version=version,
-            transport=self._route.transport,
-            place=self._route.place,
-            checksums=digest.finish(),
-            bytes=written,
-            seconds=time.perf_counter() - began,
-        )
+        return self._route.place, digest.finish(), size
 
     def _bucket(self, bucket: list[tuple[str, Tensor]], version: int) -> None:
         raise NotImplementedError
@@ -137,15 +128,14 @@ class TensorSender(_Push):
     after that torch keeps its memory until the server, whose stream it waits for, has let go of it.
     """
 
-    def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
-        super().__init__(route, rank=rank, exchange=exchange)
-        self._tp = int(route.options.get("tp", 1))
-        self._kept: Tensor | None = None
+    _kept: Tensor | None = None
 
-    def send(self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
-        """As `_Push.send`; afterwards this rank holds no bucket."""
+    def _write(
+        self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]
+    ) -> tuple[str, Mapping[str, str], int]:
+        """As `_Push`; afterwards this rank holds no bucket."""
         try:
-            return super().send(weights, version, state)
+            return super()._write(weights, version, state)
         finally:
             self._kept = None
             if torch.cuda.is_available():
@@ -171,10 +161,8 @@ class TensorSender(_Push):
 class GroupSender(_Push):
     """Rank 0 broadcasts to every rank of every server over a group of their own; for servers on other GPUs."""
 
-    def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
-        super().__init__(route, rank=rank, exchange=exchange)
-        self._name = ""
-        self._group: dist.ProcessGroup | None = None
+    _name = ""
+    _group: dist.ProcessGroup | None = None
 
     def _begin(self) -> None:
         if self._group is None:
@@ -183,15 +171,14 @@ class GroupSender(_Push):
 
     def _join(self) -> dist.ProcessGroup:
         """Meet the servers at a port of the loopback; all of them must come at once."""
-        tp = int(self._route.options.get("tp", 1))
-        world = 1 + tp * len(self._urls)
+        world = 1 + self._tp * len(self._urls)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         self._name = f"mcore_mas-{uuid.uuid4().hex[:12]}"  # one that no trainer has left in the servers
         listener = socket.create_server((_LOOPBACK, 0))
         port = listener.getsockname()[1]
         fields = {"master_address": _LOOPBACK, "master_port": port, "world_size": world}
         fields |= {"group_name": self._name, "backend": backend}
-        bodies = [{**fields, "rank_offset": 1 + tp * number} for number in range(len(self._urls))]
+        bodies = [{**fields, "rank_offset": 1 + self._tp * number} for number in range(len(self._urls))]
         joined = self._post("/init_weights_update_group", bodies)
         here = self._pool.submit(_group_of, listener, world, backend, self._name)
         _first_failure_of([*joined, here])
@@ -266,13 +253,6 @@ def serialize(payload: object) -> str:
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(payload)
     return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _noted(weights: Iterable[tuple[str, Tensor]], digest: WeightDigest, leads: bool) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        if leads:
-            digest.add(name, tensor.detach())
-        yield name, tensor.detach()
 
 
 def _group_of(listener: socket.socket, world: int, backend: str, name: str) -> dist.ProcessGroup:

@@ -6,8 +6,8 @@ import math
 import mmap
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rollout.base.errors import EngineError
 from rollout.models.architecture import Architecture, read_architecture
 from rollout.models.fused_weights import Weights
 from rollout.models.tensors import Checksum, RowBlocks, blocks_of, copy, flat_bytes, shape_of
-from rollout.sync import SyncRoute, WeightUpdate
+from rollout.sync import SyncRoute, WeightSender, alone
 
 _PAGE = 4096  # bytes: the halves start on a page of their own
 _LOOK_S = (5e-5, 2e-3)  # between two looks at what the trainer has written: at first, and after long idling
@@ -123,51 +123,32 @@ class _Follower:
         return self._digest.text()
 
 
-class SharedSender:
+class SharedSender(WeightSender):
     """Rank 0 writes full tensors into the half that the engine does not use: one copy, in the engine's order, that
     also takes the checksums.
     """
 
-    def __init__(self, route: SyncRoute, *, rank: int, exchange: Callable[[Any], list[Any]]) -> None:
-        self._route = route
+    def __init__(self, route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> None:
+        super().__init__(route, rank=rank, exchange=exchange)
         shape = read_architecture(route.model, dense=True)
-        self._shared = SharedWeights(Path(route.place), shape) if rank == 0 else None
+        self._shared = SharedWeights(Path(route.place), shape) if self._leads else None
 
-    def send(self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
-        """Fill the half `state["half"]` (see `Sender`)."""
-        began = time.perf_counter()
-        size = 0
-
-        def counted() -> Iterator[tuple[str, RowBlocks]]:
-            nonlocal size
-            for name, rows in weights:
-                size += sum(block.nbytes for block in blocks_of(rows))
-                yield name, rows
-
-        if self._shared is None:
-            for _ in weights:
-                pass
-            sums: dict[str, str] = {}
+    def _write(
+        self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]
+    ) -> tuple[str, Mapping[str, str], int]:
+        """Fill the half `state["half"]`."""
+        sums: dict[str, str] = {}
+        size, shared = 0, self._shared
+        if shared is None:
+            deque(weights, maxlen=0)
         else:
             half = int(state["half"])
-            self._shared.versions[half] = -1
-            sums = _fill(self._shared, half, counted())
-            self._shared.versions[half] = version
-        return WeightUpdate(
-            version=version,
-            transport=self._route.transport,
-            place=self._route.place,
-            checksums=sums,
-            bytes=size,
-            seconds=time.perf_counter() - began,
-        )
-
-
-def _fill(shared: SharedWeights, half: int, weights: Iterable[tuple[str, RowBlocks]]) -> dict[str, str]:
-    sums = {}
-    for name, rows, place in shared.halves[half].placed(weights):
-        digest, number = Checksum(shape_of(rows)), shared.numbers[name]
-        for written in copy(rows, place, digest):
-            shared.written[half, number] = written
-        sums[name] = digest.text()
-    return sums
+            shared.versions[half] = -1
+            for name, rows, place in shared.halves[half].placed(weights):
+                digest, number = Checksum(shape_of(rows)), shared.numbers[name]
+                for written in copy(rows, place, digest):
+                    shared.written[half, number] = written
+                sums[name] = digest.text()
+                size += sum(block.nbytes for block in blocks_of(rows))
+            shared.versions[half] = version
+        return self._route.place, sums, size
