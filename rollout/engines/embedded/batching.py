@@ -94,9 +94,8 @@ class EmbeddedEngine:
 
     def submit(self, request_id: int, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Queue one generation. What is wrong with it comes back from `step` as its EngineError."""
-        unfit = problem_of(prompt_ids, sampling, self.decoder.shape.vocab, self.max_length)
-        problem = "the engine sleeps; wake it first" if self._asleep else unfit
-        if problem:
+        problem = "the engine sleeps; wake it first" if self._asleep else ""
+        if problem := problem or problem_of(prompt_ids, sampling, self.decoder.shape.vocab, self.max_length):
             self._done.append((request_id, EngineError(problem)))
         else:
             prompt = np.asarray(prompt_ids, dtype=np.int64)
@@ -209,8 +208,9 @@ class EmbeddedEngine:
             placed += copies
             index += [owner] * len(copies)
         self.stats.prefill_s += time.thread_time() - began
-        same = len(index) == len(spans)
-        self._emit(np.array(placed), logits if same else logits[torch.tensor(index, device=logits.device)])
+        if twins:
+            logits = logits[torch.tensor(index, device=logits.device)]
+        self._emit(np.array(placed), logits)
 
     def _decode(self, live: np.ndarray) -> None:
         began = time.thread_time()
@@ -242,8 +242,7 @@ class EmbeddedEngine:
         self.stats.sample_s += time.thread_time() - began
 
     def _finish(self, row: int, reason: str) -> None:
-        request_id = self._rows.requests[row].id
-        self._done.append((request_id, self._rows.vacate(row, reason)))
+        self._done.append((self._rows.requests[row].id, self._rows.vacate(row, reason)))
 
 
 def _plan(
