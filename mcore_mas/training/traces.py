@@ -15,7 +15,7 @@ from mcore_mas.credit.samples import TurnId
 from mcore_mas.reports.pages import file_name
 from rollout.records.trajectory import Group, Status, ToolEvent, Trajectory, Turn
 
-Draw = Callable[[Trajectory], str | None]  # its picture as SVG, None without one
+DrawTrajectory = Callable[[Trajectory], str | None]  # its picture as SVG, None without one
 _EXPORTER = "mlflow.tracing.export.mlflow_v3"  # whose log is the only place where it says that a trace was refused
 
 
@@ -29,7 +29,10 @@ class Traces:
         self._refused = False
 
     def send(
-        self, trajectories: Sequence[Trajectory], advantages: Mapping[TurnId, float], draw: Draw = lambda _: None
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: Mapping[TurnId, float],
+        draw: DrawTrajectory = lambda _: None,
     ) -> None:
         """Have `trajectories` written, and return at once."""
         for trajectory in trajectories:
@@ -39,7 +42,7 @@ class Traces:
         """Wait for what is being written."""
         self._thread.shutdown()
 
-    def _write(self, trajectory: Trajectory, advantages: Mapping[TurnId, float], draw: Draw) -> None:
+    def _write(self, trajectory: Trajectory, advantages: Mapping[TurnId, float], draw: DrawTrajectory) -> None:
         if self._refused:
             return
         import mlflow
