@@ -19,7 +19,7 @@ from rollout.environments.running import Tier, own_sandbox
 from rollout.records.trajectory import Task
 from rollout.sandbox import Sandbox
 from rollout.sandbox.judge import CallTest, judge
-from rollout.sandbox.records import RunLimits, RunResult, Verdict
+from rollout.sandbox.records import RunLimits, Verdict
 
 _FORM = """Answer with a unified diff, or with blocks of this form, each under the path of its file:
 
@@ -173,32 +173,24 @@ class RepositoryEnv:
         sandbox = self.sandbox or own_sandbox(self.tier)
         wall_s = 3.0 * self.cpu_s
         limits = RunLimits(cpu_s=self.cpu_s, wall_s=wall_s, memory_mb=self.memory_mb, disk_mb=512, files=50_000)
-        if not instance.test_patch:
-            runner = _InFolder(sandbox, files)
-            judged = await together(judge(runner, *_as_call(check), limits=limits) for check in instance.checks)
-            return {c.name: j.verdict is Verdict.OK for c, j in zip(instance.checks, judged, strict=True)}
-        try:
-            tested = apply_patch(files, parse_patch(instance.test_patch))
-        except BadPatch:  # the agent has changed what the tests change
-            return {}
+        if instance.test_patch:
+            try:
+                files = apply_patch(files, parse_patch(instance.test_patch))
+            except BadPatch:  # the agent has changed what the tests change
+                return {}
+        folder = {path: content.encode() for path, content in files.items()}
         names = [*instance.fail_to_pass, *instance.pass_to_pass]
         modules = " ".join(sorted({name.split(":", 1)[0] for name in names}))
-        result = await _InFolder(sandbox, tested).run(_PYTEST, stdin=modules, limits=limits)
-        return dict.fromkeys(_PASSED.findall(result.stdout), True)
-
-
-class _InFolder:
-    """A sandbox whose programs find the repository's files in their working folder."""
-
-    def __init__(self, sandbox: Sandbox, files: Mapping[str, str]) -> None:
-        self._sandbox = sandbox
-        self._files = {path: content.encode() for path, content in files.items()}
-
-    async def run(self, source: str, *, stdin: str | bytes = b"", limits: RunLimits | None = None) -> RunResult:
         try:
-            return await self._sandbox.run(source, stdin=stdin, limits=limits, files=self._files)
+            if instance.test_patch:
+                result = await sandbox.run(_PYTEST, stdin=modules, limits=limits, files=folder)
+                return dict.fromkeys(_PASSED.findall(result.stdout), True)
+            judged = await together(
+                judge(sandbox, *_as_call(check), limits=limits, files=folder) for check in instance.checks
+            )
         except (OSError, ValueError) as error:  # a file where a folder is, or a name that is none
             raise BadPatch("The patched files cannot be written.") from error
+        return {c.name: j.verdict is Verdict.OK for c, j in zip(instance.checks, judged, strict=True)}
 
 
 def _as_call(check: CheckCall) -> tuple[str, CallTest]:

@@ -1,8 +1,7 @@
 """Sandbox for model-written Python: programs run where they can do no harm.
 
-box        the sandbox of this machine: a pool of warm, isolated processes
+box        runners of programs: this machine's pool of warm, isolated processes, and SandboxFusion's servers
 session    one program in a jail, and cells that share variables
-fusion     the same by a server that speaks SandboxFusion's protocol
 judge      tests of a program, whose expected answers stay on this side, and when two answers are the same
 records    limits, verdicts and results
 pool, jail, cgroup: the host's side of the wall, with the tiers of isolation; guest/: the far side
@@ -10,9 +9,7 @@ pool, jail, cgroup: the host's side of the wall, with the tiers of isolation; gu
 
 from __future__ import annotations
 
-from rollout.sandbox.box import Sandbox
-from rollout.sandbox.fusion import SandboxFusion
-from rollout.sandbox.judge import Runner
+from rollout.sandbox.box import Runner, Sandbox, SandboxFusion
 from rollout.sandbox.records import RunLimits, RunResult, SandboxError, SandboxUnavailable, Verdict
 from rollout.sandbox.session import Session
 

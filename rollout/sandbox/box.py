@@ -1,18 +1,94 @@
-"""The sandbox of this machine: runs model-written Python in a warm pool of isolated processes."""
+"""Sandboxes: they run model-written Python in isolated processes of this machine, or on a SandboxFusion server."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from types import TracebackType
+from pathlib import Path
+from typing import Any, Self
 
+from rollout.base.http import HttpClient, Refused, Unanswered, retried
 from rollout.sandbox import pool as tiers
 from rollout.sandbox.jail import check_name
 from rollout.sandbox.pool import JailPool
-from rollout.sandbox.records import RunLimits, RunResult, SandboxError, SandboxUnavailable, Verdict
+from rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, SandboxUnavailable, Verdict
 from rollout.sandbox.session import Session, execute
+
+
+class Runner(ABC):
+    """Whatever runs programs, some at once; in one event loop after another, never in two at once."""
+
+    def __init__(self, limits: RunLimits | None, slots: int) -> None:
+        """`limits` of runs that bring none of their own; `slots` programs at once."""
+        if slots < 1:
+            raise ValueError(f"the sandbox has {slots} slots; expected at least 1")
+        self.limits = limits or RunLimits()
+        self.slots = slots
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(
+        self,
+        source: str,
+        *,
+        stdin: str | bytes = b"",
+        limits: RunLimits | None = None,
+        files: Mapping[str, bytes] | None = None,
+        fetch: Sequence[str] = (),
+    ) -> RunResult:
+        """Run a program to its end; cancelling the call kills it where it runs on this machine.
+
+        Args:
+            stdin: what it reads.
+            limits: instead of the sandbox's own.
+            files: put into its working folder first, by relative path.
+            fetch: files to bring back from there; what it did not leave behind is left out.
+
+        Raises:
+            SandboxError: the sandbox failed, also when tried again; nothing is known about the program.
+            ValueError: a path leads out of the folder.
+        """
+        program = Program(source=source, stdin=stdin, limits=limits or self.limits, files=files or {}, fetch=fetch)
+        for name in (*program.files, *program.fetch):
+            check_name(name)
+        async with self._slot():
+            return await self._run(program)
+
+    async def start(self) -> None:
+        """Get ready for runs; otherwise the first one does that.
+
+        Raises:
+            SandboxUnavailable: this machine cannot isolate programs, with the reason for each tier.
+        """
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop = loop
+            self._free = asyncio.Semaphore(self.slots)
+            self._starting = asyncio.Lock()
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End what runs, and give back what was taken for it."""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        await self.start()
+        async with self._free:
+            yield
+
+    @abstractmethod
+    async def _run(self, program: Program) -> RunResult: ...
+
 
 _CANARY = """
 import os, socket
@@ -31,11 +107,10 @@ for name, forbidden in (
 _ATTEMPTS = 2  # of a run whose sandbox fails
 
 
-class Sandbox:
+class Sandbox(Runner):
     """A pool of jails, each for one program; use it with `async with`, or call `close` at the end.
 
-    It starts at the first run. It may be used from one event loop after another, never from two at once. When this
-    process ends, however it ends, every program ends with it.
+    It starts at the first run. When this process ends, however it ends, every program ends with it.
     """
 
     def __init__(
@@ -60,52 +135,13 @@ class Sandbox:
         Raises:
             ValueError: no such tier, or not one slot.
         """
-        self.limits = limits or RunLimits()
-        self.slots = len(os.sched_getaffinity(0)) if slots is None else slots
+        super().__init__(limits, len(os.sched_getaffinity(0)) if slots is None else slots)
         self.tier = ""  # the one in force, once started
         self.faults = 0  # runs in which the sandbox failed and that were tried again
-        if self.slots < 1:
-            raise ValueError(f"the sandbox has {self.slots} slots; expected at least 1")
         self._wanted = tiers.candidates(tier)
         self._preload = tuple(preload)
         self._libraries = libraries
         self._pool: JailPool | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def run(
-        self,
-        source: str,
-        *,
-        stdin: str | bytes = b"",
-        limits: RunLimits | None = None,
-        files: Mapping[str, bytes] | None = None,
-        fetch: Sequence[str] = (),
-    ) -> RunResult:
-        """Run a program to its end; cancelling the call kills it.
-
-        Args:
-            stdin: what it reads.
-            limits: instead of the sandbox's own.
-            files: put into its working folder first, by relative path.
-            fetch: files to bring back from there; what it did not leave behind is left out.
-
-        Raises:
-            SandboxError: the sandbox failed, twice; nothing is known about the program.
-            ValueError: a path leads out of the folder.
-        """
-        limits, files = limits or self.limits, files or {}
-        for name in (*files, *fetch):
-            check_name(name)
-        async with self._slot():
-            for _ in range(_ATTEMPTS - 1):
-                try:
-                    return await self._run(source, stdin, limits, files, fetch)
-                except SandboxUnavailable:
-                    raise
-                except SandboxError:
-                    self.faults += 1
-                    await self._revive()
-            return await self._run(source, stdin, limits, files, fetch)
 
     @asynccontextmanager
     async def session(self, limits: RunLimits | None = None) -> AsyncIterator[Session]:
@@ -126,12 +162,7 @@ class Sandbox:
             pool.take_back(jail)
 
     async def start(self) -> None:
-        """Start the pool, if it is not started: otherwise the first run does.
-
-        Raises:
-            SandboxUnavailable: this machine cannot isolate programs, with the reason for each tier.
-        """
-        self._enter_loop()
+        await super().start()
         async with self._starting:
             if self._pool is None:
                 await self._start()
@@ -142,27 +173,8 @@ class Sandbox:
             self._pool.close()
             self._pool = None
 
-    async def __aenter__(self) -> Sandbox:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
         self.close()
-
-    def _enter_loop(self) -> None:
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop = loop
-            self._free = asyncio.Semaphore(self.slots)
-            self._starting = asyncio.Lock()
-
-    @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        await self.start()
-        async with self._free:
-            yield
 
     async def _start(self) -> None:
         reasons = []
@@ -184,7 +196,7 @@ class Sandbox:
         await self._pool.ready()
         if tier in tiers.ISOLATED:
             try:
-                result = await self._run(_CANARY, b"", RunLimits(), {}, ())
+                result = await self._attempt(Program(source=_CANARY, limits=RunLimits()))
             except SandboxError as error:
                 raise SandboxUnavailable(str(error)) from error
             if result.verdict is not Verdict.OK:
@@ -197,14 +209,128 @@ class Sandbox:
                 self.close()
                 await self._start()
 
-    async def _run(
-        self, source: str, stdin: str | bytes, limits: RunLimits, files: Mapping[str, bytes], fetch: Sequence[str]
-    ) -> RunResult:
+    async def _run(self, program: Program) -> RunResult:
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return await self._attempt(program)
+            except SandboxUnavailable:
+                raise
+            except SandboxError:
+                self.faults += 1
+                await self._revive()
+        return await self._attempt(program)
+
+    async def _attempt(self, program: Program) -> RunResult:
         if self._pool is None:
             raise SandboxError("the sandbox was closed")
         pool = self._pool
         jail = pool.lend()
         try:
-            return await execute(jail, source, stdin, limits, files, fetch)
+            return await execute(jail, program)
         finally:
             pool.take_back(jail)
+
+
+_ROOM_S = 10.0  # for the server's own work, beyond a program's wall time
+_REPLY_BYTES = 64 << 20
+
+
+class SandboxFusion(Runner):
+    """The client of a server that speaks SandboxFusion's `/run_code`.
+
+    Isolation is the server's, and so are limits that it has no field for.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        limits: RunLimits | None = None,
+        *,
+        slots: int = 16,
+        retries: int = 4,
+        token_file: Path | None = None,
+    ) -> None:
+        """`slots` requests at once; `token_file` holds the server's bearer token, if it wants one."""
+        super().__init__(limits, slots)
+        self.retried = 0  # requests that were sent again
+        self._retries = retries
+        token = token_file.read_text().strip() if token_file else None
+        self._http = HttpClient(url, token=token, most_bytes=_REPLY_BYTES)
+
+    async def aclose(self) -> None:
+        """Close the connections of the running event loop."""
+        await self._http.aclose()
+
+    async def _run(self, program: Program) -> RunResult:
+        body = {
+            "code": program.source,
+            "language": "python",
+            "stdin": program.stdin if isinstance(program.stdin, str) else program.stdin.decode("utf-8", "replace"),
+            "compile_timeout": program.limits.wall_s,
+            "run_timeout": program.limits.wall_s,
+            "memory_limit_MB": program.limits.memory_mb,
+            "files": {name: base64.b64encode(content).decode() for name, content in program.files.items()},
+            "fetch_files": list(program.fetch),
+        }
+        return _read(await self._post("/run_code", body, 2 * program.limits.wall_s + _ROOM_S), program.limits)
+
+    async def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The server's answer on a program; whatever else it says is tried again, but for a refusal."""
+
+        async def attempt() -> dict[str, Any]:
+            reply = (await self._http.send("POST", path, body, timeout_s=timeout_s)).succeeded()
+            try:
+                answer = dict(reply.json())
+                failed = answer["status"] == "SandboxError"
+            except (KeyError, TypeError, ValueError) as error:
+                raise Unanswered(f"malformed reply ({type(error).__name__})") from None
+            if failed:
+                raise Unanswered(f"its sandbox failed: {str(answer.get('message'))[:200]}")
+            return answer
+
+        url = self._http.url
+        try:
+            return await retried(attempt, retries=self._retries, note=self._count)
+        except Refused as refusal:
+            raise SandboxError(f"{url}{path} refused the request, {refusal}") from None
+        except Unanswered as trouble:
+            raise SandboxError(f"the sandbox server {url} gives no verdict ({trouble}); is it running?") from None
+
+    def _count(self) -> None:
+        self.retried += 1
+
+
+def _read(answer: dict[str, Any], limits: RunLimits) -> RunResult:
+    """The result in an answer.
+
+    Raises:
+        SandboxError: it has not the fields it should have.
+    """
+    try:
+        run = answer["run_result"] or answer["compile_result"]
+        stdout, stderr = str(run["stdout"] or ""), str(run["stderr"] or "")
+        code = run["return_code"]
+        files = {name: base64.b64decode(content) for name, content in (answer.get("files") or {}).items()}
+        result = RunResult(
+            verdict=_verdict(run["status"], code, max(len(stdout), len(stderr)), limits, stderr),
+            stdout=stdout[: limits.output_kb << 10],
+            stderr=stderr[: limits.output_kb << 10],
+            exit_code=-9 if code is None else int(code),
+            wall_s=float(run["execution_time"] or 0.0),
+            files=files,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise SandboxError(f"the sandbox server's answer is malformed ({type(error).__name__}: {error})") from error
+    return result
+
+
+def _verdict(status: str, code: int | None, length: int, limits: RunLimits, stderr: str) -> Verdict:
+    if length > limits.output_kb << 10:
+        return Verdict.OLE
+    if status == "TimeLimitExceeded":
+        return Verdict.TLE
+    if status != "Finished":
+        raise ValueError(f"status {status}")
+    if code == 0:
+        return Verdict.OK
+    return Verdict.MLE if stderr.rstrip().rpartition("\n")[2].startswith("MemoryError") else Verdict.RE

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from rollout.sandbox.records import RunLimits, RunResult, SandboxError, Verdict
+from rollout.base.task_group import together
+from rollout.sandbox.box import Runner
+from rollout.sandbox.records import RunLimits, RunResult, Verdict
 
 _CALLER = (Path(__file__).resolve().parent / "guest" / "caller.py").read_text(encoding="utf-8")
 
@@ -44,31 +45,27 @@ class Judged:
     result: RunResult  # its own verdict does not know what was expected
 
 
-class Runner(Protocol):
-    """Whatever runs programs: the sandbox of this machine, or a server's."""
-
-    async def run(self, source: str, *, stdin: str | bytes = b"", limits: RunLimits | None = None) -> RunResult:
-        """Run a program to its end.
-
-        Raises:
-            SandboxError: nothing is known about the program.
-        """
-
-
 async def judge(
-    runner: Runner, source: str, test: Test, *, compare: CompareBy = "tokens", limits: RunLimits | None = None
+    runner: Runner,
+    source: str,
+    test: Test,
+    *,
+    compare: CompareBy = "tokens",
+    limits: RunLimits | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> Judged:
     """Run a program on one test; `compare`, for what is printed, is a name in COMPARES.
 
     Raises:
         SandboxError: there is no verdict.
+        ValueError: `files`, which it finds in its folder, are not paths in one.
     """
     if isinstance(test, StdinTest):
-        result = await runner.run(source, stdin=test.stdin, limits=limits)
+        result = await runner.run(source, stdin=test.stdin, limits=limits, files=files)
         right = COMPARES[compare](result.stdout, test.expected)
     else:
         request = {"source": source, "function": test.function, "arguments": test.arguments}
-        result = await runner.run(_CALLER, stdin=json.dumps(request), limits=limits)
+        result = await runner.run(_CALLER, stdin=json.dumps(request), limits=limits, files=files)
         right = any(same_value(result.stdout, value) for value in test.accepted)
     wrong = result.verdict is Verdict.OK and not right
     return Judged(verdict=Verdict.WA if wrong else result.verdict, result=result)
@@ -87,12 +84,7 @@ async def judge_all(
     Raises:
         SandboxError: there is no verdict on one of them; then there is none on the program.
     """
-    try:
-        async with asyncio.TaskGroup() as group:  # one failure ends the others
-            judged = [group.create_task(judge(runner, source, test, compare=compare, limits=limits)) for test in tests]
-    except* SandboxError as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in judged]
+    return await together(judge(runner, source, test, compare=compare, limits=limits) for test in tests)
 
 
 TOLERANCE = 1e-6  # relative and absolute

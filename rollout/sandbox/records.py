@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from rollout.base.errors import EnvError
@@ -68,6 +68,17 @@ class RunLimits:
             "files": self.files,
             "open_files": self.open_files,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One program to run; see `Runner.run`."""
+
+    source: str
+    stdin: str | bytes = b""
+    limits: RunLimits
+    files: Mapping[str, bytes] = field(default_factory=dict)  # put into its folder first, by relative path
+    fetch: Sequence[str] = ()  # to bring back from there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

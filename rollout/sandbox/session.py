@@ -7,14 +7,14 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
 from rollout.sandbox.guest import wire
 from rollout.sandbox.guest.program import OUT_OF_MEMORY
 from rollout.sandbox.jail import Jail, as_file, take_text, until_readable
-from rollout.sandbox.records import RunLimits, RunResult, SandboxError, Verdict
+from rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, Verdict
 
 _GRACE_S = 5.0  # for a warden to report, beyond the job's wall time
 _INTERRUPT_S = 1.0  # for a cell to give in to an interrupt before its process is killed
@@ -141,31 +141,25 @@ async def _answer(cells: socket.socket, patience_s: float) -> str | None:
     return str(wire.receive(cells)[0].get("error"))
 
 
-async def execute(
-    jail: Jail,
-    source: str,
-    stdin: str | bytes,
-    limits: RunLimits,
-    files: Mapping[str, bytes],
-    fetch: Sequence[str],
-) -> RunResult:
-    """Run a program in a jail that was just lent; see `Sandbox.run`.
+async def execute(jail: Jail, program: Program) -> RunResult:
+    """Run a program in a jail that was just lent.
 
     Raises:
         SandboxError: the jail failed.
     """
+    limits = program.limits
     handles: list[int] = []
     try:
         jail.open(limits)
-        for name, content in files.items():
+        for name, content in program.files.items():
             await jail.put(name, content)
-        for text in (source, stdin, None, None):
+        for text in (program.source, program.stdin, None, None):
             handles.append(as_file(text))
         began = time.monotonic()
         jail.start("program", handles)
         ended = await _end(jail, limits.wall_s + _GRACE_S)
         wall_s = time.monotonic() - began
-        found = {name: await jail.get(name, limits.file_mb << 20) for name in fetch}
+        found = {name: await jail.get(name, limits.file_mb << 20) for name in program.fetch}
         stdout, stderr = (take_text(handle, limits.output_kb << 10) for handle in handles[2:])
     finally:
         for handle in handles:

@@ -14,7 +14,9 @@ class Canned:
         self._outputs = outputs
         self.runs: list[tuple[str, str]] = []  # program, input
 
-    async def run(self, source: str, *, stdin: str | bytes = b"", limits: RunLimits | None = None) -> RunResult:
+    async def run(
+        self, source: str, *, stdin: str | bytes = b"", limits: RunLimits | None = None, **_: object
+    ) -> RunResult:
         program, given = source.strip(), (stdin if isinstance(stdin, str) else stdin.decode()).strip()
         self.runs.append((program, given))
         output = self._outputs.get((program, given), self._outputs.get(program))

@@ -98,7 +98,9 @@ def test_without_hidden_tests_the_visible_ones_count(box: Sandbox) -> None:
 
 
 class Failing:
-    async def run(self, source: str, *, stdin: str | bytes = b"", limits: RunLimits | None = None) -> RunResult:
+    async def run(
+        self, source: str, *, stdin: str | bytes = b"", limits: RunLimits | None = None, **_: object
+    ) -> RunResult:
         raise SandboxError("gone")
 
 

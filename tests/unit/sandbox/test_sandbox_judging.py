@@ -126,7 +126,7 @@ def test_what_is_sent_does_not_hold_what_is_expected() -> None:
     sent = []
 
     class Spy:
-        async def run(self, source: str, *, stdin: str | bytes = b"", limits: object = None) -> object:
+        async def run(self, source: str, *, stdin: str | bytes = b"", limits: object = None, **_: object) -> object:
             sent.append((source, stdin))
             raise SandboxError("enough")
 
@@ -151,7 +151,7 @@ def test_all_tests_in_order(box: Sandbox) -> None:
 
 def test_no_verdict_on_one_test_is_none_on_the_program() -> None:
     class Failing:
-        async def run(self, source: str, *, stdin: str | bytes = b"", limits: object = None) -> object:
+        async def run(self, source: str, *, stdin: str | bytes = b"", limits: object = None, **_: object) -> object:
             if stdin == "b":
                 raise SandboxError("gone")
             await asyncio.sleep(30)
