@@ -92,7 +92,7 @@ async def _grade(env: Previewing, action: str, measure: str) -> tuple[float, str
 _Key = TypeVar("_Key")
 
 
-Draw = Callable[[Sequence[float], Random], float]  # a mean score that may be the true one, given scores
+ScoreDraw = Callable[[Sequence[float], Random], float]  # a mean score that may be the true one, given scores
 
 
 def draw_beta(scores: Sequence[float], random: Random) -> float:
@@ -122,7 +122,7 @@ def draw_gaussian(scores: Sequence[float], random: Random) -> float:
     return random.gauss(n * mean / kappa, sqrt(variance / kappa))
 
 
-POSTERIORS: dict[str, Draw] = {"gaussian": draw_gaussian, "beta": draw_beta}
+POSTERIORS: dict[str, ScoreDraw] = {"gaussian": draw_gaussian, "beta": draw_beta}
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ class SearchNode:
 class TreeSearch:
     """A tree of attempts and what is believed of them."""
 
-    def __init__(self, agents: Sequence[str], draw: Draw) -> None:
+    def __init__(self, agents: Sequence[str], draw: ScoreDraw) -> None:
         """Any of `agents` may make a node; `draw` draws from what is believed of scores."""
         self.root = SearchNode()
         self.scores: dict[str, list[float]] = {agent: [] for agent in agents}
