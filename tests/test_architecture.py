@@ -183,7 +183,7 @@ def test_no_import_cycles() -> None:
         visit(name, ())
 
 
-OPTION_TAKERS = {"ab_mcts"}  # their keyword-only parameters are the keys of a config
+OPTION_TAKERS = {"ab_mcts", "gigpo"}  # their keyword-only parameters are the keys of a config
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=places)

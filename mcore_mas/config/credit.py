@@ -11,6 +11,7 @@ from mcore_mas.equations.corrections import CORRECTIONS
 from mcore_mas.equations.filters import FILTERS
 from mcore_mas.equations.kl import KLName
 from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, AggregationName
+from mcore_mas.equations.turns import Grouping
 from rollout.base.options import Registry, Section
 from rollout.config.sections import AgentConfig, Choice
 
@@ -80,3 +81,24 @@ class LossConfig(Choice):
             what = "needs norm, a length in tokens" if normed else "divides by no constant; leave norm out"
             raise ValueError(f"aggregation '{self.aggregation}' {what}")
         return self
+
+
+def check_contrast(what: str, groups: Grouping | None, there: frozenset[str]) -> None:
+    """Refuse groups in which a run makes one vote each, so that nothing differs and nothing is learned.
+
+    Args:
+        what: compares them, as the error names it.
+        groups: None where nobody is compared.
+        there: what makes turns of a task differ in the run, as `Grouping.contrast` names it.
+
+    Raises:
+        ValueError: every group has one vote.
+    """
+    if groups is None or groups.contrast & there:
+        return
+    ways = {"groups": "set trainer.group_size to 2 or more", "trees": "set trainer.branching, of width 2 or more"}
+    raise ValueError(
+        f"{what} compares turns alike in {', '.join(groups.peers)}, and a vote is {', '.join(groups.vote)}: this run "
+        f"makes one vote of each, from which nothing can be learned; "
+        f"{', or '.join(ways[way] for way in sorted(groups.contrast))}, or choose another"
+    )

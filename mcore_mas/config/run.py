@@ -9,9 +9,10 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import to_json
 
-from mcore_mas.config.credit import AdvantageConfig, CreditedAgentConfig, FilterConfig, LossConfig
+from mcore_mas.config.credit import AdvantageConfig, CreditedAgentConfig, FilterConfig, LossConfig, check_contrast
 from mcore_mas.config.policy import ColdStartConfig, PolicyConfig, TrainerConfig
-from mcore_mas.equations.advantages import NEEDS, UNGROUPED
+from mcore_mas.equations.advantages import NEEDS, compared
+from mcore_mas.equations.filters import contrasted
 from rollout.base.options import Section, UnknownName, lookup
 from rollout.base.schema_words import expected, json_schema, keys_of, walk
 from rollout.config.data import DataConfig
@@ -108,7 +109,6 @@ class RunConfig(Section):
                     f"agent '{name}' plays policy '{agent.policy}', which is not defined; policies: {known}"
                 )
             lookup("agent role", agent.role or name, ROLES)
-            self._check_credit(name, agent)
             self._check_policy(name, agent)
         self.orchestra.check_agents(self.agents)
         if self.orchestra.name in SEARCHES and self.trainer.branching is not None:
@@ -141,23 +141,19 @@ class RunConfig(Section):
                         f"policies.{name}: a cold start makes the model with a chat template of its own that takes no "
                         "arguments; leave chat_template and chat_template_kwargs out"
                     )
+        _check_credit(self)
         _check_turns(self)
         _check_transport(self)
         _check_ahead(self)
         return self
 
-    def _check_credit(self, name: str, agent: CreditedAgentConfig) -> None:
-        estimator = self.advantage_of(name).name
-        critic = self.policies[agent.policy].critic is not None
-        if NEEDS.get(estimator) == "values" and not critic:
-            raise ValueError(f"agent '{name}': advantage '{estimator}' needs policies.{agent.policy}.critic")
-        tree = self.trainer.branching is not None or self.orchestra.name in SEARCHES
-        alone = self.trainer.group_size == 1 and not tree
-        if alone and estimator not in UNGROUPED:
-            raise ValueError(
-                f"agent '{name}': advantage '{estimator}' compares a task's trajectories, but trainer.group_size is 1; "
-                f"raise it, set trainer.branching, or choose one of {', '.join(sorted(UNGROUPED))}"
-            )
+    @property
+    def contrasts(self) -> frozenset[str]:
+        """What makes turns of a task differ: several trajectories ("groups"), or branches ("trees")."""
+        branching = self.trainer.branching
+        trees = self.orchestra.name in SEARCHES or (branching is not None and branching.width > 1)
+        groups = self.trainer.group_size > 1
+        return frozenset(name for name, there in (("groups", groups), ("trees", trees)) if there)
 
     def _check_policy(self, name: str, agent: CreditedAgentConfig) -> None:
         policy = self.policies[agent.policy]
@@ -165,6 +161,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"agent '{name}' plays policy '{agent.policy}', a remote model, which cannot be trained; "
                 f"set agents.{name}.loss_weight=0"
+            )
+        if agent.loss_weight and not agent.temperature:
+            raise ValueError(
+                f"agent '{name}' is trained and samples at temperature 0, where log-probabilities have no gradient; "
+                f"set agents.{name}.temperature above 0, or loss_weight to 0"
             )
         if agent.loss_weight and not policy.lr:
             raise ValueError(f"policies.{agent.policy}.lr is missing; agent '{name}' trains this policy")
@@ -264,6 +265,22 @@ class RunConfig(Section):
             raise ConfigError(f"{where}: {invalid(error, cls)}") from error
         except UnknownName as error:
             raise ConfigError(f"{where}: {error}") from error
+
+
+def _check_credit(config: RunConfig) -> None:
+    """Refuse what lacks what it needs, or can learn nothing."""
+    for name, agent in config.agents.items():
+        rule = config.advantage_of(name)
+        what, need = f"agent '{name}': advantage '{rule.name}'", NEEDS.get(rule.name)
+        if need == "values" and config.policies[agent.policy].critic is None:
+            raise ValueError(f"{what} needs policies.{agent.policy}.critic")
+        if need == "steps" and "trees" in config.contrasts:
+            raise ValueError(f"{what} needs rewards of steps in one line of time, and trees have none; choose another")
+        if agent.loss_weight:
+            check_contrast(what, compared(rule.name, rule.options), config.contrasts)
+    if config.filter is not None:
+        groups = contrasted(config.filter.name, config.filter.options)
+        check_contrast(f"filter '{config.filter.name}'", groups, config.contrasts)
 
 
 def _check_ahead(config: RunConfig) -> None:

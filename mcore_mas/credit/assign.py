@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_mas.config.credit import AdvantageConfig, FilterConfig
 from mcore_mas.credit.samples import CreditError, Sample
-from mcore_mas.equations.advantages import ESTIMATORS, NEEDS
+from mcore_mas.equations.advantages import ALONE, ESTIMATORS, NEEDS
 from mcore_mas.equations.filters import FILTERS
 from mcore_mas.equations.kl import KLName, kl_penalty
 from mcore_mas.equations.turns import Advantages, Turns
@@ -94,8 +94,7 @@ def estimate(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) ->
     done = list(samples)
     for rule in _distinct(samples, rules):
         own = [i for i, sample in enumerate(samples) if rules[sample.agent] == rule]
-        # what needs more than rewards compares with nobody, and the others' turns may lack it
-        seen = own if rule.name in NEEDS else list(range(len(samples)))
+        seen = own if rule.name in ALONE else list(range(len(samples)))
         turns = columns([samples[i] for i in seen])
         made = assess(turns, rule)
         advantages = _rows(turns, made.values)

@@ -1,44 +1,43 @@
 """Credit assignment: estimators of advantages, group-relative (GRPO's kin), of trees, by token, and with a critic.
 
-A group-relative one says whom a turn is compared with (peers), what counts once (vote), and against what (baseline).
-Every estimator is a callable from `Turns` and keyword options to `Advantages`: values in float64, [n] by turn or, where
-it says so, [T] by token, and the groups that it compared. `ESTIMATORS` is the table of all.
+A group-relative one says whom a turn is compared with (peers), what counts once (vote), against what (baseline), and
+what it is divided by (std). Every estimator is a callable from `Turns` and keyword options to `Advantages`: values in
+float64, [n] by turn or, where it says so, [T] by token, and the groups that it compared. `ESTIMATORS` is the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 from torch import Tensor
 
-from mcore_mas.equations.turns import Advantages, Grouping, GroupStatistics, Turns, average, reverse_scan, total
+from mcore_mas.equations.turns import (
+    Advantages,
+    Grouping,
+    GroupStatistics,
+    Peers,
+    Turns,
+    Vote,
+    average,
+    grouping,
+    reverse_scan,
+    total,
+)
 from rollout.base.options import Share
 
 Lone = Literal["zero", "raw"]  # what a vote without peers gets
-_TURN = ("trajectory", "node", "turn")
+Baseline = Literal["mean", "others", "second"]
+Spread = Literal["peers", "team", "agent", "none"]  # whose σ
 
 
-def standardise(b: GroupStatistics, eps: float) -> Tensor:
-    """[n] A = (r - μ) / (σ + ε)   GRPO: DeepSeekMath, arXiv 2402.03300."""
-    return (b.own - b.mean) / (b.scale + eps)
-
-
-def centre(b: GroupStatistics, _eps: float) -> Tensor:
-    """[n] A = r - μ   Dr. GRPO, arXiv 2503.20783."""
-    return b.own - b.mean
-
-
-def leave_one_out(b: GroupStatistics, _eps: float) -> Tensor:
-    """[n] A = r - mean of the other votes = (r - μ) n / (n - 1)   RLOO, arXiv 2402.14740."""
-    return (b.own - b.mean) * b.size / (b.size - 1).clamp(min=1)
-
-
-def best_of_k(b: GroupStatistics, eps: float) -> Tensor:
-    """[n] The best vote alone: A = (r_max - r_second) / (σ + ε), all others 0   arXiv 2503.19595, as verl has it."""
+def _second(b: GroupStatistics) -> Tensor:
+    """[n] r_max - r_second for the best vote, 0 for all others."""
     order = torch.argsort(b.votes, descending=True, stable=True)
     order = order[torch.argsort(b.group_of[order], stable=True)]  # by group, best first
     first = torch.ones(len(order), dtype=torch.bool)
@@ -49,65 +48,67 @@ def best_of_k(b: GroupStatistics, eps: float) -> Tensor:
     second = b.votes[order[follows.clamp(max=len(order) - 1)]]
     advantage = torch.zeros_like(b.votes)
     advantage[best] = torch.where(has_second, b.votes[best] - second, 0.0)
-    return advantage[b.vote] / (b.scale + eps)
+    return advantage[b.vote]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Relative:
-    """One row of the table of group-relative estimators."""
-
-    grouping: Grouping
-    baseline: Callable[[GroupStatistics, float], Tensor]
-    source: str
-
-    def __call__(
-        self, turns: Turns, *, eps: NonNegativeFloat = 1e-6, ddof: NonNegativeInt = 1, lone: Lone = "zero"
-    ) -> Advantages:
-        """Advantages [n].
-
-        Args:
-            eps: added to σ, in reward units.
-            ddof: σ divides by (votes - ddof).
-            lone: what a vote without peers gets: "zero", or "raw", its own score, as Dr. MAS's released code does.
-        """
-        b = self.grouping.statistics(turns, ddof)
-        return Advantages(_singletons(b, self.baseline(b, eps), lone), {"peers": b})
+_BASELINES: dict[Baseline, Callable[[GroupStatistics], Tensor]] = {
+    "mean": lambda b: b.own - b.mean,
+    # r - mean of the other votes = (r - μ) n / (n - 1)
+    "others": lambda b: (b.own - b.mean) * b.size / (b.size - 1).clamp(min=1),
+    "second": _second,
+}
+_SPREADS = {"team": grouping("task", "trajectory"), "agent": grouping("agent", "turn")}
 
 
-_TEAM = Grouping(peers=("task",), vote=("trajectory",))
-_DRMAS = {"agent": Grouping(peers=("task", "agent"), vote=_TURN), "team": _TEAM}
-
-
-def drmas(
+def relative(
     turns: Turns,
     *,
-    mean: Literal["agent", "team"] = "agent",
-    std: Literal["agent", "team"] = "agent",
+    peers: Peers,
+    vote: Vote,
+    baseline: Baseline = "mean",
+    std: Spread = "peers",
     eps: NonNegativeFloat = 1e-6,
     ddof: NonNegativeInt = 1,
     lone: Lone = "zero",
 ) -> Advantages:
-    """Advantages [n] normalised agent by agent: A^k = (r - μ_k) / (σ_k + ε)   Dr. MAS, arXiv 2602.08847, eq. 5.
+    """Advantages [n]: A = (r - baseline) / (σ + ε), r the score of a turn's vote; σ is 1 where votes do not differ.
 
-    `mean` and `std` choose each statistic's key by itself, which gives the four rows of its Table 3: "agent" takes the
-    agent's turns on the task, every turn a vote; "team" the task's trajectories, each a vote by the mean of its turns,
-    and ("team", "team") is GRPO.
+    Args:
+        peers: turns that are compared: those of a "task"; of an "agent" on it; of an agent in a "state", in the same
+            turn.
+        vote: what counts once, by the mean of its turns among these peers: a "trajectory", or each "turn".
+        baseline: "mean" μ; the mean of the "others"; or "second": the best vote gets its lead, all others 0.
+        std: whose σ: the "peers"' own, that of the "team"'s trajectories on the task, that of the "agent"'s turns on
+            it, or "none".
+        eps: added to σ, in reward units.
+        ddof: σ divides by (votes - ddof).
+        lone: what a vote without peers gets: "zero", or "raw", its own score, as Dr. MAS's released code does.
     """
-    mu = _DRMAS[mean].statistics(turns, ddof)
-    sigma = mu if std == mean else _DRMAS[std].statistics(turns, ddof)
-    groups = {"peers": mu} if std == mean else {"mean": mu, "std": sigma}
-    return Advantages(_singletons(mu, (mu.own - mu.mean) / (sigma.scale + eps), lone), groups)
+    mu = grouping(peers, vote).statistics(turns, ddof)
+    advantages, groups = _BASELINES[baseline](mu), {"peers": mu}
+    if std != "none":
+        of = _SPREADS.get(std, mu.grouping)
+        sigma = mu if of == mu.grouping else of.statistics(turns, ddof)
+        advantages = advantages / (sigma.scale + eps)
+        groups = groups if sigma is mu else {"mean": mu, "std": sigma}
+    return Advantages(_singletons(mu, advantages, lone), groups)
 
 
-_STEP = Grouping(peers=("task", "state"), vote=_TURN)
+def _row(source: str, **choices: str) -> partial[Advantages]:
+    """A row of the table of group-relative estimators: `relative` with other defaults."""
+    row = partial(relative, **choices)  # type: ignore[arg-type]
+    row.__doc__ = f"Advantages [n] relative to a group   {source}\n\n{inspect.getdoc(relative)}"
+    return row
 
 
 def gigpo(
     turns: Turns,
     *,
+    peers: Literal["task", "agent"] = "task",
+    vote: Vote = "trajectory",
+    std: Literal["peers", "none"] = "peers",
     weight: float = 1.0,
     gamma: Share = 0.95,
-    scale: bool = True,
     similarity: Annotated[float, Field(gt=0, le=1)] = 1.0,
     eps: NonNegativeFloat = 1e-6,
     ddof: NonNegativeInt = 1,
@@ -116,15 +117,25 @@ def gigpo(
     """Advantages [n] of the episode, plus `weight` times those among turns that stood at the same state of the task.
 
     A = A_E(τ) + ω A_S(s, a)   GiGPO, arXiv 2505.10978. A_S compares discounted returns from the turn's round on,
-    R_t = Σ_{k≥t} γ^{k-t} r_k. `scale` divides both by σ (its mean_std_norm), else they are centred.
-    `similarity` < 1 joins states that are at least so alike (difflib's ratio).
+    R_t = Σ_{k≥t} γ^{k-t} r_k, each turn a vote.
+
+    Args:
+        peers: turns that are compared: those of a "task", or of an "agent" on it.
+        vote: of A_E, as of `grpo`.
+        std: "peers": both parts are divided by their σ (mean_std_norm); "none": they are centred (mean_norm).
+        weight: ω.
+        gamma: γ, by environment step.
+        similarity: below 1, states that are at least so alike (difflib's ratio) are one.
+        eps: added to σ, in reward units.
+        ddof: σ divides by (votes - ddof).
+        lone: what an episode without peers gets: "zero", or "raw", its own score; a lone step gets 0.
     """
-    baseline = standardise if scale else centre
-    episode = _TEAM.statistics(turns, ddof)
-    step = _STEP.statistics(_anchored(turns, gamma, similarity), ddof)
-    of_episode = _singletons(episode, baseline(episode, eps), lone)
-    of_step = _singletons(step, baseline(step, eps), "zero")
-    return Advantages(of_episode + weight * of_step, {"episode": episode, "step": step})
+    episode = relative(turns, peers=peers, vote=vote, std=std, eps=eps, ddof=ddof, lone=lone)
+    anchored = Grouping(peers=(*grouping(peers, "turn").peers, "state"), vote=grouping(peers, "turn").vote)
+    step = anchored.statistics(_anchored(turns, gamma, similarity), ddof)
+    of_step = (step.own - step.mean) / (step.scale + eps if std == "peers" else 1.0)
+    values = episode.values + weight * _singletons(step, of_step, "zero")
+    return Advantages(values, {"episode": episode.groups["peers"], "step": step})
 
 
 def _anchored(turns: Turns, gamma: float, similarity: float) -> Turns:
@@ -134,7 +145,7 @@ def _anchored(turns: Turns, gamma: float, similarity: float) -> Turns:
         if turns.alike is None:
             raise ValueError("gigpo: similarity below 1 needs the texts of the states, which are not there")
         state = turns.alike(similarity)
-    keys = {column: turns.keys[column] for column in ("task", "trajectory", "node", "turn")}
+    keys = {column: turns.keys[column] for column in ("task", "agent", "trajectory", "node", "turn")}
     return Turns(scores=discounted_returns(turns, gamma), keys={**keys, "state": state}, lengths=turns.lengths)
 
 
@@ -210,7 +221,8 @@ def mars2(
     siblings, baseline = tree_baseline(turns, lam)
     shaped = replace(turns, scores=siblings.own + gamma * (siblings.own - baseline))
     tree = _NODES.statistics(shaped, ddof)
-    return Advantages(_singletons(tree, standardise(tree, eps), lone), {"tree": tree})
+    values = (tree.own - tree.mean) / (tree.scale + eps)
+    return Advantages(_singletons(tree, values, lone), {"tree": tree})
 
 
 def _singletons(b: GroupStatistics, advantages: Tensor, lone: Lone) -> Tensor:
@@ -236,9 +248,6 @@ def _whitened(turns: Turns, values: Tensor, over: Whitened) -> Tensor:
     return whiten(values, turns.by_token(turns.key(*_WHITEN[over])))
 
 
-_TURNS_OF_TASK = Grouping(peers=("task",), vote=_TURN)
-
-
 def reinforce_pp(turns: Turns, *, gamma: Share = 1.0, whitened: Whitened = "policy") -> Advantages:
     """Advantages [T]: each token's return to go in its turn, whitened   REINFORCE++, arXiv 2501.03262.
 
@@ -248,12 +257,18 @@ def reinforce_pp(turns: Turns, *, gamma: Share = 1.0, whitened: Whitened = "poli
     return Advantages(_whitened(turns, returns, whitened))
 
 
-def reinforce_pp_baseline(turns: Turns, *, whitened: Whitened = "policy") -> Advantages:
-    """Advantages [T]: the turn's score less its task's mean, whitened   REINFORCE++-baseline, arXiv 2501.03262."""
-    task = turns.key("task")
-    mean = average(turns.scores, task, int(task.max()) + 1)
-    values = _whitened(turns, turns.by_token(turns.scores - mean[task]), whitened)
-    return Advantages(values, {"peers": _TURNS_OF_TASK.statistics(turns)})
+def reinforce_pp_baseline(
+    turns: Turns, *, peers: Peers = "task", vote: Vote = "trajectory", whitened: Whitened = "policy"
+) -> Advantages:
+    """Advantages [T]: the turn's own score less its peers' mean, whitened   REINFORCE++-baseline, arXiv 2501.03262.
+
+    Args:
+        peers: turns that share a mean, as of `grpo`.
+        vote: what counts once in it; a trajectory in Dr. MAS's and MARTI's code, so that long ones do not set it.
+        whitened: over whose tokens: the whole "batch", those of a "policy" or of an "agent".
+    """
+    b = grouping(peers, vote).statistics(turns)
+    return Advantages(_whitened(turns, turns.by_token(turns.scores - b.mean), whitened), {"peers": b})
 
 
 def gae(
@@ -267,7 +282,8 @@ def gae(
     """Advantages [T] against a critic, whitened: A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} - V_t.
 
     GAE, arXiv 1506.02438; for teams as UnityMAS-O uses it. `across` ends an episode at the end of each "turn"
-    (UnityMAS-O), or joins the turns of one "agent" in a trajectory in their order.
+    (UnityMAS-O), or joins the turns of one "agent" in a trajectory in their order; in a tree, in a node of it: what
+    follows a node is no single line, and never a sibling.
     """
     advantages, returns = advantages_and_returns(turns, gamma=gamma, lam=lam, across=across)
     return Advantages(_whitened(turns, advantages, whitened), returns=returns)
@@ -287,9 +303,9 @@ def advantages_and_returns(
     order = torch.arange(len(values))
     lengths = turns.lengths
     if across == "agent":  # tokens of an agent's turns in a trajectory, one after the other
-        place = turns.by_token(turns.key("trajectory", "agent")) * (int(turns.keys["turn"].max()) + 1)
+        owner = turns.by_token(turns.key("trajectory", "agent", "node"))
+        place = owner * (int(turns.keys["turn"].max()) + 1)
         order = torch.argsort(place + turns.by_token(turns.keys["turn"]), stable=True)
-        owner = turns.by_token(turns.key("trajectory", "agent"))
         lengths = owner.bincount()
     rewards, values = rewards[order], values[order]
     after = torch.zeros_like(values)
@@ -303,22 +319,14 @@ def advantages_and_returns(
 
 Estimator = Callable[..., Advantages]  # of (Turns, **options)
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Relative(grouping=_TEAM, baseline=standardise, source="DeepSeekMath, arXiv 2402.03300"),
-    "dr_grpo": Relative(grouping=_TEAM, baseline=centre, source="Dr. GRPO, arXiv 2503.20783"),
-    "drmas": drmas,
-    "at_grpo": Relative(
-        grouping=Grouping(peers=("task", "state", "agent", "turn"), vote=_TURN),
-        baseline=standardise,
-        source="Stronger-MAS, arXiv 2510.11062",
-    ),
+    "grpo": _row("GRPO: DeepSeekMath, arXiv 2402.03300", peers="task", vote="trajectory"),
+    "dr_grpo": _row("Dr. GRPO, arXiv 2503.20783", peers="task", vote="trajectory", std="none"),
+    "drmas": _row("Dr. MAS, arXiv 2602.08847, eq. 5; Table 3 by peers, vote and std", peers="agent", vote="turn"),
+    "at_grpo": _row("AT-GRPO: Stronger-MAS, arXiv 2510.11062", peers="state", vote="turn"),
     "gigpo": gigpo,
-    "rloo": Relative(grouping=_TEAM, baseline=leave_one_out, source="RLOO, arXiv 2402.14740"),
-    "grpo_passk": Relative(grouping=_TEAM, baseline=best_of_k, source="arXiv 2503.19595"),
-    "m_grpo": Relative(
-        grouping=Grouping(peers=("task", "agent"), vote=("trajectory", "agent")),
-        baseline=standardise,
-        source="M-GRPO, arXiv 2511.13288",
-    ),
+    "rloo": _row("RLOO, arXiv 2402.14740", peers="task", vote="trajectory", baseline="others", std="none"),
+    "grpo_passk": _row("arXiv 2503.19595, as verl has it", peers="task", vote="trajectory", baseline="second"),
+    "m_grpo": _row("M-GRPO, arXiv 2511.13288", peers="agent", vote="trajectory"),
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "remax": remax,
@@ -326,7 +334,17 @@ ESTIMATORS: dict[str, Estimator] = {
     "mars2": mars2,
     "gae": gae,
 }
-# what must be known before an estimator can run, beyond rewards
-NEEDS = {"gae": "values", "remax": "greedy"}
-# who compares a turn with something else than its task's other trajectories
-UNGROUPED = frozenset({"gae", "remax", "reinforce_pp"})
+# what must be known of turns before an estimator can run, beyond rewards: a column of `Turns`
+NEEDS = {"gae": "values", "remax": "greedy", "gigpo": "steps"}
+# who looks at its own agents' turns only, as others' may lack what it needs
+ALONE = frozenset({"gae", "remax"})
+_OF_TREES = {"mcts": _SIBLINGS, "mars2": _NODES}
+
+
+def compared(name: str, options: Mapping[str, Any]) -> Grouping | None:
+    """Whom estimator `name` compares, and what it needs differences in; None where nobody is, or it is not ours."""
+    if name not in ESTIMATORS or name in _OF_TREES:
+        return _OF_TREES.get(name)
+    defaults = {option.name: option.default for option in inspect.signature(ESTIMATORS[name]).parameters.values()}
+    chosen = {**defaults, **options}
+    return grouping(chosen["peers"], chosen["vote"]) if "peers" in chosen else None

@@ -6,41 +6,38 @@ for turns of one agent from one state (tree sampling).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mcore_mas.equations.turns import Grouping, GroupStatistics, Turns
+from mcore_mas.equations.turns import Grouping, GroupStatistics, Turns, grouping
 from rollout.base.options import AboveLow, Share
 
-Peers = Literal["task", "state"]
+_By = Literal["task", "state"]
 
-_PEERS = {
-    "task": Grouping(peers=("task",), vote=("trajectory",)),
-    "state": Grouping(peers=("task", "state", "agent", "turn"), vote=("trajectory", "node", "turn")),
-}
+_PEERS = {"task": grouping("task", "trajectory"), "state": grouping("state", "turn")}
 
 
-def informative(turns: Turns, *, by: Peers = "task") -> Tensor:
+def informative(turns: Turns, *, by: _By = "task") -> Tensor:
     """Groups whose votes differ: equal ones have no gradient   DAPO's dynamic sampling, arXiv 2503.14476."""
     return _votes(turns, by).differ
 
 
-def mean_range(turns: Turns, *, low: float = 0.0, high: AboveLow = 1.0, by: Peers = "task") -> Tensor:
+def mean_range(turns: Turns, *, low: float = 0.0, high: AboveLow = 1.0, by: _By = "task") -> Tensor:
     """Groups with low < mean < high   MARTI's dynamic filtering."""
     mean = _votes(turns, by).mean
     return (mean > low) & (mean < high)
 
 
-def lowest_mean(turns: Turns, *, ratio: Share = 0.5, by: Peers = "task") -> Tensor:
+def lowest_mean(turns: Turns, *, ratio: Share = 0.5, by: _By = "task") -> Tensor:
     """All groups but the share `ratio` of them with the lowest mean   Stronger-MAS, filter_method mean."""
     b = _votes(turns, by)
     return _best_groups(b.mean, turns.key(*_PEERS[by].peers), ratio)
 
 
-def lowest_spread(turns: Turns, *, ratio: Share = 0.5, by: Peers = "task") -> Tensor:
+def lowest_spread(turns: Turns, *, ratio: Share = 0.5, by: _By = "task") -> Tensor:
     """All groups but the share `ratio` of them with the lowest variance / range²   Stronger-MAS, filter_method std."""
     b = _votes(turns, by)
     groups = int(b.group_of.max()) + 1
@@ -48,15 +45,24 @@ def lowest_spread(turns: Turns, *, ratio: Share = 0.5, by: Peers = "task") -> Te
     lowest = torch.full((groups,), torch.inf, dtype=torch.float64).scatter_reduce(0, b.group_of, b.votes, "amin")
     group = turns.key(*_PEERS[by].peers)
     span = (highest - lowest)[group]
-    spread = torch.where(span > 0, b.std**2 / span.clamp(min=1e-12) ** 2, 0.0)
+    # the variance divides by the votes, as the released code's does
+    variance = _PEERS[by].statistics(turns, ddof=0).std ** 2
+    spread = torch.where(span > 0, variance / span.clamp(min=1e-12) ** 2, 0.0)
     return _best_groups(spread, group, ratio)
 
 
-def outliers(turns: Turns, *, ratio: Share = 0.1, by: Peers = "task") -> Tensor:
-    """All turns but the share `ratio` of them furthest from their group's mean   Stronger-MAS, filter_method uid."""
-    distance = (turns.scores - _votes(turns, by).mean).abs()
-    keep = torch.ones(len(distance), dtype=torch.bool)
-    keep[distance.argsort(descending=True, stable=True)[: int(len(distance) * ratio)]] = False
+def outliers(turns: Turns, *, ratio: Share = 0.1, by: _By = "task") -> Tensor:
+    """All turns but, of each group of n, the int(n · `ratio`) furthest from its mean.
+
+    Stronger-MAS, filter_method uid.
+    """
+    distance, group = (turns.scores - _votes(turns, by).mean).abs(), turns.key(*_PEERS[by].peers)
+    order = distance.argsort(descending=True, stable=True)
+    order = order[group[order].argsort(stable=True)]  # by group, furthest first
+    size = group.bincount()
+    place = torch.arange(len(order)) - (size.cumsum(0) - size)[group[order]]
+    keep = torch.empty(len(order), dtype=torch.bool)
+    keep[order] = place >= (size * ratio).floor()[group[order]]
     return keep
 
 
@@ -83,3 +89,9 @@ FILTERS: dict[str, Filter] = {
     "lowest_spread": lowest_spread,
     "outliers": outliers,
 }
+_OF_CONTRASTS = ("informative", "lowest_spread", "outliers")
+
+
+def contrasted(name: str, options: Mapping[str, Any]) -> Grouping | None:
+    """The groups whose votes filter `name` needs to differ; None where it judges single votes, or is not ours."""
+    return _PEERS[options.get("by", "task")] if name in _OF_CONTRASTS else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -99,6 +100,16 @@ class Grouping:
     peers: tuple[str, ...]  # key columns
     vote: tuple[str, ...]
 
+    @property
+    def contrast(self) -> frozenset[str]:
+        """What gives a group several votes: several trajectories of a task ("groups"), branches of a tree ("trees").
+
+        Trajectories alone do not where peers are of one state, which texts hardly ever share beyond the first turn.
+        """
+        apart = {"trajectory": "groups", "node": "trees"}
+        found = {apart[column] for column in self.vote if column in apart and column not in self.peers}
+        return frozenset(found - ({"groups"} if "state" in self.peers else set()))
+
     def statistics(self, turns: Turns, ddof: int = 1) -> GroupStatistics:
         """Count each vote once in each group that it has turns in; σ divides by (votes - `ddof`)."""
         own, group = turns.key(*self.vote), turns.key(*self.peers)
@@ -114,6 +125,25 @@ class Grouping:
         squares = total((votes - mean[group_of]) ** 2, group_of, groups)
         std = (squares / (size - ddof).clamp(min=1)).sqrt()
         return GroupStatistics(self, score, mean[group], std[group], size[group], vote, votes, group_of)
+
+
+Peers = Literal["task", "agent", "state"]
+Vote = Literal["trajectory", "turn"]
+_PEERS: dict[Peers, tuple[str, ...]] = {
+    "task": ("task",),
+    "agent": ("task", "agent"),
+    "state": ("task", "state", "agent", "turn"),
+}
+
+
+def grouping(peers: Peers, vote: Vote) -> Grouping:
+    """Turns of a task, of an agent on it, or of one of its states, of which a trajectory or each turn is a vote.
+
+    A trajectory votes by its turns among these peers.
+    """
+    columns = _PEERS[peers]
+    votes = {"turn": ("trajectory", "node", "turn"), "trajectory": ("trajectory", *columns[1:])}
+    return Grouping(peers=columns, vote=votes[vote])
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import Sample
-from mcore_mas.equations.advantages import NEEDS
+from mcore_mas.equations.advantages import ALONE
 from mcore_mas.training.async_rollout import RolloutBatch
 from mcore_mas.training.metrics import StepMetrics, credit_metrics, losses, rollout_metrics, staleness_metrics
 from mcore_mas.training.policy_trainer import UpdateBatch
@@ -50,7 +50,7 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
 
 def _compared(config: RunConfig, samples: Sequence[Sample], trained: Sequence[str]) -> list[Sample]:
     """The samples of the `trained` policies, and those of the others that theirs may be compared with."""
-    return [s for s in samples if s.policy in trained or config.advantage_of(s.agent).name not in NEEDS]
+    return [s for s in samples if s.policy in trained or config.advantage_of(s.agent).name not in ALONE]
 
 
 def _with_ages(session: TrainingSession, samples: Sequence[Sample]) -> list[Sample]:

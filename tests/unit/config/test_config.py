@@ -39,8 +39,10 @@ def test_every_experiment_composes_and_survives_its_file(experiment: str, tmp_pa
 
 @pytest.mark.parametrize(("group", "name"), GROUPS)
 def test_every_group_file_composes(group: str, name: str) -> None:
-    critics = [f"+policies.{policy}.critic.lr=1e-3" for policy in ("solver", "verifier")] if name == "gae" else []
-    assert resolve(["experiment=demo_math", f"{group}={name}", *critics])["run"] == "demo_math"
+    more = [f"+policies.{policy}.critic.lr=1e-3" for policy in ("solver", "verifier")] if name == "gae" else []
+    if name in ("at_grpo", "mcts", "mars2"):
+        more.append("trainer.branching={width: 2}")
+    assert resolve(["experiment=demo_math", f"{group}={name}", *more])["run"] == "demo_math"
 
 
 @pytest.mark.parametrize("team", ["graph", "m_ask", "qa_decompose", "qa_evidence", "qa_rewrite"])
@@ -161,11 +163,17 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
         ("advantage=drmass", "no file 'drmass' in configs/advantage; nearest: drmas, "),
         ("advantage=zzzz", "no file 'zzzz' in configs/advantage; there are: at_grpo, dr_grpo, drmas"),
         ("advantage=gae", "agent 'solver': advantage 'gae' needs policies.solver.critic"),
-        ("trainer.group_size=1", "agent 'solver': advantage 'drmas' compares a task's trajectories, but trainer.group"),
+        (
+            "trainer.group_size=1",
+            "agent 'solver': advantage 'drmas' compares turns alike in task, agent, and",
+        ),
         ("+agents.solver.advantage.name=rlo", "unknown advantage 'rlo'; known: at_grpo"),
-        ("+advantage.options.epsilon=1", "advantage 'drmas' has no option 'epsilon'; its options: mean, std, eps"),
+        (
+            "+advantage.options.epsilon=1",
+            "advantage 'drmas' has no option 'epsilon'; its options: peers, vote, b",
+        ),
         ("+advantage.options.lone=rwa", "advantage.options.lone: expected one of zero, raw (got 'rwa')"),
-        ("+advantage.options.mean=agnt", "advantage.options.mean: expected one of agent, team (got 'agnt')"),
+        ("+advantage.options.peers=agnt", "advantage.options.peers: expected one of task, agent, state (got 'agnt')"),
         ("filter={name: informativ}", "unknown filter 'informativ'; known: informative, lowest_mean"),
         ("+loss.aggregation=seq_mean_token_sum_norm", "aggregation 'seq_mean_token_sum_norm' needs norm"),
         ("+loss.kl.target=0.1", "an adaptive coefficient starts above 0; set coef"),
@@ -264,3 +272,58 @@ def test_every_key_is_in_the_docs() -> None:
     text = (CONFIGS.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
     written = {name for code in re.findall(r"`([^`\n]+)`", text) for name in re.findall(r"\w+", code)}
     assert sorted(set(keys(RunConfig)) - written) == []
+
+
+TREES = ("experiment=demo_path", "recipe=at_grpo")  # one tree for each task
+NOTHING = [  # runs from which nothing can be learned, and what is said of them
+    (
+        ("experiment=demo_math", "advantage=mcts"),
+        "compares turns alike in trajectory, parent, and a vote is",
+    ),
+    (("experiment=demo_math", "advantage=mars2"), "compares turns alike in trajectory, and a vote is trajectory, node"),
+    (
+        ("experiment=demo_math", "advantage=at_grpo"),
+        "turns alike in task, state, agent, turn, and a vote is",
+    ),
+    *(
+        ((*TREES, f"advantage.name={name}"), f"advantage '{name}' compares turns alike in task")
+        for name in ("grpo", "rloo", "dr_grpo", "grpo_passk", "m_grpo")
+    ),
+    (
+        (*TREES, "advantage.name=gigpo"),
+        "advantage 'gigpo' needs rewards of steps in one line of time",
+    ),
+    ((*TREES, "advantage.name=gae"), "advantage 'gae' needs policies.shared.critic"),
+    ((*TREES, "trainer.branching.width=1"), "advantage 'at_grpo' compares turns alike in task, state, agent, turn"),
+    (
+        (*TREES, "filter={name: informative}"),
+        "filter 'informative' compares turns alike in task",
+    ),
+    ((*TREES, "filter={name: lowest_spread}"), "filter 'lowest_spread' compares turns alike in task"),
+    (("experiment=demo_math", "filter={name: informative, options: {by: state}}"), "alike in task, state, agent, turn"),
+    (("experiment=demo_math", "agents.solver.temperature=0"), "agent 'solver' is trained and samples at temperature 0"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), NOTHING, ids=[" ".join(case[0]) for case in NOTHING])
+def test_d2_a_run_that_can_learn_nothing_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        RunConfig.check(resolve(list(overrides)), "test")
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        TREES,
+        (*TREES, "filter={name: informative, options: {by: state}}"),
+        (*TREES, "advantage.name=drmas"),  # whose votes are turns
+        (*TREES, "advantage.name=grpo", "trainer.group_size=2"),
+        (*TREES, "advantage.name=grpo", "+advantage.options={peers: state, vote: turn}"),
+        ("experiment=demo_math", "advantage=reinforce_pp", "trainer.group_size=1"),
+        ("experiment=demo_math", "agents.solver.temperature=0", "+agents.solver.loss_weight=0"),
+    ],
+    ids=" ".join,
+)
+def test_d2_what_can_learn_is_not(overrides: tuple[str, ...]) -> None:
+    RunConfig.check(resolve(list(overrides)), "test")

@@ -27,6 +27,8 @@ DRMAS_MATH = {
     "evaluation.temperature": 0.6,
     "evaluation.top_p": 0.95,
 }
+T3_TEAM = {"lone": "raw", "peers": "task", "vote": "trajectory"}
+T3_AGENT = {"lone": "raw", "peers": "agent", "vote": "turn"}
 DRMAS_SEARCH = {
     "trainer.tasks_per_step": 128,
     "trainer.group_size": 5,
@@ -105,10 +107,10 @@ PAPERS = {
     "drmas_t2_3b_single_grpo": DRMAS_SEARCH | {"advantage.name": "grpo", "agents.player.max_tokens": 800},
     "drmas_t2_7b_separate_drmas": DRMAS_SEARCH
     | {"advantage.name": "drmas", "policies.searcher.lr": 1e-6, "orchestra.options.malformed_verdict": "answer"},
-    "drmas_t3_mean_team_std_team": DRMAS_SEARCH | {"advantage.options": {"lone": "raw", "mean": "team", "std": "team"}},
-    "drmas_t3_mean_agent_std_team": {"advantage.options": {"lone": "raw", "mean": "agent", "std": "team"}},
-    "drmas_t3_mean_team_std_agent": {"advantage.options": {"lone": "raw", "mean": "team", "std": "agent"}},
-    "drmas_t3_mean_agent_std_agent": {"advantage.options": {"lone": "raw", "mean": "agent", "std": "agent"}},
+    "drmas_t3_mean_team_std_team": DRMAS_SEARCH | {"advantage.options": {**T3_TEAM, "std": "team"}},
+    "drmas_t3_mean_agent_std_team": {"advantage.options": {**T3_AGENT, "std": "team"}},
+    "drmas_t3_mean_team_std_agent": {"advantage.options": {**T3_TEAM, "std": "agent"}},
+    "drmas_t3_mean_agent_std_agent": {"advantage.options": {**T3_AGENT, "std": "agent"}},
     "drmas_f5_hetero": DRMAS_SEARCH
     | {"policies.verifier.model": "models/Qwen2.5-7B", "policies.answerer.model": "models/Llama-3.2-3B-Instruct"},
     "strongermas_t1_plan_path_shared": AT_GRPO

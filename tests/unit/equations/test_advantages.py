@@ -9,15 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_mas.equations.advantages import (
+    ALONE,
     ESTIMATORS,
-    NEEDS,
     discounted_returns,
-    drmas,
     gigpo,
     tree_baseline,
+    whiten,
 )
 from mcore_mas.equations.turns import Grouping, Turns, reverse_scan
 from tests.support.turns import make_turns
+
+drmas = ESTIMATORS["drmas"]
+TEAM = {"peers": "task", "vote": "trajectory"}  # of μ; σ is `std`'s
+AGENT = {"peers": "agent", "vote": "turn"}
 
 
 def two_scales() -> Turns:
@@ -62,8 +66,8 @@ def test_dr_grpo_only_centres() -> None:
 def test_the_four_variants_of_drmas_table_3() -> None:
     turns = two_scales()
     got = {
-        (mean, std): drmas(turns, mean=mean, std=std, eps=0.0).values
-        for mean in ("agent", "team")
+        (mean, std): drmas(turns, **of, std=std, eps=0.0).values
+        for mean, of in (("agent", AGENT), ("team", TEAM))
         for std in ("agent", "team")
     }
     team, solver, verifier = (
@@ -87,18 +91,18 @@ def test_d1_votes_that_do_not_differ_have_a_sigma_of_one() -> None:
     rare = [{"trajectory": 0, "agent": "searcher", "turn": 1, "score": 0.0}]
     # μ of the trajectories 0, 1, 1, 1 is 3/4; the searcher has one vote, or three equal ones
     for turns in (four + rare, four + [row | {"turn": 1 + i} for i in range(3) for row in rare]):
-        got = drmas(make_turns(turns), mean="team", std="agent").values
+        got = drmas(make_turns(turns), **TEAM, std="agent").values
         assert got[4:].tolist() == pytest.approx([-0.75] * (len(turns) - 4), rel=1e-5)
     # one completed trajectory of turns with 1 and 0.9 (a penalty): σ of one trajectory; and of two of equal means
     pair = [{"turn": i, "score": score} for i, score in enumerate((1.0, 0.9))]
     twice = pair + [row | {"trajectory": 1} for row in pair]
     for rows in (pair, twice):
-        got = drmas(make_turns(rows), mean="agent", std="team").values
+        got = drmas(make_turns(rows), **AGENT, std="team").values
         assert got.tolist() == pytest.approx([0.05, -0.05] * (len(rows) // 2), rel=1e-5)
     # rounding is no difference: 0.1 + 0.2 and 0.3 differ by 6e-17
     close = [{"trajectory": i, "agent": "a", "score": score} for i, score in enumerate((0.1 + 0.2, 0.3))]
     other = [{"trajectory": i, "agent": "b", "turn": 1, "score": 2.0 * i} for i in range(2)]
-    assert float(drmas(make_turns(close + other), mean="team", std="agent").values.abs().max()) < 1.0
+    assert float(drmas(make_turns(close + other), **TEAM, std="agent").values.abs().max()) < 1.0
 
 
 def test_at_grpo_compares_the_branches_of_one_state() -> None:
@@ -129,6 +133,38 @@ def test_only_the_best_of_k_is_rewarded_by_its_lead() -> None:
     assert got == pytest.approx([0.0, 2 / (sigma + 0.0001), 0.0, 0.0, 0.0, 0.0])
 
 
+def test_d6_peers_vote_and_baseline_are_options_of_every_relative_estimator() -> None:
+    turns = two_scales()
+    # agent-wise RLOO: each turn against the mean of the agent's other turns. Verifier: 5 against (5 + 5 + 4) / 3
+    rloo = ESTIMATORS["rloo"](turns, **AGENT).values.tolist()
+    assert rloo == pytest.approx([1.0, 1 / 3, 1 / 3, 1 / 3, -1.0, -1.0])
+    # the agent's mean without σ
+    assert drmas(turns, std="none").values.tolist() == pytest.approx([0.5, 0.25, 0.25, 0.25, -0.5, -0.75])
+    # pass@k among an agent's trajectories: solver 1 against 0; verifier 5 against 4; the lead alone, without σ
+    passk = ESTIMATORS["grpo_passk"](turns, peers="agent", std="none").values.tolist()
+    assert passk == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.0, 0.0])
+    # GiGPO by agent: episode 1, 5 against 0, 4 of each agent; nobody shares a state in this one
+    alone = make_turns([
+        {"trajectory": t, "agent": a, "turn": i, "score": s, "state": f"{t}{i}"}
+        for t, i, a, s in [("a", 0, "x", 1), ("a", 1, "y", 5), ("b", 0, "x", 0), ("b", 1, "y", 3)]
+    ], steps=[0.0] * 4)  # fmt: skip
+    got = gigpo(alone, peers="agent", std="none").values.tolist()
+    assert got == pytest.approx([0.5, 1.0, -0.5, -1.0])
+    assert gigpo(alone, std="none").values.tolist() == pytest.approx([0.75, 0.75, -0.75, -0.75])
+
+
+def test_d6_a_long_trajectory_does_not_set_the_baseline_of_reinforce_pp() -> None:
+    """One turn that succeeds and five that fail: the baseline is 1/2 by trajectories (the seeds), 1/6 by turns."""
+    rows = [{"trajectory": "a", "score": 1.0}] + [{"trajectory": "b", "turn": i, "score": 0.0} for i in range(5)]
+    estimator = ESTIMATORS["reinforce_pp_baseline"]
+    for vote, centred in (("trajectory", [0.5] + [-0.5] * 5), ("turn", [5 / 6] + [-1 / 6] * 5)):
+        made = estimator(make_turns(rows), vote=vote)
+        wanted = whiten(torch.tensor(centred, dtype=torch.float64), torch.zeros(6, dtype=torch.int64))
+        assert made.values.tolist() == pytest.approx(wanted.tolist())
+        assert float(made.groups["peers"].mean[0]) == pytest.approx(1 - centred[0])
+    assert estimator(make_turns(rows)).groups["peers"].mean.tolist() == [0.5] * 6
+
+
 def test_m_grpo_takes_a_sub_agents_calls_in_a_trajectory_as_one_vote() -> None:
     rows = [{"trajectory": "a", "agent": "main", "score": 1.0}, {"trajectory": "b", "agent": "main", "score": 0.0}]
     rows += [{"trajectory": "a", "agent": "sub", "turn": i, "score": s} for i, s in ((1, 2.0), (2, 4.0))]
@@ -154,9 +190,9 @@ def test_gigpo_adds_the_step_advantage_among_equal_states() -> None:
     turns = make_turns(rows, steps=[0.0, 1.0, 0.5, 0.0])
     assert discounted_returns(turns, 0.5).tolist() == [0.5, 1.0, 0.5, 0.0]
     # episode: votes 1, 0 centred; step: x has returns 0.5 and 0.5, the other states are alone
-    assert gigpo(turns, scale=False, gamma=0.5).values.tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert gigpo(turns, std="none", gamma=0.5).values.tolist() == [0.5, 0.5, -0.5, -0.5]
     # with γ = 1 the returns at x are 1 and 0.5
-    assert gigpo(turns, scale=False, gamma=1.0, weight=2.0).values.tolist() == [1.0, 0.5, -1.0, -0.5]
+    assert gigpo(turns, std="none", gamma=1.0, weight=2.0).values.tolist() == [1.0, 0.5, -1.0, -0.5]
 
 
 def test_a_round_of_two_agents_counts_its_step_once() -> None:
@@ -167,14 +203,14 @@ def test_a_round_of_two_agents_counts_its_step_once() -> None:
 def test_gigpo_joins_states_that_are_alike() -> None:
     rows = [{"trajectory": t, "state": t, "score": 0.0} for t in ("a", "b")]
     turns = make_turns(rows, steps=[1.0, 0.0])
-    assert gigpo(turns, scale=False).values.tolist() == [0.0, 0.0]
+    assert gigpo(turns, std="none").values.tolist() == [0.0, 0.0]
     asked = []
 
     def alike(similarity: float) -> torch.Tensor:
         asked.append(similarity)
         return torch.tensor([0, 0])
 
-    assert gigpo(replace(turns, alike=alike), scale=False, similarity=0.9).values.tolist() == [0.5, -0.5]
+    assert gigpo(replace(turns, alike=alike), std="none", similarity=0.9).values.tolist() == [0.5, -0.5]
     assert asked == [0.9]
     with pytest.raises(ValueError, match="similarity below 1 needs the texts"):
         gigpo(turns, similarity=0.9)
@@ -220,7 +256,7 @@ def test_an_estimator_says_whom_it_compared() -> None:
     turns = replace(two_scales(), steps=torch.zeros(6).double())
     compared = {
         name: {of: (group.grouping.peers, group.grouping.vote) for of, group in ESTIMATORS[name](turns).groups.items()}
-        for name in sorted(set(ESTIMATORS) - set(NEEDS))
+        for name in sorted(set(ESTIMATORS) - ALONE)
     }
     turn, team = ("trajectory", "node", "turn"), (("task",), ("trajectory",))
     assert compared == {
@@ -234,15 +270,15 @@ def test_an_estimator_says_whom_it_compared() -> None:
         "mars2": {"tree": (("trajectory",), ("trajectory", "node"))},
         "mcts": {"siblings": (("trajectory", "parent"), ("trajectory", "node"))},
         "reinforce_pp": {},
-        "reinforce_pp_baseline": {"peers": (("task",), turn)},
+        "reinforce_pp_baseline": {"peers": team},
         "rloo": {"peers": team},
     }
-    both = drmas(turns, mean="agent", std="team", ddof=0).groups
+    both = drmas(turns, **AGENT, std="team", ddof=0).groups
     assert both["mean"].mean.tolist() == [0.5] + [4.75] * 3 + [0.5, 4.75]
     assert both["std"].std.tolist() == [1.0] * 6  # of the trajectories' 4 and 2
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - set(NEEDS) - {"reinforce_pp", "reinforce_pp_baseline"}))
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - ALONE - {"reinforce_pp", "reinforce_pp_baseline"}))
 def test_groups_of_other_tasks_do_not_matter(name: str) -> None:
     rows = [{"trajectory": i, "node": str(i), "score": s, "task": "t"} for i, s in enumerate((1.0, 3.0, 4.0))]
     other = [{"trajectory": 7 + i, "node": str(i), "score": s, "task": "u"} for i, s in enumerate((100.0, -100.0))]
@@ -251,7 +287,7 @@ def test_groups_of_other_tasks_do_not_matter(name: str) -> None:
     assert among[:3].tolist() == pytest.approx(alone.tolist())
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - set(NEEDS)))
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - ALONE))
 @pytest.mark.parametrize("score", [-0.01, 0.1 + 0.2, 0.7])
 def test_equal_scores_have_advantages_of_exactly_zero(name: str, score: float) -> None:
     for n in (2, 3, 7, 11):
@@ -380,5 +416,5 @@ def test_every_estimator_has_keyword_options_with_defaults_and_a_source() -> Non
     for name, estimator in ESTIMATORS.items():
         options = [p for p in inspect.signature(estimator).parameters.values() if p.kind is p.KEYWORD_ONLY]
         assert all(option.default is not inspect.Parameter.empty for option in options), name
-        text = getattr(estimator, "source", "") or estimator.__doc__ or ""
+        text = estimator.__doc__ or ""
         assert "arXiv" in text or "MARTI" in text, name

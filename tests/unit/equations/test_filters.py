@@ -51,14 +51,22 @@ def test_the_lowest_means_go() -> None:
     assert kept("lowest_mean", turns, ratio=0.2) == [True] * 8  # the share is rounded down
 
 
-def test_the_lowest_spread_goes_by_variance_over_squared_range() -> None:
-    # variances / range²: 1/2 for two different votes; (0, 0, 9): 27/81 = 1/3; equal votes: 0
+def test_d7_the_lowest_spread_goes_by_variance_over_squared_range() -> None:
+    """The variance divides by n, as PettingLLMs': by n - 1 the pair 0, 1 would be above the four, 1/2 against 1/3."""
+    # variances / range²: (0, 1): 1/4; (0, 0, 1, 1): 1/4; (0, 0, 9): 2/9; equal votes: 0
     turns = groups((0, 1), (0, 0, 9), (4, 4))
     assert kept("lowest_spread", turns, ratio=0.34) == [True] * 5 + [False] * 2
     assert kept("lowest_spread", turns, ratio=0.67) == [True] * 2 + [False] * 5
+    # (0, 1, 1, 1): 3/16 by n and 1/4 by n - 1; (0, 1): 1/4 and 1/2; (0, 0, 0, 4, 4, 4, 4, 0): 1/4 and 2/7
+    turns = groups((0, 1), (0, 0, 0, 4, 4, 4, 4, 0), (0, 1, 1, 1))
+    assert kept("lowest_spread", turns, ratio=0.34) == [True] * 10 + [False] * 4
 
 
-def test_outliers_are_the_turns_furthest_from_their_groups_mean() -> None:
+def test_d7_outliers_are_taken_from_every_group_by_its_size() -> None:
+    """PettingLLMs' uid: int(n · ratio) of each group, so that one of large rewards does not pay for all."""
+    turns = groups((0, 50, 50, 100), (0, 1, 0, 10))
+    assert kept("outliers", turns, ratio=0.25) == [False, True, True, True, True, True, True, False]
     turns = groups((0, 0, 0, 8), (100, 101))
-    assert kept("outliers", turns, ratio=0.2) == [True, True, True, False, True, True]
+    assert kept("outliers", turns, ratio=0.25) == [True, True, True, False, True, True]
+    assert kept("outliers", turns, ratio=0.2) == [True] * 6  # the share is rounded down
     assert FILTERS["outliers"](turns, ratio=0.1).dtype is torch.bool

@@ -60,6 +60,19 @@ def test_gae_by_hand() -> None:
     assert gae(turns, gamma=0.5, lam=0.5).values.tolist() == pytest.approx([(v - mean) / std for v in expected])
 
 
+def test_d8_gae_never_runs_through_siblings() -> None:
+    """Nodes 0 (reward 5), 1 (0), 1.0 (1) and 1.1 (7), values 0: the targets were 13, 8, 8, 7."""
+    nodes = {"0": 5.0, "1": 0.0, "1.0": 1.0, "1.1": 7.0}
+    rows = [{"node": node, "turn": node.count("."), "score": score} for node, score in nodes.items()]
+    turns = make_turns(rows, values=[0.0] * 4)
+    for across in ("turn", "agent"):
+        _, targets = advantages_and_returns(turns, across=across)
+        assert targets.tolist() == [5.0, 0.0, 1.0, 7.0]
+    # two turns of one agent in a node are a line
+    more = make_turns([*rows, {"node": "1.1", "turn": 3, "score": 2.0}], values=[0.0] * 5)
+    assert advantages_and_returns(more, across="agent")[1].tolist() == [5.0, 0.0, 1.0, 9.0, 2.0]
+
+
 def test_gae_across_an_agents_turns_joins_them_in_order() -> None:
     # agent 0 speaks in turns 2 and 0 (rows out of order), agent 1 between; all values 0, γ = λ = 1: returns to go
     rows = [

@@ -53,7 +53,7 @@ def test_grpo_shows_the_vote_that_a_turn_is_part_of(file: Path) -> None:
 
 
 def test_two_statistics_are_two_tables(file: Path) -> None:
-    lines = said(file, "drmas", mean="team")
+    lines = said(file, "grpo", std="agent")
     assert "mean: turns alike in task; one vote per trajectory" in lines
     assert "std: turns alike in task, agent; one vote per trajectory, node, turn" in lines
 
