@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import psutil
@@ -51,7 +50,7 @@ def serve_mlflow(store: str, port: int) -> None:
         "DO_NOT_TRACK": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     child = start_group(command, env=environment, death=signal.SIGTERM)
     print(f"MLflow: http://{HOST}:{port}  (Ctrl-C ends it)", flush=True)
     try:
@@ -63,10 +62,6 @@ def serve_mlflow(store: str, port: int) -> None:
     raise UiError(f"the MLflow server ended with status {status}; what it said is above")
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 @machine_commands.command("ui", rich_help_panel=_PANEL)
 def open_pages(
     store: Annotated[str, typer.Option(help="MLflow tracking store.")] = "sqlite:///results/mlflow.db",
@@ -76,17 +71,7 @@ def open_pages(
     serve_mlflow(store, port)
 
 
-_PACKAGES = (
-    "torch",
-    "megatron-core",
-    "ray",
-    "transformers",
-    "snakemake",
-    "mlflow",
-    "faiss-cpu",
-    "pyarrow",
-    "hydra-core",
-)
+_NEEDED = ("torch", "megatron-core", "ray", "transformers", "snakemake", "mlflow", "faiss-cpu", "pyarrow", "hydra-core")
 _OPTIONAL = ("transformer-engine", "sglang", "flash-attn", "gymnasium", "mcp", "alfworld")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where Ray keeps its objects)
 _NEEDED_GIB = {"memory": 8, "shared memory": 0.5, "disk": 5}
@@ -103,19 +88,11 @@ def examine() -> None:
     raise typer.Exit(1 if failed else 0)
 
 
-def _python() -> tuple[bool, str]:
-    return sys.version_info >= (3, 11), f"{sys.version.split()[0]} (3.11 or newer is needed)"
-
-
 def _packages() -> tuple[bool, str]:
-    missing = [name for name in _PACKAGES if not _version(name)]
+    missing = [name for name in _NEEDED if not _version(name)]
     if missing:
         return False, f"missing: {', '.join(missing)}; run `make setup`"
-    return True, ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
-
-
-def _optional() -> tuple[bool, str]:
-    return True, ", ".join(f"{name} {_version(name) or 'absent'}" for name in _OPTIONAL)
+    return True, ", ".join(f"{name} {_version(name)}" for name in _NEEDED)
 
 
 def _version(name: str) -> str:
@@ -132,10 +109,6 @@ def _gpus() -> tuple[bool, str]:
         return True, "none: training runs on the CPU over gloo, for models of a few million parameters"
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return True, f"{len(names)}: {', '.join(sorted(set(names)))}"
-
-
-def _cores() -> tuple[bool, str]:
-    return True, f"{len(os.sched_getaffinity(0))} usable"
 
 
 def _sandbox() -> tuple[bool, str]:
@@ -161,11 +134,11 @@ def _room(name: str, free_bytes: Callable[[], int]) -> Callable[[], tuple[bool, 
 
 
 _CHECKS: dict[str, Callable[[], tuple[bool, str]]] = {
-    "python": _python,
+    "python": lambda: (sys.version_info >= (3, 11), f"{sys.version.split()[0]} (3.11 or newer is needed)"),
     "packages": _packages,
-    "optional": _optional,
+    "optional": lambda: (True, ", ".join(f"{name} {_version(name) or 'absent'}" for name in _OPTIONAL)),
     "gpus": _gpus,
-    "cores": _cores,
+    "cores": lambda: (True, f"{len(os.sched_getaffinity(0))} usable"),
     "sandbox": _sandbox,
     "memory": _room("memory", lambda: psutil.virtual_memory().available),
     "shared memory": _room("shared memory", lambda: shutil.disk_usage(_SHARED_MEMORY).free),

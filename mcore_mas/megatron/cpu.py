@@ -91,7 +91,7 @@ def patch_cuda() -> None:
     # Rotary embeddings, DDP buffers and the vocabulary-parallel layers ask for the current device.
     torch.cuda.current_device = _current_device
     # Pipeline stages that tell each other the lengths of micro-batches wait for the GPU in between.
-    torch.cuda.synchronize = _nothing_to_wait_for
+    torch.cuda.synchronize = lambda *_: None
     proxy = _TorchOnCpu()
     for name in (*_LITERAL_MODULES, *_STREAM_MODULES):
         importlib.import_module(name).torch = proxy
@@ -105,13 +105,12 @@ def patch_cuda() -> None:
     # The optimizer and gradient clipping assert on the *name* "torch.cuda.FloatTensor".
     torch.Tensor.type = _cuda_type_name
     # A tied embedding's copy on the last pipeline stage is sent to the GPU before it is filled.
-    torch.Tensor.cuda = _stay
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
     # Layers fork the CUDA generator around dropout; the inference tracker's fork is a no-op, and dropout is 0.
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     # Recomputing activations saves and restores the CUDA generator beside the CPU's, which stays as it is.
-    random._get_cuda_rng_state = _no_rng_state
-    random._set_cuda_rng_state = _no_rng_state
+    random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *_, **__: torch.empty(0, dtype=torch.uint8)
 
 
 def _current_device() -> torch.device:
@@ -151,18 +150,6 @@ def _reduce_scatter(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tens
     parts = x.new_empty(len(sizes), own, *x.shape[1:])
     dist.all_to_all_single(parts.flatten(0, 1), x.contiguous(), [own] * len(sizes), sizes, group=group)
     return parts.sum(dim=0)
-
-
-def _stay(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor
-
-
-def _no_rng_state(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)
-
-
-def _nothing_to_wait_for(*_: Any) -> None:
-    return None
 
 
 _tensor_type = torch.Tensor.type

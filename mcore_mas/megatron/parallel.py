@@ -9,20 +9,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from mcore_mas.megatron.spec import ParallelLayout
-
-
-def host_store(address: str) -> tuple[Store, int]:
-    """Where the ranks of a group find each other, kept by rank 0, and the port at `address` that the system gave it."""
-    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    return store, int(store.port)
-
-
-def reach_store(address: str, port: int) -> Store:
-    """The same, as the other ranks see it."""
-    return TCPStore(address, port, is_master=False)
 
 
 def init_process_groups(

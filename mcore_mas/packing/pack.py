@@ -82,19 +82,11 @@ class PackedSamples:
         known = {sample.id: sample for sample in samples}
         ordered = [known.get(sample.id) for sample in self._samples]
         kept = torch.tensor([sample is not None for sample in ordered])
-        chosen = [batch.select(kept[batch.sequences]) for batch in self._microbatches if kept[batch.sequences].any()]
-        return [_filled(batch, [s for n in _members(batch) if (s := ordered[n])]) for batch in chosen]
-
-
-def _members(batch: Microbatch) -> list[int]:
-    """The samples of a micro-batch in the order of their rows."""
-    numbers: list[int] = batch.sequences.unique_consecutive().tolist()
-    return numbers
-
-
-def _filled(batch: Microbatch, samples: Sequence[Sample]) -> Microbatch:
-    """The micro-batch with columns from its samples, which are in the order of its rows."""
-    return replace(batch, unshared=sum(map(_computed, samples)), **_columns(samples))
+        filled = []
+        for batch in (b.select(kept[b.sequences]) for b in self._microbatches if kept[b.sequences].any()):
+            members = [s for n in batch.sequences.unique_consecutive().tolist() if (s := ordered[n])]  # as its rows are
+            filled.append(replace(batch, unshared=sum(map(_computed, members)), **_columns(members)))
+        return filled
 
 
 def pack(
@@ -139,14 +131,11 @@ def unpack(
     for batch, values in zip(microbatches, rows, strict=True):
         for number, value in zip(batch.sequences.tolist(), values.tolist(), strict=True):
             by_sample[number].append(value)
-    return [_spread(sample, values) for sample, values in zip(samples, by_sample, strict=True)]
-
-
-def _spread(sample: Sample, values: list[float]) -> tuple[float, ...]:
-    if sample.trained is None:
-        return tuple(values)
-    known = iter(values)
-    return tuple(next(known) if trained else _UNKNOWN for trained in sample.trained)
+    found = []
+    for sample, known in zip(samples, map(iter, by_sample), strict=True):
+        trained = (True,) * len(sample.completion_ids) if sample.trained is None else sample.trained
+        found.append(tuple(next(known) if carries_loss else _UNKNOWN for carries_loss in trained))
+    return found
 
 
 def _microbatch(

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from mcore_mas.config.policy import ColdStartConfig
+from mcore_mas.config.policy import BaseModelConfig, ColdStartConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.samples import Sample, weigh
 from mcore_mas.equations.losses import Objective
@@ -33,6 +34,8 @@ from rollout.records.trajectory import Demonstration, Task, read_tasks
 from rollout.tasks import GENERATORS
 from rollout.teams.collect import collect
 from rollout.teams.team import EngineClient
+
+_Measure = Callable[[MegatronTrainer, int], tuple[float, float]]  # (accuracy, share of well-formed turns) after a step
 
 _POLICY = "cold start"
 _BETAS = (0.9, 0.98)  # of Adam: a cold start is short
@@ -61,43 +64,35 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         stack.callback(parallel.destroy_process_groups)
         make_env = stack.enter_context(world(config, "bootstrap/retriever"))
         reporter = stack.enter_context(Reporter(f"{config.run} bootstrap", cold_start.max_steps))
-        team = _Team(config, base_dir, renderer, make_env)
-        history = _train(cold_start, trainer, _batches(config, cold_start, renderer), team, config, reporter)
+        measure = _measurement(config, cold_start, base_dir, renderer, make_env)
+        history = _train(config, cold_start, trainer, _batches(config, cold_start, renderer), measure, reporter)
         trainer.model.write(out_dir / "model")
     write_json(out_dir / "bootstrap.json", {"model": str(out_dir / "model"), "history": history})
 
 
-class _Team:
-    """The team on the weights of the moment, measured on a few validation tasks."""
+def _measurement(
+    config: RunConfig, cold_start: ColdStartConfig, base_dir: Path, renderer: Renderer, make_env: Callable[[Task], Env]
+) -> _Measure:
+    """How to measure the team, on the trainer's weights after a step, on a few validation tasks."""
+    engine = LocalEngine(base_dir, rows=config.engine.slots, max_length=config.engine.max_length)
+    player = EngineClient(engine=engine, renderer=renderer)
+    team = build_team(config.agents, dict.fromkeys(config.policies, player))
+    orchestra = build_orchestra(config.orchestra)
+    tasks = read_tasks(config.folder / "tasks" / "validation.parquet")[: cold_start.check_tasks]
 
-    def __init__(self, config: RunConfig, base_dir: Path, renderer: Renderer, make_env: Callable[[Task], Env]) -> None:
-        assert config.cold_start is not None
-        self.engine = LocalEngine(base_dir, rows=config.engine.slots, max_length=config.engine.max_length)
-        player = EngineClient(engine=self.engine, renderer=renderer)
-        self._team = build_team(config.agents, dict.fromkeys(config.policies, player))
-        self._orchestra = build_orchestra(config.orchestra)
-        self._make_env = make_env
-        self._tasks = read_tasks(config.folder / "tasks" / "validation.parquet")[: config.cold_start.check_tasks]
+    async def measure(trainer: MegatronTrainer, step: int) -> tuple[float, float]:
+        await engine.load_weights(trainer.model.weights(), version=step)
+        return success(await collect(tasks, team, make_env, orchestra, group_size=1, seed=config.seed, step=step))
 
-    def measure(self, trainer: MegatronTrainer, step: int, seed: int) -> tuple[float, float]:
-        """(accuracy, share of well-formed turns)."""
-
-        async def play() -> tuple[float, float]:
-            await self.engine.load_weights(trainer.model.weights(), version=step)
-            groups = await collect(
-                self._tasks, self._team, self._make_env, self._orchestra, group_size=1, seed=seed, step=step
-            )
-            return success(groups)
-
-        return asyncio.run(play())
+    return lambda trainer, step: asyncio.run(measure(trainer, step))
 
 
 def _train(
+    config: RunConfig,
     cold_start: ColdStartConfig,
     trainer: MegatronTrainer,
     batches: Iterator[list[Sample]],
-    team: _Team,
-    config: RunConfig,
+    measure: _Measure,
     reporter: Reporter,
 ) -> list[dict[str, float]]:
     history: list[dict[str, float]] = []
@@ -106,7 +101,7 @@ def _train(
         metrics = trainer.update(pack(batch, config.trainer.microbatch_tokens))
         if (step % cold_start.check_every and step < cold_start.max_steps) or step < cold_start.first_check:
             continue
-        accuracy, legal = team.measure(trainer, step, config.seed)
+        accuracy, legal = measure(trainer, step)
         loss = sum(value for name, value in metrics.items() if name.endswith("/loss"))
         shown = {"loss": loss, "accuracy": accuracy, "legal": legal}
         history.append({"step": step, "seconds": time.monotonic() - started, **shown})
@@ -161,8 +156,9 @@ def make_base_model(config_path: Path, tasks_dir: Path, out_dir: Path) -> None:
     config = RunConfig.load(config_path)
     assert config.cold_start is not None, "a run without a cold start brings its own model"
     base = config.cold_start.base
-    _train_tokenizer(_texts(config, config.cold_start, tasks_dir), base.vocab, base.tokens, out_dir)
-    _init_model(config, config.cold_start, out_dir)
+    tokenizer = _train_tokenizer(_texts(config, config.cold_start, tasks_dir), base.vocab, base.tokens)
+    tokenizer.save_pretrained(str(out_dir))
+    _init_model(tokenizer, base, derive_seed(config.seed, "base model") % 2**63).save_pretrained(str(out_dir))
 
 
 def _texts(config: RunConfig, cold_start: ColdStartConfig, tasks_dir: Path) -> Iterator[str]:
@@ -178,7 +174,7 @@ def _texts(config: RunConfig, cold_start: ColdStartConfig, tasks_dir: Path) -> I
             yield f"{passage.title}\n{passage.text}"
 
 
-def _train_tokenizer(texts: Iterator[str], vocab: int, unit: str, out_dir: Path) -> None:
+def _train_tokenizer(texts: Iterator[str], vocab: int, unit: str) -> Any:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # read by tokenizers; with threads, ties may fall either way
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -201,17 +197,15 @@ def _train_tokenizer(texts: Iterator[str], vocab: int, unit: str, out_dir: Path)
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_STOP, pad_token=_END)
     fast.chat_template = CHAT_TEMPLATES["chatml"]
-    fast.save_pretrained(str(out_dir))
+    return fast
 
 
-def _init_model(config: RunConfig, cold_start: ColdStartConfig, out_dir: Path) -> None:
+def _init_model(tokenizer: Any, base: BaseModelConfig, seed: int) -> Any:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(out_dir), local_files_only=True)
-    base = cold_start.base
-    torch.manual_seed(derive_seed(config.seed, "base model") % 2**63)
-    model = Qwen2ForCausalLM(
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
             hidden_size=base.hidden,
@@ -228,4 +222,3 @@ def _init_model(config: RunConfig, cold_start: ColdStartConfig, out_dir: Path) -
             bos_token_id=None,
         )
     )
-    model.save_pretrained(str(out_dir))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -179,26 +179,6 @@ def initial_adapter(architecture: Architecture, lora: LoraSpec, name: str) -> Te
         return torch.zeros(rows, lora.rank)
     generator = torch.Generator().manual_seed(derive_seed(lora.seed, name) >> 1)  # torch takes 63 bits
     return (torch.rand(lora.rank, inputs, generator=generator) * 2 - 1) / math.sqrt(inputs)
-
-
-class MergedWeights(Mapping[str, Tensor]):
-    """The base's parameters by Megatron name, with the adapters' updates in them; each is made when asked for."""
-
-    def __init__(self, base: Mapping[str, Tensor], adapters: Mapping[str, Adapter]) -> None:
-        self._base = base
-        self._adapters = adapters
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self._base[name].detach()
-        if name not in self._adapters:
-            return weight
-        return (weight.float() + self._adapters[name].delta()).to(weight.dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
-
-    def __len__(self) -> int:
-        return len(self._base)
 
 
 _CONFIG = "adapter_config.json"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from mcore_mas.megatron.spec import TrainerSpec, check_fit
 from mcore_mas.megatron.state.lora import (
     Adapter,
     AdapterFolder,
-    MergedWeights,
     adapters,
     attach_adapters,
     initial_adapter,
@@ -133,7 +132,14 @@ class ShardedModel:
 
     def weight_blocks(self) -> Iterator[tuple[str, list[Tensor]]]:
         """`weights`, but each tensor in blocks of its rows, which are copied nowhere if no rank has part of them."""
-        return self._export("weights", MergedWeights(self._base, self._adapters))
+        return self._export("weights", self._base, self._merged)
+
+    def _merged(self, name: str) -> Tensor:
+        """A parameter of the base with its adapters' update in it."""
+        weight: Tensor = self._base[name].detach()
+        if name in self._adapters:
+            weight = (weight.float() + self._adapters[name].delta()).to(weight.dtype)
+        return weight
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Stream (PEFT name, full tensor) of the adapters, none where all weights are trained; as `weights`."""
@@ -143,10 +149,12 @@ class ShardedModel:
         """Stream (Hugging Face or PEFT name, full tensor) of this rank's gradients by Megatron name; as `weights`."""
         return _joined(self._export("gradients", local))
 
-    def _export(self, what: str, local: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+    def _export(
+        self, what: str, local: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
+    ) -> Iterator[tuple[str, list[Tensor]]]:
         if what not in self._plans:
             self._plans[what] = plan_export(local, self.architecture)
-        return export_weights(local, self.architecture, self._plans[what])
+        return export_weights(read or local.__getitem__, self.architecture, self._plans[what])
 
     def write(self, folder: Path) -> None:
         """Write a Hugging Face folder: these weights with the config and tokenizer of the model it started from.
@@ -243,14 +251,14 @@ def _cut(alike: Sequence[WeightMapping], sizes: Sequence[int], bucket_bytes: int
 
 
 def export_weights(
-    local: Mapping[str, Tensor], architecture: Architecture, plan: ExportPlan
+    local: Callable[[str], Tensor], architecture: Architecture, plan: ExportPlan
 ) -> Iterator[tuple[str, list[Tensor]]]:
     """Stream (Hugging Face name, full tensor in blocks of rows) from all ranks' shards; every rank must drain it.
 
-    Where nothing is cut, the blocks are parts of `local` itself.
+    Where nothing is cut, the blocks are parts of what `local` gives.
 
     Args:
-        local: this rank's tensors by Megatron parameter name.
+        local: this rank's tensor by Megatron parameter name, asked for when it is sent.
         plan: of these names, as `plan_export` made it.
     """
     for bucket in plan:
@@ -262,7 +270,7 @@ def export_weights(
                 yield from zip(holder.tensors, full, strict=True)
 
 
-def _shards(local: Mapping[str, Tensor], bucket: Bucket) -> list[list[Tensor]]:
+def _shards(local: Callable[[str], Tensor], bucket: Bucket) -> list[list[Tensor]]:
     """Of each of the bucket's parameters every rank's shard, on every rank."""
     group = (
         parallel_state.get_expert_tensor_and_model_parallel_group()  # tensor-parallel ranks are neighbours
@@ -272,7 +280,7 @@ def _shards(local: Mapping[str, Tensor], bucket: Bucket) -> list[list[Tensor]]:
     stages = parallel_state.get_pipeline_model_parallel_group()
     ranks, pipeline = dist.get_world_size(group), dist.get_world_size(stages)
     here = parallel_state.get_pipeline_model_parallel_rank() == bucket.stage
-    mine = [local[entry.parameter].detach().contiguous() for entry in bucket.mappings] if here else []
+    mine = [local(entry.parameter).detach().contiguous() for entry in bucket.mappings] if here else []
     if ranks == pipeline == 1:
         return [[tensor] for tensor in mine]
     sizes = [math.prod(shape) for shape in bucket.shapes]

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.batch import CostModel, Microbatch
@@ -39,12 +40,12 @@ class _Rank:
     def host(self, *nodes: str) -> tuple[str, int]:
         """Open the place where the ranks, which are on `nodes`, meet; on rank 0. The port is the system's choice."""
         address = meeting_address(nodes)
-        self._store, port = parallel.host_store(address)
-        return address, port
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return address, int(self._store.port)
 
     def join(self, place: tuple[str, int]) -> None:
         """Meet the other ranks and load the model."""
-        store = self._store or parallel.reach_store(*place)
+        store = self._store or TCPStore(*place, is_master=False)
         parallel.init_process_groups(self._spec, rank=self._rank, threads=self._threads, store=store)
         self._trainer = MegatronTrainer(self._spec)
 
