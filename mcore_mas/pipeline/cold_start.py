@@ -25,7 +25,7 @@ from mcore_mas.training.metrics import success
 from retrieval.corpus import Corpus
 from rollout.base.files import write_json
 from rollout.base.options import lookup
-from rollout.config.build import build_orchestra, build_role, build_team
+from rollout.config.sections import build_orchestra, build_role, build_team
 from rollout.engines.embedded.batching import LocalEngine
 from rollout.environments.protocol import Env
 from rollout.models.chat_template import CHAT_TEMPLATES, Renderer

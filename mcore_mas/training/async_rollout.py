@@ -21,7 +21,7 @@ from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.schedule import Schedule
 from mcore_mas.training.stopping import TrainingError
 from rollout.base.task_group import Wait, Waiting, Watchdog, cancel_tasks, together
-from rollout.config.build import build_allocator
+from rollout.config.sections import build_allocator
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Group, Status, Task, write_trajectories
 from rollout.teams.collect import CollectOptions, Collector, collect

@@ -10,7 +10,7 @@ from typing import Any
 from mcore_mas.config.run import RunConfig
 from retrieval.client import RetrievalClient, RetrieverSidecar
 from rollout.base.errors import ModelError
-from rollout.config.build import build_env, build_player
+from rollout.config.sections import build_env, build_player
 from rollout.engines import engine_class
 from rollout.engines.remote import hide
 from rollout.environments.protocol import Env

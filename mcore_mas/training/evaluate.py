@@ -16,7 +16,7 @@ from mcore_mas.training.logbook import Reporter
 from mcore_mas.training.measure import Scoreboard, measure, score_rows
 from rollout.base.files import FolderError, write_json
 from rollout.base.task_group import Watchdog
-from rollout.config.build import build_orchestra, build_team
+from rollout.config.sections import build_orchestra, build_team
 from rollout.records.trajectory import Trajectory, read_tasks, write_trajectories
 from rollout.teams.collect import CollectOptions, Collector
 

@@ -32,7 +32,7 @@ from mcore_mas.training.trainer_specs import check_layouts, critic_spec, policy_
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 from rollout.base.files import owned, writable, write_json
 from rollout.base.task_group import Watchdog
-from rollout.config.build import build_orchestra, build_team
+from rollout.config.sections import build_orchestra, build_team
 from rollout.records.trajectory import Task, read_tasks
 from rollout.rewards.coach import Coach
 

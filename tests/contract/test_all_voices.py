@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollout.base.errors import EngineError
-from rollout.config.build import build_player
+from rollout.config.sections import build_player
 from rollout.engines import engine_class
 from rollout.engines.remote import RemoteConfig
 from rollout.records.completion import Sampling

@@ -24,7 +24,7 @@ from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
-from rollout.config.build import build_allocator, build_env, build_orchestra, build_team
+from rollout.config.sections import build_allocator, build_env, build_orchestra, build_team
 from rollout.engines.embedded.batching import LocalEngine
 from rollout.environments.code import pack_solution, pack_test
 from rollout.environments.data_science import pack_file, pack_target

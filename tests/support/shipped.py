@@ -10,8 +10,16 @@ from typing import Any
 import yaml
 
 from mcore_mas.config.compose import CONFIGS
-from rollout.config.build import build_allocator, build_env, build_orchestra, build_team
-from rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
+from rollout.config.sections import (
+    AgentConfig,
+    EnvConfig,
+    OrchestraConfig,
+    RewardConfig,
+    build_allocator,
+    build_env,
+    build_orchestra,
+    build_team,
+)
 from rollout.records.trajectory import Task, Trajectory
 from rollout.tasks.encyclopedia import Article
 from rollout.teams.collect import collect

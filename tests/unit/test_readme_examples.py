@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.config.compose import resolve
-from rollout.config.build import build_allocator
-from rollout.config.sections import RewardConfig
+from rollout.config.sections import RewardConfig, build_allocator
 from rollout.teams.team import ROLES
 from tests.support.played import group, trajectory, turn
 

@@ -19,7 +19,7 @@ from mcore_mas.credit.samples import to_samples
 from mcore_mas.megatron import parallel
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.trainer_specs import policy_spec
-from rollout.config.build import build_allocator, build_env, build_orchestra, build_player, build_team
+from rollout.config.sections import build_allocator, build_env, build_orchestra, build_player, build_team
 from rollout.records.trajectory import Task
 from rollout.teams.collect import collect
 from tests.support.in_process import Bytes, Engine, Group, make_model

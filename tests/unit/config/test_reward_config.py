@@ -4,8 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from rollout.base.options import UnknownName, lookup
-from rollout.config.build import build_allocator
-from rollout.config.sections import RewardConfig
+from rollout.config.sections import RewardConfig, build_allocator
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.outcome import shared_outcome
 from tests.support.played import group, rewards, trajectory, turn

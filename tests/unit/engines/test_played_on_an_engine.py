@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.base.task_group import Deadlines
-from rollout.config.build import build_player
+from rollout.config.sections import build_player
 from rollout.engines.embedded.batching import LocalEngine
 from rollout.records.completion import VersionSpan
 from rollout.records.trajectory import Status

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from rollout.config.build import build_allocator, build_env, build_orchestra, build_team
+from rollout.config.sections import build_allocator, build_env, build_orchestra, build_team
 from rollout.records.trajectory import Task
 from rollout.teams.team import EngineClient
 from tests.support.play import Bytes, collect

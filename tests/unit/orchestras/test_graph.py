@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout.config.build import build_team
-from rollout.config.sections import AgentConfig, OrchestraConfig
+from rollout.config.sections import AgentConfig, OrchestraConfig, build_team
 from rollout.environments.search import SearchEnv
 from rollout.orchestras.graph import Graph, graph
 from rollout.orchestras.search import search_team

@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 
-from rollout.config.build import build_allocator
-from rollout.config.sections import AgentConfig, RewardConfig
+from rollout.config.sections import AgentConfig, RewardConfig, build_allocator
 from rollout.rewards import penalties as package
 from rollout.rewards.allocation import RewardError
 from rollout.rewards.penalties import PENALTIES, apply_penalties, invalid_reply, mask_truncated, overlong

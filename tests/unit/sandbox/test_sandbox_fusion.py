@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from rollout.base import http
-from rollout.config.build import build_env
-from rollout.config.sections import EnvConfig
+from rollout.config.sections import EnvConfig, build_env
 from rollout.environments.code import pack_test
 from rollout.records.trajectory import Task
 from rollout.sandbox import RunLimits, SandboxError, SandboxFusion, Verdict
