@@ -6,14 +6,14 @@ import asyncio
 import base64
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from rollout.base.http import HttpClient, Refused, Unanswered, retried
 from rollout.sandbox import pool as tiers
-from rollout.sandbox.jail import check_name
+from rollout.sandbox.jail import Jail, check_name
 from rollout.sandbox.pool import JailPool
 from rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, SandboxUnavailable, Verdict
 from rollout.sandbox.session import Session, execute
@@ -104,7 +104,6 @@ for name, forbidden in (
         continue
     raise SystemExit(name + " can be reached")
 """
-_ATTEMPTS = 2  # of a run whose sandbox fails
 
 
 class Sandbox(Runner):
@@ -152,14 +151,9 @@ class Sandbox(Runner):
         limits = limits or self.limits
         await self.start()
         await self._revive()
-        assert self._pool is not None
-        pool = self._pool
-        jail = pool.lend()
-        try:
+        with self._jail() as jail:
             jail.open(limits)
             yield Session(jail, limits, self._slot)
-        finally:
-            pool.take_back(jail)
 
     async def start(self) -> None:
         await super().start()
@@ -210,23 +204,27 @@ class Sandbox(Runner):
                 await self._start()
 
     async def _run(self, program: Program) -> RunResult:
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return await self._attempt(program)
-            except SandboxUnavailable:
-                raise
-            except SandboxError:
-                self.faults += 1
-                await self._revive()
+        try:
+            return await self._attempt(program)
+        except SandboxUnavailable:
+            raise
+        except SandboxError:  # once more
+            self.faults += 1
+            await self._revive()
         return await self._attempt(program)
 
     async def _attempt(self, program: Program) -> RunResult:
+        with self._jail() as jail:
+            return await execute(jail, program)
+
+    @contextmanager
+    def _jail(self) -> Iterator[Jail]:
         if self._pool is None:
             raise SandboxError("the sandbox was closed")
         pool = self._pool
         jail = pool.lend()
         try:
-            return await execute(jail, program)
+            yield jail
         finally:
             pool.take_back(jail)
 
