@@ -93,12 +93,10 @@ class DataScienceEnv:
             raise EnvError(f"task {task.id}: file {name} cannot be put into the sandbox ({error})") from error
 
     async def close(self) -> None:
-        """Remove the folder."""
         self._session = None
         await self._open.aclose()
 
     def reset(self, task: Task) -> str:
-        """Start `task`; returns its prompt."""
         self._steps = 0
         return task.prompt
 

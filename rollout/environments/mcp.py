@@ -86,7 +86,6 @@ class McpEnv:
             raise EnvError(f"MCP servers {servers} did not start within {self.start_s:g} s") from error
 
     async def close(self) -> None:
-        """End the servers."""
         if self._alive is None:
             return
         self._over.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -41,20 +42,12 @@ def auc(truth: Sequence[str], given: Sequence[str]) -> float:
     Raises:
         ValueError: all rows have one label.
     """
-    pairs = sorted((float(b), float(a)) for a, b in zip(truth, given, strict=True))
-    ones = sum(label for _, label in pairs)
-    zeros = len(pairs) - ones
+    rows = [(float(a), float(b)) for a, b in zip(truth, given, strict=True)]
+    ones, zeros = (sorted(b for a, b in rows if a == label) for label in (1, 0))
     if not ones or not zeros:
         raise ValueError("auc needs truths of both labels, 0 and 1")
-    ranks, start = 0.0, 0
-    while start < len(pairs):
-        end = start
-        while end < len(pairs) and pairs[end][0] == pairs[start][0]:
-            end += 1
-        ranks += (start + 1 + end) / 2 * sum(label for _, label in pairs[start:end])  # tied rows share a mean rank
-        start = end
-    # AUC = (Σ ranks of ones - n₁ (n₁ + 1) / 2) / (n₁ n₀)
-    return (ranks - ones * (ones + 1) / 2) / (ones * zeros)
+    # AUC = Σ over ones (zeros below + ties / 2) / (n₁ n₀)
+    return sum((bisect_left(zeros, b) + bisect_right(zeros, b)) / 2 for b in ones) / (len(ones) * len(zeros))
 
 
 def mse(truth: Sequence[str], given: Sequence[str]) -> float:

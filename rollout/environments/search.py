@@ -101,7 +101,6 @@ class SearchEnv:
     _invalid: int = field(default=0, init=False)
 
     def reset(self, task: Task) -> str:
-        """Start `task`; returns its question."""
         self.task, self._searches, self._invalid = task, 0, 0
         return task.prompt
 

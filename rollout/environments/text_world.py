@@ -102,7 +102,6 @@ class WorldEnv:
         self._scene = await self._call(self.start, task.answers[0])
 
     async def close(self) -> None:
-        """End the world."""
         env, self._env, self._scene = self._env, None, None
         try:
             if env is not None:

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from graphlib import CycleError, TopologicalSorter
 from string import Formatter
 from typing import Annotated, Any, Literal
 
@@ -158,21 +159,15 @@ class Graph(BaseModel):
 
     def _check_cycles(self) -> None:
         """Refuse a way along unconditional edges that comes back to where it was."""
-        always = [(edge.source, edge.target) for edge in self.edges if edge.when is None]
-
-        def follow(path: tuple[str, ...], free: set[str]) -> None:
-            for source, target in always:
-                if source == path[-1] and target in path:
-                    cycle = " -> ".join((*path[path.index(target) :], target))
-                    raise ValueError(f"the cycle {cycle} has no condition; give one of its edges a when")
-                if source == path[-1] and target not in free:
-                    follow((*path, target), free)
-            free.add(path[-1])
-
-        free: set[str] = set()  # nodes from which no such way leads back
-        for name in self.nodes:
-            if name not in free:
-                follow((name,), free)
+        sorter = TopologicalSorter[str]()
+        for edge in self.edges:
+            if edge.when is None:
+                sorter.add(edge.target, edge.source)
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            cycle = " -> ".join(error.args[1])
+            raise ValueError(f"the cycle {cycle} has no condition; give one of its edges a when") from error
 
 
 async def graph(task: Task, team: TeamSession, env: Env, *, graph: Graph, max_steps: PositiveInt = 16) -> None:

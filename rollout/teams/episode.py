@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from rollout.base.errors import EngineError, EnvError
@@ -151,10 +152,7 @@ class Episode:
             ToolEvent(
                 after_turn=index,
                 node=node,
-                tool=call.tool,
-                query=call.query,
-                result=call.result,
-                failed=call.failed,
+                **asdict(call),
                 started_s=began,
                 took_s=time.time() - began,
             )
