@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, PositiveFloat, model_validator
 
+from mcore_mas.equations.agreement import Figure
 from rollout.base.options import Section
 from rollout.engines.remote import RemoteConfig
 
@@ -150,7 +151,7 @@ class TrainerConfig(Section):
     validation_samples: int = Field(1, ge=1)  # trajectories per validation task
     max_advantage: float | None = Field(1e3, gt=0)  # |A| beyond which the run stops; None: never
     signal_within: int | None = Field(10, ge=1)  # steps from the start within which a turn must have an advantage
-    logprob_tolerance: float = Field(1e-4, gt=0)  # nats between engine and trainer on fresh samples; 1e-4 suits float32
+    agreement: dict[Figure, PositiveFloat] = Field(default_factory=dict)  # bounds in place of the precision's
 
     @model_validator(mode="after")
     def _best_is_kept(self) -> TrainerConfig:

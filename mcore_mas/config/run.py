@@ -9,9 +9,17 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import to_json
 
-from mcore_mas.config.credit import AdvantageConfig, CreditedAgentConfig, FilterConfig, LossConfig, check_contrast
+from mcore_mas.config.credit import (
+    AdvantageConfig,
+    CorrectionConfig,
+    CreditedAgentConfig,
+    FilterConfig,
+    LossConfig,
+    check_contrast,
+)
 from mcore_mas.config.policy import ColdStartConfig, PolicyConfig, TrainerConfig
 from mcore_mas.equations.advantages import NEEDS, compared
+from mcore_mas.equations.agreement import Precision
 from mcore_mas.equations.filters import contrasted
 from rollout.base.options import Section, UnknownName, lookup
 from rollout.base.schema_words import expected, json_schema, keys_of, walk
@@ -170,6 +178,11 @@ class RunConfig(Section):
         if agent.loss_weight and not policy.lr:
             raise ValueError(f"policies.{agent.policy}.lr is missing; agent '{name}' trains this policy")
 
+    def precision_of(self, policy: str) -> Precision:
+        """What a policy's log-probabilities are computed in, by trainer or engine, whichever rounds more."""
+        half = self.engine.name == "sglang" and self.engine.options.get("dtype") != "float32"
+        return "bfloat16" if half or self.policies[policy].bf16 else "float32"
+
     def advantage_of(self, agent: str) -> AdvantageConfig:
         """The estimator of an agent: its own, or the run's."""
         return self.agents[agent].advantage or self.advantage
@@ -260,7 +273,7 @@ class RunConfig(Section):
             ConfigError: they do not validate.
         """
         try:
-            return cls.model_validate_json(to_json(values, inf_nan_mode="constants"), strict=True)
+            return _corrected(cls.model_validate_json(to_json(values, inf_nan_mode="constants"), strict=True))
         except ValidationError as error:
             raise ConfigError(f"{where}: {invalid(error, cls)}") from error
         except UnknownName as error:
@@ -281,6 +294,14 @@ def _check_credit(config: RunConfig) -> None:
     if config.filter is not None:
         groups = contrasted(config.filter.name, config.filter.options)
         check_contrast(f"filter '{config.filter.name}'", groups, config.contrasts)
+
+
+def _corrected(config: RunConfig) -> RunConfig:
+    """With the correction that the config leaves open: TIS where a trained policy rounds to bfloat16."""
+    if "correction" in config.loss.model_fields_set or all(config.precision_of(p) == "float32" for p in config.trained):
+        return config
+    loss = config.loss.model_copy(update={"correction": CorrectionConfig(name="tis")})
+    return config.model_copy(update={"loss": loss})
 
 
 def _check_ahead(config: RunConfig) -> None:

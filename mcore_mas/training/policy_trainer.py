@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mcore_mas.credit.assign import penalise, reference_kl
 from mcore_mas.credit.samples import Sample, align, split, weigh
+from mcore_mas.equations.agreement import BOUNDS, disagreement, is_agreement
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
 from mcore_mas.training.metrics import StepMetrics, critic_metrics, merge_updates
 from mcore_mas.training.stopping import TrainingError
@@ -108,8 +109,10 @@ class PolicyTrainer:
         rows = []
         for number, (batch, part, microbatches) in enumerate(zip(batches, parts, trained, strict=True)):
             row = await self._update_once(batch, part, microbatches)
-            if number == 0:  # later parts are scored by weights that the earlier ones have changed
+            if number == 0:
                 self._check_agreement(row)
+            else:  # scored by weights that the earlier updates have changed
+                row = {name: value for name, value in row.items() if not is_agreement(name)}
             rows.append(row)
         rows = rows or [{"skipped_updates": 1.0}]
         metrics = merge_updates(rows) | {"updates": len(rows) - sum(row["skipped_updates"] for row in rows)}
@@ -142,14 +145,13 @@ class PolicyTrainer:
         return metrics
 
     def _check_agreement(self, metrics: Mapping[str, float]) -> None:
-        tolerance = self._config.trainer.logprob_tolerance
-        for name, gap in metrics.items():
-            if name.endswith("/logprob_gap_max") and gap > tolerance:
-                raise TrainingError(
-                    f"policy {self._policy}, {name.removesuffix('/logprob_gap_max')}: the trainer's log-probabilities "
-                    f"differ from the engine's by {gap:.2e}, more than trainer.logprob_tolerance {tolerance:.0e}; "
-                    "engine and trainer do not hold the same weights"
-                )
+        precision = self._config.precision_of(self._policy)
+        if found := disagreement(metrics, BOUNDS[precision] | self._config.trainer.agreement):
+            raise TrainingError(
+                f"policy {self._policy}, {found}, more than {precision} rounds; engine and trainer do not hold "
+                "the same weights: keep engine.verify on to find the tensor, or, if their kernels are known to "
+                "differ by as much, widen trainer.agreement"
+            )
 
 
 async def _scores(

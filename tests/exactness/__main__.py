@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from mcore_mas.megatron import parallel
+from tests.exactness import agreement
 from tests.exactness.repeats import REPEATS, jobs, same, table
 from tests.exactness.rows import ROWS, STEPS, Measured, Row, measure, run
 from tests.support.precision import EPS, FACTOR, Errors
@@ -69,7 +71,10 @@ def main() -> int:
         measured = measure(ROWS, Path(folder))
         repeated = same(REPEATS, Path(folder))
     rows = "".join(line(row.name, row.ranks, found.errors) for row, found in zip(ROWS, measured, strict=True))
-    rows += own(ROWS, measured) + table(REPEATS, repeated)
+    parallel.init_process_groups(rank=0, threads=1)
+    with tempfile.TemporaryDirectory() as folder:
+        rows += own(ROWS, measured) + table(REPEATS, repeated) + agreement.section(Path(folder))
+    parallel.destroy_process_groups()
     print(rows, end="")
     PAGE.write_text(HEAD + rows)
     far = {row.name: found.beyond for row, found in zip(ROWS, measured, strict=True) if found.beyond}

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from mcore_mas.equations.agreement import gap_statistics, histogram_quantile, log_histogram
 from mcore_mas.equations.losses import Tokens, ValueTokens
 from mcore_mas.megatron import parallel
 from mcore_mas.megatron.batch import CostModel, Microbatch, PackedTrees, balance_work
@@ -21,7 +22,8 @@ from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import TrainerSpec
 from rollout.models.architecture import Architecture
 
-_Part: TypeAlias = dict[str, list[float]]  # by name: sum, number of tokens, minimum, maximum; plain, to be sent around
+# by name: sum, number of tokens, minimum, maximum, or of a percentile its histogram; plain, to be sent around
+_Part: TypeAlias = dict[str, list[float]]
 
 
 def _alone(part: _Part) -> list[_Part]:
@@ -31,9 +33,10 @@ def _alone(part: _Part) -> list[_Part]:
 def summarise(
     rows: Sequence[dict[str, Tensor]], exchange: Callable[[_Part], Iterable[_Part]] = _alone
 ) -> dict[str, float]:
-    """The loss summed, names in `_max` and `_min` as extremes, all others as means, and the number of tokens.
+    """The number of tokens, the loss summed, and other statistics reduced as their names end, by the mean if not so.
 
-    Tokens whose statistic is NaN do not have it, and a statistic that no token has is left out.
+    `_count` is a sum, `_max` and `_min` are extremes, `_p99` is the 99th percentile, 5 % too large at most. Tokens
+    whose statistic is NaN do not have it, and a statistic that no token has is left out.
 
     Args:
         rows: of each micro-batch its statistics by name, each [N]; token weights are in the loss already.
@@ -43,16 +46,22 @@ def summarise(
     whole = _merge(exchange(own))
     total, tokens, *_ = whole.pop("loss")
     summary = {"loss": total, "tokens": tokens}
-    for name, (total, count, smallest, largest) in whole.items():
+    for name, numbers in whole.items():
+        if name.endswith("_p99"):
+            summary |= {name: histogram_quantile(numbers, 0.99)} if any(numbers) else {}
+            continue
+        total, count, smallest, largest = numbers
         if count:
-            extremes = {"max": largest, "min": smallest}
-            summary[name] = extremes.get(name.rpartition("_")[2], total / count)
+            reduced = {"max": largest, "min": smallest, "count": total}
+            summary[name] = reduced.get(name.rpartition("_")[2], total / count)
     return summary
 
 
 def _part(name: str, column: Tensor) -> list[float]:
     column = column.double()
     known = column if name == "loss" else column[~column.isnan()]
+    if name.endswith("_p99"):
+        return log_histogram(known)
     if not len(known):
         return [0.0, 0.0, math.inf, -math.inf]
     return [float(known.sum()), float(len(known)), float(known.min()), float(known.max())]
@@ -61,9 +70,14 @@ def _part(name: str, column: Tensor) -> list[float]:
 def _merge(parts: Iterable[_Part]) -> _Part:
     whole: _Part = {}
     for part in parts:
-        for name, (total, count, smallest, largest) in part.items():
-            known = whole.setdefault(name, [0.0, 0.0, math.inf, -math.inf])
-            whole[name] = [known[0] + total, known[1] + count, min(known[2], smallest), max(known[3], largest)]
+        for name, new in part.items():
+            known = whole.get(name)
+            if known is None:
+                whole[name] = new
+            elif name.endswith("_p99"):
+                whole[name] = [one + other for one, other in zip(known, new, strict=True)]
+            else:
+                whole[name] = [known[0] + new[0], known[1] + new[1], min(known[2], new[2]), max(known[3], new[3])]
     return whole
 
 
@@ -187,10 +201,10 @@ class Pipeline:
             reference=batch.reference,
         )
         loss, statistics = self._spec.objective(tokens)  # type: ignore[arg-type]
-        gap = (logprobs.detach() - batch.behaviour).abs()
+        behaviour = batch.behaviour
         if batch.ages is not None:  # a reply of other weights, or begun on their keys, says nothing of an engine
-            gap = torch.where(batch.ages > 0, torch.nan, gap)
-        return loss, {"entropy": entropy.detach(), "logprob_gap_max": gap, **statistics}
+            behaviour = torch.where(batch.ages > 0, torch.nan, behaviour)
+        return loss, {"entropy": entropy.detach(), **gap_statistics(logprobs, behaviour), **statistics}
 
     def _value_loss(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, TokenStatistics]:
         assert batch.values is not None and batch.returns is not None, "a critic's samples carry values and returns"

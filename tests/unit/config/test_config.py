@@ -327,3 +327,38 @@ def test_d2_a_run_that_can_learn_nothing_is_refused(overrides: tuple[str, ...], 
 )
 def test_d2_what_can_learn_is_not(overrides: tuple[str, ...]) -> None:
     RunConfig.check(resolve(list(overrides)), "test")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "correction"),
+    [
+        ((), "none"),
+        (("policies.solver.bf16=true",), "tis"),
+        (("policies.solver.bf16=true", "agents.solver.loss_weight=0"), "none"),  # nothing in bfloat16 trains
+        (("policies.solver.bf16=true", "loss.correction.name=none"), "none"),
+        (("policies.solver.bf16=true", "loss=icepop"), "icepop"),
+        (("engine=sglang", "engine.python=/p"), "tis"),
+        (("engine=sglang", "engine.python=/p", "engine.options={dtype: float32}"), "none"),
+    ],
+)
+def test_a_correction_left_open_is_tis_where_something_rounds_to_bfloat16(
+    overrides: tuple[str, ...], correction: str, tmp_path: Path
+) -> None:
+    values = resolve(["experiment=demo_math", *overrides])
+    assert values["loss"]["correction"] == {"name": correction, "options": {}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    assert RunConfig.load(tmp_path / "config.yaml").loss.correction.name == correction
+
+
+def test_the_published_experiments_correct_as_their_papers_do() -> None:
+    found = {name: resolve([f"experiment={name}"])["loss"]["correction"]["name"] for name in experiments()}
+    assert {name for name, correction in found.items() if correction != "none"} == {
+        name for name in found if name.startswith("marti_mars2")
+    }
+
+
+def test_bounds_on_agreement_are_named() -> None:
+    values = resolve(["experiment=demo_math", "trainer.agreement={mean: 0.05}"])
+    assert values["trainer"]["agreement"] == {"mean": 0.05}
+    with pytest.raises(ConfigError, match=r"trainer\.agreement"):
+        resolve(["experiment=demo_math", "trainer.agreement={median: 0.05}"])

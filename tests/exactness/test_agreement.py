@@ -1,0 +1,27 @@
+"""In bfloat16 right weights agree at every depth, and a tensor that was left behind does not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.megatron import parallel
+from tests.exactness.agreement import DEPTHS, compared, stops, trained
+
+
+@pytest.fixture(autouse=True)
+def groups() -> Iterator[None]:
+    parallel.init_process_groups(rank=0, threads=1)
+    yield
+    parallel.destroy_process_groups()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", DEPTHS)
+def test_right_weights_go_on_and_a_stale_tensor_stops(layers: int, tmp_path: Path) -> None:
+    known = trained(layers)
+    right, stale = list(known.stale)[:2]
+    found = compared(known, {name: known.stale[name] for name in (right, stale)}, tmp_path)
+    assert found[right]["agent/solver/logprob_gap_max"] > 0  # the two do round differently
+    assert not stops(found[right])
+    assert stops(found[stale]).startswith("agent/solver: ")

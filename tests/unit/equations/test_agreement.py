@@ -1,0 +1,88 @@
+"""Engine against trainer, judged by the distribution of gaps."""
+
+import math
+
+import pytest
+import torch
+
+from mcore_mas.equations.agreement import (
+    BOUNDS,
+    disagreement,
+    gap_statistics,
+    histogram_quantile,
+    is_agreement,
+    log_histogram,
+)
+from mcore_mas.megatron.step.pipeline import summarise
+
+
+def metrics_of(*gaps: float) -> dict[str, float]:
+    """An agent's metrics of tokens that the trainer finds so much likelier than the engine did."""
+    behaviour = torch.full((len(gaps),), -1.0)
+    rows = [{"loss": torch.zeros(len(gaps)), **gap_statistics(behaviour + torch.tensor(gaps), behaviour)}]
+    return {f"agent/solver/{name}": value for name, value in summarise(rows).items()}
+
+
+def test_figures_by_hand() -> None:
+    found = metrics_of(0.5, -0.5, 3.0, math.nan)
+    assert found["agent/solver/logprob_gap_mean"] == pytest.approx((0.5 + 0.5 + 1.0) / 3)  # 3 nats weigh as 1
+    k3 = (math.exp(0.5) - 1.5) + (math.exp(-0.5) - 0.5) + (math.e - 2.0)
+    assert found["agent/solver/logprob_gap_k3"] == pytest.approx(k3 / 3)
+    assert found["agent/solver/logprob_gap_p99"] == pytest.approx(3.0, rel=0.05)
+    assert found["agent/solver/logprob_gap_max"] == 3.0
+    assert found["agent/solver/logprob_gap_count"] == 3.0  # nobody sampled the fourth
+    assert found["agent/solver/logprob_gap_outlier_count"] == 1.0
+
+
+def test_the_percentile_is_of_all_ranks_and_microbatches() -> None:
+    few, many = {"loss": torch.zeros(10), "x_p99": torch.full((10,), 2.0)}, torch.linspace(0, 0.1, 990)
+    other = summarise([few], lambda own: [own, {"x_p99": log_histogram(many), "loss": [0.0, 990.0, 0.0, 0.0]}])
+    assert other["x_p99"] == pytest.approx(0.1, rel=0.05)  # ten of a thousand are the last percent
+    assert summarise([few])["x_p99"] == pytest.approx(2.0, rel=0.05)
+    assert "x_p99" not in summarise([{"loss": torch.zeros(1), "x_p99": torch.tensor([math.nan])}])
+
+
+def test_a_quantile_is_at_most_five_percent_too_large() -> None:
+    values = torch.rand(10_000, generator=torch.Generator().manual_seed(1)) ** 4
+    exact = float(values.sort().values[9899])
+    assert exact <= histogram_quantile(log_histogram(values), 0.99) <= 1.05 * exact
+    assert histogram_quantile(log_histogram(torch.tensor([math.inf])), 0.99) == math.inf
+    assert math.isnan(histogram_quantile(log_histogram(torch.tensor([])), 0.99))
+
+
+def test_in_float32_one_token_is_enough() -> None:
+    assert not disagreement(metrics_of(*[1e-5] * 2000), BOUNDS["float32"])
+    said = disagreement(metrics_of(2e-4, *[0.0] * 2000), BOUNDS["float32"])
+    assert said.startswith("agent/solver: the trainer")
+    assert said.endswith("mean 1e-07, k3 1e-11, p99 1e-07, max 0.0002 (bound 0.0001) nats over 2001 tokens")
+
+
+@pytest.mark.parametrize(
+    ("gaps", "beyond"),
+    [
+        ([0.01] * 2000, set()),
+        ([0.01] * 1990 + [5.0] * 10, set()),  # outliers are counted
+        ([0.01] * 1900 + [0.5] * 100, {"mean", "k3", "p99"}),
+        ([0.035, -0.035] * 1000, {"mean"}),
+        ([0.0] * 1975 + [0.35, -0.35] * 12, {"p99"}),
+        ([1.0] * 1 + [0.01] * 19, set()),  # one of few
+        ([0.5, -0.5] * 10, {"mean", "k3"}),
+    ],
+)
+def test_in_bfloat16_the_distribution_counts(gaps: list[float], beyond: set[str]) -> None:
+    metrics = metrics_of(*gaps)
+    own = {figure: {figure: bound} for figure, bound in BOUNDS["bfloat16"].items()}
+    assert {figure for figure, bound in own.items() if disagreement(metrics, bound)} == beyond
+    assert bool(disagreement(metrics, BOUNDS["bfloat16"])) == bool(beyond)
+
+
+def test_agents_are_judged_one_by_one() -> None:
+    right = {name.replace("solver", "verifier"): value for name, value in metrics_of(*[0.001] * 2000).items()}
+    said = disagreement(right | metrics_of(*[0.2] * 2000), BOUNDS["bfloat16"])
+    assert said.startswith("agent/solver: ")
+    assert "mean 0.2 (bound 0.03), k3 0.021 (bound 0.005), p99 0.21 (bound 0.3), max 0.2" in said
+
+
+def test_which_metrics_are_these() -> None:
+    assert is_agreement("agent/solver/logprob_gap_outlier_count")
+    assert not is_agreement("agent/solver/ratio_max")
