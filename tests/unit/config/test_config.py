@@ -187,7 +187,10 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
         ("data.generator=null", "data.train is 4000; expected a data file, as no generator is named"),
         ("data.train=x.parquet", "data.train is x.parquet; expected a number of tasks"),
         ("+data.format=dapo", "data.format is dapo, which files have; leave it or data.generator out"),
-        ("data.train=[{path: x.json, limt: 5}]", "data.train: a file has limt: Extra inputs are not permitted"),
+        (
+            "data.train=[{path: x.json, limt: 5}]",
+            "data.train: a data file has no option 'limt'; its options: path, format",
+        ),
         (
             "+policies.solver.lora={rank: 4, alpha: 8, targets: [q, w]}",
             "policies.solver.lora.targets.1: expected one of q, k, v, o, gate, up, down (got 'w')",
