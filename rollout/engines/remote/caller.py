@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rollout.base.http import Unanswered, retried
 from rollout.engines.remote import Answer, CallRefused, Provider, RemoteError, ReplySettings, provider_class, read_key
-from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending, SpendingLimits
+from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending
 from rollout.records.trajectory import Message
 
 if TYPE_CHECKING:
@@ -74,11 +74,7 @@ class Caller:
         self._key = read_key(config.key_variable, config.key_file)
         self._make = provider_class(config.provider)
         self._spare: Provider | None = self._make(config, self._key)  # now, so that a missing library is known now
-        budget = config.budget
-        nanos = None if budget.money is None else round(budget.money * 1e9)
-        self._ledger = Ledger(
-            folder / "ledger.sqlite", SpendingLimits(calls=budget.calls, tokens=budget.tokens, nanos=nanos)
-        )
+        self._ledger = Ledger(folder / "ledger.sqlite", config.budget)
         self._live: _Live | None = None
         self._not_before = 0.0  # time.monotonic() until which the server asked everyone to wait
 

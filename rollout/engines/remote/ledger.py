@@ -10,7 +10,7 @@ import sqlite3
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from rollout.engines.remote import Answer, RemoteError
+from rollout.engines.remote import Answer, BudgetConfig, RemoteError
 
 LEDGER_VERSION = 1
 LEDGER_SCHEMA = (
@@ -48,24 +48,6 @@ class Spending:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpendingLimits:
-    """What may be spent in all, over every run that uses the ledger; None is no limit."""
-
-    calls: int | None = None
-    tokens: int | None = None
-    nanos: int | None = None
-
-    def refuse(self, total: Spending) -> str:
-        """Which limit `total` would pass, in words; "" if none."""
-        for name, limit, unit in (("calls", self.calls, 1), ("tokens", self.tokens, 1), ("nanos", self.nanos, 1e9)):
-            value = getattr(total, name)
-            if limit is not None and value > limit:
-                what = "money" if name == "nanos" else name
-                return f"{value / unit:g} {what} would pass the limit of {limit / unit:g}"
-        return ""
-
-
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """A call that may be sent: `worst` is charged until it is settled."""
@@ -86,13 +68,13 @@ class Kept:
 class Ledger:
     """One owner's replies and spending. `in_flight` counts reservations of this process that are not settled."""
 
-    def __init__(self, path: Path, limits: SpendingLimits) -> None:
+    def __init__(self, path: Path, budget: BudgetConfig) -> None:
         """Open or make the file.
 
         Raises:
             RemoteError: another process has it open, or it is no ledger.
         """
-        self._limits = limits
+        self._budget = budget
         self.in_flight = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path, timeout=2.0, isolation_level=None)
@@ -144,7 +126,7 @@ class Ledger:
         Raises:
             BudgetExhausted: that might pass a limit.
         """
-        passed = self._limits.refuse(self.spent + worst)
+        passed = self._refused(self.spent + worst)
         if passed:
             raise BudgetExhausted(passed)
         row = self._db.execute(
@@ -153,6 +135,19 @@ class Ledger:
         self.spent += worst
         self.in_flight += 1
         return Reservation(int(row.lastrowid or 0), worst)
+
+    def _refused(self, total: Spending) -> str:
+        """Which limit `total` would pass, in words; "" if none."""
+        budget = self._budget
+        nanos = None if budget.money is None else round(budget.money * 1e9)
+        for what, limit, value, unit in (
+            ("calls", budget.calls, total.calls, 1),
+            ("tokens", budget.tokens, total.tokens, 1),
+            ("money", nanos, total.nanos, 1e9),
+        ):
+            if limit is not None and value > limit:
+                return f"{value / unit:g} {what} would pass the limit of {limit / unit:g}"
+        return ""
 
     def settle(self, reservation: Reservation, cost: Spending | None, kept: Kept | None = None) -> None:
         """Charge `cost` instead; None: it is not known, and the most it may have cost stays. Keep the reply, if any."""

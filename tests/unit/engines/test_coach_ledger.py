@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.engines.remote import Answer, RemoteError, ReplySettings
+from rollout.engines.remote import Answer, BudgetConfig, RemoteError, ReplySettings
 from rollout.engines.remote.caller import Caller, Tally
-from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Spending, SpendingLimits
+from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Spending
 from rollout.records.trajectory import Message
 from rollout.rewards.coach import Coach
 from tests.support.chat_server import chat_server, says
@@ -76,7 +76,7 @@ def test_a_reply_without_counts_is_charged_at_the_most_it_may_have_cost(tmp_path
 
 def test_the_ledger_by_hand(tmp_path) -> None:
     path = tmp_path / "ledger.sqlite"
-    ledger = Ledger(path, SpendingLimits(tokens=100))
+    ledger = Ledger(path, BudgetConfig(tokens=100))
     first = ledger.reserve("a", Spending(calls=1, tokens=60, nanos=6))
     with pytest.raises(BudgetExhausted, match="120 tokens would pass the limit of 100"):
         ledger.reserve("a", Spending(calls=1, tokens=60))
@@ -85,7 +85,7 @@ def test_the_ledger_by_hand(tmp_path) -> None:
     ledger.settle(second, None)  # its end is not known
     assert ledger.spent == Spending(calls=2, tokens=100, nanos=10)
     ledger.close()
-    again = Ledger(path, SpendingLimits())
+    again = Ledger(path, BudgetConfig())
     assert again.spent == Spending(calls=2, tokens=100, nanos=10)
     assert (again.find("d"), again.find("e")) == (ANSWER, None)
     again.close()
@@ -95,13 +95,13 @@ def test_what_is_no_ledger_is_named(tmp_path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"not a database, but long enough to look at" * 100)
     with pytest.raises(RemoteError, match="no ledger"):
-        Ledger(path, SpendingLimits())
+        Ledger(path, BudgetConfig())
     path.unlink()
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 9")
     db.close()
     with pytest.raises(RemoteError, match="has version 9, expected 1"):
-        Ledger(path, SpendingLimits())
+        Ledger(path, BudgetConfig())
 
 
 def test_a_cancelled_run_leaves_a_whole_ledger(tmp_path) -> None:
