@@ -111,30 +111,20 @@ FORMULAS: dict[Formula, Callable[[float, float], float]] = {
 }
 
 
-def _own(turns: Sequence[Turn], i: int) -> list[int]:
-    return [j for j in range(i) if turns[j].agent == turns[i].agent]
-
-
 def _rounds(turns: Sequence[Turn], i: int) -> list[int]:
     number = rounds(turns)
     return [j for j in range(len(turns)) if number[j] < number[i]]
 
 
-def _before(turns: Sequence[Turn], i: int) -> list[int]:
-    return list(range(i))
-
-
-def _proposers(turns: Sequence[Turn], i: int) -> list[int]:
-    return [j for j in range(i) if turns[j].agent != turns[i].agent] if i == len(turns) - 1 else []
-
-
 History = Literal["own", "rounds", "before", "proposers"]
 # which turns' mean score is Q
-HISTORIES: dict[History, Callable[[Sequence[Turn], int], list[int]]] = {
-    "own": _own,  # the agent's own earlier turns (MARTI's debate class)
+HISTORIES: dict[History, Callable[[Sequence[Turn], int], Sequence[int]]] = {
+    # the agent's own earlier turns (MARTI's debate class)
+    "own": lambda turns, i: [j for j in range(i) if turns[j].agent == turns[i].agent],
     "rounds": _rounds,  # all agents' turns of earlier rounds (debate in its generic class)
-    "before": _before,  # every turn before (chain)
-    "proposers": _proposers,  # the last turn against all other agents'; the others' turns stay (mixture of agents)
+    "before": lambda turns, i: range(i),  # every turn before (chain)
+    # the last turn against all other agents'; the others' turns stay (mixture of agents)
+    "proposers": lambda turns, i: [j for j in range(i) if i == len(turns) - 1 and turns[j].agent != turns[i].agent],
 }
 _BY_AGENT = ("own", "rounds")  # forms in which each agent has its own last score
 

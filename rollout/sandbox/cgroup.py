@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -149,7 +148,10 @@ def started(pid: int) -> str:
 
 
 def _nearest(root: Path, path: str, files: tuple[str, ...]) -> Path | None:
-    for folder in _upwards(root, path):
+    own = root / path.strip("/")
+    for folder in (own, *own.parents):
+        if not folder.is_relative_to(root):
+            return None
         probe = folder / f"{PREFIX}{os.getpid()}-{started(os.getpid())}-probe"
         try:
             probe.mkdir()
@@ -161,15 +163,6 @@ def _nearest(root: Path, path: str, files: tuple[str, ...]) -> Path | None:
         if usable:
             return folder
     return None
-
-
-def _upwards(root: Path, path: str) -> Iterator[Path]:
-    own = root / path.strip("/")
-    yield own
-    for parent in own.parents:
-        if not parent.is_relative_to(root):
-            return
-        yield parent
 
 
 def _remove(folder: Path) -> None:
