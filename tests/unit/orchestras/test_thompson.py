@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from rollout.orchestras.ab_mcts import Draw, TreeSearch, draw_beta, draw_gaussian
+from rollout.orchestras.ab_mcts import ScoreDraw, TreeSearch, draw_beta, draw_gaussian
 
 
 def test_a_beta_posterior_counts_successes_and_failures() -> None:
@@ -39,7 +39,7 @@ def test_a_gaussian_posterior_is_the_normal_inverse_chi_squared_one(
     ("draw", "scores", "mean"),
     [(draw_beta, [1.0, 1.0, 0.5], 3 / 4), (draw_gaussian, [0.5] * 9, 9 * 0.5 / 10)],
 )
-def test_draws_lie_around_the_mean(draw: Draw, scores: list[float], mean: float) -> None:
+def test_draws_lie_around_the_mean(draw: ScoreDraw, scores: list[float], mean: float) -> None:
     draws = [draw(scores, Random(seed)) for seed in range(2000)]
     assert fmean(draws) == pytest.approx(mean, abs=0.02)
     assert draws[0] == draw(scores, Random(0))
