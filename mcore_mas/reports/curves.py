@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from mcore_mas.equations.statistics import SpikeMonitor, bootstrap_interval
+from mcore_mas.equations.statistics import SpikeMonitor, mean_interval
 from mcore_mas.reports.tables import markdown_table
 from rollout.base.files import write_text
 
@@ -25,7 +25,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _MEAN_OVER = 5  # steps of the running mean that is drawn over the raw values
 SPIKE_FACTOR = 3.0  # times the running median; runs of some dozen steps on a tiny model have no larger ones to count
 _STUDY_NOTE = (
-    "Means over seeds with 95 % bootstrap intervals; differences are paired by seed. A spike is an agent's gradient "
+    "Means over seeds with 95 % intervals; differences are paired by seed. A spike is an agent's gradient "
     f"norm above {SPIKE_FACTOR:g} times its running median, or not finite."
 )
 
@@ -197,7 +197,7 @@ def _compared(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
         values = {name: arm[measure] for name, arm in arms.items()}
         values |= {f"{other} - {first}": values[other] - values[first] for other in others}
         for name, own in values.items():
-            low, high = bootstrap_interval(own.tolist(), f"{team}/{name}/{measure}")
+            low, high = mean_interval(own.tolist(), f"{team}/{name}/{measure}")
             found = {"value": fmean(own), "ci_low": low, "ci_high": high, "seeds": len(own)}
             yield {"team": team, "advantage": name, "measure": measure} | found
 

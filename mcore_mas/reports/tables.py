@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from mcore_mas.equations.statistics import bootstrap_interval
+from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
 from rollout.base.files import write_text
 
@@ -40,7 +40,7 @@ SCORE_COLUMNS = (  # of the CSV, one measured number a line; scores are fraction
 _KEY = ["experiment", "policy_state", "dataset", "metric"]
 _NOTE = (
     "Scores in %; avg@k is the mean of k replies to a task, pass@k the best of them, maj@k their most frequent answer. "
-    "A reply whose prompt was too long counts as wrong, one that failed is left out. Brackets hold 95 % bootstrap "
+    "A reply whose prompt was too long counts as wrong, one that failed is left out. Brackets hold 95 % "
     "intervals over tasks; trained-base is the paired difference in points."
 )
 _NUMBERS = {
@@ -119,7 +119,7 @@ def _measured(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 columns[GAIN] = (columns["trained"] - columns["base"]).dropna().sort_index()
             for state, by_task in columns.items():
                 runs = own[own["policy_state"] == ("trained" if state == GAIN else state)].drop_duplicates("run")
-                low, high = bootstrap_interval(by_task.tolist(), f"{dataset}/{metric}")
+                low, high = mean_interval(by_task.tolist(), f"{dataset}/{metric}")
                 yield {
                     **dict(zip(_KEY, (experiment, state, dataset, metric), strict=True)),
                     "k": int(runs["k"].iloc[0]),
@@ -197,7 +197,7 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 _READ = ("experiment", "policy_state", "dataset", "metric", "value", "ci_low", "ci_high", "n", "seed_count")
 _README_NOTE = (
     "Scores in % of held-out tasks, base before and trained after reinforcement learning; the gain is paired by task, "
-    "in points, with a 95 % bootstrap interval over tasks. Made by `mcore-mas write results` from {tables}."
+    "in points, with a 95 % interval over tasks. Made by `mcore-mas write results` from {tables}."
 )
 
 

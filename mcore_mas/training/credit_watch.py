@@ -1,12 +1,17 @@
-"""Credit watched over a run: advantages that are too large, and none at all."""
+"""Credit watched over a run: advantages that are too large, none at all, and rewards of very different scales."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
+from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.config.policy import TrainerConfig
 from mcore_mas.credit.samples import Sample
+from mcore_mas.equations.advantages import compared
 from mcore_mas.training.stopping import TrainingError
+
+_SCALES_APART = 10.0  # times the smallest range of an agent's rewards, from which a warning is due
 
 
 class CreditWatch:
@@ -47,3 +52,24 @@ class CreditWatch:
                 "is compared got equal rewards; see `mcore-mas explain`, and change tasks, reward or advantage, or "
                 "raise trainer.signal_within (null: never stop)"
             )
+
+
+def scales_apart(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) -> str:
+    """One line where an agent's credit by task has another agent's rewards in it, of a very different scale; or "".
+
+    A scale is the largest of an agent's rewards less its smallest.
+    """
+    groups = [compared(rule.name, rule.options) for rule in rules.values()]
+    if not any(group is not None and "agent" not in group.peers for group in groups):
+        return ""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        rewards[sample.agent].append(sample.reward)
+    scales = {agent: max(own) - min(own) for agent, own in rewards.items() if max(own) > min(own)}
+    low, high = min(scales, key=scales.__getitem__, default=""), max(scales, key=scales.__getitem__, default="")
+    if not scales or scales[high] < _SCALES_APART * scales[low]:
+        return ""
+    return (
+        f"agents' reward scales differ {scales[high] / scales[low]:.0f}x ({high} {scales[high]:g}, {low} "
+        f"{scales[low]:g}): group-relative credit by task will mostly be noise; use drmas or normalised rewards"
+    )

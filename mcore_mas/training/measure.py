@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from mcore_mas.equations.statistics import bootstrap_interval, majority_score, pass_at
+from mcore_mas.equations.statistics import majority_score, mean_interval, pass_at
 from rollout.base.task_group import together
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.collect import Collector
@@ -145,7 +145,7 @@ def score_rows(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         own = [task["metrics"] for task in tasks if dataset in ("all", task["source"])]
         for metric in dict.fromkeys(name for metrics in own for name in metrics):
             values = [metrics[metric] for metrics in own if metric in metrics]
-            low, high = bootstrap_interval(values, f"{dataset}/{metric}")
+            low, high = mean_interval(values, f"{dataset}/{metric}")
             row = {"dataset": dataset, "metric": metric, "value": fmean(values)}
             rows.append(row | {"ci_low": low, "ci_high": high, "n": len(values)})
     return rows

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.equations.statistics import bootstrap_interval
+from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.tables import TableError, make_table
 
 COLUMNS = "experiment,policy_state,dataset,metric,k,value,ci_low,ci_high,n,seed_count,paper_value,paper_source"
@@ -57,9 +57,9 @@ def test_two_tasks_by_hand(tmp_path: Path) -> None:
     assert number("all", "pass@4", "base") == 0.5
     assert number("all", "pass@4", "trained-base") == 0.5
     assert number("easy", "avg@4", "trained-base") == 0.25
-    # of two tasks that gained 0.25 and 1, a quarter of all resamples take one of them twice
-    assert number("all", "avg@4", "trained-base", "ci_low") == 0.25
-    assert number("all", "avg@4", "trained-base", "ci_high") == 1.0
+    # two tasks gained 0.25 and 1: a standard error of 0.375, and 12.7062 of them on either side
+    assert number("all", "avg@4", "trained-base", "ci_low") == pytest.approx(0.625 - 12.7062 * 0.375)
+    assert number("all", "avg@4", "trained-base", "ci_high") == pytest.approx(0.625 + 12.7062 * 0.375)
     assert number("all", "avg@4", "base", "n") == 2
     assert number("hard", "avg@4", "base", "n") == 1
     assert rows["demo", "all", "avg@4", "base"]["k"] == "4"
@@ -177,9 +177,9 @@ def test_a_bad_evaluation_is_one_line(tmp_path: Path, content: str | None, reaso
 
 def test_an_interval_is_the_same_each_time_and_covers_the_mean() -> None:
     values = [0.0, 1.0] * 50
-    low, high = bootstrap_interval(values, "x")
-    assert (low, high) == bootstrap_interval(values, "x")
+    low, high = mean_interval(values, "x")
+    assert (low, high) == mean_interval(values, "x")
     # binomial: the mean of 100 fair coins has a standard deviation of 0.05
     assert low == pytest.approx(0.5 - 1.96 * 0.05, abs=0.011)
     assert high == pytest.approx(0.5 + 1.96 * 0.05, abs=0.011)
-    assert bootstrap_interval([0.3], "x") == (0.3, 0.3)
+    assert mean_interval([0.3], "x") == (0.3, 0.3)

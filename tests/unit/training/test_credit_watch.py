@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.config.policy import TrainerConfig
 from mcore_mas.credit.samples import Sample
-from mcore_mas.training.credit_watch import CreditWatch
+from mcore_mas.training.credit_watch import CreditWatch, scales_apart
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.stopping import TrainingError
 from tests.support.scripted_run import Bytes, box, make_run, task_of
@@ -65,3 +66,23 @@ def test_d2_a_real_loop_in_which_all_rewards_are_equal_ends_after_the_first_step
     session = with_engines(session, engines_of(run), Bytes())
     with pytest.raises(TrainingError, match="step 1: no turn of the first 2 steps has an advantage"):
         asyncio.run(train_steps(session, 0))
+
+
+def test_rewards_of_very_different_scales_are_told_of_where_credit_by_task_mixes_them() -> None:
+    """A solver's 0 or 1 beside a spender's -50 to 0: the trajectory's vote is the spender's noise."""
+    mixed = [turn("a", "solver", 1.0), turn("b", "solver", 0.0), turn("a", "spender", -50.0), turn("b", "spender", 0.0)]
+
+    def told(name: str, samples: list[Sample], **options: str) -> str:
+        rule = AdvantageConfig(name=name, options=options)
+        return scales_apart(samples, {"solver": rule, "spender": rule})
+
+    assert told("grpo", mixed) == (
+        "agents' reward scales differ 50x (spender 50, solver 1): group-relative credit by task will mostly be noise; "
+        "use drmas or normalised rewards"
+    )
+    assert told("rloo", mixed) and told("reinforce_pp_baseline", mixed) and told("gigpo", mixed)
+    assert told("drmas", mixed) == told("grpo", mixed, peers="agent") == told("remax", mixed) == ""
+    assert told("grpo", mixed[:2]) == ""  # the spender's turns are not there
+    shared = [turn("a", "solver", 1.0), turn("b", "solver", 0.0), turn("a", "spender", 9.9), turn("b", "spender", 0.0)]
+    assert told("grpo", shared) == ""
+    assert told("grpo", [turn("a", "solver", 5.0), turn("a", "spender", 99.0)]) == ""  # nobody's rewards differ
