@@ -127,7 +127,7 @@ class RunConfig(Section):
             raise ValueError(f"policy '{min(idle)}' is played by no agent; remove it or name it in agents")
         if self.reward.name == "coach" and self.coach is None:
             raise ValueError("reward 'coach' needs a coach; choose one, for example coach=openai")
-        named = (*self.coach.agents, *self.coach.answers_for) if self.coach is not None else ()
+        named = (*self.coach.agents, *self.coach.answers_for, *self.coach.metrics_for) if self.coach is not None else ()
         for name in named:
             if name not in self.agents:
                 raise ValueError(f"coach names agent '{name}', which is not there; agents: {', '.join(self.agents)}")

@@ -28,6 +28,7 @@ class CoachConfig(RemoteConfig):
 
     agents: tuple[str, ...] = ()  # whose turns are scored; () is everyone's
     answers_for: tuple[str, ...] = ()  # whose turns are judged with the ground truth in sight
+    metrics_for: tuple[str, ...] = ()  # whose turns are judged with what the environment measured at the end
     outcome: bool = False  # ask for an outcome score too
     temperature: float = Field(0.0, ge=0)
     max_tokens: int = Field(1024, ge=1)  # of one verdict
@@ -280,6 +281,9 @@ def _sections(task: Task, trajectory: Trajectory, turn: Turn, config: CoachConfi
         sections.append(("files after the action", clip(after, config.observation_chars)))
     if turn.agent in config.answers_for:
         sections.append(("ground truth", clip("\n".join(task.answers), config.text_chars)))
+    if turn.agent in config.metrics_for:
+        measured = {"outcome": trajectory.outcome or 0.0, **trajectory.metrics}
+        sections.append(("measured at the end", "\n".join(f"{name}: {value:.6g}" for name, value in measured.items())))
     return sections
 
 

@@ -1,6 +1,7 @@
 """A coach sees one turn, what led to it and what came of it, within the limits, and nothing else."""
 
 import re
+from dataclasses import replace
 
 from rollout.records.trajectory import Message, ToolEvent
 from rollout.rewards.coach import CoachConfig, ask_again, clip, question
@@ -67,6 +68,14 @@ def test_ground_truth_only_for_the_agents_named() -> None:
     assert "OUTCOME_SCORE: <0 to 1" in user(played, 1, shown)
     assert "ANSWER_CORRECT: <1 if" in user(played, 1, shown)
     assert "OUTCOME_SCORE" not in user(played, 1)
+
+
+def test_what_was_measured_at_the_end_is_for_the_agents_named() -> None:
+    played = trajectory(turn(0, "modeler", "x"), turn(1, "analyst", "y"))
+    played = replace(played, outcome=0.5, metrics={"rmse": 12.25, "solved": 0.0})
+    shown = config("http://127.0.0.1:9/v1", metrics_for=("analyst",))
+    assert bodies(user(played, 0, shown), "measured at the end") == []
+    assert bodies(user(played, 1, shown), "measured at the end") == ["outcome: 0.5\nrmse: 12.25\nsolved: 0"]
 
 
 def test_files_before_and_after() -> None:
