@@ -136,6 +136,16 @@ def write_catalogue() -> None:
     print(CATALOGUE)
 
 
+@document_commands.command("experiments")
+def write_experiments() -> None:
+    """Write the table of docs/experiments.md: what is published, and how our settings differ."""
+    from mcore_mas.reports.published import EXPERIMENTS_PAGE, experiments_page
+    from rollout.base.files import write_text
+
+    write_text(EXPERIMENTS_PAGE, experiments_page())
+    print(EXPERIMENTS_PAGE)
+
+
 @document_commands.command("options")
 def write_options() -> None:
     """Write docs/options.md, what every option takes, and configs/schema/, which tells editors the same."""

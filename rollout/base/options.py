@@ -64,7 +64,7 @@ AboveLow = Annotated[float, Field(validate_default=True), AfterValidator(_above_
 class Section(BaseModel):
     """A section of a config: unknown keys are refused, values do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class UnknownName(ValueError):

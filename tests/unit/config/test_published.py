@@ -183,7 +183,7 @@ PAPERS = {
         "agents.updater.policy": "updater",
     },
     "unitymas_f5_m_ask_3b_shared": UNITY
-    | {"trainer.tasks_per_step": 48, "agents.updater.policy": "shared", "policies.shared.critic.lr": 1e-5},
+    | {"trainer.tasks_per_step": 128, "agents.updater.policy": "shared", "policies.shared.critic.lr": 1e-5},
     "unitymas_t4_code_8b": UNITY
     | {
         "trainer.tasks_per_step": 64,
@@ -258,9 +258,7 @@ PAPERS = {
         "reward": {"name": "coach", "options": {}, "penalties": {"mask_truncated": {}}},
         "coach.model": "gemini-2.5-pro",
         "coach.fallback": 5.0,
-        "evaluation.samples": 2,
-        "evaluation.temperature": 0.6,
-        "evaluation.top_p": None,
+        "evaluation.samples": 4,
     },
 }
 

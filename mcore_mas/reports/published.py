@@ -1,0 +1,167 @@
+"""Published experiments: their hyper-parameters beside the papers', and the table of both in docs/experiments.md."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+from typing import Any
+
+import yaml
+
+from mcore_mas.config.compose import CONFIGS, experiments, resolve
+from mcore_mas.config.run import RunConfig
+from mcore_mas.equations.losses import LOSSES
+
+EXPERIMENTS_PAGE = CONFIGS.parent / "docs" / "experiments.md"
+UNKNOWN = "unknown"
+_TURNS = ("max_turns", "max_loops", "rounds", "max_nodes", "max_programs")  # options of orchestras
+
+
+def _one(values: Iterable[Any]) -> Any:
+    """The value that all have, or the different ones."""
+    different: list[Any] = []
+    for value in values:
+        if value not in different:
+            different.append(value)
+    return different[0] if len(different) == 1 else different
+
+
+def _of_policies(key: str) -> Callable[[RunConfig], Any]:
+    return lambda config: _one(getattr(policy, key) for policy in config.policies.values())
+
+
+def _of_agents(key: str) -> Callable[[RunConfig], Any]:
+    return lambda config: _one(getattr(agent, key) for agent in config.agents.values())
+
+
+def _of_loss(key: str) -> Callable[[RunConfig], Any]:
+    def value(config: RunConfig) -> Any:
+        return config.loss.options.get(key, inspect.signature(LOSSES[config.loss.name]).parameters[key].default)
+
+    return value
+
+
+def _filter(config: RunConfig) -> Any:
+    numbers = [value for value in config.filter.options.values() if isinstance(value, float)] if config.filter else []
+    return [config.filter.name, *numbers] if config.filter else None
+
+
+def _kl(config: RunConfig) -> Any:
+    kl = config.loss.kl
+    return [kl.coef, kl.estimate, kl.where] if kl.coef else 0.0
+
+
+HYPERPARAMETERS: Mapping[str, Callable[[RunConfig], Any]] = {
+    "estimator": lambda config: _one(config.advantage_of(agent).name for agent in config.agents),
+    "learning rate": _of_policies("lr"),
+    "warm-up": _of_policies("warmup_steps"),  # updates
+    "schedule": _of_policies("schedule"),
+    "final learning rate": _of_policies("min_lr"),
+    "betas": lambda config: _one(list(policy.betas) for policy in config.policies.values()),
+    "weight decay": _of_policies("weight_decay"),
+    "gradient clip": _of_policies("clip_grad"),
+    "critic learning rate": lambda config: _one(p.critic.lr if p.critic else None for p in config.policies.values()),
+    "tasks per step": lambda config: config.trainer.tasks_per_step,
+    "group size": lambda config: (
+        config.trainer.branching.width if config.trainer.branching else config.trainer.group_size
+    ),
+    "updates per step": lambda config: config.trainer.updates_per_step,
+    "steps": lambda config: config.trainer.steps,
+    "lower clip": _of_loss("clip_low"),
+    "upper clip": _of_loss("clip_high"),
+    "dual clip": _of_loss("dual_clip"),
+    "aggregation": lambda config: config.loss.aggregation,
+    "entropy": lambda config: config.loss.entropy,
+    "KL": _kl,
+    "temperature": _of_agents("temperature"),
+    "top-p": _of_agents("top_p"),
+    "top-k": _of_agents("top_k"),
+    "reply tokens": _of_agents("max_tokens"),
+    "prompt tokens": lambda config: config.engine.max_length - max(a.max_tokens for a in config.agents.values()),
+    "turns": lambda config: next(
+        (config.orchestra.options[key] for key in _TURNS if key in config.orchestra.options), None
+    ),
+    "malformed reply": lambda config: config.reward.penalties.get("invalid", {}).get("coef", 0.0),
+    "thinking": lambda config: _one(p.chat_template_kwargs.get("enable_thinking") for p in config.policies.values()),
+    "evaluation samples": lambda config: config.evaluation.samples,
+    "evaluation temperature": lambda config: config.evaluation.temperature,
+    "evaluation top-p": lambda config: config.evaluation.top_p,
+    "filter": _filter,
+    "seed": lambda config: config.seed,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedValue:
+    """One hyper-parameter of an experiment, in the paper and here."""
+
+    name: str
+    ours: Any
+    theirs: Any  # UNKNOWN where neither paper nor code gives it
+    source: str  # where theirs is read
+    reason: str  # why ours is another; "" where none is given
+
+    @property
+    def differs(self) -> bool:
+        """Whether theirs is known and another."""
+        return self.theirs != UNKNOWN and self.ours != self.theirs
+
+    def __str__(self) -> str:
+        return f"{self.name} {_shown(self.ours)}, published {_shown(self.theirs)}: {self.reason}"
+
+
+@cache
+def read_published() -> dict[str, Any]:
+    """configs/published.yaml: `sources`, `families` and `rows`."""
+    return dict(yaml.safe_load((CONFIGS / "published.yaml").read_text(encoding="utf-8")))
+
+
+@cache
+def published_values(experiment: str) -> dict[str, PublishedValue]:
+    """The hyper-parameters of an experiment that configs/published.yaml says anything about, by name."""
+    theirs: dict[str, tuple[Any, str]] = {}
+    reasons: dict[str, str] = {}
+    for family in read_published()["families"]:
+        if any(fnmatch(experiment, pattern) for pattern in family["of"]):
+            theirs |= dict.fromkeys(family.get("unknown", ()), (UNKNOWN, ""))
+            theirs |= {name: (value, source) for name, (value, source) in family.get("values", {}).items()}
+            reasons |= family.get("differs", {})
+    config = RunConfig.check(resolve([f"experiment={experiment}"]), experiment)
+    return {
+        name: PublishedValue(
+            name=name, ours=HYPERPARAMETERS[name](config), theirs=value, source=source, reason=reasons.get(name, "")
+        )
+        for name, (value, source) in theirs.items()
+    }
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`a_{b,c}` as a_b and a_c, as a shell reads it."""
+    parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
+    return ["".join(choice) for choice in itertools.product(*parts)]
+
+
+def published_experiments() -> list[str]:
+    """The experiments that a paper reports: all but the demonstrations."""
+    return sorted(name for name in experiments() if not name.startswith("demo_"))
+
+
+def experiments_page() -> str:
+    """docs/experiments.md with its table written anew from configs/published.yaml."""
+    lines = ["| experiment | reports | evidence | differences from the paper |", "|---|---|---|---|"]
+    for row in read_published()["rows"]:
+        names = expand_braces(row["of"])
+        listed = dict.fromkeys(str(v) for name in names for v in published_values(name).values() if v.differs)
+        text = "; ".join(filter(None, [row["besides"], *listed]))
+        lines.append(f"| `{row['of']}` | {row['reports']} | {row['evidence']} | {text} |")
+    page = EXPERIMENTS_PAGE.read_text(encoding="utf-8")
+    return re.sub(r"^\| experiment \|.*?(?=\n\n)", lambda _: "\n".join(lines), page, flags=re.MULTILINE | re.DOTALL)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
