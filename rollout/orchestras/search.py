@@ -76,11 +76,11 @@ async def qa_decompose(task: Task, team: TeamSession, env: Env) -> None:
     await _answer(team, env, question=question, history=history)
 
 
-async def qa_evidence(task: Task, team: TeamSession, env: Env) -> None:
+async def qa_evidence(task: Task, team: TeamSession, env: Env, *, read: Literal["each", "all"] = "each") -> None:
     """Play one question: up to three queries at once, the evidence of each, then the answer from the evidence.
 
     The agents are named `decomposer`, `extractor` and `answerer`. The extractor is asked once for each query, for all
-    of them side by side. Templates may use the slot `question`, the extractor's also `query` and `information`, the
+    of them side by side; with `read: all` once for everything that was found, as UnityMAS-O's summariser. Templates may use the slot `question`, the extractor's also `query` and `information`, the
     answerer's also `history`, every query with its evidence. A malformed decomposition finds nothing and nobody is
     asked to read it; malformed evidence is empty; a malformed answer is scored as an empty one.
     """
@@ -93,6 +93,8 @@ async def qa_evidence(task: Task, team: TeamSession, env: Env) -> None:
         return reply.value or ""
 
     parts = await search_parts(team, env, question)
+    if read == "all":
+        parts = [("\n".join(query for query, _ in parts), "\n\n".join(found for _, found in parts))]
     evidence = await asyncio.gather(*(extract(query, found) for query, found in parts))
     history = "".join(
         f"<search> {query} </search>\n<evidence> {known} </evidence>\n"

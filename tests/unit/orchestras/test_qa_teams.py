@@ -29,6 +29,17 @@ def rewards(trajectory: Trajectory) -> list[float | None]:
     return [turn.reward for turn in trajectory.turns]
 
 
+def test_one_report_of_everything_that_the_parts_found() -> None:
+    replies = (SPLIT, "<evidence>of both</evidence>", ANSWER)
+    sections = {**TEXT, "orchestra": {"read": "all"}}
+    trajectory = play_shipped("qa_evidence", TASK, replies, sections=sections, retriever=Library())
+    assert told(trajectory) == ["decomposer", "extractor", "answerer"]
+    assert "# One of the searches made for it\na\nb\n" in seen(trajectory, 1)
+    assert all(f"<information> {query} 1\n{query} 2 </information>\n" in seen(trajectory, 1) for query in "ab")
+    assert "<search> a\nb </search>\n<evidence> of both </evidence>\n" in seen(trajectory, 2)
+    assert rewards(trajectory) == [F1, F1, F1]
+
+
 def test_a_question_is_split_searched_and_answered() -> None:
     trajectory, library = play("qa_decompose", SPLIT, ANSWER)
     assert told(trajectory) == ["decomposer", "answerer"]
