@@ -109,7 +109,7 @@ class PublishedValue:
     @property
     def differs(self) -> bool:
         """Whether theirs is known and another."""
-        return self.theirs != UNKNOWN and self.ours != self.theirs
+        return bool(self.theirs != UNKNOWN and self.ours != self.theirs)
 
     def __str__(self) -> str:
         return f"{self.name} {_shown(self.ours)}, published {_shown(self.theirs)}: {self.reason}"

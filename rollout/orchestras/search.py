@@ -80,9 +80,10 @@ async def qa_evidence(task: Task, team: TeamSession, env: Env, *, read: Literal[
     """Play one question: up to three queries at once, the evidence of each, then the answer from the evidence.
 
     The agents are named `decomposer`, `extractor` and `answerer`. The extractor is asked once for each query, for all
-    of them side by side; with `read: all` once for everything that was found, as UnityMAS-O's summariser. Templates may use the slot `question`, the extractor's also `query` and `information`, the
-    answerer's also `history`, every query with its evidence. A malformed decomposition finds nothing and nobody is
-    asked to read it; malformed evidence is empty; a malformed answer is scored as an empty one.
+    of them side by side; with `read: all` once for everything that was found, as UnityMAS-O's summariser. Templates may
+    use the slot `question`, the extractor's also `query` and `information`, the answerer's also `history`, every query
+    with its evidence. A malformed decomposition finds nothing and nobody is asked to read it; malformed evidence is
+    empty; a malformed answer is scored as an empty one.
     """
     question = env.reset(task)
 
