@@ -6,9 +6,9 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Identity:
 
     run: str
     models: Mapping[str, Mapping[str, Any]]  # architecture as plain data, by policy and `<policy>.critic`
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # what decides what is learnt, as JSON, by dotted key
+    may_change: bool = False  # whether a checkpoint of another recipe is gone on from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,7 @@ class Checkpoints:
             "format": CHECKPOINT_FORMAT,
             "run": self._identity.run,
             "models": self._identity.models,
+            "recipe": self._identity.recipe,
             "step": step,
             "metric": metric,
             "state": state,
@@ -229,8 +232,22 @@ def _foreign(manifest: Mapping[str, Any], identity: Identity) -> str:
         for what, value in json.loads(json.dumps(own)).items():
             if models[name].get(what, value) != value:
                 return f"policy '{name}' has {what} {models[name][what]}, the run's model {value}"
-    extra = set(models) - set(identity.models)
-    return f"has policy '{min(extra)}', which the run does not have" if extra else ""
+    if extra := set(models) - set(identity.models):
+        return f"has policy '{min(extra)}', which the run does not have"
+    return "" if identity.may_change else _changed(manifest.get("recipe", {}), identity.recipe)
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What of the recipe is other than it was, "" if nothing, or if the checkpoint is too old to say."""
+    changes = [
+        f"{key}={json.dumps(before.get(key))}, and the config says {json.dumps(now.get(key))}"
+        for key in sorted({*before, *now} if before else ())
+        if before.get(key) != now.get(key)
+    ]
+    if not changes:
+        return ""
+    more = f" (and {len(changes) - 1} more keys)" if len(changes) > 1 else ""
+    return f"trained with {changes[0]}{more}; go on all the same with trainer.resume=changed, or name the run anew"
 
 
 def _name(step: int) -> str:
@@ -280,4 +297,43 @@ def identity_of(config: RunConfig) -> Identity:
         models[name] = {**asdict(read_architecture(Path(policy.model))), "lora": adapted}
         if policy.critic is not None:
             models[f"{name}.critic"] = models[name]
-    return Identity(run=config.run, models=models)
+    return Identity(
+        run=config.run, models=models, recipe=recipe_of(config), may_change=config.trainer.resume == "changed"
+    )
+
+
+# sections, and what of them, that decide what is learnt; layouts, speeds, cadences and addresses may change
+_RECIPE: dict[str, frozenset[str]] = {
+    "seed": frozenset(),
+    "data": frozenset({"validation", "test"}),
+    "env": frozenset({"server", "tier"}),
+    "orchestra": frozenset(),
+    "agents": frozenset(),
+    "policies": frozenset(
+        {"model", "remote", "lora", "tp", "pp", "vpp", "cp", "dp", "ep", "sp", "distributed_optimizer", "overlap"}
+        | {"offload", "recompute", "layers", "bf16", "max_in_flight", "spike_factor"}
+    ),
+    "reward": frozenset(),
+    "advantage": frozenset(),
+    "filter": frozenset(),
+    "loss": frozenset(),
+    "trainer": frozenset(
+        {"steps", "microbatch_tokens", "checkpoint_every", "keep_checkpoints", "keep_best", "final", "resume"}
+        | {"validate_every", "validation_samples", "max_advantage", "signal_within", "logprob_tolerance"}
+    ),
+}
+
+
+def recipe_of(config: RunConfig) -> dict[str, Any]:
+    """What of a config decides what is learnt, as plain JSON values by dotted key."""
+    values = config.model_dump(mode="json", include=set(_RECIPE))
+    return {key: value for section, free in _RECIPE.items() for key, value in _leaves(section, values[section], free)}
+
+
+def _leaves(key: str, value: Any, free: Set[str]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            if name not in free:
+                yield from _leaves(f"{key}.{name}", inner, free)
+    else:
+        yield key, value

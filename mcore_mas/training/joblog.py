@@ -14,6 +14,7 @@ from typing import TextIO
 from rollout.base.processes import die_with_parent
 
 CAUSE = "error: "
+_AGAIN = "----- started again -----\n"
 _LOG_OF_FAILED_JOB = re.compile(r"^\s+log: (.+?) \(check log file", re.MULTILINE)
 _OWN_PACKAGES = ("mcore_mas", "rollout", "retrieval")
 _terminal: TextIO | None = None
@@ -32,7 +33,9 @@ def logged(path: Path | str) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.isatty(2):
         _terminal = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace", buffering=1)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    if os.fstat(log).st_size:
+        os.write(log, _AGAIN.encode())
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(log, descriptor)
@@ -75,7 +78,9 @@ def failure_message(workflow_logs: Iterable[Path | str], lines: int = 15) -> str
     A job that died without a word (killed, out of memory) is followed by the last `lines` lines of its log.
     """
     paths = [Path(path) for path in workflow_logs]
-    logs = dict.fromkeys(log for path in paths for log in _LOG_OF_FAILED_JOB.findall(_text(path)))
+    named = [names for path in paths for names in _LOG_OF_FAILED_JOB.findall(_text(path))]
+    # a scheduler's own log stands behind the job's
+    logs = dict.fromkeys(names.partition(", ")[0] for names in named)
     if not logs:
         return f"\n{CAUSE}no job wrote a log; see {', '.join(map(str, paths))}"
     by_cause: dict[str, list[str]] = {}
@@ -85,7 +90,7 @@ def failure_message(workflow_logs: Iterable[Path | str], lines: int = 15) -> str
 
 
 def _why(log: Path, lines: int) -> str:
-    tail = _text(log).rstrip().splitlines()[-lines:]
+    tail = _text(log).rpartition(_AGAIN)[2].rstrip().splitlines()[-lines:]
     causes = [line for line in tail if line.startswith(CAUSE)]
     if causes:
         return causes[-1]

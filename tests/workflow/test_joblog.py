@@ -36,6 +36,16 @@ def test_a_failure_ends_the_log_with_its_cause(tmp_path: Path) -> None:
     assert log.read_text().splitlines()[-1] == "error: ValueError: first second"
 
 
+def test_a_job_that_is_started_again_appends_to_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    run_job(log, "raise ValueError('first')")
+    run_job(log, "print('second')")
+    assert log.read_text().splitlines()[-3:] == ["error: ValueError: first", "----- started again -----", "second"]
+    workflow = tmp_path / "snakemake.log"
+    workflow.write_text(f"Error in rule train:\n    log: {log} (check log file(s) for error details)\n")
+    assert "error: the job ended without saying why" in failure_message([workflow])  # the first cause is not its own
+
+
 def test_own_messages_stand_without_the_name_of_their_class() -> None:
     assert cause(RecordError("a.parquet: no such file")) == "a.parquet: no such file"
     assert cause(KeyError("x")) == "KeyError: 'x'"
@@ -55,7 +65,8 @@ def test_failure_names_each_cause_and_log(tmp_path: Path) -> None:
     silent.write_text("".join(f"step {i}\n" for i in range(40)))
     workflow = tmp_path / "snakemake.log"
     line = "    log: {} (check log file(s) for error details)\n"
-    workflow.write_text("Error in rule train:\n" + line.format(said) + line.format(silent) + line.format(again))
+    under_slurm = f"{again}, /home/me/.snakemake/slurm_logs/rule_train/15.log"
+    workflow.write_text("Error in rule train:\n" + line.format(said) + line.format(silent) + line.format(under_slurm))
     text = failure_message([workflow], lines=3)
     assert text.count("error: ") == 2
     assert f"error: a.parquet: no such file\n  logs: {said}, {again}" in text

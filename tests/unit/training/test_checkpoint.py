@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import RunConfig
+from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity, recipe_of
 from rollout.base.files import Digest, write_chunks
 
 MODELS = {"policy": {"vocab": 512, "layers": 2, "rope_factor": None}}
@@ -42,6 +44,50 @@ def save(checkpoints: Checkpoints, *steps: int, metrics: tuple[float | None, ...
         await checkpoints.finish()
 
     asyncio.run(play())
+
+
+def test_a_checkpoint_of_another_recipe_is_refused_unless_the_run_says_so(tmp_path: Path) -> None:
+    """Another estimator under the same name would go on from the first one's weights, and be taken for its own."""
+
+    def of(recipe: dict[str, object], may_change: bool = False) -> Checkpoints:
+        identity = Identity(run="r", models=MODELS, recipe=recipe, may_change=may_change)
+        return Checkpoints(tmp_path, identity, keep=2)
+
+    first = {"advantage.name": "drmas", "seed": 1}
+    save(of(first), 5)
+    assert of(first).newest(silent) is not None
+    with pytest.raises(CheckpointError) as refused:
+        of({"advantage.name": "grpo", "seed": 2}).newest(silent)
+    assert str(refused.value).startswith(
+        f'{tmp_path / "step_000005"}: trained with advantage.name="drmas", and the config says "grpo" '
+        "(and 1 more keys); go on all the same with trainer.resume=changed, or name the run anew; no checkpoint can be"
+    )
+    assert names(tmp_path) == ["step_000005"]  # nothing is lost
+    assert of({"seed": 2}, may_change=True).newest(silent) is not None
+    manifest = tmp_path / "step_000005" / "manifest.json"
+    manifest.write_text(json.dumps({k: v for k, v in json.loads(manifest.read_text()).items() if k != "recipe"}))
+    assert of({"seed": 2}).newest(silent) is not None  # of a version that did not write it down
+
+
+def test_the_recipe_is_what_decides_what_is_learnt(tmp_path: Path) -> None:
+    def recipe(*overrides: str) -> dict[str, object]:
+        resolved = resolve(["experiment=demo_math", "run=x", f"results={tmp_path}", *overrides])
+        return recipe_of(RunConfig.check(resolved, "test"))
+
+    same = ["trainer.steps=7", "policies.solver.tp=1", "engine.slots=8", "data.test=3", "evaluation.samples=1"]
+    assert recipe(*same) == recipe()
+    changed = {
+        "advantage=grpo": "advantage.name",
+        "seed=9": "seed",
+        "data.train=100": "data.train",
+        "policies.solver.lr=0.5": "policies.solver.lr",
+        "trainer.group_size=4": "trainer.group_size",
+        "agents.verifier.temperature=0.5": "agents.verifier.temperature",
+        "loss.options.clip_high=0.28": "loss.options.clip_high",
+    }
+    for override, key in changed.items():
+        differing = {k for k, v in recipe(override).items() if recipe().get(k) != v}
+        assert key in differing, override
 
 
 def names(folder: Path) -> list[str]:
@@ -116,6 +162,7 @@ def test_the_manifest_says_whose_it_is_and_lists_every_file_with_its_digest(tmp_
         "models": MODELS,
         "step": 1,
         "metric": 0.25,
+        "recipe": {},
         "state": {"kl": 1},
         "files": {"policy/weights": {"bytes": 17, "sha256": WEIGHTS_OF_1}},
     }
