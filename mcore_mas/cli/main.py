@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -66,15 +66,21 @@ def train_run(config: _Config) -> None:
 @app.command("evaluate", rich_help_panel=_PANEL)
 def evaluate_run(
     config: _Config,
-    state: Annotated[Literal["base", "trained"], typer.Option(help="Which weights.")] = "trained",
+    state: Annotated[str, typer.Option(help="base or trained; with --seat, a name for what plays.")] = "trained",
     out: Annotated[Path | None, typer.Option(help="JSON file; by default evaluation/{state}.json of the run")] = None,
+    seat: Annotated[
+        list[str] | None,
+        typer.Option(help="AGENT=WHO, where WHO is base, trained, RUN, RUN/AGENT, {model: FOLDER} or {remote: ...}."),
+    ] = None,
 ) -> None:
-    """Measure a policy state on the test tasks: avg@k, pass@k and maj@k per data source."""
+    """Measure a team on its test tasks: avg@k, pass@k and maj@k per data source."""
     from mcore_mas.config.run import RunConfig
     from mcore_mas.training.evaluate import evaluate
+    from mcore_mas.training.seats import read_seats
 
+    seats = read_seats(state, seat or [])
     path = out or RunConfig.load(config).folder / "evaluation" / f"{state}.json"
-    evaluate(config, state, path)
+    evaluate(config, state, path, seats)
     print(path)
 
 

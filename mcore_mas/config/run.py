@@ -35,6 +35,9 @@ class ConfigError(ValueError):
     """A config cannot be used: one line that says what, where, expected, what to do."""
 
 
+STATES = ("base", "trained")  # of a run's policies: before training and after it
+
+
 class EvaluationConfig(Section):
     """How a team is measured: on the test tasks, and but for `samples` on the validation tasks too."""
 

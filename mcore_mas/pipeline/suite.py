@@ -19,7 +19,7 @@ import yaml
 
 from mcore_mas import SHIPPED
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import ConfigError
+from mcore_mas.config.run import STATES, ConfigError
 from rollout.base.files import write_text
 from rollout.config.data import DataConfig
 
@@ -44,6 +44,7 @@ class Suite:
     experiments: Mapping[str, str]  # run -> experiment; runs that differ only in their seed share one
     overrides: Mapping[str, list[str]]  # run -> Hydra overrides that the suite gives it
     starts: Mapping[str, str]  # run -> the run whose cold start its policies begin with; others bring their models
+    cells: Mapping[str, Mapping[str, Mapping[str, Any]]]  # run -> evaluation beside base and trained -> seats by agent
     published: tuple[Mapping[str, Any], ...] = ()  # numbers to print beside ours
     configs: Path | None = None  # a user's own configs, which are looked through before the shipped ones
 
@@ -79,9 +80,31 @@ class Suite:
             experiments=_experiments(overrides),
             overrides=overrides,
             starts=starts,
+            cells=_cells(suite.get("evaluate", {}), runs),
             published=tuple(suite.get("published", ())),
             configs=configs,
         )
+
+    @property
+    def states(self) -> list[str]:
+        """Every state that some run is evaluated in."""
+        return list(dict.fromkeys([*STATES, *(cell for cells in self.cells.values() for cell in cells)]))
+
+    @property
+    def evaluations(self) -> list[str]:
+        """`run/evaluation/state` of each evaluation."""
+        return [f"{run}/evaluation/{state}" for run in self.runs for state in (*STATES, *self.cells.get(run, ()))]
+
+    def seats(self, run: str, state: str) -> Mapping[str, Any]:
+        """Which models play in an evaluation, by agent; none in those of the run's own policies."""
+        return self.cells.get(run, {}).get(state, {})
+
+    def trained_for(self, run: str, state: str) -> list[str]:
+        """The runs whose trained policies play in an evaluation."""
+        seats = self.seats(run, state)
+        rest = [] if state == "base" else ["trained"] * any(agent not in seats for agent in self.runs[run]["agents"])
+        named = [source.partition("/")[0] for source in (*seats.values(), *rest) if isinstance(source, str)]
+        return list(dict.fromkeys(run if name == "trained" else name for name in named if name != "base"))
 
     @property
     def own_starts(self) -> str:
@@ -100,6 +123,34 @@ class Suite:
     def pattern(self, *, indexes: bool) -> str:
         """A regular expression of the runs that build an index, or of those that do not."""
         return _pattern([run for run in self.runs if self.indexes(run) is indexes])
+
+
+def _cells(
+    cells: Mapping[str, Mapping[str, Mapping[str, Any]]], runs: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """The evaluations of a suite by run, in which all that is named is there."""
+    for run, own in cells.items():
+        if run not in runs:
+            raise SuiteError(f"evaluate: no run '{run}'; runs: {', '.join(runs)}")
+        for cell, seats in own.items():
+            for agent, source in seats.items():
+                _check_seat(f"evaluate.{run}.{cell}.{agent}", runs[run], agent, source, runs)
+    return cells
+
+
+def _check_seat(where: str, run: Mapping[str, Any], agent: str, source: Any, runs: Mapping[str, Any]) -> None:
+    if agent not in run["agents"]:
+        raise SuiteError(f"{where}: no such agent; agents: {', '.join(run['agents'])}")
+    if not isinstance(source, str) or source in STATES:
+        return
+    other, _, of = source.partition("/")
+    if other not in runs:
+        raise SuiteError(
+            f"{where}: no run '{other}'; expected base, trained, a run ({', '.join(runs)}), run/agent, "
+            "{model: folder} or {remote: ...}"
+        )
+    if (of or agent) not in runs[other]["agents"]:
+        raise SuiteError(f"{where}: run '{other}' has no agent '{of or agent}'; {', '.join(runs[other]['agents'])}")
 
 
 def _own_configs(suite: Mapping[str, Any], folder: Path | None) -> Path | None:

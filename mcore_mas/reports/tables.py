@@ -12,15 +12,15 @@ from typing import Any
 
 import pandas as pd
 
+from mcore_mas.config.run import STATES
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
 from rollout.base.files import write_text
 
-STATES = ("base", "trained")
 GAIN = "trained-base"  # paired by task
 SCORE_COLUMNS = (  # of the CSV, one measured number a line; scores are fractions of 1
     "experiment",
-    "policy_state",  # base | trained | trained-base
+    "policy_state",  # base | trained | a cell of the suite's `evaluate`; a difference of two, as trained-base
     "dataset",  # data source, or "all" of them
     "metric",  # avg@k | pass@k | maj@k
     "k",  # answers per task
@@ -41,7 +41,7 @@ _KEY = ["experiment", "policy_state", "dataset", "metric"]
 _NOTE = (
     "Scores in %; avg@k is the mean of k replies to a task, pass@k the best of them, maj@k their most frequent answer. "
     "A reply whose prompt was too long counts as wrong, one that failed is left out. Brackets hold 95 % "
-    "intervals over tasks; trained-base is the paired difference in points."
+    "intervals over tasks; trained-base and the like are paired differences in points."
 )
 _NUMBERS = {
     "score",
@@ -112,13 +112,14 @@ def _measured(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
         sources = sorted(own["source"].unique())
         for dataset, metric in product(["all", *sources] if len(sources) > 1 else sources, own["metric"].unique()):
             part = own[(own["metric"] == metric) & (own["source"].eq(dataset) | (dataset == "all"))]
-            states = {state: part[part["policy_state"] == state] for state in STATES}
+            states = {state: part[part["policy_state"] == state] for state in [*STATES, *_seated(own)]}
             # two seeds of a task are one vote
             columns = {s: rows.groupby("task", sort=False)["value"].mean() for s, rows in states.items() if len(rows)}
-            if len(columns) == len(STATES):
-                columns[GAIN] = (columns["trained"] - columns["base"]).dropna().sort_index()
+            pairs = [("trained", "base"), *((cell, "trained") for cell in _seated(own))]
+            for state, other in [pair for pair in pairs if all(name in columns for name in pair)]:
+                columns[f"{state}-{other}"] = (columns[state] - columns[other]).dropna().sort_index()
             for state, by_task in columns.items():
-                runs = own[own["policy_state"] == ("trained" if state == GAIN else state)].drop_duplicates("run")
+                runs = own[own["policy_state"] == state.partition("-")[0]].drop_duplicates("run")
                 low, high = mean_interval(by_task.tolist(), f"{dataset}/{metric}")
                 yield {
                     **dict(zip(_KEY, (experiment, state, dataset, metric), strict=True)),
@@ -130,6 +131,11 @@ def _measured(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
                     "seed_count": len(runs),
                     **_counts(runs),
                 }
+
+
+def _seated(own: pd.DataFrame) -> list[str]:
+    """The states of an experiment besides its base and trained ones: other models in some seats."""
+    return [state for state in own["policy_state"].unique() if state not in STATES]
 
 
 def _counts(runs: pd.DataFrame) -> dict[str, Any]:
@@ -154,7 +160,7 @@ def _markdown(table: pd.DataFrame) -> str:
 
 def _html(table: pd.DataFrame) -> str:
     rows = _readable(table).to_dict("records")
-    return render_page("table.html.jinja", rows=rows, numbers=_NUMBERS, gain=GAIN, note=_NOTE)
+    return render_page("table.html.jinja", rows=rows, numbers=_NUMBERS, note=_NOTE)
 
 
 def _readable(table: pd.DataFrame) -> pd.DataFrame:
@@ -163,7 +169,7 @@ def _readable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    sign = "+" if row["policy_state"] == GAIN else ""
+    sign = "+" if "-" in row["policy_state"] else ""
     return {
         "experiment": row["experiment"],
         "policy": row["policy_state"],

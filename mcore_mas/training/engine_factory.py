@@ -36,11 +36,12 @@ def make_engines(
     *,
     trained: bool,
     places: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    gpus: Mapping[str, Sequence[Sequence[str]]] | None = None,
 ) -> dict[str, Any]:
     """An engine for each policy's model folder; servers log below `log`.
 
     With `trained` the engines take weights from trainers, and Ray must be running; `places` are then actor options of
-    each engine's devices.
+    each engine's devices. Without it `gpus` are those of each server, by policy.
     """
     engine = config.engine
     name = engine.name if trained or engine.name != "embedded" else "embedded_local"
@@ -72,9 +73,11 @@ def make_engines(
             own["log"] = log / f"{policy}.log"
         if engine.weights_folder and "threads" in settings:
             own["weights_folder"] = engine.weights_folder / config.run / policy
+        if gpus is not None and engine.name == "sglang":
+            own |= {"replicas": len(gpus[policy]), "gpus": gpus[policy]}
         if places and policy in places:
             own |= {"places": places[policy]} if engine.name == "sglang" else {"place": places[policy][0]}
-        engines[policy] = engine_class(name)(model, **settings, **own)
+        engines[policy] = engine_class(name)(model, **(settings | own))
     return engines
 
 
@@ -95,9 +98,13 @@ def make_renderers(config: RunConfig, models: Mapping[str, str | Path]) -> dict[
 
 
 def make_players(
-    config: RunConfig, engines: Mapping[str, Any], models: Mapping[str, str | Path]
+    config: RunConfig,
+    engines: Mapping[str, Any],
+    models: Mapping[str, str | Path],
+    servers: Mapping[str, Sequence[object]] | None = None,
 ) -> dict[str, PolicyClient]:
-    """The voices of the policies that have an engine."""
+    """The voices of the policies that have an engine; `servers` are the engine's by policy, if not the config's."""
+    count = {name: len(servers[name]) if servers else config.engine.servers for name in engines}
     renderers = make_renderers(config, {name: models[name] for name in engines})
     return {
         name: build_player(
@@ -107,7 +114,7 @@ def make_players(
             max_length=config.engine.max_length,
             overlong_prompts=config.engine.overlong_prompts,
             # so that nothing that is asked of an engine waits there, where its deadline would go on
-            max_in_flight=config.policies[name].max_in_flight or config.engine.slots * config.engine.servers,
+            max_in_flight=config.policies[name].max_in_flight or config.engine.slots * count[name],
         )
         for name, engine in engines.items()
     }

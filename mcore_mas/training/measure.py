@@ -68,6 +68,11 @@ class Scoreboard:
         ]
 
     @property
+    def replies(self) -> int:
+        """How many are wanted."""
+        return len(self._tasks) * self.k
+
+    @property
     def lost(self) -> list[Reply]:
         """What has failed, and says nothing."""
         return [reply for reply in self._replies.values() if reply.score is None]
@@ -77,14 +82,13 @@ class Scoreboard:
         if not self.lost:
             return ""
         why = ", ".join(f"{n} {trouble}" for trouble, n in self.counts()["failed"].items())
-        total = len(self._tasks) * self.k
-        return f"{len(self.lost)} of {total} trajectories are lost ({why}); the first, {self.lost[0].error}"
+        return f"{len(self.lost)} of {self.replies} trajectories are lost ({why}); the first, {self.lost[0].error}"
 
     def counts(self) -> dict[str, Any]:
         """Of the replies: how many there are, counted as wrong because too long, cut to fit, and failed by reason."""
         replies = self._replies.values()
         return {
-            "replies": len(self._tasks) * self.k,
+            "replies": self.replies,
             "overlong": sum(reply.trouble == "overlong" for reply in replies),
             "cut": sum(reply.cut for reply in replies),
             "failed": dict(sorted(Counter(reply.trouble for reply in self.lost).items())),

@@ -13,6 +13,7 @@ from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig
+from rollout.engines.sglang.server import visible_gpus
 
 Pool = Literal["shared", "split"]
 Kind = Literal["GPU", "CPU"]
@@ -95,6 +96,26 @@ def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
         if kind == "CPU" or engine.device == "cuda":  # else the embedded engine takes none of the GPUs
             tenants.append(Tenant(policy=name, part="engine", devices=1))
     return tenants
+
+
+def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
+    """The GPUs of each policy's servers in an evaluation, which has no trainers: all there are. [] where it has none.
+
+    Raises:
+        PlacementError: there are fewer GPUs than one server of each policy needs.
+    """
+    engine, policies = config.engine, list(config.models)
+    if engine.name != "sglang" or engine.urls or kind_here() != "GPU":
+        return {policy: [[]] * engine.servers for policy in policies}
+    gpus = visible_gpus()
+    replicas = len(gpus) // max(1, len(policies) * engine.tp)
+    if policies and not replicas:
+        raise PlacementError(
+            f"an evaluation needs {len(policies) * engine.tp} GPUs, engine.tp {engine.tp} for each of "
+            f"{', '.join(policies)}, and there are {len(gpus)}"
+        )
+    free = iter(gpus)
+    return {policy: [[next(free) for _ in range(engine.tp)] for _ in range(replicas)] for policy in policies}
 
 
 def needed(tenants: Sequence[Tenant], pool: Pool) -> int:

@@ -242,10 +242,13 @@ def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
 def read_trajectories(path: Path) -> list[Trajectory]:
     """Read trajectories written by `write_trajectories`, also of a version that recorded less of turns and tools.
 
+    Of a folder of such files, all of them in the order of their names.
+
     Raises:
         RecordError: the file is missing, is not parquet, or lacks a column.
     """
-    return [_trajectory(row) for row in _read(path, TRAJECTORY_SCHEMA)]
+    files = sorted(path.glob("*.parquet")) or [path]
+    return [_trajectory(row) for file in files for row in _read(file, TRAJECTORY_SCHEMA)]
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:

@@ -1,6 +1,7 @@
 """A server with SGLang's /generate that works at so many requests at once and lets the others wait.
 
-`python slotted_sglang.py SLOTS SECONDS TOKEN...` prints its port; each request takes SECONDS and is answered by TOKENs.
+Anything else is answered by how many were answered. `python slotted_sglang.py SLOTS SECONDS TOKEN...` prints its port;
+each request takes SECONDS and is answered by TOKENs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 
 
 async def serve(slots: int, seconds: float, tokens: Sequence[int]) -> None:
-    free = asyncio.Semaphore(slots)
+    free, asked = asyncio.Semaphore(slots), 0
     meta = {
         "finish_reason": {"type": "stop"},
         "output_token_logprobs": [[-0.5, token, None] for token in tokens],
@@ -24,6 +25,7 @@ async def serve(slots: int, seconds: float, tokens: Sequence[int]) -> None:
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
 
     async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -34,7 +36,10 @@ async def serve(slots: int, seconds: float, tokens: Sequence[int]) -> None:
                 if head.startswith(b"POST /generate "):
                     async with free:
                         await asyncio.sleep(seconds)
-                writer.write(answer)
+                    asked += 1
+                    writer.write(answer)
+                else:
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n%12d" % asked)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.training.evaluate import policy_models
 from mcore_mas.training.export import export
+from mcore_mas.training.seats import seated
 from mcore_mas.training.train import train
 from rollout.base.files import sha256
 from rollout.engines.embedded.batching import EmbeddedEngine
@@ -207,7 +207,8 @@ def check_best(folder: Path, accuracy: list[float]) -> None:
     assert accuracy == [0.0, 1.0, 0.5]  # at the start, and after each step
     done = json.loads((folder / "done.json").read_text())
     assert (done["steps"], done["policies_of_step"]) == (2, 1)
-    evaluated = policy_models(RunConfig.load(folder.parent / "config.yaml"), "trained")
+    config = seated(RunConfig.load(folder.parent / "config.yaml"), "trained", {})
+    evaluated = {policy: Path(model) for policy, model in config.models.items()}
     assert evaluated == {policy: folder / "models" / policy for policy in ("solver", "verifier")}
     (folder / "done.json").unlink()  # from here on exports are of the newest checkpoint
     to, notes = folder.parent.parent, []

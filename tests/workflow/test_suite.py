@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -114,3 +115,43 @@ def test_runs_that_only_train_differently_share_a_cold_start() -> None:
 def test_a_suite_without_runs_is_refused() -> None:
     with pytest.raises(SuiteError, match="suite file"):
         Suite.load({"suite": "x"})
+
+
+def test_cells_of_a_table_say_whose_models_play(tmp_path: Path) -> None:
+    """Stronger-MAS's Table 3: policies swapped, agents that were trained alone in one team; and one agent left out."""
+    runs = {name: ["experiment=demo_math", "cold_start=null"] for name in ("mas", "tool_alone", "plan_alone")}
+    cells = {
+        "swapped": {"solver": "mas/verifier", "verifier": "mas/solver"},
+        "from_alone": {"solver": "plan_alone", "verifier": "tool_alone"},
+        "without_verifier": {"verifier": "base"},
+        "api": {"solver": "base", "verifier": {"remote": {"model": "big"}}},
+    }
+    suite = Suite.load({"suite": "s", "results": str(tmp_path), "experiments": runs, "evaluate": {"mas": cells}})
+    assert suite.evaluations[:6] == [f"mas/evaluation/{state}" for state in ("base", "trained", *cells)]
+    assert len(suite.evaluations) == 10
+    assert [suite.trained_for("mas", state) for state in ("base", "trained", *cells)] == [
+        [],
+        ["mas"],
+        ["mas"],
+        ["plan_alone", "tool_alone"],
+        ["mas"],
+        [],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ({"other": {"x": {"solver": "base"}}}, "evaluate: no run 'other'; runs: a"),
+        ({"a": {"x": {"judge": "base"}}}, r"evaluate\.a\.x\.judge: no such agent; agents: solver, verifier"),
+        ({"a": {"x": {"solver": "b"}}}, r"evaluate\.a\.x\.solver: no run 'b'; expected base, trained, a run \(a\)"),
+        ({"a": {"x": {"solver": "a/judge"}}}, "run 'a' has no agent 'judge'; solver, verifier"),
+        ({"a": {"base": {"solver": "base"}}}, "suite file, evaluate/a"),
+        ({"a": {"x": {"solver": {}}}}, "suite file, evaluate/a/x/solver"),
+    ],
+)
+def test_a_cell_that_cannot_be_played_is_one_line(tmp_path: Path, cells: dict[str, Any], message: str) -> None:
+    suite = {"suite": "s", "results": str(tmp_path), "experiments": {"a": ["experiment=demo_math"]}, "evaluate": cells}
+    with pytest.raises(SuiteError, match=message) as error:
+        Suite.load(suite)
+    assert "\n" not in str(error.value)

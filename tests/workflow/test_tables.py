@@ -119,6 +119,22 @@ def test_a_metric_that_only_some_tasks_have_is_over_those(tmp_path: Path) -> Non
     assert ("demo", "code", "maj@2", "base") not in rows
 
 
+def test_other_models_in_some_seats_are_rows_and_differ_from_the_trained_team(tmp_path: Path) -> None:
+    files = [
+        evaluation(tmp_path / f"{state}.json", "demo", state, {"math-1": [one, one], "math-2": [two, two]})
+        for state, one, two in (("base", 0, 0), ("trained", 1, 1), ("without_verifier", 1, 0))
+    ]
+    paper = {"experiment": "demo", "policy_state": "without_verifier", "dataset": "math", "metric": "avg@2"}
+    make_table(files, {"demo": "demo"}, [{**paper, "value": 0.4, "source": "Table 3"}], [tmp_path / "t.csv"])
+    rows = rows_of(tmp_path / "t.csv")
+    average = {state: row for (*_, metric, state), row in rows.items() if metric == "avg@2"}
+    values = {state: float(row["value"]) for state, row in average.items()}
+    assert values == {
+        "base": 0.0, "trained": 1.0, "without_verifier": 0.5, "trained-base": 1.0, "without_verifier-trained": -0.5
+    }  # fmt: skip
+    assert average["without_verifier"]["paper_value"] == "0.400000"
+
+
 def test_a_task_that_failed_in_one_state_is_not_in_the_difference(tmp_path: Path) -> None:
     files = [
         evaluation(tmp_path / "b.json", "demo", "base", {"math-1": [0.0], "math-2": [1.0]}),

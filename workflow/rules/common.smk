@@ -22,7 +22,7 @@ ENVIRONMENT = "../envs/environment.yml"  # entered only with `--software-deploym
 
 wildcard_constraints:
     run="|".join(map(re.escape, SUITE.runs)),
-    state="base|trained",
+    state="|".join(SUITE.states),
     suite=re.escape(SUITE.name),
 
 
@@ -41,8 +41,9 @@ def start_of(wildcards):
 
 
 def weights_of(wildcards):
-    """What must exist before a policy state can be evaluated."""
-    return [f"<results>/{wildcards.run}/train/done.json"] if wildcards.state == "trained" else start_of(wildcards)
+    """What must exist before a team can be evaluated: runs whose trained policies play, and the run's own start."""
+    trained = SUITE.trained_for(wildcards.run, wildcards.state)
+    return [*(f"<results>/{run}/train/done.json" for run in trained), *start_of(wildcards)]
 
 
 onstart:

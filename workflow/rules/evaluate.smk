@@ -1,4 +1,4 @@
-# The score of a run's team on held-out tasks, before and after training.
+# The score of a run's team on held-out tasks: before training, after it, and with other models in some seats.
 
 
 rule evaluate:
@@ -19,6 +19,8 @@ rule evaluate:
     resources:
         mem_mb=3500,
         runtime=240,
+    params:
+        seats=lambda wildcards: SUITE.seats(wildcards.run, wildcards.state),
     message:
         "{wildcards.run}: evaluate the {wildcards.state} team"
     script:

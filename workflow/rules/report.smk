@@ -3,7 +3,7 @@
 
 rule make_table:
     input:
-        scores=expand("<results>/{run}/evaluation/{state}.json", run=SUITE.runs, state=["base", "trained"]),
+        scores=expand("<results>/{evaluation}.json", evaluation=SUITE.evaluations),
     output:
         csv="<results>/tables/{suite}.csv",
         markdown="<results>/tables/{suite}.md",

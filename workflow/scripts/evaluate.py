@@ -1,4 +1,4 @@
-"""Rule `evaluate`: scores a run's team on its test tasks, before or after training."""
+"""Rule `evaluate`: scores a run's team on its test tasks."""
 
 from pathlib import Path
 
@@ -7,4 +7,9 @@ from mcore_mas.training.joblog import logged
 with logged(snakemake.log[0]):
     from mcore_mas.training.evaluate import evaluate
 
-    evaluate(Path(snakemake.input.config), snakemake.wildcards.state, Path(snakemake.output.scores))
+    evaluate(
+        Path(snakemake.input.config),
+        snakemake.wildcards.state,
+        Path(snakemake.output.scores),
+        snakemake.params.seats,
+    )

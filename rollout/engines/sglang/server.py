@@ -108,13 +108,19 @@ class Replica:
     """
 
     def __init__(
-        self, settings: SGLangSettings, host: Any = None, *, remote: bool = False, fellows: Sequence[Any] = ()
+        self,
+        settings: SGLangSettings,
+        host: Any = None,
+        *,
+        remote: bool = False,
+        fellows: Sequence[Any] = (),
+        gpus: Sequence[str] = (),
     ) -> None:
         """`host` is a `Server`, or with `remote` a Ray actor of one; None for a server that somebody else runs.
 
-        `fellows` are actors that hold the server's further GPUs.
+        `fellows` are actors that hold the server's further GPUs; `gpus` are a `Server`'s in this process.
         """
-        self._host, self._remote, self._fellows = host, remote, list(fellows)
+        self._host, self._remote, self._fellows, self._gpus = host, remote, list(fellows), gpus
         self._settings: dict[str, Any] = {"timeout_s": settings.timeout_s, "connections": settings.rows + 8}
         self.starts = 0
         self.busy = 0  # completions that it was asked for
@@ -144,7 +150,7 @@ class Replica:
             devices = [gpu for actor in (self._host, *self._fellows) for gpu in await actor.devices.remote()]
             url = await self._host.start.remote(devices)
         else:
-            url = self._host.start()
+            url = self._host.start(self._gpus)
         self._client = SGLangClient(url, **self._settings)
         self.starts += 1
         self.ready = False
@@ -220,6 +226,14 @@ class Replica:
         return getattr(self._host, method)()
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process sees, as it would name them to a child."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return [named[i] if i < len(named) and named[i] else str(i) for i in range(torch.cuda.device_count())]
+
+
 def attached_replica(url: str, settings: SGLangSettings) -> Replica:
     """A server that runs at `url`."""
     replica = Replica(settings)
@@ -243,7 +257,7 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
     told = (settings.python or "", words, settings.log_of(number), settings.variables)
     server = Server(*told)  # complains here rather than in an actor
     if not _ray_runs():
-        return Replica(settings, server)
+        return Replica(settings, server, gpus=settings.gpus[number] if settings.gpus else ())
     host, *fellows = [actor.remote(*told) for actor in _actors(settings.tp, settings.places_of(number))]
     return Replica(settings, host, remote=True, fellows=fellows)
 

@@ -52,6 +52,7 @@ class SGLangSettings:
     places: Sequence[Mapping[str, Any]] | None = (
         None  # actor options for each GPU, server by server; None: Ray's choice
     )
+    gpus: Sequence[Sequence[str]] = ()  # that each server sees where Ray places none; (): all that this process sees
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of sglang.launch_server
     environment: Mapping[str, str] = field(default_factory=dict)
     verify: bool = True  # compare checksums after every update, where they can be

@@ -26,6 +26,8 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             "missing.yaml: no such file; expected a resolved config, results/<run>/config",
         ),
         ("train --config {text}", "text: a resolved config is a mapping of keys; this is str; name another file"),
+        ("evaluate --config c.yaml --state trainde", "--state trainde with 0 seats; expected base or trained without"),
+        ("evaluate --config c.yaml --state x --seat verifier", "--seat verifier: expected AGENT=WHO, for example"),
         ("evaluate --config {missing}.yaml", "missing.yaml: no such file; expected a resolved config"),
         ("export {missing} solver --to x", "missing/config.yaml: no such file; expected a resolved config"),
         ("show {missing}", "missing: no such file; expected a parquet file with columns id, "),
@@ -57,7 +59,6 @@ def test_a_mistake_is_one_line(
         ("trian", "Did you mean 'train'?"),
         ("train", "Missing option '--config'"),
         ("list", "Missing argument 'registry'"),
-        ("evaluate --config c.yaml --state trainde", "'trainde' is not one of 'base', 'trained'"),
     ],
 )
 def test_a_call_that_does_not_parse_says_how_to_get_help(

@@ -43,7 +43,7 @@ def test_a_remote_policy_plays_in_an_evaluation(tmp_path: Path) -> None:
         out.parent.mkdir()
         evaluate(with_remote(run, server.url), "base", out)
         assert asked(server) >= 1
-    turns = [turn for t in read_trajectories(out.with_suffix(".parquet")) for turn in t.turns]
+    turns = [turn for t in read_trajectories(out.with_suffix("")) for turn in t.turns]
     remote = [turn for turn in turns if turn.policy == "verifier"]
     assert remote
     assert {turn.text for turn in remote} == {"<verify>approve</verify>"}

@@ -1,0 +1,223 @@
+"""Evaluations that are ended and go on, on all GPUs there are, with any model in any seat."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import yaml
+
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.training import placement
+from mcore_mas.training.engine_factory import make_engines
+from mcore_mas.training.evaluate import EvaluationError, evaluate
+from mcore_mas.training.placement import PlacementError, gpus_of_servers
+from mcore_mas.training.seats import seated
+from mcore_mas.training.shards import Shards
+from rollout.base.files import FolderError
+from rollout.engines.sglang.server import Replica, Server, visible_gpus
+from rollout.models.chat_template import Renderer
+from rollout.records.trajectory import read_tasks, read_trajectories
+from tests.support.run_folder import make_run
+from tests.support.slotted_sglang import slotted_server
+from tests.unit.training.test_measure import trajectory
+
+
+def asked(url: str) -> int:
+    with urlopen(f"{url}/count") as answer:
+        return int(answer.read())
+
+
+def served(run: Path, url: str, **evaluation: Any) -> Path:
+    """The run with its engines at `url`."""
+    path = run / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["engine"] |= {
+        "name": "sglang",
+        "urls": [url],
+        "slots": 8,
+        "verify": False,
+        "transport": None,
+        "start_s": 0.5,
+    }
+    config["evaluation"] |= evaluation
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_goes_on_to_the_same_scores(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "data.test=60", "evaluation.samples=8")
+    answer = read_tasks(run / "tasks" / "test.parquet")[0].answers[0]
+    tokens = Renderer(run / "base").encode_reply(f"\\boxed{{{answer}}}")
+    with slotted_server(8, 0.02, tokens) as url:
+        config = served(run, url)
+        command = [sys.executable, "-m", "mcore_mas", "evaluate", "--config", str(config), "--state", "base"]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as first:
+            while not list((run / "evaluation" / "base").glob("part_000001*")) and first.poll() is None:
+                time.sleep(0.02)
+            first.send_signal(signal.SIGKILL)
+        out = run / "evaluation" / "base.json"
+        assert not out.exists()
+        kept = {t.id for t in read_trajectories(run / "evaluation" / "base")}
+        assert 256 <= len(kept) < 480
+        before = asked(url)
+        evaluate(config, "base", out)
+        resumed = asked(url) - before
+        evaluate(config, "base", run / "evaluation" / "again.json")
+        whole = asked(url) - before - resumed
+        assert resumed == pytest.approx(whole * (480 - len(kept)) / 480, rel=0.15)
+    scores, again = (json.loads((run / "evaluation" / name).read_text()) for name in ("base.json", "again.json"))
+    assert scores == again
+    assert (scores["replies"], scores["failed"], len(scores["tasks"])) == (480, {}, 60)
+    assert 0 < scores["rows"][-3]["value"] < 1
+    ids = [t.id for t in read_trajectories(run / "evaluation" / "base")]
+    assert len(ids) == len(set(ids)) == 480
+
+
+def test_what_another_model_said_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    first = Shards(tmp_path, "one model")
+    for sample in range(2):
+        first._waiting.append(trajectory("t", sample, 1.0, "4"))
+    first.flush()
+    assert len(list(Shards(tmp_path, "one model").read())) == 2
+    assert list(Shards(tmp_path, "another").read()) == []
+    assert list(tmp_path.glob("*.parquet")) == []
+
+
+def test_too_many_failures_are_no_score_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "data.test=2", "evaluation.samples=2")
+    with slotted_server(8, 0.0) as url:
+        config = served(run, url)  # and gone when it is asked
+    out = run / "evaluation" / "base.json"
+    with pytest.raises(EvaluationError, match=r"4 of 4 trajectories are lost \(4 EngineError\).*max_failed is 0.05"):
+        evaluate(config, "base", out)
+    assert not out.exists()
+    tokens = Renderer(run / "base").encode_reply("\\boxed{1}")
+    with slotted_server(8, 0.0, tokens) as url:
+        evaluate(served(run, url), "base", out)
+    assert json.loads(out.read_text())["failed"] == {}
+
+
+class TestPlacement:
+    @staticmethod
+    def config(*overrides: str) -> RunConfig:
+        values = resolve(["experiment=demo_math", "engine.name=sglang", "engine.python=p", *overrides])
+        return RunConfig.check(values, "test")
+
+    @pytest.fixture(autouse=True)
+    def _eight_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9,10,11,12,13,14,15")
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+        monkeypatch.setattr(placement, "kind_here", lambda: "GPU")
+
+    def test_all_gpus_serve(self) -> None:
+        assert gpus_of_servers(self.config("engine.tp=2")) == {
+            "solver": [["8", "9"], ["10", "11"]],
+            "verifier": [["12", "13"], ["14", "15"]],
+        }
+        assert [len(servers) for servers in gpus_of_servers(self.config()).values()] == [4, 4]
+
+    def test_too_few_are_refused(self) -> None:
+        with pytest.raises(
+            PlacementError, match=r"needs 16 GPUs, engine\.tp 8 for each of solver, verifier, and there"
+        ):
+            gpus_of_servers(self.config("engine.tp=8"))
+
+    def test_a_server_sees_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        started: list[Any] = []
+        monkeypatch.setattr(Server, "start", lambda _, gpus: started.append(gpus) or "http://127.0.0.1:1")
+        config = self.config("engine.tp=2", "engine.python=" + sys.executable)
+        run = make_run(tmp_path, "data.test=2")
+        models, gpus = dict.fromkeys(config.models, run / "base"), gpus_of_servers(config)
+        engines = make_engines(config, models, tmp_path, trained=False, gpus=gpus)
+        for engine in engines.values():
+            for replica in engine._replicas:
+                assert isinstance(replica, Replica)
+                asyncio.run(replica.start())
+        assert started == [["8", "9"], ["10", "11"], ["12", "13"], ["14", "15"]]
+        assert visible_gpus()[0] == "8"
+
+
+class TestSeats:
+    @pytest.fixture
+    def runs(self, tmp_path: Path) -> RunConfig:
+        """Two trained runs, `mas` and `alone`; the config of the first."""
+        for run in ("mas", "alone"):
+            models = [f"policies.{policy}.model=models/{run}-{policy}" for policy in ("solver", "verifier")]
+            values = resolve(["experiment=demo_math", f"results={tmp_path}", f"run={run}", "cold_start=null", *models])
+            folder = tmp_path / run
+            (folder / "train").mkdir(parents=True)
+            (folder / "config.yaml").write_text(yaml.safe_dump(values))
+            trained = {policy: f"{run}/trained/{policy}" for policy in ("solver", "verifier")}
+            (folder / "train" / "done.json").write_text(json.dumps({"policies": trained}))
+        return RunConfig.load(tmp_path / "mas" / "config.yaml")
+
+    @pytest.mark.parametrize(
+        ("state", "seats", "expected"),
+        [
+            ("base", {}, {"solver": "models/mas-solver", "verifier": "models/mas-verifier"}),
+            ("trained", {}, {"solver": "mas/trained/solver", "verifier": "mas/trained/verifier"}),
+            # leave one agent out
+            ("x", {"verifier": "base"}, {"solver": "mas/trained/solver", "base.verifier": "models/mas-verifier"}),
+            # Stronger-MAS, Table 3: policies swapped, and agents that were trained alone in one team
+            (
+                "swapped",
+                {"solver": "mas/verifier", "verifier": "mas/solver"},
+                {"mas.verifier": "mas/trained/verifier", "mas.solver": "mas/trained/solver"},
+            ),
+            (
+                "from_alone",
+                {"solver": "alone", "verifier": "alone"},
+                {"alone.solver": "alone/trained/solver", "alone.verifier": "alone/trained/verifier"},
+            ),
+            ("x", {"solver": {"model": "any"}}, {"seat.solver.solver": "any", "verifier": "mas/trained/verifier"}),
+        ],
+    )
+    def test_each_agent_plays_what_its_seat_says(
+        self, runs: RunConfig, state: str, seats: dict[str, Any], expected: dict[str, str]
+    ) -> None:
+        played = seated(runs, state, seats)
+        assert played.models == expected
+        assert [played.agents[agent].policy for agent in ("solver", "verifier")] == list(expected)
+
+    def test_one_agent_of_a_shared_policy_is_left_out_alone(self, runs: RunConfig) -> None:
+        agents = {name: agent.model_copy(update={"policy": "solver"}) for name, agent in runs.agents.items()}
+        shared = runs.model_copy(update={"agents": agents, "policies": {"solver": runs.policies["solver"]}})
+        played = seated(shared, "x", {"verifier": "base"})
+        assert played.models == {"solver": "mas/trained/solver", "base.solver": "models/mas-solver"}
+
+    def test_a_model_behind_an_api_takes_a_seat(self, runs: RunConfig) -> None:
+        played = seated(runs, "x", {"verifier": {"remote": {"model": "big", "url": "http://127.0.0.1:1"}}})
+        assert list(played.models) == ["solver"]
+        assert played.remotes["seat.verifier.verifier"].model == "big"
+
+    @pytest.mark.parametrize(
+        ("seats", "message"),
+        [
+            ({"judge": "base"}, "seat of 'judge', who is not in the team; agents: solver, verifier"),
+            ({"solver": "alone/judge"}, "seat of 'solver': run 'alone' has no agent 'judge'"),
+            ({"solver": "nobody"}, r"nobody/config.yaml: no such file; expected a resolved config"),
+            ({"solver": {}}, "a policy has either a model .* expected base, trained, a run, run/agent"),
+        ],
+    )
+    def test_a_seat_that_cannot_be_taken_is_one_line(
+        self, runs: RunConfig, seats: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=message) as error:
+            seated(runs, "x", seats)
+        assert "\n" not in str(error.value)
+
+    def test_training_must_have_finished(self, runs: RunConfig) -> None:
+        (runs.results / "alone" / "train" / "done.json").unlink()
+        with pytest.raises(FolderError, match=r"alone/train/done.json: no such file; train first"):
+            seated(runs, "x", {"solver": "alone"})
