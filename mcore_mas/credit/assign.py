@@ -72,9 +72,9 @@ def columns(samples: Sequence[Sample]) -> Turns:
     return Turns(
         scores=torch.tensor([sample.reward - sum(sample.penalties or ()) for sample in samples], dtype=torch.float64),
         keys=_Keys(samples),
-        lengths=torch.tensor([len(sample.completion_ids) for sample in samples]),
+        lengths=torch.tensor([sample.tokens for sample in samples]),
         # the rounds of a tree are not one line of time
-        steps=None if trees else _named(samples, "team"),
+        steps=None if trees else _steps(samples),
         greedy=_named(samples, "greedy"),
         penalties=_penalties(samples),
         values=_by_token(samples, [sample.values for sample in samples]),
@@ -94,7 +94,7 @@ def estimate(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) ->
     done = list(samples)
     for rule in _distinct(samples, rules):
         own = [i for i, sample in enumerate(samples) if rules[sample.agent] == rule]
-        seen = own if rule.name in ALONE else list(range(len(samples)))
+        seen = [i for i in own if samples[i].tokens] if rule.name in ALONE else list(range(len(samples)))
         turns = columns([samples[i] for i in seen])
         made = assess(turns, rule)
         advantages = _rows(turns, made.values)
@@ -173,10 +173,25 @@ def _named(samples: Sequence[Sample], name: str) -> Tensor | None:
     return None if any(value is None for value in values) else torch.tensor(values, dtype=torch.float64)
 
 
+def _steps(samples: Sequence[Sample]) -> Tensor | None:
+    """[n] the reward of the step that followed, with the penalties of the turns before it; None when a turn has none.
+
+    Dr. MAS's GiGPO takes penalties from step rewards too.
+    """
+    steps = _named(samples, "team")
+    if steps is None:
+        return None
+    rounds: dict[tuple[str, int], float] = {}
+    for sample in samples:
+        place = sample.trajectory, sample.round
+        rounds[place] = rounds.get(place, 0.0) + sample.scores.get("penalty", 0.0)
+    return steps + torch.tensor([rounds[s.trajectory, s.round] for s in samples], dtype=torch.float64)
+
+
 def _penalties(samples: Sequence[Sample]) -> Tensor | None:
     if all(sample.penalties is None for sample in samples):
         return None
-    return _by_token(samples, [sample.penalties or (0.0,) * len(sample.completion_ids) for sample in samples])
+    return _by_token(samples, [sample.penalties or (0.0,) * sample.tokens for sample in samples])
 
 
 def _by_token(samples: Sequence[Sample], rows: Sequence[tuple[float, ...] | None]) -> Tensor | None:

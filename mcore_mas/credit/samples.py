@@ -30,7 +30,7 @@ class Sample:
     turn: int
     round: int = 0  # which step of the environment followed
     node: str = ""  # branch numbers from the root; "" outside tree sampling
-    state: str = ""  # digest of what the agent saw
+    state: str = ""  # digest of the environment's state without history, or else of what the agent saw
     version: int = 0  # oldest weights that sampled any of it
     age: int = 0  # by how many hand-overs they are behind those being trained
     prompt_ids: tuple[int, ...]  # [P]
@@ -65,11 +65,13 @@ class Sample:
     @property
     def has_gradient(self) -> bool:
         """Whether it changes its policy: by an advantage, a KL term or an entropy bonus."""
-        return any(self.advantages or ()) or bool(self.kl_coef or self.entropy_coef)
+        return self.tokens > 0 and (any(self.advantages or ()) or bool(self.kl_coef or self.entropy_coef))
 
 
 def to_samples(groups: Iterable[Group]) -> list[Sample]:
-    """One sample per turn of every completed trajectory, without turns that are masked.
+    """One sample per turn of every completed trajectory, without turns of which nothing can be said.
+
+    A masked turn with a reward, or a reply of no tokens, counts for its peers and has no token that trains.
 
     Raises:
         CreditError: a turn has no finite reward, or a trajectory is of another task than its group.
@@ -84,7 +86,7 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
             if trajectory.status is not Status.COMPLETED:
                 continue
             for turn in trajectory.turns:
-                if turn.masked:
+                if turn.masked and turn.reward is None:
                     continue
                 if turn.reward is None or not math.isfinite(turn.reward):
                     where = f"trajectory {trajectory.id}, turn {turn.index} ({turn.agent})"
@@ -98,10 +100,11 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
                         turn=turn.index,
                         round=turn.round,
                         node=turn.node,
-                        state=turn.state_key,
+                        state=turn.anchor or turn.state_key,
                         version=turn.oldest_version,
                         prompt_ids=turn.prompt_ids,
                         completion_ids=turn.completion_ids,
+                        trained=(False,) * len(turn.completion_ids) if turn.masked else None,
                         behaviour=turn.logprobs,
                         temperature=turn.temperature,
                         reward=turn.reward,

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from mcore_mas.equations.corrections import BOUND
 
+_MOST_K3 = 10.0  # nats
+
 Estimate = Callable[[Tensor, Tensor], Tensor]
 KLName = Literal["k1", "k2", "k3", "k1+", "k3+"]
 
@@ -41,9 +43,12 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """[N] exp(−d) − 1 + d, with d held within ±20 nats: beyond, it neither overflows nor pulls."""
+    """[N] exp(−d) − 1 + d, at most 10 as in verl: beyond (d below about −2.6), it does not pull.
+
+    Without a bound one token with d = −19 has a gradient of 1.8e8, and is the whole clipped update.
+    """
     d = (logprobs - reference).clamp(-BOUND, BOUND)
-    return torch.expm1(-d) + d
+    return (torch.expm1(-d) + d).clamp(max=_MOST_K3)
 
 
 def _straight_through(value: Estimate) -> Estimate:

@@ -50,7 +50,8 @@ class Turns:
         own = self.scores
         if self.penalties is not None:
             own = own + total(self.penalties, self.by_token(torch.arange(len(own))), len(own))
-        return rewards.index_add(0, last, own)
+        said = self.lengths > 0  # a reply of no tokens has none to reward, and not the one before it
+        return rewards.index_add(0, last[said], own[said])
 
     def by_token(self, column: Tensor) -> Tensor:
         """[T] from [n]: every token has its turn's value."""

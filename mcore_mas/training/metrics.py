@@ -87,7 +87,8 @@ def credit_metrics(samples: Sequence[Sample]) -> StepMetrics:
     """
     by_agent: dict[str, list[Sequence[float]]] = defaultdict(list)
     for sample in samples:
-        by_agent[sample.agent].append(sample.advantages or (0.0,))
+        if sample.tokens:  # else it only counts for its peers
+            by_agent[sample.agent].append(sample.advantages or (0.0,))
     metrics: dict[str, float] = {}
     for agent, own in by_agent.items():
         metrics |= {

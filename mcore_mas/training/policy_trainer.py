@@ -65,8 +65,11 @@ class PolicyTrainer:
     def pack(self, samples: Sequence[Sample], step: int) -> list[UpdateBatch]:
         """The policy's samples, in as many parts as the step has updates; each is packed when it is first needed."""
         trainer, entropy = self._config.trainer, self._config.loss.entropy
-        own = [replace(sample, entropy_coef=entropy) for sample in samples if sample.policy == self._policy]
+        own = [replace(sample, entropy_coef=entropy) for sample in samples if self._learns(sample)]
         return [self._batch(part) for part in split(own, trainer.updates_per_step, self._config.seed, step)]
+
+    def _learns(self, sample: Sample) -> bool:
+        return sample.policy == self._policy and sample.tokens > 0
 
     def _batch(self, samples: list[Sample]) -> UpdateBatch:
         tokens = self._config.trainer.microbatch_tokens
@@ -99,7 +102,7 @@ class PolicyTrainer:
         """
         config = self._config
         sizes = {name: config.advantage_of(name).align for name in config.agents}
-        samples = align([s for s in credited if s.policy == self._policy], sizes, config.seed, step)
+        samples = align([s for s in credited if self._learns(s)], sizes, config.seed, step)
         parts = [self._weighed(part) for part in split(samples, config.trainer.updates_per_step, config.seed, step)]
         trained = [
             batch.packed.train([s for s in part if s.has_gradient]) for batch, part in zip(batches, parts, strict=True)

@@ -59,6 +59,14 @@ class Previewing(Protocol):
 
 
 @runtime_checkable
+class Stateful(Protocol):
+    """What an environment can do besides whose agents may stand in the same state twice."""
+
+    def state(self) -> str:
+        """The state as it is now, from `reset` on, without history: equal texts, equal states."""
+
+
+@runtime_checkable
 class Comparing(Protocol):
     """What an environment can do besides whose answers may be equal and not look alike."""
 

@@ -142,6 +142,9 @@ class WorldEnv:
             metrics={"solved": float(scene.solved), **counts},
         )
 
+    def state(self) -> str:
+        return self._shown(self._started())
+
     def _started(self) -> Scene:
         if self._scene is None:
             raise EnvError("WorldEnv is used before open")

@@ -64,8 +64,9 @@ class Turn:
     """One LLM call of one agent.
 
     Names in `scores`, absent where not measured: `team` is what the environment gave in the step that followed, beside
-    that step's metrics; `local` is what the orchestra gave to this turn, with `undecided` in its place when nobody can
-    say; `branch` is what a tree chose by; `cut` is 1 where the prompt was too long and part of it was left out.
+    that step's metrics; `penalty` is what penalties added to its reward; `local` is what the orchestra gave to this
+    turn, with `undecided` in its place when nobody can say; `branch` is what a tree chose by; `cut` is 1 where the
+    prompt was too long and part of it was left out.
     """
 
     index: int  # position in the trajectory, from 0
@@ -76,6 +77,7 @@ class Turn:
     versions: tuple[VersionSpan, ...] = ()  # which of them sampled which tokens; (): `policy_version` all
     node: str  # branch numbers from the root, as "0.2.1"; "" outside tree sampling
     state_key: str  # digest of what the agent saw
+    anchor: str = ""  # digest of the environment's state without history; "" where it names none
     messages: tuple[Message, ...]
     prompt_ids: tuple[int, ...]  # [P]
     completion_ids: tuple[int, ...]  # [C], the stop token included
@@ -87,7 +89,7 @@ class Turn:
     seed: int  # of this call's sampling stream
     scores: Mapping[str, float] = field(default_factory=dict)  # what was measured of this turn, by name
     reward: float | None = None  # set by a reward allocator
-    masked: bool = False  # does not train: nothing can be said of this turn; its reward is None
+    masked: bool = False  # does not train; its reward is None where nothing can be said of it, and counts for its peers
     started_s: float = field(default=0.0, compare=False)  # Unix time
     took_s: float = field(default=0.0, compare=False)  # until the reply was there, waiting for a slot included
 
@@ -189,7 +191,7 @@ _TYPES["turns"] = pa.list_(
     pa.struct(
         _columns("""
             index:int32 round:int32 agent:string policy:string policy_version:int64 versions:spans node:string
-            state_key:string messages:messages prompt_ids:tokens completion_ids:tokens logprobs:logprobs
+            state_key:string anchor:string messages:messages prompt_ids:tokens completion_ids:tokens logprobs:logprobs
             temperature:float32 text:string finish_reason:string valid:bool seed:uint64 scores:scores reward:float64
             masked:bool started_s:float64 took_s:float64
         """)

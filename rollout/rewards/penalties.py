@@ -7,14 +7,16 @@ mask_truncated   a reply that was cut off does not train (DAPO)
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import PositiveInt
 
-from rollout.records.trajectory import Group, Trajectory, Turn
-from rollout.rewards.allocation import RewardError, allocate, locate
+from rollout.records.trajectory import Group, Status, Trajectory, Turn
+from rollout.rewards.allocation import RewardError, locate
 
 Penalty = Callable[..., float | None]  # (turn, **options) -> what to add to its reward; None: the turn does not train
 
@@ -76,21 +78,29 @@ PENALTIES: dict[str, Penalty] = {"invalid": invalid_reply, "overlong": overlong,
 def apply_penalties(group: Group, penalties: Sequence[Callable[[Turn], float | None]]) -> Group:
     """The group with the sum of `penalties` added to every reward; one None masks the turn.
 
+    A masked turn keeps its reward, which counts in its peers' mean (DAPO masks the loss alone); the score `penalty` is
+    the sum.
+
     Raises:
         RewardError: a turn of a completed trajectory has no reward and is not masked, or gets one that is not finite.
     """
 
-    def charged(trajectory: Trajectory, turn: Turn) -> float | None:
+    def charged(trajectory: Trajectory, turn: Turn) -> Turn:
         if turn.masked:
-            return None
+            return turn
         if turn.reward is None:
             raise RewardError(f"{locate(trajectory, turn)}: the allocator set no reward; None is for masked turns")
-        total = turn.reward
-        for penalty in penalties:
-            amount = penalty(turn)
-            if amount is None:
-                return None
-            total += amount
-        return total
+        amounts = [penalty(turn) for penalty in penalties]
+        total = sum((amount for amount in amounts if amount is not None), 0.0)
+        if not math.isfinite(turn.reward + total):
+            raise RewardError(f"{locate(trajectory, turn)}: reward is {turn.reward + total}; expected a finite number")
+        scores = {**turn.scores, "penalty": total} if total else turn.scores
+        return replace(turn, reward=turn.reward + total, scores=scores, masked=None in amounts)
 
-    return allocate(group, lambda trajectory: [charged(trajectory, turn) for turn in trajectory.turns])
+    return replace(
+        group,
+        trajectories=tuple(
+            replace(t, turns=tuple(charged(t, turn) for turn in t.turns)) if t.status is Status.COMPLETED else t
+            for t in group.trajectories
+        ),
+    )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from rollout.base.errors import EngineError, EnvError
 from rollout.base.task_group import Late, LateTool, Wait, within
-from rollout.environments.protocol import Case, Env, Living, Step, ToolCall
+from rollout.environments.protocol import Case, Env, Living, Stateful, Step, ToolCall
 from rollout.records.trajectory import Task, ToolEvent, Turn
 from rollout.teams.team import Call, TeamSession
 
@@ -80,11 +80,14 @@ class Episode:
 
     def reset(self, task: Task) -> str:
         with _blamed(f"{self._task.env}.reset"):
-            return self._env.reset(task)
+            problem = self._env.reset(task)
+        self._stand()
+        return problem
 
     async def step(self, action: str) -> Step:
         began = time.time()
         step = await self._use("step", self._env.step, action)
+        self._stand()
         self.seat.credit(step.reward, step.metrics)
         self.rewards.append(step.reward)
         self.answer = self.answer if step.answer is None else step.answer
@@ -92,6 +95,12 @@ class Episode:
         for call in step.tools:
             self._note(call, self.seat.last, began)
         return step
+
+    def _stand(self) -> None:
+        """Tell the session in which state the coming turns are."""
+        if isinstance(self._env, Stateful):
+            with _blamed(f"{self._task.env}.state"):
+                self.seat.state = self._env.state()
 
     async def preview(self, action: str) -> Step:
         step: Step = await self._able("preview", "preview an action", action)

@@ -108,6 +108,7 @@ class Call:
     agent: Agent
     messages: tuple[Message, ...]
     state_key: str  # digest of the messages
+    anchor: str = ""  # digest of the environment's state, "" where it names none
 
     def __str__(self) -> str:
         return f"{self.agent.name} (turn {self.index})"
@@ -139,6 +140,7 @@ class TeamSession:
     def __init__(self, team: Team, place: tuple[int | str, ...]) -> None:
         # which task of this trajectory waits for what, and since when on the event loop's clock, in seconds
         self.waiting: dict[asyncio.Future[Any], tuple[object, float]] = {}
+        self.state = ""  # of the environment, where it names one
         self.leaf = ""  # node at which a tree of the orchestra's own ended
         self._team = team
         self._place = place
@@ -180,7 +182,9 @@ class TeamSession:
         """
         agent = self._team.agents[name]
         messages = agent.role.messages(**slots)
-        call = Call(index=self._asked, agent=agent, messages=messages, state_key=_digest(messages))
+        call = Call(
+            index=self._asked, agent=agent, messages=messages, state_key=_digest(messages), anchor=self._anchor()
+        )
         self._asked += 1
         with self.waits(call):
             turn, reply = await self._answer(call)
@@ -194,6 +198,9 @@ class TeamSession:
         self.scores[call.index] = {} if turn.messages == call.messages else {"cut": 1.0}
         self._recent.append(call.index)
         return reply
+
+    def _anchor(self) -> str:
+        return _digest((Message(role="state", content=self.state),)) if self.state else ""
 
     def score(self, turn: int, /, **scores: float) -> None:
         """Write down what was measured of one turn, by name: for example `team.score(reply.turn, local=0.5)`.
@@ -269,6 +276,7 @@ class TeamSession:
             versions=completion.versions,
             node=node,
             state_key=call.state_key,
+            anchor=call.anchor,
             messages=call.messages if said.shown is None else said.shown,
             prompt_ids=said.prompt_ids,
             completion_ids=completion.token_ids,

@@ -137,6 +137,9 @@ class GameEnv(CalculatingEnv, Generic[_State]):
     async def preview(self, action: str) -> Step:
         return self._next(action)[0]
 
+    def state(self) -> str:
+        return "" if self._now is None else self._game.show(self._now.state)
+
     def _next(self, action: str) -> tuple[Step, _Moment[_State]]:
         game, now = self._game, self._now
         if now is None or now.done:

@@ -1,5 +1,7 @@
 """Samples to columns to advantages and back, with a rule per agent."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -107,6 +109,24 @@ def test_an_estimator_of_ones_own_may_give_values_alone() -> None:
     got = estimate([sample("a", 0, "solver", 0.5)], {"solver": rule})[0]
     assert got.advantages == (1.5, 1.5)
     assert got.returns is None
+
+
+def test_d5_a_step_reward_carries_the_penalties_of_its_turns() -> None:
+    """Two turns before one step that gave 1, one of them malformed for 0.1: its reward is 0.9 (Dr. MAS's GiGPO)."""
+    scores = ({"team": 1.0}, {"team": 1.0, "penalty": -0.1}, {"team": 0.5})
+    samples = [sample("a", i, "s", 0.0, round=i // 2, scores=own) for i, own in enumerate(scores)]
+    assert columns(samples).steps.tolist() == pytest.approx([0.9, 0.9, 0.5])  # type: ignore[union-attr]
+
+
+def test_d10_a_masked_turn_with_a_reward_counts_for_its_peers_alone() -> None:
+    """DAPO masks the loss of what was cut off, and keeps its reward in the group's mean."""
+    samples = [sample("a", 0, "s", 1.0), sample("b", 0, "s", 0.0, trained=(False, False)), sample("c", 0, "s", 0.5)]
+    rule = {"s": AdvantageConfig(name="dr_grpo")}
+    assert [s.advantages for s in estimate(samples, rule)] == [(0.5, 0.5), (), (0.0, 0.0)]
+    assert [s.has_gradient for s in estimate(samples, rule)] == [True, False, False]
+    values = [replace(s, values=(0.0, 0.0)) for s in (samples[0], samples[2])]
+    got = estimate([values[0], samples[1], values[1]], {"s": AdvantageConfig(name="gae")})
+    assert [len(s.advantages or ()) for s in got] == [2, 0, 2]
 
 
 def test_nothing_is_nothing() -> None:

@@ -60,6 +60,14 @@ def test_gae_by_hand() -> None:
     assert gae(turns, gamma=0.5, lam=0.5).values.tolist() == pytest.approx([(v - mean) / std for v in expected])
 
 
+def test_d9_the_reward_of_a_reply_without_tokens_is_nobody_elses() -> None:
+    """x of 2 tokens with 0, y of none with 10, z of 2 with 1: token rewards were 0, 10, 0, 1."""
+    said = [{"turn": i, "tokens": n, "score": s} for i, (n, s) in enumerate([(2, 0.0), (0, 10.0), (2, 1.0)])]
+    assert make_turns(said).token_rewards().tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert make_turns(said[1:]).token_rewards().tolist() == [0.0, 1.0]  # first of all, it raised
+    assert reinforce_pp(make_turns(said)).values.shape == (4,)
+
+
 def test_d8_gae_never_runs_through_siblings() -> None:
     """Nodes 0 (reward 5), 1 (0), 1.0 (1) and 1.1 (7), values 0: the targets were 13, 8, 8, 7."""
     nodes = {"0": 5.0, "1": 0.0, "1.0": 1.0, "1.1": 7.0}

@@ -68,7 +68,11 @@ def test_penalties_add_up_after_the_allocator():
     )
     both = [partial(invalid_reply, coef=0.1), partial(overlong, buffer=4, max_tokens={"solver": 10}), mask_truncated]
     charged = apply_penalties(group(played, failed(turn(0, valid=False), sample=1)), both)
-    assert rewards(charged) == [[1.0, 0.9, -0.6, None, None], [None]]
+    # what was cut off keeps its reward for its peers, and does not train
+    assert rewards(charged) == [[1.0, 0.9, -0.6, 0.9, None], [None]]
+    assert [t.scores.get("penalty") for t in charged.trajectories[0].turns] == pytest.approx(
+        [None, -0.1, -0.6, -0.1, None]
+    )
     assert [t.masked for t in charged.trajectories[0].turns] == [False, False, False, True, True]
 
 

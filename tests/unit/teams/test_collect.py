@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from mcore_mas.credit.samples import to_samples
 from rollout.base.errors import EngineError
 from rollout.base.task_group import Deadlines
-from rollout.records.trajectory import Status, Trajectory
+from rollout.environments import ENVS
+from rollout.records.trajectory import Group, Status, Trajectory
 from tests.support.play import SEED, STEP, TASK, Adder, Bytes, collect, make_team, seeded
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -135,6 +137,28 @@ def test_state_is_what_was_seen_and_nothing_else():
     [trajectory] = play(orchestra, says("0", "1", "2", "3"))
     x, y, again, other = (turn.state_key for turn in trajectory.turns)
     assert x == again == other != y
+
+
+def test_d5_a_state_that_the_environment_names_is_anchored_without_history():
+    """A walk right and left again: the prompts, with their history, differ; the first and the last state do not."""
+    maze = replace(TASK, prompt="S 1 1 G 3 3\nS . .\n# . #\n. . G", env="plan_path")
+
+    async def walk(task, team, env):
+        seen = env.reset(task)
+        for move in ("R", "L", "R, D"):
+            await team.act("a", said=seen)
+            seen += (await env.step(move)).observation
+
+    [trajectory] = play(walk, says("0", "1", "2"), tasks=(maze,), make_env=ENVS["plan_path"])
+    start, right, again = (turn.anchor for turn in trajectory.turns)
+    assert start == again != right and start
+    assert len({turn.state_key for turn in trajectory.turns}) == 3
+    rewarded = replace(trajectory, turns=tuple(replace(turn, reward=0.0) for turn in trajectory.turns))
+    samples = to_samples([Group(task=maze, trajectories=(rewarded,))])
+    assert [sample.state for sample in samples] == [start, right, start]
+    # an environment that names none leaves the prompt's digest
+    [plain] = play(relay, says("1", "2", "3"))
+    assert {turn.anchor for turn in plain.turns} == {""}
 
 
 def test_temperature_of_all_agents():
