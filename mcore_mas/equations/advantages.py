@@ -3,6 +3,14 @@
 A group-relative one says whom a turn is compared with (peers), what counts once (vote), against what (baseline), and
 what it is divided by (std). Every estimator is a callable from `Turns` and keyword options to `Advantages`: values in
 float64, [n] by turn or, where it says so, [T] by token, and the groups that it compared. `ESTIMATORS` is the table.
+
+Args:
+    gamma: discount γ, by token.
+    lam: λ of GAE; in trees, the weight of the siblings in the baseline, of which the parent has the rest.
+    eps: added to σ, in reward units.
+    ddof: σ divides by (votes - ddof).
+    lone: what a vote without peers gets: "zero", or "raw", its own score, as Dr. MAS's released code does.
+    whitened: whose tokens are whitened together: the whole "batch", those of a "policy" or of an "agent" (MARTI).
 """
 
 from __future__ import annotations
@@ -80,9 +88,6 @@ def relative(
         baseline: "mean" μ; the mean of the "others"; or "second": the best vote gets its lead, all others 0.
         std: whose σ: the "peers"' own, that of the "team"'s trajectories on the task, that of the "agent"'s turns on
             it, or "none".
-        eps: added to σ, in reward units.
-        ddof: σ divides by (votes - ddof).
-        lone: what a vote without peers gets: "zero", or "raw", its own score, as Dr. MAS's released code does.
     """
     mu = grouping(peers, vote).statistics(turns, ddof)
     advantages, groups = _BASELINES[baseline](mu), {"peers": mu}
@@ -126,8 +131,6 @@ def gigpo(
         weight: ω.
         gamma: γ, by environment step.
         similarity: below 1, states that are at least so alike (difflib's ratio) are one.
-        eps: added to σ, in reward units.
-        ddof: σ divides by (votes - ddof).
         lone: what an episode without peers gets: "zero", or "raw", its own score; a lone step gets 0.
     """
     episode = relative(turns, peers=peers, vote=vote, std=std, eps=eps, ddof=ddof, lone=lone)
@@ -217,6 +220,9 @@ def mars2(
     """Advantages [n]: rewards shaped by the tree, r + γ (r - baseline), standardised over the nodes of the tree.
 
     MARS², MARTI's multi-agent tree search; the baseline is `tree_baseline`'s.
+
+    Args:
+        gamma: weight of what a node has over its baseline.
     """
     siblings, baseline = tree_baseline(turns, lam)
     shaped = replace(turns, scores=siblings.own + gamma * (siblings.own - baseline))
@@ -249,10 +255,7 @@ def _whitened(turns: Turns, values: Tensor, over: Whitened) -> Tensor:
 
 
 def reinforce_pp(turns: Turns, *, gamma: Share = 1.0, whitened: Whitened = "policy") -> Advantages:
-    """Advantages [T]: each token's return to go in its turn, whitened   REINFORCE++, arXiv 2501.03262.
-
-    `whitened` says over whose tokens: the whole "batch", those of a "policy" or of an "agent" (MARTI).
-    """
+    """Advantages [T]: each token's return to go in its turn, whitened   REINFORCE++, arXiv 2501.03262."""
     returns = reverse_scan(turns.token_rewards(), gamma, turns.lengths)
     return Advantages(_whitened(turns, returns, whitened))
 
@@ -265,7 +268,6 @@ def reinforce_pp_baseline(
     Args:
         peers: turns that share a mean, as of `grpo`.
         vote: what counts once in it; a trajectory in Dr. MAS's and MARTI's code, so that long ones do not set it.
-        whitened: over whose tokens: the whole "batch", those of a "policy" or of an "agent".
     """
     b = grouping(peers, vote).statistics(turns)
     return Advantages(_whitened(turns, turns.by_token(turns.scores - b.mean), whitened), {"peers": b})
@@ -281,9 +283,11 @@ def gae(
 ) -> Advantages:
     """Advantages [T] against a critic, whitened: A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} - V_t.
 
-    GAE, arXiv 1506.02438; for teams as UnityMAS-O uses it. `across` ends an episode at the end of each "turn"
-    (UnityMAS-O), or joins the turns of one "agent" in a trajectory in their order; in a tree, in a node of it: what
-    follows a node is no single line, and never a sibling.
+    GAE, arXiv 1506.02438; for teams as UnityMAS-O uses it. What follows a node of a tree is no single line,
+    and never a sibling, so there turns are joined within a node only.
+
+    Args:
+        across: an episode is each "turn" (UnityMAS-O), or the turns of one "agent" in a trajectory, in their order.
     """
     advantages, returns = advantages_and_returns(turns, gamma=gamma, lam=lam, across=across)
     return Advantages(_whitened(turns, advantages, whitened), returns=returns)

@@ -12,9 +12,13 @@ gradient, w = π_old/μ. Methods differ in the level at which w is taken, and in
 | `icepop` | w inside [low, high], else 0 | token, 0.5 to 5 | Ring-1T, arXiv 2510.18855; range as in verl |
 
 Levels are those of `at_level`; a geometric ratio is a mean, so its useful range is much narrower (verl masks outside
-0.999 to 1.001). `veto` gives weight 0 to every token of a reply in which any token has π_old/μ < veto; 0 is off, 1e-4
-is verl's value. A token whose sampler is unknown (NaN) counts as w = 1. Weights stay out of the denominator: a masked
+0.999 to 1.001). A token whose sampler is unknown (NaN) counts as w = 1. Weights stay out of the denominator: a masked
 token still counts in the loss's mean, as in the papers.
+
+Args:
+    level: a token's own ratio, the ratio of the whole reply, or the geometric mean over the reply (`at_level`).
+    veto: a reply with a token of π_old/μ below this has weight 0; 0 is off, 1e-4 is verl's value.
+    low, high: range of the weight, outside which `tis` truncates it and the others mask it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
 """Filters: groups without a learning signal (DAPO's dynamic sampling) and turns that do not train.
 
-Every filter maps `Turns` and options to a mask [n], True where a turn stays. `by` names the peers: "task", or "state"
-for turns of one agent from one state (tree sampling).
+Every filter maps `Turns` and options to a mask [n], True where a turn stays.
+
+Args:
+    by: peers: "task", or "state" for turns of one agent from one state (tree sampling).
+    low, high: bounds of the mean score; both are exclusive.
+    ratio: share that is left out, rounded down: of groups, or of each group's turns.
 """
 
 from __future__ import annotations

@@ -6,6 +6,10 @@ in `_max` or `_min` by maximum or minimum; NaN says that a token does not have t
 
 The loss of an update is Σ_i Σ_t weight_i · loss_it over all tokens of all its samples, so it does not depend on how
 samples are cut into micro-batches or spread over ranks. A sequence is a sample: one reply of one agent.
+
+Args:
+    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+    dual_clip: the loss of a negative advantage A is at most dual_clip · |A|.
 """
 
 from __future__ import annotations

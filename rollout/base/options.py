@@ -235,9 +235,12 @@ def _explained(error: ValidationError, model: type[BaseModel], place: tuple[int 
 
 
 def descriptions(target: Callable[..., Any]) -> dict[str, str]:
-    """What the docstring of `target`, or of its base classes, says of each parameter under `Args:`, a line each."""
+    """What the docstrings of `target`, its base classes and its module say of each parameter under `Args:`.
+
+    The module's is of an option that several of its functions share; the function's own goes before it.
+    """
     found: dict[str, str] = {}
-    for documented in reversed(getattr(target, "__mro__", (target,))):
+    for documented in (inspect.getmodule(_function(target)), *reversed(getattr(target, "__mro__", (target,)))):
         _, _, section = (inspect.getdoc(documented) or "").partition("\nArgs:\n")
         for entry in re.findall(r"^    (\w[\w, ]*): (.*(?:\n     +.*)*)", section.partition("\n\n")[0], re.MULTILINE):
             found |= dict.fromkeys(entry[0].split(", "), " ".join(entry[1].split()))

@@ -39,15 +39,22 @@ async def ab_mcts(
     """Grow a tree of `max_nodes` attempts by Thompson sampling, and take the best one as the action.
 
     Each attempt starts from the problem alone or mends an earlier one; whichever of `agents` promises most makes it.
-    Templates may use the slots `problem`, `attempt`, the text that is to be mended without its
-    thoughts, and `feedback`, what the environment answered to it; both are "" at the root. What its parser makes of a
-    reply is the action. `measure` is what an action is graded by, in `preview`: its `reward`, or the metric of that
-    name. Rewards and most metrics know the truth, so the best node is an oracle's choice; in the environment `code` the
-    metric `visible_rate` does not, and its feedback is what the visible tests say.
+    Templates may use the slots `problem`, `attempt`, the text that is to be mended without its thoughts, and
+    `feedback`, what the environment answered to it; both are "" at the root. What its parser makes of a reply is the
+    action. Rewards and most metrics know the truth, so the best node is an oracle's choice; in the environment `code`
+    the metric `visible_rate` does not, and its feedback is what the visible tests say.
 
     A turn's `node` is its place in the tree, its scores `local` and `branch` its grade. A malformed reply has the grade
     `malformed`, and its text may be mended like any other. The best node, the first of equals, is stepped with, and the
     trajectory's leaf; "" is, where every reply was malformed. A node of at least `stop_at` ends the search.
+
+    Args:
+        agents: agents that may make an attempt.
+        max_nodes: attempts in the tree.
+        posterior: model of the grades in Thompson sampling; `beta` needs grades from 0 to 1.
+        measure: how `preview` grades an action: `reward`, or the name of a metric.
+        malformed: grade of a malformed reply.
+        stop_at: a grade that ends the search; null: none does.
 
     Raises:
         ValueError: the trajectory is sampled as a tree already.

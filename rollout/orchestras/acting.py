@@ -1,4 +1,10 @@
-"""Multi-turn orchestras, whose agents act in an environment: one alone, one that checks itself, a team for games."""
+"""Multi-turn orchestras, whose agents act in an environment: one alone, one that checks itself, a team for games.
+
+Args:
+    max_turns: turns of the team, at most.
+    tool: how a reply becomes a list of actions: `actions`, as the reply says it; `program`, as the program in the
+        reply prints it (role `game_coder`).
+"""
 
 from __future__ import annotations
 
@@ -57,6 +63,10 @@ async def game_team(
 
     Local scores, as in Stronger-MAS: of the tool agent, the reward that its own proposal would have had; of the
     planner, the reward that its actions had.
+
+    Args:
+        order: `sequential`: the planner sees the proposal of this turn; `simultaneous`: both agents are asked at once,
+            and the planner sees the proposal of the turn before.
 
     Raises:
         EnvError: the environment cannot preview.
@@ -118,6 +128,9 @@ async def self_verify(task: Task, team: TeamSession, env: AnswerEnv, *, max_turn
     Templates may use the slots `problem` and `solution`, the reply before without its thoughts, "" at the start. A
     malformed reply confirms nothing and cannot be confirmed; as the last one it leaves the team without an answer.
     Local score of a turn: the reward that its answer would have alone.
+
+    Args:
+        max_turns: answers of the solver, at most.
 
     Raises:
         EnvError: the environment cannot grade or compare single answers.

@@ -30,6 +30,9 @@ async def code_reflect(task: Task, team: TeamSession, env: GradedEnv, *, max_tur
     Score `pass_rate` of every turn of the coder: the share of the task's tests that its program passes, 0 without one.
     These are the tests that decide the outcome, which nobody sees; the released code measures on the visible ones.
 
+    Args:
+        max_turns: programs, at most.
+
     Raises:
         EnvError: the environment cannot grade single programs.
     """
@@ -71,6 +74,11 @@ async def coder_tester(
     Local scores, as in Stronger-MAS: of the coder the share of the task's tests that its program passes; of the tester
     the share of its tests that the task's own solution passes, none where the task has no solution (the reward
     `local_team` then wants `missing_local: zero`); `malformed` of either for a malformed reply.
+
+    Args:
+        max_turns: programs, at most.
+        max_cases: tests of a reply that count.
+        malformed: local score of a malformed reply.
 
     Raises:
         EnvError: the environment cannot grade programs or run the agents' tests.
@@ -135,6 +143,10 @@ async def dsbench(
     `handed` (the last reply of each agent before, without its thoughts), `files` (the folder's), `history` (the agent's
     own programs with what they printed) and `wanted` (the files it is to leave). A malformed reply runs nothing. Local
     score of a turn: the share of the agent's files that exist after it, 0 for a malformed reply.
+
+    Args:
+        max_turns: programs of each agent, at most.
+        artefacts: by agent, in the order in which they work: the files that the agent must leave.
 
     Raises:
         EnvError: the environment cannot run programs or keep files.

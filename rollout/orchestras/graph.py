@@ -182,6 +182,10 @@ async def graph(task: Task, team: TeamSession, env: Env, *, graph: Graph, max_st
     of every node its latest value by its name: what the role's parser made of the reply, "" when it is malformed, or
     the action's observation; `<node>.text` is the whole reply, `<node>.runs` how often the node ran. A graph that ends
     without an action steps the environment with "", which scores it as an empty reply.
+
+    Args:
+        graph: nodes, edges and the node or nodes that come first.
+        max_steps: waves, at most.
     """
     values = graph.blank() | {"problem": env.reset(task)}
     wave = list(dict.fromkeys(graph.start))

@@ -34,6 +34,12 @@ async def debate(
     is still read by the others but does not vote; when nobody votes the team has no answer. Local score of a turn, as
     in MARTI: the reward that its answer would have alone.
 
+    Args:
+        debaters: agents that debate.
+        rounds: rounds of answers.
+        max_others: other agents' replies that each agent reads, at most.
+        contain_self: each agent also reads its own last reply.
+
     Raises:
         EnvError: the environment cannot grade or compare single answers.
     """
@@ -77,6 +83,9 @@ async def mixture(
     the order in which the proposers are named. A malformed proposal is handed on as it was said; a malformed last reply
     leaves the team without an answer. Local score of a turn, as in MARTI: the reward that its answer would have alone.
 
+    Args:
+        proposers: agents that propose.
+
     Raises:
         EnvError: the environment cannot grade single answers.
     """
@@ -96,6 +105,9 @@ async def reason_tool(task: Task, team: TeamSession, env: ProgramEnv, *, max_tur
     last line that its program printed. A malformed reply has no answer and so agrees with nothing; from the reasoner as
     the last one it leaves the team without an answer. Local scores, as in Stronger-MAS: of the reasoner 1 for the right
     answer, else 0; of the tool user 1, 0, or -1 when its program failed or there is none.
+
+    Args:
+        max_turns: turns of the team, at most.
 
     Raises:
         EnvError: the environment cannot grade or compare single answers, or cannot run programs.
@@ -135,6 +147,10 @@ async def ensemble_judge(
     with what came of them. A malformed reply is handed on as it was said, or as no program; a malformed judgement
     leaves the team without an answer. Local scores: of a reasoner and the judge 1 for the right answer, else 0; of a
     tool user 1, 0, or -1 when its program failed or there is none.
+
+    Args:
+        reasoners: replies of the agent `reasoner`.
+        tool_users: replies of the agent `tool_user`.
 
     Raises:
         EnvError: the environment cannot grade single answers, or cannot run programs.

@@ -29,6 +29,10 @@ async def search_team(
     reply. In the last turn the answerer speaks whatever the verdict. A malformed verdict searches on, which fails
     closed; "answer" is what Dr.MAS's released code does. A malformed query leaves an empty information note in the
     history and is counted by the environment; a malformed answer is scored as an empty one.
+
+    Args:
+        max_turns: turns, at most: each a verdict, then a search or the answer.
+        malformed_verdict: what follows a malformed verdict.
     """
     question = env.reset(task)
     history = ""
@@ -84,6 +88,10 @@ async def qa_evidence(task: Task, team: TeamSession, env: Env, *, read: Literal[
     use the slot `question`, the extractor's also `query` and `information`, the answerer's also `history`, every query
     with its evidence. A malformed decomposition finds nothing and nobody is asked to read it; malformed evidence is
     empty; a malformed answer is scored as an empty one.
+
+    Args:
+        read: `each`: the extractor reads the passages of each query alone; `all`: it reads the passages of all queries
+            at once.
     """
     question = env.reset(task)
 
@@ -171,6 +179,9 @@ async def m_ask(task: Task, team: TeamSession, env: GradedEnv, *, max_turns: Pos
     The searcher ends the search, and a malformed query ends it too. A malformed plan is an empty one without an answer,
     a malformed report is no useful information, a malformed update, or one of a step that is not there, changes
     nothing, and a malformed answer is an empty one.
+
+    Args:
+        max_turns: searches, at most.
 
     Raises:
         EnvError: the environment cannot preview.

@@ -41,6 +41,10 @@ async def solver_verifier(
 
     The verifier speaks after every attempt but the last one possible, whose verdict could change nothing. A malformed
     verdict counts as `malformed_verdict`; Dr.MAS's released code approves.
+
+    Args:
+        max_loops: attempts of the solver, at most.
+        malformed_verdict: what a malformed verdict counts as.
     """
     problem = env.reset(task)
     said: list[tuple[str, str]] = []
@@ -114,6 +118,10 @@ async def mathchat(
     and `history`, every program with what came of it. With `programs` the verifier's `solution` is "", as in the
     released code. A malformed solution is handed on as it was said; a malformed last reply leaves the team without an
     answer. Nobody is scored alone: that is the coach's part.
+
+    Args:
+        max_programs: replies of the coder, at most.
+        verifier_reads: `all`: the verifier reads the solution and the programs; `programs`: the programs alone.
 
     Raises:
         EnvError: the environment cannot run programs.

@@ -46,6 +46,13 @@ def discounts(
 
     The released code lets rounds beyond `max_turns` weigh more than 1; here they weigh 1, as hops do there.
 
+    Args:
+        mode: rule that changes the outcome R.
+        gamma: discount of `hop_discount` and `discount`.
+        max_hops: N of the hop rules.
+        max_turns: N of the turn rules.
+        threshold: outcome above which `binary` pays 1.
+
     Raises:
         RewardError: a completed trajectory has no outcome or is a tree.
     """

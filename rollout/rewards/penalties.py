@@ -3,6 +3,9 @@
 invalid          a malformed reply costs (Dr.MAS; UnityMAS-O's format reward)
 overlong         a reply near its token limit costs (DAPO)
 mask_truncated   a reply that was cut off does not train (DAPO)
+
+Args:
+    coef: size of the penalty.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ def overlong(
     """Minus `coef` times the used share of the last `buffer` tokens before the limit, 1 at the limit and beyond.
 
     Args:
+        buffer: tokens before the limit in which the penalty grows from 0 to `coef`.
         max_tokens: the limit of a reply by agent; in a run, each agent's own where not given.
 
     Raises:

@@ -69,6 +69,7 @@ def game_generator(source: type[PuzzleSource]) -> Generator:
     ) -> Iterator[Demonstration]:
         return demonstrate(source(**options), seed, n, roles=roles, slips=slips, max_turns=max_turns)
 
+    demonstrations.__doc__ = demonstrate.__doc__  # its `Args:` describe the options
     return Generator(tasks=tasks, demonstrations=demonstrations, options=source)
 
 

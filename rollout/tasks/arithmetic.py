@@ -94,6 +94,9 @@ def arithmetic_demonstrations(
     Most are first attempts; verdicts, half of them on wrong solutions, and second attempts after a rejection, most
     often a just one, need fewer. Every conversation up to the reply is exactly what the orchestra `solver_verifier`
     would show to the role.
+
+    Args:
+        slips: probability that the solver of a demonstration is careless and drops carries.
     """
     for index in range(n):
         random = Random(derive_seed(seed, "arithmetic demonstration", index))

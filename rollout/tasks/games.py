@@ -177,6 +177,9 @@ def _resets(name: str, split: str, size: int, random: Random) -> list[str]:
 def alfworld_tasks(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[Task]:
     """sizes[split] games of `folder`, ALFWorld's json_2.1.1: of train, of valid_seen, and of valid_unseen for test.
 
+    Args:
+        folder: ALFWorld's `json_2.1.1`.
+
     Raises:
         RecordError: the folder lacks one of these.
         ValueError: there are fewer games than asked for.

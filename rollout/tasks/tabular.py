@@ -97,6 +97,11 @@ def tabular_tasks(
 
     The baseline is the metric of the training rows' mean (median for mae), or of their most frequent label; the ceiling
     is that of the target without noise, which nobody can know better.
+
+    Args:
+        kinds: kinds of tables, in turn.
+        features: columns that the target may depend on.
+        train_rows, test_rows: rows of a table.
     """
     tasks = []
     for split, size in sizes.items():

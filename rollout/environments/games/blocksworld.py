@@ -136,7 +136,11 @@ _LISTED = 4  # blocks up to which every pair is listed: 73 stackings of 4, 501 o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksworldSource(PuzzleSource):
-    """Every pair of different stackings of `blocks` blocks; the pair is the key."""
+    """Every pair of different stackings of `blocks` blocks; the pair is the key.
+
+    Args:
+        blocks: number of blocks.
+    """
 
     blocks: Annotated[int, Field(ge=2, le=6)] = 4  # shortest plans are found by search, which takes seconds for 7
 

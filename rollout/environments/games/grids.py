@@ -163,10 +163,15 @@ def shortest_way(free: frozenset[Cell], start: Cell, goal: Cell) -> list[str] | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPathSource(_GridSource):
-    """Square grids; the obstacles are the key, so no split has seen another's map."""
+    """Square grids; the obstacles are the key, so no split has seen another's map.
+
+    Args:
+        size: cells a side.
+        obstacles: probability that a cell is an obstacle.
+    """
 
     size: Annotated[int, Field(ge=2)] = 10
-    obstacles: Annotated[float, Field(ge=0, lt=1)] = 0.22  # probability of each cell
+    obstacles: Annotated[float, Field(ge=0, lt=1)] = 0.22
 
     game = "plan_path"
 
@@ -300,13 +305,21 @@ def _far(state: SokobanRoom) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SokobanSource(_GridSource):
-    """Rooms of Stronger-MAS's size; the walls are the key, so no split has seen another's room."""
+    """Rooms of Stronger-MAS's size; the walls are the key, so no split has seen another's room.
 
-    size: Annotated[int, Field(ge=4)] = 6  # cells a side, walls included
+    Args:
+        size: cells a side, walls included.
+        boxes: number of boxes.
+        walk: steps of the random walk that carves the room.
+        turn: probability of a new direction before each step.
+        tries: placements of boxes, goals and player in one room, at most.
+    """
+
+    size: Annotated[int, Field(ge=4)] = 6
     boxes: PositiveInt = 1
-    walk: PositiveInt = 25  # steps of the walk
-    turn: Share = 0.35  # probability of a new direction before each step
-    tries: PositiveInt = 20  # placements of boxes, goals and player in one room
+    walk: PositiveInt = 25
+    turn: Share = 0.35
+    tries: PositiveInt = 20
 
     game = "sokoban"
 

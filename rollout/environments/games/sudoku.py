@@ -231,10 +231,14 @@ class SudokuSource(PuzzleSource):
 
     For 9 by 9 the key is the solution, so no split has seen another's; 4 by 4 has only 12 solutions up to the names of
     the digits, so there the puzzle is.
+
+    Args:
+        size: cells a side.
+        givens: digits that are given; null: 8 of 16, or 36 of 81.
     """
 
     size: Literal[4, 9] = 4
-    givens: Annotated[int | None, AfterValidator(_solvable)] = None  # digits that are given; None: 8 of 16, 36 of 81
+    givens: Annotated[int | None, AfterValidator(_solvable)] = None
 
     game = "sudoku"
 

@@ -13,6 +13,7 @@ import pytest
 from pydantic import Field, ValidationError
 
 from rollout.base.options import OptionsError, Registry, UnknownName, checked, descriptions, options_model
+from rollout.rewards.penalties import invalid_reply
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -204,3 +205,8 @@ def test_whatever_can_be_called_has_options(target: Callable[..., Any]) -> None:
 def test_descriptions_are_the_docstrings() -> None:
     how = "how rewards are."
     assert descriptions(play) == {"max_turns": "of one game, at most, of any agent.", "scaled": how, "clip": how}
+
+
+def test_a_module_describes_what_its_functions_share() -> None:
+    assert descriptions(invalid_reply)["coef"] == "size of the penalty."
+    assert descriptions(invalid_reply)["rules"].startswith("names in VALIDITY_RULES by agent;")

@@ -16,6 +16,12 @@ def test_the_page_of_options_is_what_the_signatures_say() -> None:
     assert catalogue.OPTIONS.read_text(encoding="utf-8") == catalogue.render_options(), "run mcore-mas write options"
 
 
+def test_every_option_is_described() -> None:
+    rows = [line.split(" | ") for line in catalogue.render_options().splitlines() if line.startswith("| `")]
+    assert len(rows) > 200
+    assert not [cells[:2] for cells in rows if cells[1] != "none" and cells[-1].strip(" |") == ""]
+
+
 def test_every_orchestra_has_a_flow() -> None:
     assert set(FLOWS) | {"graph"} == set(ORCHESTRAS)
 
