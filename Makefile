@@ -31,10 +31,11 @@ $(STAMP): pyproject.toml requirements/lock.txt
 demo: $(STAMP) ## run the whole pipeline on two CPU cores: data to report
 	$(BIN)/snakemake
 
-study: $(STAMP) ## compare estimators over five seeds, on two CPU cores in about two hours
+study: $(STAMP) ## compare estimators over seeds, on two CPU cores in about three hours
+	$(BIN)/snakemake study_stability --configfile workflow/studies/claim.yaml
 	$(BIN)/snakemake study_stability --configfile workflow/suites/stability.yaml
 	$(BIN)/snakemake study_stability --configfile workflow/suites/stability_path.yaml
-	@cat results/tables/stability_study.md results/tables/stability_path_study.md
+	@cat results/tables/claim_study.md results/tables/stability_study.md results/tables/stability_path_study.md
 
 test: $(STAMP) ## run every test, in two processes (WORKERS=2)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

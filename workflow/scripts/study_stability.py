@@ -5,6 +5,6 @@ from pathlib import Path
 from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
-    from mcore_mas.reports.curves import study_stability
+    from mcore_mas.reports.study import study_stability
 
     study_stability(dict(snakemake.params.runs), [Path(path) for path in snakemake.output])

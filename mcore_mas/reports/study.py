@@ -1,0 +1,157 @@
+"""Study of estimators: the runs of a suite compared over their seeds, agent by agent, in absolute numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+
+from mcore_mas.equations.statistics import mean_interval
+from mcore_mas.reports.curves import Metrics, MetricsError, agent_curves, read_metrics
+from mcore_mas.reports.tables import markdown_table
+from rollout.base.files import write_text
+from rollout.records.trajectory import Status, Trajectory, read_trajectories
+
+_STUDY_NOTE = (
+    "Means over seeds with 95 % t intervals; differences are paired by seed. Norms are of an agent's own gradient, "
+    "absolute, before clipping. A² is the mean square of an agent's advantages; beside it what the same rewards give "
+    "under one (μ, σ) for the whole task, (σ_k² + (μ_k - μ)²) / σ² (Dr. MAS, arXiv 2602.08847, Lemma 4.2). "
+    "Skill is the share of an agent's turns on held-out tasks that are right by themselves, entropy the mean -log p of "
+    "the tokens sampled there, in nats."
+)
+
+
+def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Path]) -> None:
+    """Compare the estimators of finished `runs` (resolved configs by name), and write .csv or .md by suffix.
+
+    Raises:
+        MetricsError: a team was trained with one estimator only, its estimators have other seeds, or a run has not
+            finished.
+    """
+    teams: dict[str, list[dict[str, Any]]] = {}
+    for name, config in runs.items():
+        arm = {"advantage": config["advantage"]["name"], "seed": config["seed"]}
+        teams.setdefault(config["orchestra"]["name"], []).append(arm | _measured(Path(config["results"]) / name))
+    findings = pd.DataFrame(finding for team, own in teams.items() for finding in _compared(team, own))
+    writers: dict[str, Callable[[pd.DataFrame], str]] = {
+        ".csv": lambda table: str(table.to_csv(index=False, lineterminator="\n")),
+        ".md": _markdown_study,
+    }
+    for path in outputs:
+        write_text(path, writers[path.suffix](findings))
+
+
+def norms(metrics: Metrics) -> dict[str, float]:
+    """Mean and largest gradient norm of each agent over the steps that had one, and the mean A² of its advantages."""
+    found: dict[str, float] = {}
+    for agent, own in agent_curves(metrics, "grad_norm").items():
+        finite = own[own.map(math.isfinite)]
+        found |= {f"norm {agent}": finite.mean(), f"largest norm {agent}": finite.max()}
+        if len(own) > len(finite):
+            found[f"norms not finite {agent}"] = float(len(own) - len(finite))
+    for agent, own in agent_curves(metrics, "advantage_second_moment").items():
+        found[f"A² {agent}"] = fmean(own)
+    return found
+
+
+def lemma_factors(groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    """Each agent's A² under one (μ, σ) for all of a task: (σ_k² + (μ_k - μ)²) / σ², mean over turns   Lemma 4.2.
+
+    μ and σ (n - 1) are over the trajectories of a group, each with the mean reward of its turns; groups whose
+    trajectories are all alike have no σ, and count as 0.
+    """
+    squares: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        played = [
+            [(turn.agent, turn.reward) for turn in t.turns if turn.reward is not None]
+            for t in group
+            if t.status is Status.COMPLETED
+        ]
+        votes = pd.Series([fmean(reward for _, reward in turns) for turns in played if turns], dtype=float)
+        mean, deviation = votes.mean(), votes.std()
+        for agent, reward in (turn for turns in played for turn in turns):
+            squares[agent].append(((reward - mean) / deviation) ** 2 if deviation > 0 else 0.0)
+    return {agent: fmean(own) for agent, own in squares.items()}
+
+
+def skills(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Of each agent: the share of its turns scored `right`, where turns are, and the mean -log p of a sampled token."""
+    right: dict[str, list[float]] = defaultdict(list)
+    surprise: dict[str, list[float]] = defaultdict(list)
+    for turn in (turn for t in trajectories if t.status is Status.COMPLETED for turn in t.turns):
+        surprise[turn.agent] += [-logprob for logprob in turn.logprobs]
+        if "right" in turn.scores:
+            right[turn.agent].append(turn.scores["right"])
+    found = {f"skill {agent}": fmean(own) for agent, own in right.items()}
+    return found | {f"entropy {agent}": fmean(own) for agent, own in surprise.items()}
+
+
+def _measured(folder: Path) -> dict[str, float]:
+    metrics = [row for row in read_metrics(folder / "train" / "metrics.jsonl") if row["step"] >= 0]
+    base, trained = (_accuracy(folder / "evaluation" / f"{state}.json") for state in ("base", "trained"))
+    factors: dict[str, list[float]] = defaultdict(list)
+    for path in sorted((folder / "train" / "trajectories").glob("step_*.parquet")):
+        for agent, factor in lemma_factors(_by_task(read_trajectories(path))).items():
+            factors[agent].append(factor)
+    found = {"accuracy before": base, "accuracy": trained} | norms(metrics)
+    found |= {f"A² under one (μ, σ) {agent}": fmean(own) for agent, own in factors.items()}
+    shards = sorted((folder / "evaluation" / "trained").glob("*.parquet"))
+    return found | skills([trajectory for shard in shards for trajectory in read_trajectories(shard)])
+
+
+def _by_task(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    tasks: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        tasks[trajectory.task_id].append(trajectory)
+    return list(tasks.values())
+
+
+def _accuracy(path: Path) -> float:
+    if not path.is_file():
+        raise MetricsError(f"{path}: no such file; evaluate the run first")
+    tasks = json.loads(path.read_text(encoding="utf-8"))["tasks"]
+    return fmean(value for task in tasks for name, value in task["metrics"].items() if name.startswith("avg@"))
+
+
+def _compared(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each measure of each estimator, and of its difference to the first, over seeds."""
+    measures = dict.fromkeys((key for run in runs for key in run if key not in ("advantage", "seed")), 0.0)
+    arms: dict[str, pd.DataFrame] = {
+        str(advantage): own.set_index("seed").sort_index()
+        for advantage, own in pd.DataFrame([{**measures, **run} for run in runs]).groupby("advantage", sort=False)
+    }
+    first, *others = arms
+    if not others:
+        raise MetricsError(f"team '{team}' was trained with '{first}' only; a study compares at least two estimators")
+    for other in others:
+        if list(arms[other].index) != list(arms[first].index):
+            raise MetricsError(
+                f"team '{team}': '{first}' has seeds {list(arms[first].index)}, '{other}' {list(arms[other].index)}; "
+                "expected the same"
+            )
+    for measure in measures:
+        values = {name: arm[measure] for name, arm in arms.items()}
+        values |= {f"{other} - {first}": values[other] - values[first] for other in others}
+        for name, own in values.items():
+            low, high = mean_interval(own.tolist(), f"{team}/{name}/{measure}")
+            found = {"value": fmean(own), "ci_low": low, "ci_high": high, "seeds": len(own)}
+            yield {"team": team, "advantage": name, "measure": measure} | found
+
+
+def _markdown_study(findings: pd.DataFrame) -> str:
+    """A table per team: a line per measure, a column per estimator and per difference, intervals in brackets."""
+    parts = []
+    for team, own in findings.groupby("team", sort=False):
+        cells: dict[str, dict[str, str]] = {}
+        for row in own.to_dict("records"):
+            cell = f"{row['value']:.3g} [{row['ci_low']:.3g}, {row['ci_high']:.3g}]"
+            cells.setdefault(row["measure"], {"measure": row["measure"]})[row["advantage"]] = cell
+        table = markdown_table(pd.DataFrame(cells.values()))
+        parts.append(f"**{team}**, {own['seeds'].iloc[0]} seeds\n\n{table}")
+    return "\n\n".join([*parts, _STUDY_NOTE]) + "\n"
