@@ -55,6 +55,7 @@ class CriticConfig(RateConfig):
     """A value head on a copy of the policy's first model."""
 
     clip: float = Field(0.2, gt=0)  # of a value's change in one step, in reward units
+    head_start: int = Field(0, ge=0)  # training steps in which it is trained, and its policy not yet
 
 
 class PolicyConfig(RateConfig):
@@ -141,6 +142,8 @@ class TrainerConfig(Section):
     oversample: float = Field(1.0, ge=1)  # times group_size that are started; the slowest are given up
     staleness: int = Field(0, ge=0)  # steps that collection may be ahead of training; 0 trains what it samples
     updates_per_step: int = Field(1, ge=1)  # optimizer steps, each on its share of a step's samples
+    minibatch: int | None = Field(None, ge=1)  # turns of an optimizer step, in place of updates_per_step
+    passes: int = Field(1, ge=1)  # times that a step's samples are gone through (PPO's epochs)
     alternate: AlternateConfig | None = None  # None: every policy is trained in every step
     microbatch_tokens: int = Field(4096, ge=1)
     checkpoint_every: int = Field(10, ge=1)  # steps
@@ -153,6 +156,12 @@ class TrainerConfig(Section):
     max_advantage: float | None = Field(1e3, gt=0)  # |A| beyond which the run stops; None: never
     signal_within: int | None = Field(10, ge=1)  # steps from the start within which a turn must have an advantage
     agreement: dict[Figure, PositiveFloat] = Field(default_factory=dict)  # bounds in place of the precision's
+
+    @model_validator(mode="after")
+    def _cut_in_one_way(self) -> TrainerConfig:
+        if self.minibatch is not None and self.updates_per_step > 1:
+            raise ValueError("minibatch and updates_per_step both cut a step's samples; leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _best_is_kept(self) -> TrainerConfig:

@@ -225,7 +225,11 @@ class RunConfig(Section):
 
     def updates_of(self, policy: str) -> int:
         """The most updates that a trained policy can have in the whole run."""
-        return self.trainer.updates_per_step * sum(policy in self.in_turn(s) for s in range(self.trainer.steps))
+        return (
+            self.trainer.passes
+            * self.trainer.updates_per_step
+            * sum(policy in self.in_turn(s) for s in range(self.trainer.steps))
+        )
 
     @property
     def remotes(self) -> dict[str, RemoteConfig]:
@@ -349,6 +353,11 @@ def _check_turns(config: RunConfig) -> None:
         )
     for name in config.trained:
         policy = config.policies[name]
+        for rate, where in ((policy, name), (policy.critic, f"{name}.critic")):
+            if config.trainer.minibatch and rate and rate.schedule != "constant" and not rate.decay_steps:
+                raise ValueError(
+                    f"policies.{where}.decay_steps is missing: with trainer.minibatch nobody knows how many"
+                )
         policy.check_decay(f"policies.{name}", config.updates_of(name))
         if policy.critic is not None:
             policy.critic.check_decay(f"policies.{name}.critic", config.updates_of(name))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mcore_mas.equations.losses import AggregationName, token_weights
+from mcore_mas.equations.losses import AGGREGATIONS, AggregationName, token_weights
 from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Group, Status
 
@@ -142,6 +142,12 @@ def split(samples: Sequence[Sample], parts: int, *place: int | str) -> list[list
     return [part for part in dealt if part]
 
 
+def deal(samples: Sequence[Sample], turns: int, *place: int | str) -> list[list[Sample]]:
+    """The samples in mini-batches of at most so many `turns`, drawn from all tasks; `place` seeds the draw."""
+    order = sorted(samples, key=lambda s: derive_seed(*place, "deal", s.trajectory, s.node, s.turn))
+    return [order[start : start + turns] for start in range(0, len(order), turns)]
+
+
 def weigh(
     samples: Sequence[Sample],
     loss_weights: Mapping[str, float],
@@ -155,10 +161,14 @@ def weigh(
     trained = [sample for sample in samples if loss_weights[sample.agent]]
     if not trained:
         return []
-    copies = torch.tensor([sample.copies for sample in trained])
-    lengths = torch.tensor([sample.tokens for sample in trained])
-    each = token_weights(lengths.repeat_interleave(copies), mode=aggregation, norm=norm)
-    weights = each[copies.cumsum(0) - 1] * copies
+    agents = {sample.agent for sample in trained} if AGGREGATIONS[aggregation].by_agent else {None}
+    weights = torch.empty(len(trained), dtype=torch.float64)
+    for agent in agents:
+        own = [i for i, sample in enumerate(trained) if agent in (None, sample.agent)]
+        copies = torch.tensor([trained[i].copies for i in own])
+        lengths = torch.tensor([trained[i].tokens for i in own])
+        each = token_weights(lengths.repeat_interleave(copies), mode=aggregation, norm=norm)
+        weights[own] = each[copies.cumsum(0) - 1] * copies / len(agents)
     return [
         replace(sample, weight=loss_weights[sample.agent] * weight)
         for sample, weight in zip(trained, weights.tolist(), strict=True)

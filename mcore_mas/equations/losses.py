@@ -225,7 +225,9 @@ def explained_variance(means: Mapping[str, float]) -> float:
     return 1.0 - errors / returns if returns > 0 else math.nan
 
 
-AggregationName = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+AggregationName = Literal[
+    "token_mean", "agent_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +237,7 @@ class Aggregation:
     weights: Callable[[Tensor, float], Tensor]  # (lengths [n] float64, norm) -> weight of a token of each sample [n]
     source: str
     normed: bool = False  # divides by a configured length
+    by_agent: bool = False  # each agent's samples by themselves, of which the mean over agents is taken
 
 
 AGGREGATIONS: dict[AggregationName, Aggregation] = {
@@ -242,6 +245,12 @@ AGGREGATIONS: dict[AggregationName, Aggregation] = {
     "token_mean": Aggregation(
         weights=lambda lengths, _: torch.ones_like(lengths) / lengths.sum(),
         source="DAPO, arXiv 2503.14476; verl token-mean",
+    ),
+    # 1 / (K Σ_{j of agent k} |y_j|) for K agents: who says more does not count more
+    "agent_mean": Aggregation(
+        weights=lambda lengths, _: torch.ones_like(lengths) / lengths.sum(),
+        source="token_mean of each agent, as separate policies have it",
+        by_agent=True,
     ),
     # 1 / n
     "seq_mean_token_sum": Aggregation(

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from mcore_mas.credit.assign import penalise, reference_kl
-from mcore_mas.credit.samples import Sample, align, split, weigh
+from mcore_mas.credit.samples import Sample, align, deal, split, weigh
 from mcore_mas.equations.agreement import BOUNDS, disagreement, is_agreement
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
 from mcore_mas.training.metrics import StepMetrics, critic_metrics, merge_updates
@@ -66,7 +66,18 @@ class PolicyTrainer:
         """The policy's samples, in as many parts as the step has updates; each is packed when it is first needed."""
         trainer, entropy = self._config.trainer, self._config.loss.entropy
         own = [replace(sample, entropy_coef=entropy) for sample in samples if self._learns(sample)]
-        return [self._batch(part) for part in split(own, trainer.updates_per_step, self._config.seed, step)]
+        seed = self._config.seed
+        if trainer.minibatch is not None:
+            return [self._batch(part) for part in deal(own, trainer.minibatch, seed, step)]
+        return [self._batch(part) for part in split(own, trainer.updates_per_step, seed, step)]
+
+    def _parts(self, batches: Sequence[UpdateBatch], samples: Sequence[Sample], step: int) -> list[list[Sample]]:
+        """The samples in parts as `pack` made them."""
+        trainer = self._config.trainer
+        if trainer.minibatch is None:
+            return split(samples, trainer.updates_per_step, self._config.seed, step)
+        of = {sample.id: number for number, batch in enumerate(batches) for sample in batch.samples}
+        return [[s for s in samples if of[s.id] == number] for number in range(len(batches))]
 
     def _learns(self, sample: Sample) -> bool:
         return sample.policy == self._policy and sample.tokens > 0
@@ -103,14 +114,19 @@ class PolicyTrainer:
         config = self._config
         sizes = {name: config.advantage_of(name).align for name in config.agents}
         samples = align([s for s in credited if self._learns(s)], sizes, config.seed, step)
-        parts = [self._weighed(part) for part in split(samples, config.trainer.updates_per_step, config.seed, step)]
+        parts = [self._weighed(part) for part in self._parts(batches, samples, step)]
+        critic = config.policies[self._policy].critic
+        waits = critic is not None and step < critic.head_start
         trained = [
-            batch.packed.train([s for s in part if s.has_gradient]) for batch, part in zip(batches, parts, strict=True)
+            batch.packed.train([s for s in part if s.has_gradient and not waits])
+            for batch, part in zip(batches, parts, strict=True)
         ]
-        if len(parts) > 1 and config.loss.correction.name != "none":
+        passes = config.trainer.passes
+        if len(parts) * passes > 1 and config.loss.correction.name != "none":
             trained = [await self._with_proximal(microbatches) for microbatches in trained]
         rows = []
-        for number, (batch, part, microbatches) in enumerate(zip(batches, parts, trained, strict=True)):
+        updates = list(zip(batches, parts, trained, strict=True)) * passes
+        for number, (batch, part, microbatches) in enumerate(updates):
             row = await self._update_once(batch, part, microbatches)
             if number == 0:
                 self._check_agreement(row)

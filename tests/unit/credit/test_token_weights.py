@@ -37,6 +37,15 @@ def test_every_aggregation_is_a_number_on_the_token(mode: str, norm: float | Non
     assert weights([sample("a", 3), sample("b", 1)], mode, norm) == pytest.approx(expected)
 
 
+def test_agents_weigh_equally_however_much_they_say() -> None:
+    """Of 8 tokens a says 6: each agent has half of the loss, b's at loss weight 1/2 a quarter."""
+    said = [sample("a", 4), sample("b", 2), sample("a", 2), sample("frozen", 9)]
+    got = weights(said, "agent_mean")
+    assert got == pytest.approx([1 / 12, 1 / 8, 1 / 12])
+    assert 4 * got[0] + 2 * got[2] == pytest.approx(0.5) and 2 * got[1] == pytest.approx(0.25)
+    assert weights([sample("a", 3), sample("a", 1)], "agent_mean") == weights([sample("a", 3), sample("a", 1)])
+
+
 def test_a_sample_that_counts_twice_is_two_samples() -> None:
     twice = weights([sample("a", 3, copies=2), sample("a", 1)])
     written_out = weights([sample("a", 3), sample("a", 3), sample("a", 1)])

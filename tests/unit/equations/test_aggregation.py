@@ -18,7 +18,7 @@ NORM = {"seq_mean_token_sum_norm": 10.0}
 def formula(mode: str, replies: list[Tensor], norm: float) -> float:
     """The loss as the papers write it, over replies of token losses."""
     n = len(replies)
-    if mode == "token_mean":
+    if mode in ("token_mean", "agent_mean"):  # of one agent
         return float(sum(reply.sum() for reply in replies) / sum(len(reply) for reply in replies))
     if mode == "seq_mean_token_sum":
         return float(sum(reply.sum() for reply in replies) / n)
@@ -51,6 +51,7 @@ def test_the_loss_is_the_papers_however_the_samples_are_split(mode: str, microba
         loss += float((tokens * on_tokens).sum())
     by_hand = {
         "token_mean": 46 / 10,
+        "agent_mean": 46 / 10,  # of one agent
         "seq_mean_token_sum": 46 / 4,
         "seq_mean_token_mean": (1 + 3 + 4 + 6.75) / 4,
         "seq_mean_token_sum_norm": 46 / 4 / 10,

@@ -1,0 +1,64 @@
+"""How a step's samples are cut into optimizer steps and gone through, with the real packing."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.credit.samples import Sample
+from mcore_mas.training.policy_trainer import PolicyTrainer
+from tests.support.simulated import SimulatedGang
+
+CRITIC = ("advantage=gae", "+policies.solver.critic={lr: 1.0e-3, head_start: 2}", "+policies.verifier.critic.lr=1.0e-3")
+
+
+def turn(number: int) -> Sample:
+    return Sample(
+        policy="solver", agent="solver", task=str(number // 2), trajectory=f"t/{number}", turn=0,
+        prompt_ids=(100 + number, 7), completion_ids=(3, 4), behaviour=(-1.0, -1.0), advantages=(1.0, 1.0),
+    )  # fmt: skip
+
+
+def trained(folder: Path, *overrides: str, step: int = 0, critic: SimulatedGang | None = None) -> list[list[int]]:
+    """The turns of each update of seven, by their first token."""
+    config = RunConfig.check(resolve(["experiment=demo_math", f"results={folder}", *overrides]), "test")
+    gang = SimulatedGang(lambda _: 0.0)
+    trainer = PolicyTrainer("solver", config, gang, critic=critic)  # type: ignore[arg-type]
+    samples = [turn(number) for number in range(7)]
+    credited = [replace(s, returns=(0.0, 0.0), values=(0.0, 0.0)) if critic else s for s in samples]
+    asyncio.run(trainer.update(trainer.pack(samples, step), credited, step))
+    return [sorted(int(i) - 100 for m in update for i in m.token_ids if i >= 100) for update in gang.updates]
+
+
+def test_a_step_is_one_update_of_all(tmp_path: Path) -> None:
+    assert trained(tmp_path) == [list(range(7))]
+
+
+def test_minibatches_hold_so_many_turns_and_every_pass_goes_through_all(tmp_path: Path) -> None:
+    once = trained(tmp_path, "+trainer.minibatch=3")
+    assert [len(update) for update in once] == [3, 3, 1]
+    assert sorted(i for update in once for i in update) == list(range(7))
+    assert trained(tmp_path, "+trainer.minibatch=3", "+trainer.passes=2") == [*once, *once]
+    assert trained(tmp_path, "+trainer.minibatch=3", step=1) != once  # another step draws others
+    shares = trained(tmp_path, "+trainer.updates_per_step=2", "+trainer.passes=3")
+    assert len(shares) == 6 and shares[:2] == shares[2:4] == shares[4:]
+    assert sorted(i for update in shares[:2] for i in update) == list(range(7))
+
+
+def test_a_critic_may_have_a_head_start(tmp_path: Path) -> None:
+    for step, updates in ((0, 0), (1, 0), (2, 1)):
+        critic = SimulatedGang(lambda _: 0.0)
+        critic.cost_model = SimpleNamespace(spread=False)  # type: ignore[assignment]
+        assert len(trained(tmp_path, *CRITIC, step=step, critic=critic)) == updates
+        assert len(critic.updates) == 1
+
+
+def test_samples_are_cut_in_one_way(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="minibatch and updates_per_step both cut a step's samples"):
+        resolve(["experiment=demo_math", "+trainer.minibatch=3", "+trainer.updates_per_step=2"])
+    with pytest.raises(ConfigError, match=r"policies.solver.decay_steps is missing: with trainer.minibatch"):
+        resolve(["experiment=demo_math", "+trainer.minibatch=3", "+policies.solver.schedule=linear"])
