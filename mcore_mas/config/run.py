@@ -294,6 +294,8 @@ def _check_credit(config: RunConfig) -> None:
         what, need = f"agent '{name}': advantage '{rule.name}'", NEEDS.get(rule.name)
         if need == "values" and config.policies[agent.policy].critic is None:
             raise ValueError(f"{what} needs policies.{agent.policy}.critic")
+        if need == "greedy" and config.reward.name == "tree_shaping":
+            raise ValueError(f"{what} plays a greedy trajectory, which reward 'tree_shaping' has no reward for")
         if need == "steps" and "trees" in config.contrasts:
             raise ValueError(f"{what} needs rewards of steps in one line of time, and trees have none; choose another")
         if agent.loss_weight:

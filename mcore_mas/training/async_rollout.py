@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from mcore_mas.training.stopping import TrainingError
 from rollout.base.task_group import Wait, Waiting, Watchdog, cancel_tasks, together
 from rollout.config.sections import build_allocator
 from rollout.environments.protocol import Env
-from rollout.records.trajectory import Group, Status, Task, write_trajectories
+from rollout.records.trajectory import Group, Status, Task, Turn, write_trajectories
 from rollout.teams.collect import CollectOptions, Collector, collect
 from rollout.teams.episode import Orchestra
 from rollout.teams.team import Team
@@ -160,13 +161,17 @@ class AsyncRollouts:
         if any(NEEDS.get(config.advantage_of(agent).name) == "greedy" for agent in config.agents):
             collections.append(self._play(tasks, step, 1, began=began, sampling={"temperature": 0.0}))
         groups, *greedy = await together(collections)
+        if greedy:  # of the same group, so that it is rewarded as the others are
+            groups = [
+                replace(g, trajectories=g.trajectories + b.trajectories) for g, b in zip(groups, *greedy, strict=True)
+            ]
         if self.coach is not None:
             waiting = Waiting(Wait(what="the coach's scores", since=asyncio.get_running_loop().time()))
             with self.watchdog.over(f"step {step}", waiting) if self.watchdog else nullcontext():
                 groups = await self.coach.score(groups)
         allocate = build_allocator(config.reward, config.agents)
         groups = [allocate(group) for group in groups]
-        return _beside(greedy[0], groups) if greedy else groups
+        return list(map(_beside, groups)) if greedy else groups
 
     async def _play(self, tasks: Sequence[Task], step: int, group_size: int, **options: Any) -> list[Group]:
         """Some tasks, played by this team; `options` are those of `CollectOptions` beside the run's own."""
@@ -185,26 +190,28 @@ class AsyncRollouts:
         return CollectOptions(limits=self.config.collection.limits, watchdog=self.watchdog, **options)
 
 
-def _beside(greedy: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
-    """The groups with the outcome of the greedy trajectory of their task among every turn's scores.
+def _beside(group: Group) -> Group:
+    """The group without its last trajectory, the greedy one, whose reward is the score `greedy` of every turn.
 
-    Where the greedy one failed the task's trajectories count as failed: without a baseline they cannot train.
+    An agent's turns get the mean reward of its own turns there, or of all where it did not speak. Where the greedy one
+    failed the others count as failed: without a baseline they cannot train.
     """
-    done = []
-    for group, (baseline,) in zip(groups, (g.trajectories for g in greedy), strict=True):
-        if baseline.status is not Status.COMPLETED:
-            error = f"no greedy baseline: {baseline.error}"
-            trajectories = [
-                t if t.error else replace(t, status=baseline.status, error=error) for t in group.trajectories
-            ]
-        else:
-            score = {"greedy": baseline.outcome or 0.0}
-            trajectories = [
-                replace(t, turns=tuple(replace(turn, scores={**turn.scores, **score}) for turn in t.turns))
-                for t in group.trajectories
-            ]
-        done.append(replace(group, trajectories=tuple(trajectories)))
-    return done
+    *others, baseline = group.trajectories
+    if baseline.status is not Status.COMPLETED:
+        error = f"no greedy baseline: {baseline.error}"
+        failed = [t if t.error else replace(t, status=baseline.status, error=error) for t in others]
+        return replace(group, trajectories=tuple(failed))
+    rewards: dict[str, list[float]] = {"": []}
+    for turn in baseline.turns:
+        if turn.reward is not None:
+            rewards.setdefault(turn.agent, []).append(turn.reward)
+            rewards[""].append(turn.reward)
+    means = {agent: fmean(own) if own else baseline.outcome or 0.0 for agent, own in rewards.items()}
+
+    def scored(turn: Turn) -> Turn:
+        return replace(turn, scores={**turn.scores, "greedy": means.get(turn.agent, means[""])})
+
+    return replace(group, trajectories=tuple(replace(t, turns=tuple(map(scored, t.turns))) for t in others))
 
 
 def _check_progress(step: int, groups: Sequence[Group]) -> None:

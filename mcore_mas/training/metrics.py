@@ -42,6 +42,8 @@ def rollout_metrics(groups: Sequence[Group]) -> StepMetrics:
         if undecided := sum("undecided" in turn.scores for turn in own):
             metrics[f"{prefix}/undecided"] = float(undecided)
         metrics[f"{prefix}/response_length"] = fmean(len(turn.completion_ids) for turn in own)
+        if logprobs := [value for turn in own for value in turn.logprobs]:
+            metrics[f"{prefix}/sampled_entropy"] = -fmean(logprobs)  # of all turns: `entropy` is of those that train
         rewards = [turn.reward for turn in own if turn.reward is not None]
         if rewards:
             metrics[f"{prefix}/reward_mean"] = fmean(rewards)

@@ -86,6 +86,7 @@ def test_metrics_count_by_agent_and_leave_failures_out() -> None:
     assert metrics["rollout/turns"] == 1.5
     assert metrics["rollout/tokens"] == 8.0
     assert metrics["agent/solver/response_length"] == 3.0
+    assert metrics["agent/solver/sampled_entropy"] == 0.5  # every log-probability is -0.5
     assert metrics["agent/solver/reward_std"] == 0.5
     assert metrics["agent/verifier/valid_ratio"] == 0.0
     assert success([group()]) == (0.5, pytest.approx(2 / 3))

@@ -7,7 +7,8 @@ import pytest
 
 from mcore_mas.training.stopping import TrainingError
 from rollout.base.errors import EngineError
-from rollout.records.trajectory import Status, read_trajectories
+from rollout.records.trajectory import Group, Status, read_trajectories
+from rollout.rewards.allocation import allocate
 from tests.support.scripted_run import box, make_run, task_of
 
 
@@ -67,6 +68,21 @@ def test_remax_plays_a_greedy_trajectory_of_each_task_beside(tmp_path: Path) -> 
     assert temperatures == [0.0, 0.0, 1.0, 1.0]
     assert [s.scores["greedy"] for s in experience.samples] == [1.0, 1.0]
     assert len(read_trajectories(run.rollouts.folder / "step_000000.parquet")) == 2
+
+
+def out_of_ten(group: Group) -> Group:
+    """As a coach might: ten for what is right."""
+    return allocate(group, lambda trajectory: [10.0 * (trajectory.outcome or 0.0) for _ in trajectory.turns])
+
+
+def test_d10_remax_rewards_the_greedy_trajectory_as_the_others(tmp_path: Path) -> None:
+    """10 for a right answer of both: the advantage is 10 - 10; with the greedy one's outcome it was 10 - 1."""
+    allocator = "reward={name: tests.unit.training.test_experience:out_of_ten}"
+    settings = ("advantage={name: remax}", "trainer.group_size=1", allocator, "~reward.penalties")
+    run = make_run(tmp_path, lambda prompt, call: box(task_of(prompt)), *settings)
+    experience = asyncio.run(run.rollouts.collect_batch(0))
+    assert [(s.reward, s.scores["greedy"]) for s in experience.samples] == [(10.0, 10.0)] * 2
+    assert [len(group.trajectories) for group in experience.groups] == [1, 1]
 
 
 def test_a_task_without_its_greedy_baseline_does_not_train(tmp_path: Path) -> None:
