@@ -64,6 +64,7 @@ def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> fl
 
 
 RESAMPLES = 10_000
+_AT_ONCE = 1 << 22  # draws
 # 97.5 % quantiles of Student's t with 1, 2, ... 18 degrees of freedom
 _T = (
     *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622),
@@ -83,6 +84,9 @@ def mean_interval(values: Sequence[float], name: str) -> tuple[float, float]:
         half = _T[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
         return statistics.fmean(values) - half, statistics.fmean(values) + half
     generator = np.random.default_rng(zlib.crc32(name.encode()))
-    picks = generator.integers(len(values), size=(RESAMPLES, len(values)))
-    low, high = np.percentile(np.asarray(values, dtype=float)[picks].mean(axis=1), [2.5, 97.5])
+    size, drawn = len(values), np.asarray(values, dtype=float)
+    rows = max(1, _AT_ONCE // size)  # at once, and the same draws: all resamples of 50,000 tasks would be 8 GB
+    pieces = (min(rows, RESAMPLES - first) for first in range(0, RESAMPLES, rows))
+    means = [drawn[generator.integers(size, size=(piece, size))].mean(axis=1) for piece in pieces]
+    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
     return float(low), float(high)

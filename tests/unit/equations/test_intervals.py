@@ -23,3 +23,10 @@ def test_an_interval_of_a_few_values_is_students() -> None:
         low, high = mean_interval(values, "x")
         expected = t.interval(0.95, n - 1, loc=np.mean(values), scale=np.std(values, ddof=1) / n**0.5)
         assert (low, high) == pytest.approx(expected, abs=1e-3)
+
+
+def test_resamples_drawn_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [i % 7 / 7 for i in range(90)]
+    whole = mean_interval(values, "x")
+    monkeypatch.setattr("mcore_mas.equations.statistics._AT_ONCE", 1000)  # 11 resamples of 90, the last piece shorter
+    assert mean_interval(values, "x") == whole

@@ -1,0 +1,63 @@
+"""Other models in some seats, through the real rules: what is planned, and who plays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+
+from rollout.records.trajectory import read_trajectories
+from tests.support.run_folder import make_run
+from tests.workflow.test_dag import planned, snakemake
+
+CELLS = {
+    "swapped": {"solver": "mas/verifier", "verifier": "mas/solver"},
+    "from_alone": {"solver": "alone", "verifier": "alone/solver"},
+    "without_verifier": {"verifier": "base"},
+}
+
+
+def suite_of(*overrides: str) -> dict[str, Any]:
+    runs = {name: ["experiment=demo_math", "cold_start=null", *overrides] for name in ("mas", "alone")}
+    return {"suite": "s", "results": "results", "experiments": runs, "evaluate": {"mas": CELLS}}
+
+
+def test_a_cell_trains_what_it_needs_and_is_in_the_table(tmp_path: Path) -> None:
+    suite = suite_of()
+    assert planned(tmp_path, suite, target="results/tables/s.csv")["evaluate"] == 2 * 2 + 3
+    one = planned(tmp_path, suite, target="results/mas/evaluation/from_alone.json")
+    assert one == {"resolve_config": 2, "prepare_tasks": 2, "train": 1, "evaluate": 1}
+
+
+@pytest.mark.slow
+def test_each_agent_plays_the_model_of_its_seat(tmp_path: Path) -> None:
+    base = make_run(tmp_path, "data.test=2") / "base"
+    cells = ("from_alone", "without_verifier")
+    small = ["data.train=4", "data.validation=2", "data.test=2", "evaluation.samples=2"]
+    models = [f"policies.{policy}.model={base}" for policy in ("solver", "verifier")]
+    suite = suite_of(*small, *models)
+    tasks = [f"results/{run}/tasks/test.parquet" for run in ("mas", "alone")]
+    done = snakemake(tmp_path, suite, "--", *tasks)
+    assert done.returncode == 0, done.stderr
+    for run in ("mas", "alone"):  # what training would leave
+        trained = {policy: tmp_path / "trained" / run / policy for policy in ("solver", "verifier")}
+        for folder in trained.values():
+            copytree(base, folder)
+        manifest = tmp_path / "results" / run / "train" / "done.json"
+        manifest.parent.mkdir()
+        manifest.write_text(json.dumps({"policies": {policy: str(folder) for policy, folder in trained.items()}}))
+    done = snakemake(tmp_path, suite, "--", *(f"results/mas/evaluation/{cell}.json" for cell in cells))
+    assert done.returncode == 0, done.stderr
+    played = {}
+    for cell in cells:
+        scores = json.loads((tmp_path / "results/mas/evaluation" / f"{cell}.json").read_text())
+        assert (scores["run"], scores["state"], len(scores["tasks"])) == ("mas", cell, 2)
+        turns = [turn for t in read_trajectories(tmp_path / "results/mas/evaluation" / cell) for turn in t.turns]
+        played[cell] = {turn.agent: turn.policy for turn in turns}
+    assert played == {
+        "from_alone": {"solver": "alone.solver", "verifier": "alone.solver"},
+        "without_verifier": {"solver": "solver", "verifier": "base.verifier"},
+    }
