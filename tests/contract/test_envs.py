@@ -1,8 +1,7 @@
-"""Every environment and generator of the registries is described with its options, and has a team that plays in it."""
+"""Every environment and generator of the registries is described, and has a team that plays in it."""
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 
@@ -16,22 +15,12 @@ from rollout.tasks import GENERATORS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-LIVE = ("sandbox", "retriever")  # given at run time
-
-
-def row(start: str) -> str:
-    """The row of a table of the docs that begins so."""
-    return next(line for line in DOCS.splitlines() if line.startswith(start))
 
 
 @pytest.mark.parametrize("name", sorted(set(ENVS) - set(GAMES)))
 def test_an_environment_is_described(name: str) -> None:
     described = re.search(rf"(^|[ ,]){name}\b", rollout.environments.__doc__ or "", re.MULTILINE)
     assert described, f"{name} is not in the docstring of rollout.environments"
-    written = row(f"| `env` | `{name}` |" if f"| `env` | `{name}` |" in DOCS else f"| | `{name}` |")
-    parameters = inspect.signature(ENVS[name]).parameters.values()
-    options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in LIVE]
-    assert [option for option in options if f"`{option}`" not in written] == []
 
 
 @pytest.mark.parametrize("name", sorted(set(ENVS) - set(GAMES)))
@@ -42,6 +31,5 @@ def test_a_shipped_team_plays_in_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(GENERATORS) - {"arithmetic", "encyclopedia"} - set(GAMES)))
 def test_a_generator_is_described(name: str) -> None:
-    written = row(f"| `{name}` |")
-    assert [option for option in GENERATORS[name].task_options.model_fields if f"`{option}`" not in written] == []
+    assert f"| `{name}` |" in DOCS
     assert GENERATORS[name].demonstration_options is None
