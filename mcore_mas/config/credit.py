@@ -100,5 +100,5 @@ def check_contrast(what: str, groups: Grouping | None, there: frozenset[str]) ->
     raise ValueError(
         f"{what} compares turns alike in {', '.join(groups.peers)}, and a vote is {', '.join(groups.vote)}: this run "
         f"makes one vote of each, from which nothing can be learned; "
-        f"{', or '.join(ways[way] for way in sorted(groups.contrast))}, or choose another"
+        f"{', or '.join([*(ways[way] for way in sorted(groups.contrast)), 'choose another'])}"
     )

@@ -292,13 +292,13 @@ def _check_credit(config: RunConfig) -> None:
     for name, agent in config.agents.items():
         rule = config.advantage_of(name)
         what, need = f"agent '{name}': advantage '{rule.name}'", NEEDS.get(rule.name)
-        if need == "values" and config.policies[agent.policy].critic is None:
+        if need == "values" and agent.policy in config.trained and config.policies[agent.policy].critic is None:
             raise ValueError(f"{what} needs policies.{agent.policy}.critic")
         if need == "greedy" and config.reward.name == "tree_shaping":
             raise ValueError(f"{what} plays a greedy trajectory, which reward 'tree_shaping' has no reward for")
         if need == "steps" and "trees" in config.contrasts:
             raise ValueError(f"{what} needs rewards of steps in one line of time, and trees have none; choose another")
-        if agent.loss_weight:
+        if agent.loss_weight and rule.options.get("lone") != "raw":  # whose lone votes have advantages too
             check_contrast(what, compared(rule.name, rule.options), config.contrasts)
     if config.filter is not None:
         groups = contrasted(config.filter.name, config.filter.options)

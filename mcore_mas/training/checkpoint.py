@@ -319,7 +319,7 @@ _RECIPE: dict[str, frozenset[str]] = {
     "loss": frozenset(),
     "trainer": frozenset(
         {"steps", "microbatch_tokens", "checkpoint_every", "keep_checkpoints", "keep_best", "final", "resume"}
-        | {"validate_every", "validation_samples", "max_advantage", "signal_within", "logprob_tolerance"}
+        | {"validate_every", "validation_samples", "max_advantage", "signal_within", "agreement"}
     ),
 }
 

@@ -54,8 +54,9 @@ class Scoreboard:
         self._replies: dict[tuple[str, int], Reply] = {}  # by task and sample
 
     def add(self, trajectory: Trajectory) -> None:
-        """Count a trajectory, in place of an earlier one of the same task and sample."""
-        self._replies[trajectory.task_id, trajectory.sample] = Reply.of(trajectory)
+        """Count a trajectory, in place of an earlier one of the same task and sample; none beyond the first `k`."""
+        if trajectory.sample < self.k:
+            self._replies[trajectory.task_id, trajectory.sample] = Reply.of(trajectory)
 
     def missing(self) -> list[tuple[Task, int]]:
         """The tasks and samples of which nothing is known."""
@@ -97,11 +98,13 @@ class Scoreboard:
     def tasks(self) -> list[dict[str, Any]]:
         """Each task with its scores, null where unknown, and its metrics; none where no reply is known."""
         found = []
+        sources = {task.id: task.source for task in self._tasks}
+        voting = {sources[task] for (task, _), reply in self._replies.items() if reply.answer is not None}
         for task in self._tasks:
             replies = [self._replies.get((task.id, sample)) for sample in range(self.k)]
             known = [reply for reply in replies if reply is not None and reply.score is not None]
             scores = [None if reply is None else reply.score for reply in replies]
-            metrics = _metrics([(reply.score or 0.0, reply.answer) for reply in known], self.k) if known else {}
+            metrics = _metrics(known, self.k, voting=task.source in voting) if known else {}
             found.append({"task_id": task.id, "source": task.source, "scores": scores, "metrics": metrics})
         return found
 
@@ -131,13 +134,12 @@ class Scoreboard:
         return sum(reply.valid for reply in known) / max(1, sum(reply.turns for reply in known))
 
 
-def _metrics(replies: Sequence[tuple[float, str | None]], k: int) -> dict[str, float]:
-    """The metrics of a task's (score, answer) pairs; of fewer than k, those of so many."""
-    scores = [score for score, _ in replies]
+def _metrics(replies: Sequence[Reply], k: int, *, voting: bool) -> dict[str, float]:
+    """The metrics of a task's known replies; of fewer than k, those of so many. `voting`: its source has answers."""
+    scores = [reply.score or 0.0 for reply in replies]
     metrics = {f"avg@{k}": fmean(scores), f"pass@{k}": pass_at(scores, min(k, len(scores)))}
-    answers = [answer for _, answer in replies]
-    if any(answer is not None for answer in answers):
-        metrics[f"maj@{k}"] = majority_score(answers, scores)
+    if voting:  # also where no reply has one, or a task of overlong prompts would be in no mean
+        metrics[f"maj@{k}"] = majority_score([reply.answer for reply in replies], scores)
     return metrics
 
 

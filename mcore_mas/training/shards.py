@@ -25,13 +25,15 @@ class Shards:
             for file in folder.glob("part_*.parquet"):
                 file.unlink()
             write_json(said, {"identity": identity})
-        self._files = len(list(folder.glob("part_*.parquet")))
+        # several may be under way when a process is killed, and a later one is there without an earlier one
+        self._earlier = sorted(folder.glob("part_*.parquet"))
+        self._next_number = int(self._earlier[-1].stem.removeprefix("part_")) + 1 if self._earlier else 0
         self._waiting: list[Trajectory] = []
 
     def read(self) -> Iterator[Trajectory]:
         """What earlier starts have played, file by file."""
-        for number in range(self._files):
-            yield from read_trajectories(self._path(number))
+        for file in self._earlier:
+            yield from read_trajectories(file)
 
     async def keep(self, trajectory: Trajectory) -> None:
         """Take a trajectory; with the last of a file, write it."""
@@ -46,11 +48,9 @@ class Shards:
 
     def _next(self) -> tuple[Path, list[Trajectory]]:
         taken, self._waiting = self._waiting, []
-        self._files += 1
-        return self._path(self._files - 1), taken
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"part_{number:06d}.parquet"
+        path = self._folder / f"part_{self._next_number:06d}.parquet"
+        self._next_number += 1
+        return path, taken
 
 
 def identity_of_play(config: RunConfig) -> str:

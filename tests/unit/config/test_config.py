@@ -297,6 +297,7 @@ NOTHING = [  # runs from which nothing can be learned, and what is said of them
         "advantage 'gigpo' needs rewards of steps in one line of time",
     ),
     ((*TREES, "advantage.name=gae"), "advantage 'gae' needs policies.shared.critic"),
+    (("experiment=demo_math", "advantage=grpo", "+advantage.options.peers=state"), "can be learned; choose another"),
     ((*TREES, "trainer.branching.width=1"), "advantage 'at_grpo' compares turns alike in task, state, agent, turn"),
     (
         (*TREES, "filter={name: informative}"),
@@ -324,7 +325,10 @@ def test_d2_a_run_that_can_learn_nothing_is_refused(overrides: tuple[str, ...], 
         (*TREES, "advantage.name=grpo", "trainer.group_size=2"),
         (*TREES, "advantage.name=grpo", "+advantage.options={peers: state, vote: turn}"),
         ("experiment=demo_math", "advantage=reinforce_pp", "trainer.group_size=1"),
+        ("experiment=demo_math", "advantage=grpo", "trainer.group_size=1", "+advantage.options.lone=raw"),
         ("experiment=demo_math", "agents.solver.temperature=0", "+agents.solver.loss_weight=0"),
+        # the frozen verifier's turns are not credited, and need no critic
+        ("experiment=demo_math", "advantage=gae", "+policies.solver.critic.lr=1e-3", "+agents.verifier.loss_weight=0"),
     ],
     ids=" ".join,
 )

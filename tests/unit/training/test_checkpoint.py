@@ -75,6 +75,7 @@ def test_the_recipe_is_what_decides_what_is_learnt(tmp_path: Path) -> None:
         return recipe_of(RunConfig.check(resolved, "test"))
 
     same = ["trainer.steps=7", "policies.solver.tp=1", "engine.slots=8", "data.test=3", "evaluation.samples=1"]
+    same += ["trainer.agreement={max: 0.01}", "trainer.max_advantage=null", "trainer.keep_best=2"]
     assert recipe(*same) == recipe()
     changed = {
         "advantage=grpo": "advantage.name",

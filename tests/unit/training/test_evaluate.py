@@ -94,6 +94,20 @@ def test_what_another_model_said_is_not_taken_for_this_ones(tmp_path: Path) -> N
     assert list(tmp_path.glob("*.parquet")) == []
 
 
+def test_a_part_that_a_killed_process_had_not_finished_is_no_end_of_the_others(tmp_path: Path) -> None:
+    """Parts are written side by side: the first of two was under way when the second was there."""
+    first = Shards(tmp_path, "one model")
+    for task in ("easy", "hard"):
+        asyncio.run(first.keep(trajectory(task, 0, 1.0, "4")))
+        first.flush()
+    (tmp_path / "part_000000.parquet").unlink()
+    second = Shards(tmp_path, "one model")
+    assert [played.task_id for played in second.read()] == ["hard"]
+    asyncio.run(second.keep(trajectory("easy", 0, 1.0, "4")))
+    second.flush()
+    assert [played.task_id for played in Shards(tmp_path, "one model").read()] == ["hard", "easy"]
+
+
 def test_too_many_failures_are_no_score_and_the_same_command_goes_on(tmp_path: Path) -> None:
     run = make_run(tmp_path, "data.test=2", "evaluation.samples=2")
     with slotted_server(8, 0.0) as url:

@@ -213,6 +213,14 @@ def test_without_answers_nobody_votes():
     assert majority_score(["", None], [1.0, 1.0]) == 0.0
 
 
+def test_a_task_whose_replies_are_all_too_long_is_wrong_by_majority_too():
+    board = Scoreboard([replace(task, source="quiz") for task in TASKS], 2)
+    for sample in range(2):
+        board.add(trajectory("easy", sample, 1.0, "4"))
+        board.add(trajectory("hard", sample, None, None, status=Status.FAILED, error="long", metrics={"overlong": 1.0}))
+    assert values(board) == {("quiz", metric): (0.5, 2) for metric in ("avg@2", "pass@2", "maj@2")}
+
+
 @pytest.mark.parametrize("scores", [[1, 0, 0, 1, 0, 0], [0.2, 0.9, 0.5, 0.5], [0, 0], [1, 1, 1]])
 def test_pass_at_k_is_the_mean_best_of_all_draws(scores):
     for k in range(1, len(scores) + 1):
@@ -231,3 +239,13 @@ def test_a_later_trajectory_takes_the_place_of_one_that_failed():
     assert board.missing() == [(TASKS[0], 0)]
     board.add(trajectory("easy", 0, 1.0, "4"))
     assert (board.missing(), board.losses()) == ([], "")
+
+
+def test_replies_beyond_k_are_not_counted():
+    """An evaluation of four replies, asked again for one: what the others failed with is not this one's."""
+    board = Scoreboard(TASKS[:1], 1)
+    board.add(trajectory("easy", 0, 1.0, "4"))
+    for sample in range(1, 4):
+        board.add(trajectory("easy", sample, None, None, status=Status.FAILED, error="EngineError: gone"))
+    assert board.counts() == {"replies": 1, "overlong": 0, "cut": 0, "failed": {}}
+    assert board.losses() == ""
