@@ -300,6 +300,12 @@ def _check_credit(config: RunConfig) -> None:
             raise ValueError(f"{what} needs rewards of steps in one line of time, and trees have none; choose another")
         if agent.loss_weight and rule.options.get("lone") != "raw":  # whose lone votes have advantages too
             check_contrast(what, compared(rule.name, rule.options), config.contrasts)
+    branching, own = config.trainer.branching, config.reward.options.get("alpha", 1.0)
+    if config.reward.name == "local_team" and branching is not None and branching.alpha != 1.0 and own != 1.0:
+        raise ValueError(
+            f"reward.options.alpha {own:g} would multiply trainer.branching.alpha {branching.alpha:g}, which is in a "
+            "branch's score already; leave one of them out"
+        )
     if config.filter is not None:
         groups = contrasted(config.filter.name, config.filter.options)
         check_contrast(f"filter '{config.filter.name}'", groups, config.contrasts)

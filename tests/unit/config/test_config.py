@@ -316,6 +316,15 @@ def test_d2_a_run_that_can_learn_nothing_is_refused(overrides: tuple[str, ...], 
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_d10_the_teams_weight_in_a_trees_rewards_is_said_once() -> None:
+    """0.5 and 0.5 was 0.25."""
+    both = [*TREES, "trainer.branching.alpha=0.5", "+reward.options.alpha=0.5"]
+    with pytest.raises(ConfigError, match=r"reward.options.alpha 0.5 would multiply trainer.branching.alpha 0.5"):
+        resolve(both)
+    for one in (both[:-1], [*both[:-2], both[-1]]):
+        resolve(one)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
