@@ -240,7 +240,7 @@ def _foreign(manifest: Mapping[str, Any], identity: Identity) -> str:
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What of the recipe is other than it was, "" if nothing, or if the checkpoint is too old to say."""
     changes = [
-        f"{key}={json.dumps(before.get(key))}, and the config says {json.dumps(now.get(key))}"
+        f"{key}={_said(before, key)}, and the config says {_said(now, key)}"
         for key in sorted({*before, *now} if before else ())
         if before.get(key) != now.get(key)
     ]
@@ -248,6 +248,10 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return ""
     more = f" (and {len(changes) - 1} more keys)" if len(changes) > 1 else ""
     return f"trained with {changes[0]}{more}; go on all the same with trainer.resume=changed, or name the run anew"
+
+
+def _said(recipe: Mapping[str, Any], key: str) -> str:
+    return json.dumps(recipe[key]) if key in recipe else "(default)"
 
 
 def _name(step: int) -> str:
@@ -325,9 +329,17 @@ _RECIPE: dict[str, frozenset[str]] = {
 
 
 def recipe_of(config: RunConfig) -> dict[str, Any]:
-    """What of a config decides what is learnt, as plain JSON values by dotted key."""
-    values = config.model_dump(mode="json", include=set(_RECIPE))
-    return {key: value for section, free in _RECIPE.items() for key, value in _leaves(section, values[section], free)}
+    """What of a config decides what is learnt, as plain JSON values by dotted key; without what is at its default.
+
+    So a key that a later version adds is not taken for a change.
+    """
+    values = config.model_dump(mode="json", include=set(_RECIPE), exclude_defaults=True)
+    return {
+        key: value
+        for section, free in _RECIPE.items()
+        if section in values
+        for key, value in _leaves(section, values[section], free)
+    }
 
 
 def _leaves(key: str, value: Any, free: Set[str]) -> Iterator[tuple[str, Any]]:

@@ -62,6 +62,8 @@ def test_a_checkpoint_of_another_recipe_is_refused_unless_the_run_says_so(tmp_pa
         f'{tmp_path / "step_000005"}: trained with advantage.name="drmas", and the config says "grpo" '
         "(and 1 more keys); go on all the same with trainer.resume=changed, or name the run anew; no checkpoint can be"
     )
+    with pytest.raises(CheckpointError, match=r"trained with seed=1, and the config says \(default\); go on"):
+        of({"advantage.name": "drmas"}).newest(silent)
     assert names(tmp_path) == ["step_000005"]  # nothing is lost
     assert of({"seed": 2}, may_change=True).newest(silent) is not None
     manifest = tmp_path / "step_000005" / "manifest.json"
@@ -77,6 +79,9 @@ def test_the_recipe_is_what_decides_what_is_learnt(tmp_path: Path) -> None:
     same = ["trainer.steps=7", "policies.solver.tp=1", "engine.slots=8", "data.test=3", "evaluation.samples=1"]
     same += ["trainer.agreement={max: 0.01}", "trainer.max_advantage=null", "trainer.keep_best=2"]
     assert recipe(*same) == recipe()
+    # what is at its default is not in it, so that a later version may add keys
+    assert recipe("trainer.passes=1", "+agents.solver.loss_weight=1.0") == recipe()
+    assert not recipe().keys() & {"trainer.passes", "filter", "agents.solver.loss_weight"}
     changed = {
         "advantage=grpo": "advantage.name",
         "seed=9": "seed",
