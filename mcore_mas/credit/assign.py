@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_mas.config.credit import AdvantageConfig, FilterConfig
 from mcore_mas.credit.samples import CreditError, Sample
-from mcore_mas.equations.advantages import ALONE, ESTIMATORS, NEEDS
+from mcore_mas.equations.advantages import ALONE, BY_TOKEN, ESTIMATORS, NEEDS
 from mcore_mas.equations.filters import FILTERS
 from mcore_mas.equations.kl import KLName, kl_penalty
 from mcore_mas.equations.turns import Advantages, Turns
@@ -95,10 +95,12 @@ def estimate(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) ->
     for rule in _distinct(samples, rules):
         own = [i for i, sample in enumerate(samples) if rules[sample.agent] == rule]
         seen = [i for i in own if samples[i].tokens] if rule.name in ALONE else list(range(len(samples)))
+        if not seen:  # every reply of these agents is masked
+            continue
         turns = columns([samples[i] for i in seen])
         made = assess(turns, rule)
-        advantages = _rows(turns, made.values)
-        returns = None if made.returns is None else _rows(turns, made.returns)
+        advantages = _rows(turns, made.values, by_token=rule.name in BY_TOKEN)
+        returns = None if made.returns is None else _rows(turns, made.returns, by_token=True)
         for place, i in enumerate(seen):
             if rules[samples[i].agent] == rule:
                 target = returns[place] if returns else None
@@ -158,10 +160,13 @@ def _distinct(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) -
     return distinct
 
 
-def _rows(turns: Turns, values: Tensor) -> list[tuple[float, ...]]:
-    """A number per token of each turn, from [T] or, the same for all tokens of a turn, from [n]."""
+def _rows(turns: Turns, values: Tensor, *, by_token: bool) -> list[tuple[float, ...]]:
+    """A number per token of each turn, from [T] or, the same for all tokens of a turn, from [n].
+
+    `by_token` says which where n turns, some of them masked, have n tokens; elsewhere the length says it.
+    """
     lengths = turns.lengths.tolist()
-    if len(values) == sum(lengths):
+    if len(values) == sum(lengths) and (by_token or len(values) != len(lengths)):
         flat = iter(values.tolist())
         return [tuple(islice(flat, length)) for length in lengths]
     return [(value,) * length for value, length in zip(values.tolist(), lengths, strict=True)]

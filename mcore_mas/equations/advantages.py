@@ -342,6 +342,8 @@ ESTIMATORS: dict[str, Estimator] = {
 NEEDS = {"gae": "values", "remax": "greedy", "gigpo": "steps"}
 # who looks at its own agents' turns only, as others' may lack what it needs
 ALONE = frozenset({"gae", "remax"})
+# whose advantages are [T]
+BY_TOKEN = frozenset({"reinforce_pp", "reinforce_pp_baseline", "gae"})
 _OF_TREES = {"mcts": _SIBLINGS, "mars2": _NODES}
 
 

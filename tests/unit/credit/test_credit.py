@@ -66,6 +66,19 @@ def test_remax_needs_the_greedy_outcome() -> None:
         estimate(team()[:1], {"solver": AdvantageConfig(name="remax")})
 
 
+def test_a_masked_turn_is_a_peer_whose_advantage_nobody_else_gets() -> None:
+    """Two turns, one of them masked, have two tokens: an advantage by turn is none by token."""
+    samples = [sample("a", 0, "solver", 1.0, trained=(False, False)), sample("b", 0, "solver", 0.0)]
+    got = estimate(samples, {"solver": AdvantageConfig(name="dr_grpo")})
+    assert [s.advantages for s in got] == [(), (-0.5, -0.5)]
+
+
+@pytest.mark.parametrize("name", ["gae", "remax", "reinforce_pp", "grpo"])
+def test_a_step_in_which_every_reply_is_masked_goes_on(name: str) -> None:
+    samples = [sample(place, 0, "solver", 1.0, trained=(False, False), scores={"greedy": 0.0}) for place in "ab"]
+    assert not any(s.advantages for s in estimate(samples, {"solver": AdvantageConfig(name=name)}))
+
+
 def test_penalties_are_taken_from_the_score() -> None:
     samples = [sample("a", 0, "solver", 1.0, penalties=(0.25, 0.25)), sample("b", 0, "solver", 1.0)]
     turns = columns(samples)
