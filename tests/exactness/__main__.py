@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mcore_mas.megatron import parallel
-from tests.exactness import agreement
+from tests.exactness import agreement, objectives
+from tests.exactness.objectives import CASES, PLACES
 from tests.exactness.repeats import REPEATS, jobs, same, table
 from tests.exactness.rows import ROWS, STEPS, Measured, Row, measure, run
 from tests.support.precision import EPS, FACTOR, Errors
@@ -67,17 +68,21 @@ def own(rows: Sequence[Row], measured: Sequence[Measured]) -> str:
 def main() -> int:
     """Measure, print and write; 1 if a row is too far from the reference."""
     with tempfile.TemporaryDirectory() as folder:
-        run(ROWS, Path(folder), jobs(REPEATS, Path(folder)))
+        others = jobs(REPEATS, Path(folder)) + objectives.jobs(PLACES, CASES, Path(folder))
+        run(ROWS, Path(folder), others)
         measured = measure(ROWS, Path(folder))
+        updates = objectives.measure(PLACES, CASES, Path(folder))
         repeated = same(REPEATS, Path(folder))
     rows = "".join(line(row.name, row.ranks, found.errors) for row, found in zip(ROWS, measured, strict=True))
     parallel.init_process_groups(rank=0, threads=1)
     with tempfile.TemporaryDirectory() as folder:
-        rows += own(ROWS, measured) + table(REPEATS, repeated) + agreement.section(Path(folder))
+        rows += own(ROWS, measured) + objectives.section(PLACES, CASES, updates)
+        rows += table(REPEATS, repeated) + agreement.section(Path(folder))
     parallel.destroy_process_groups()
     print(rows, end="")
     PAGE.write_text(HEAD + rows)
     far = {row.name: found.beyond for row, found in zip(ROWS, measured, strict=True) if found.beyond}
+    far |= {" under ".join(names): got.beyond(own) for names, (got, own) in updates.items() if got.beyond(own)}
     for name, beyond in far.items():
         print(f"{name} is further from the reference than plain float32 allows: {beyond}", file=sys.stderr)
     different = [repeat.name for repeat, row in zip(REPEATS, repeated, strict=True) if not all(row)]

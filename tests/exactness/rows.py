@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -252,7 +252,7 @@ def run(rows: Sequence[Row], folder: Path, others: Sequence[ranks.Job] = ()) -> 
     """
     for row in {row.model: row for row in rows}.values():
         _model(row, folder)
-    jobs = []
+    jobs = list(others)
     for number, row in enumerate(rows):
         spec = ranks.spec_of(str(folder / row.model), **row.layout)
         if row.critic:
@@ -263,7 +263,8 @@ def run(rows: Sequence[Row], folder: Path, others: Sequence[ranks.Job] = ()) -> 
         arguments = {"spec": spec, "out": folder / str(number), "row": row}
         sizes = {name: row.layout[name] for name in ("tp", "pp", "vpp", "cp", "dp", "ep") if name in row.layout}
         jobs.append(ranks.Job(function=_train, arguments=arguments, **sizes))
-    ranks.play([*jobs, *others])
+    jobs = sorted(jobs, key=lambda job: astuple(job.layout))  # one layout's share their process groups
+    (folder / "threads.json").write_text(json.dumps(ranks.play(jobs)))
 
 
 def _model(row: Row, folder: Path) -> PreTrainedModel:

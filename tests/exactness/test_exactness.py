@@ -1,5 +1,6 @@
 """Layouts and feeds reproduce plain torch on a Hugging Face model: loss, gradients, norms, parameters."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,19 +10,56 @@ import pytest
 import torch
 
 from mcore_mas.credit.samples import Sample
+from tests.exactness import objectives
 from tests.exactness.repeats import REPEATS, jobs, same
 from tests.exactness.rows import ROWS, STEPS, Measured, measure, run
 from tests.support import precision, ranks, reference
 
 CI = [row for row in ROWS if row.ci]
 CI_REPEATS = [repeat for repeat in REPEATS if repeat.ci]
+CI_PLACES = [place for place in objectives.PLACES if place.ci]
+CI_CASES = [case for case in objectives.CASES if case.ci]
+PPO, KL, TIS = (
+    next(case for case in CI_CASES if case.name == name)
+    for name in ("PPO, lower and upper clip", "PPO, k3, entropy, constant length", "PPO, TIS")
+)
+
+
+def mistaken(case: objectives.Case, name: str, **options: float) -> objectives.Case:
+    """A case whose trainer is given other options of the loss than the formula has."""
+    objective = replace(case.objective, options={**case.objective.options, **options})
+    return replace(case, name=name, objective=objective)
+
+
+DEFECTS = [
+    mistaken(PPO, "upper clip 1 % wider", clip_high=0.28 * 1.01),
+    mistaken(PPO, "lower clip 1 % wider", clip_low=0.2 * 1.01),
+    replace(KL, name="KL coefficient 1 % larger", kl=KL.kl * 1.01),
+    replace(KL, name="entropy bonus 1 % larger", entropy=KL.entropy * 1.01),
+    replace(KL, name="another KL", objective=replace(KL.objective, kl="k2")),
+    replace(TIS, name="no correction", objective=replace(TIS.objective, correction="none")),
+    replace(
+        TIS, name="correction 1 % wider", objective=replace(TIS.objective, correction_options={"high": 1.5 * 1.01})
+    ),
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What every row came to."""
     folder: Path = tmp_path_factory.mktemp("rows")
-    run(CI, folder, jobs(CI_REPEATS, folder))
+    lived = ranks.Job(
+        function=ranks.live_long,
+        arguments={
+            "spec": ranks.spec_of(str(folder / "qwen2"), dp=2, distributed_optimizer=True),
+            "out": folder / "lived",
+            "samples": reference.make_samples(),
+            "steps": 5,
+        },
+        dp=2,
+    )
+    update = objectives.jobs(CI_PLACES, [*CI_CASES, *DEFECTS], folder)
+    run(CI, folder, [*jobs(CI_REPEATS, folder), *update, lived])
     return folder
 
 
@@ -43,6 +81,42 @@ def test_a_row_is_exact(measured: dict[str, Measured], row) -> None:
 @pytest.mark.slow
 def test_a_repeated_and_a_resumed_training_come_to_the_same_bits(folder: Path) -> None:
     assert same(CI_REPEATS, folder) == [(True, True)] * len(CI_REPEATS)
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[tuple[str, str], tuple[precision.Errors, precision.Errors]]:
+    """Errors of every objective, and plain float32's, by layout and objective."""
+    return objectives.measure(CI_PLACES, [*CI_CASES, *DEFECTS], folder)
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+@pytest.mark.parametrize("place", CI_PLACES, ids=lambda place: place.name)
+@pytest.mark.parametrize("case", CI_CASES, ids=lambda case: case.name)
+def test_an_objective_is_exact(found, place: objectives.Place, case: objectives.Case) -> None:
+    got, own = found[place.name, case.name]
+    print(got, own)
+    assert not got.beyond(own)
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+@pytest.mark.parametrize("place", CI_PLACES, ids=lambda place: place.name)
+@pytest.mark.parametrize("case", DEFECTS, ids=lambda case: case.name)
+def test_another_objective_is_refused(found, place: objectives.Place, case: objectives.Case) -> None:
+    got, own = found[place.name, case.name]
+    print(got, own)
+    assert got.beyond(own)
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+def test_ranks_collect_no_threads(folder: Path) -> None:
+    for counts in json.loads((folder / "threads.json").read_text()):
+        assert max(counts) <= counts[0] + 2, counts
+    for rank in range(2):  # of a trainer that lives on, step by step
+        counts = json.loads((folder / "lived" / f"threads_{rank}.json").read_text())
+        assert max(counts[1:]) == counts[1], counts
 
 
 def scaled(history: list[dict[str, Any]]) -> None:

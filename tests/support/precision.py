@@ -161,4 +161,4 @@ def _step(got: Mapping[str, Any], want: Mapping[str, Any]) -> Errors:
 
 
 def _relative(got: float, want: float) -> float:
-    return abs(got - want) / abs(want)
+    return abs(got - want) / abs(want) if want else float(got != want)  # a mask may leave an agent nothing

@@ -1,6 +1,7 @@
 """What each rank of a multi-process test runs; importable, so that spawned processes find it."""
 
 import gc
+import itertools
 import json
 import multiprocessing
 import tempfile
@@ -13,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from torch.multiprocessing import start_processes
 
 from mcore_mas.credit.samples import Sample
@@ -45,26 +47,56 @@ class Job:
     meeting: Path = field(default_factory=lambda: Path(tempfile.mkdtemp()) / "store")
 
     @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(tp=self.tp, pp=self.pp, vpp=self.vpp, cp=self.cp, dp=self.dp, ep=self.ep)
+
+    @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.cp * self.dp
+        return self.layout.ranks
 
 
-def play(jobs: Sequence[Job]) -> None:
-    """The jobs one after the other, in one set of processes, forked from one that has imported what they need."""
+def play(jobs: Sequence[Job]) -> list[list[int]]:
+    """The jobs one after the other, in one set of processes, forked from one that has imported what they need.
+
+    Jobs of one layout that follow each other share their process groups.
+
+    Returns:
+        By rank, how many threads it had after each layout it took part in.
+    """
     multiprocessing.set_forkserver_preload([__name__])
-    start_processes(_play, args=(jobs,), nprocs=max(job.ranks for job in jobs), start_method="forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = max(job.ranks for job in jobs)
+        start_processes(_play, args=(jobs, Path(folder)), nprocs=processes, start_method="forkserver")
+        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(processes)]
 
 
-def _play(rank: int, jobs: Sequence[Job]) -> None:
+def _play(rank: int, jobs: Sequence[Job], folder: Path) -> None:
     gc.freeze()  # the modules: what jobs leave behind is then found at once
-    for job in jobs:
-        if rank < job.ranks:
-            sizes = {"tp": job.tp, "pp": job.pp, "cp": job.cp, "dp": job.dp, "vpp": job.vpp, "ep": job.ep}
-            store = dist.FileStore(str(job.meeting), job.ranks)
-            parallel.init_process_groups(ParallelLayout(**sizes), rank=rank, threads=1, store=store)
-            job.function(rank, **job.arguments)
+    threads = []
+    for layout, same in itertools.groupby(jobs, key=lambda job: job.layout):
+        own = list(same)
+        if rank < layout.ranks:
+            store = dist.FileStore(str(own[0].meeting), layout.ranks)
+            parallel.init_process_groups(layout, rank=rank, threads=1, store=store)
+            for job in own:
+                job.function(rank, **job.arguments)
+                _free()
             parallel.destroy_process_groups()
-            gc.collect()  # cycles hold a trainer's groups, each with threads that wake a hundred times a second
+            gc.collect()
+            threads.append(psutil.Process().num_threads())
+    (folder / str(rank)).write_text(json.dumps(threads))
+
+
+def _free() -> None:
+    """Let go of what trainers held: buffers, and process groups, each with threads that wake a hundred times a second.
+
+    Hooks of parameters hold Megatron's wrapper from autograd's nodes, where the collector does not see them; with the
+    distributed optimizer or with experts that closes a cycle.
+    """
+    for found in gc.get_objects():
+        if type(found) is DistributedDataParallel:
+            vars(found).clear()
+    gc.collect()
 
 
 def spec_of(model: str, **changes: Any) -> TrainerSpec:
@@ -177,6 +209,21 @@ def skip(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None
         states = trainer._optimizer.chained_optimizers[0].optimizer.state
         rows["moments"].append({i: {k: v.clone() for k, v in state.items()} for i, state in enumerate(states.values())})
     torch.save(rows, out / f"rank{rank}.pt")
+
+
+def live_long(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample], steps: int) -> None:
+    """All that a trainer is asked for in a step, again and again; how many threads its rank has after each."""
+    trainer, batches, threads = MegatronTrainer(spec), pack(samples, 12), []
+    for step in range(steps):
+        trainer.score(batches)
+        trainer.score(batches, reference=True)
+        trainer.update(batches)
+        copy_weights(trainer)
+        save(trainer, out / f"step_{step}")
+        trainer.sleep()
+        trainer.wake()
+        threads.append(psutil.Process().num_threads())
+    (out / f"threads_{rank}.json").write_text(json.dumps(threads))
 
 
 def sequence_level(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:

@@ -218,16 +218,18 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
     history = []
     for _ in range(steps):
-        row: dict = {"agent_norm": {}}
+        row: dict = {"agent_norm": {}, "loss": 0.0}
+        total: dict[str, torch.Tensor] = {}
         for agent in sorted({s.agent for s in samples}):
             model.zero_grad()
-            sum(loss_of(model, s) for s in samples if s.agent == agent).backward()
-            grads = [p.grad for p in model.parameters() if p.grad is not None]
-            row["agent_norm"][agent] = float(torch.stack([g.norm() for g in grads]).norm())
-        model.zero_grad()
-        loss = sum(loss_of(model, s) for s in samples)
-        loss.backward()
-        row["loss"] = float(loss.detach())
+            loss = sum(loss_of(model, s) for s in samples if s.agent == agent)
+            loss.backward()
+            own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            row["agent_norm"][agent] = float(torch.stack([gradient.norm() for gradient in own.values()]).norm())
+            row["loss"] += float(loss.detach())
+            total = {name: gradient + total.get(name, 0.0) for name, gradient in own.items()}
+        for name, gradient in total.items():
+            model.get_parameter(name).grad = gradient
         row["norm"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         row["gradients"] = {
