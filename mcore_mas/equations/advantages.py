@@ -287,7 +287,8 @@ def gae(
     and never a sibling, so there turns are joined within a node only.
 
     Args:
-        across: an episode is each "turn" (UnityMAS-O), or the turns of one "agent" in a trajectory, in their order.
+        across: an episode is each "turn" (UnityMAS-O), or the turns of one "agent" in a trajectory, in their order; in
+            a tree, those in one node.
     """
     advantages, returns = advantages_and_returns(turns, gamma=gamma, lam=lam, across=across)
     return Advantages(_whitened(turns, advantages, whitened), returns=returns)
