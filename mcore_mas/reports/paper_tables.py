@@ -1,0 +1,160 @@
+"""Papers' tables: their numbers and layout (workflow/tables), and the same table of what was measured here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from mcore_mas import SHIPPED
+from mcore_mas.config.compose import experiments
+from mcore_mas.reports.tables import GAIN, TableError
+from rollout.base.options import Section
+
+TABLES = SHIPPED / "workflow" / "tables"
+
+
+class PaperTableConfig(Section):
+    """A file of workflow/tables."""
+
+    title: str
+    source: str  # paper, and table, figure or page
+    grade: Literal["primary", "secondary"]  # read in the paper or its README, or at second hand
+    metrics: dict[str, Literal["avg", "pass", "maj"]] = Field(min_length=1)  # the paper's name -> ours
+    fraction: bool = False  # the paper's numbers are of 1, not of 100
+    experiment: str  # with fields in braces
+    # what a row, a column or a block gives: fields of that name, and dataset (a data source, `all` tasks, or the
+    # `average` of the sources), state (base, trained, or gain, their difference) and metric; columns have the word
+    rows: dict[str, dict[str, str]] = Field(min_length=1)
+    columns: dict[str, dict[str, str]] = Field(min_length=1)
+    compare: tuple[tuple[str, str], ...] = ()  # (method, baseline), two rows or two columns
+    notes: tuple[str, ...] = ()  # what the paper says that is no cell
+    blocks: dict[str, dict[str, Any]] = Field(default_factory=lambda: {"": {}})  # also `values`: by row, of each column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperCell:
+    """One number of a paper, and what it is compared with here."""
+
+    block: str
+    row: str
+    column: str
+    metric: str  # the paper's name of it
+    kind: str  # avg | pass | maj
+    experiment: str
+    state: str  # base | trained | trained-base
+    dataset: str
+    published: float | str | None  # in the paper's unit; text where it is no single number; None: not in the paper
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The evaluations that it is made of."""
+        return ("trained", "base") if self.state == GAIN else (self.state,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperTable:
+    """A table of a paper."""
+
+    name: str
+    config: PaperTableConfig
+
+    @classmethod
+    def load(cls, name: str, folder: Path = TABLES) -> PaperTable:
+        """Read `folder`/`name`.yaml.
+
+        Raises:
+            TableError: there is no such table, or its file is not of that form.
+        """
+        path = folder / f"{name}.yaml"
+        if not path.is_file():
+            raise TableError(f"no table '{name}'; tables: {', '.join(table_names(folder))}")
+        try:
+            table = cls(name=name, config=PaperTableConfig.model_validate(yaml.safe_load(path.read_text("utf-8"))))
+            known = experiments()
+            unknown = [cell.experiment for cell in table.cells if cell.experiment not in known]
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise TableError(f"{path}, {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        except (yaml.YAMLError, ValueError, KeyError) as error:
+            raise TableError(f"{path}: {' '.join(str(error).split())}; see docs/tables.md") from error
+        if unknown:
+            raise TableError(f"{path}: no experiment '{unknown[0]}'; expected one of configs/experiment")
+        lines = {*table.config.rows, *table.config.columns}
+        strange = [name for pair in table.config.compare for name in pair if name not in lines]
+        if strange:
+            raise TableError(f"{path}, compare: no row or column '{strange[0]}'; there are: {', '.join(sorted(lines))}")
+        return table
+
+    @cached_property
+    def cells(self) -> tuple[PaperCell, ...]:
+        """Every cell, by block, row and column."""
+        return tuple(
+            cell
+            for block in self.config.blocks
+            for row in self.config.rows
+            for number, column in enumerate(self.config.columns)
+            for cell in self._cells(block, row, column, number)
+        )
+
+    @property
+    def experiments(self) -> tuple[str, ...]:
+        """The experiments that it is made of."""
+        return tuple(dict.fromkeys(cell.experiment for cell in self.cells))
+
+    @property
+    def evaluations(self) -> tuple[tuple[str, str], ...]:
+        """(Experiment, base or trained) of each evaluation that it is made of."""
+        return tuple(dict.fromkeys((cell.experiment, state) for cell in self.cells for state in cell.states))
+
+    def _cells(self, block: str, row: str, column: str, number: int) -> list[PaperCell]:
+        own = {key: value for key, value in self.config.blocks[block].items() if key != "values"}
+        place = {**own, **self.config.rows[row], **self.config.columns[column]}
+        values = self.config.blocks[block].get("values", {})
+        if unknown := values.keys() - self.config.rows.keys():
+            raise ValueError(f"values of '{min(unknown)}', which is no row")
+        line = values.get(row, [])
+        parts = _parts(line[number] if number < len(line) else None, len(self.config.metrics))
+        state = place.get("state", "trained")
+        if state not in ("base", "trained", "gain"):
+            raise ValueError(f"state '{state}' of {row}, {column}; expected base, trained or gain")
+        return [
+            PaperCell(
+                block=block,
+                row=row,
+                column=column,
+                metric=metric,
+                kind=place.get("metric", kind),
+                experiment=self.config.experiment.format(**place),
+                state=GAIN if state == "gain" else state,
+                dataset=place.get("dataset", "all"),
+                published=published,
+            )
+            for (metric, kind), published in zip(self.config.metrics.items(), parts, strict=True)
+        ]
+
+
+def table_names(folder: Path = TABLES) -> list[str]:
+    """The tables that there are."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def _parts(value: Any, count: int) -> list[float | str | None]:
+    """A cell such as `38.8/63.3` as the numbers of its metrics."""
+    if value is None:
+        return [None] * count
+    texts = str(value).split("/")
+    if len(texts) != count:
+        raise ValueError(f"cell '{value}' has {len(texts)} numbers; expected {count}, one of each metric")
+    return [_number(text) for text in texts]
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text.strip()
