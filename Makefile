@@ -10,7 +10,7 @@ STORE  ?= sqlite:///results/mlflow.db
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study test test-sglang lint format bench exactness ui lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-sglang lint format bench exactness ui lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ study: $(STAMP) ## compare estimators over seeds, on two CPU cores in about thre
 	$(BIN)/snakemake study_stability --configfile workflow/suites/stability.yaml
 	$(BIN)/snakemake study_stability --configfile workflow/suites/stability_path.yaml
 	@cat results/tables/claim_study.md results/tables/stability_study.md results/tables/stability_path_study.md
+
+tables-tiny: $(STAMP) ## make every paper's table at the scale tiny: random models, generated data, two steps
+	$(BIN)/snakemake tables --keep-going --config scale=tiny
 
 test: $(STAMP) ## run every test, in two processes (WORKERS=2)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

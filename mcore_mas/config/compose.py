@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mcore_mas import SHIPPED
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.config.scale import ScaleError, scaled
 from mcore_mas.equations.advantages import ESTIMATORS
 
 CONFIGS = SHIPPED / "configs"
@@ -36,8 +37,10 @@ class CompositionError(ValueError):
     """A grid, or the sharing of a team, cannot be read: says which, what was expected and what to do."""
 
 
-def resolve(overrides: Sequence[str], folder: Path | None = None) -> dict[str, Any]:
-    """Compose the configs of `folder`, if any, and the shipped ones with Hydra overrides; validated plain values.
+def resolve(overrides: Sequence[str], folder: Path | None = None, scale: str = "paper") -> dict[str, Any]:
+    """Compose the configs of `folder`, if any, and the shipped ones with Hydra overrides, at a scale.
+
+    The values are plain and validated.
 
     Raises:
         ConfigError: a file is no config, an override names nothing, or the result does not validate.
@@ -45,12 +48,12 @@ def resolve(overrides: Sequence[str], folder: Path | None = None) -> dict[str, A
     folders = [CONFIGS] if folder is None else [folder.resolve(), CONFIGS]
     where = f"configs/ with {' '.join(overrides) or 'no overrides'}"
     try:
-        values = _shared(_composed(overrides, folders))
+        values = scaled(_shared(_composed(overrides, folders)), scale)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not YAML ({' '.join(str(error).split())})") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{where}: {uncomposed(error)}") from error
-    except CompositionError as error:
+    except (CompositionError, ScaleError) as error:
         raise ConfigError(f"{where}: {error}") from error
     return RunConfig.check(values, where).model_dump(mode="json")
 

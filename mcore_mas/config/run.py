@@ -60,6 +60,7 @@ class RetrieverConfig(Section):
 
     url: str | None = None  # of a server that runs elsewhere; None starts one beside the run
     key_file: Path | None = None  # bearer token of a server on another machine
+    passages: Path | None = None  # corpus of a server beside the run; None: that of the task generator
     threads: int = Field(1, ge=1)
 
     @model_validator(mode="after")

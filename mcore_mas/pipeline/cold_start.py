@@ -32,8 +32,9 @@ from rollout.models.chat_template import CHAT_TEMPLATES, Renderer
 from rollout.records.completion import derive_seed
 from rollout.records.trajectory import Demonstration, Task, read_tasks
 from rollout.tasks import GENERATORS
+from rollout.tasks.arithmetic import arithmetic_tasks
 from rollout.teams.collect import collect
-from rollout.teams.team import EngineClient
+from rollout.teams.team import ROLES, EngineClient
 
 _Measure = Callable[[MegatronTrainer, int], tuple[float, float]]  # (accuracy, share of well-formed turns) after a step
 
@@ -161,6 +162,23 @@ def make_base_model(config_path: Path, tasks_dir: Path, out_dir: Path) -> None:
     _init_model(tokenizer, base, derive_seed(config.seed, "base model") % 2**63).save_pretrained(str(out_dir))
 
 
+def make_tiny_model(out_dir: Path) -> None:
+    """Write a small random model of the family that `out_dir` is named after, for the scale `tiny`."""
+    family = next((family for prefix, family in _FAMILIES if out_dir.name.startswith(prefix)), "Qwen2")
+    texts = [text for role in ROLES.values() for text in (role.system, role.user)]
+    tasks = arithmetic_tasks(1, {"train": 100})
+    tokenizer = _train_tokenizer(iter([*texts, *(task.prompt for task in tasks)]), 1024, "words")
+    tokenizer.chat_template = f"{CHAT_TEMPLATES['chatml']}{_NO_THOUGHT if family == 'Qwen3' else ''}"
+    base = BaseModelConfig(layers=1, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=1024, positions=4096)
+    tokenizer.save_pretrained(str(out_dir))
+    _init_model(tokenizer, base, derive_seed(1, out_dir.name) % 2**63, family).save_pretrained(str(out_dir))
+
+
+# first letters of a model's name and its architecture in transformers
+_FAMILIES = (("Qwen3", "Qwen3"), ("AReaL", "Qwen3"), ("Llama", "Llama"))
+_NO_THOUGHT = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+
+
 def _texts(config: RunConfig, cold_start: ColdStartConfig, tasks_dir: Path) -> Iterator[str]:
     for demonstration in run_demonstrations(config, cold_start, _DEMONSTRATIONS_READ):
         for message in demonstration.messages:  # as the chat template writes them; a reply is tokenised by itself
@@ -200,13 +218,15 @@ def _train_tokenizer(texts: Iterator[str], vocab: int, unit: str) -> Any:
     return fast
 
 
-def _init_model(tokenizer: Any, base: BaseModelConfig, seed: int) -> Any:
+def _init_model(tokenizer: Any, base: BaseModelConfig, seed: int, family: str = "Qwen2") -> Any:
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
+    own = {"head_dim": base.hidden // base.heads} if family == "Qwen3" else {}  # it is not hidden / heads by itself
+    return getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(
+            **own,
             vocab_size=len(tokenizer),
             hidden_size=base.hidden,
             num_hidden_layers=base.layers,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from itertools import islice
 from pathlib import Path
 
 from mcore_mas.config.run import RetrieverConfig, RunConfig
@@ -12,7 +14,10 @@ from rollout.base.options import lookup
 from rollout.config.data import make_tasks
 from rollout.records.trajectory import write_tasks
 from rollout.tasks import GENERATORS
+from rollout.tasks.encyclopedia import passages as encyclopedia_passages
+from rollout.tasks.tiny_files import write_tiny_file
 
+TINY_PASSAGES = 80  # of the scale `tiny`
 PROBES = 50  # passages that are asked for by their titles
 
 
@@ -26,12 +31,24 @@ def prepare_tasks(config_path: Path, out_dir: Path) -> None:
     config = RunConfig.load(config_path)
     for split, tasks in make_tasks(config.data, config.seed).items():
         write_tasks(out_dir / f"{split}.parquet", tasks)
+    if config.retriever is not None and config.retriever.passages is not None:
+        shutil.copyfile(config.retriever.passages, out_dir / "passages.jsonl")
+        return
     if config.data.generator is None:
         return
     generator = lookup("task generator", config.data.generator, GENERATORS)
     if generator.passages is not None:
         entries = enumerate(generator.passages(config.seed))
         write_corpus(out_dir / "passages.jsonl", (Passage.compose(str(i), e.title, e.text) for i, e in entries))
+
+
+def make_tiny_file(path: Path, format: str) -> None:
+    """Write what the scale `tiny` reads in place of a published file: rows of `format`, or "passages"."""
+    if format != "passages":
+        write_tiny_file(path, format)
+        return
+    entries = enumerate(islice(encyclopedia_passages(1), TINY_PASSAGES))
+    write_corpus(path, (Passage.compose(str(i), e.title, e.text) for i, e in entries))
 
 
 def index_passages(config_path: Path, passages: Path, out_dir: Path) -> None:

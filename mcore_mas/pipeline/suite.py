@@ -22,6 +22,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import STATES, ConfigError
 from rollout.base.files import write_text
 from rollout.config.data import DataConfig
+from rollout.tasks.splits import SPLITS
 
 SNAKEFILE = SHIPPED / "workflow" / "Snakefile"
 SUITE_SCHEMA = SHIPPED / "workflow" / "schemas" / "suite.schema.json"
@@ -45,6 +46,8 @@ class Suite:
     overrides: Mapping[str, list[str]]  # run -> Hydra overrides that the suite gives it
     starts: Mapping[str, str]  # run -> the run whose cold start its policies begin with; others bring their models
     cells: Mapping[str, Mapping[str, Mapping[str, Any]]]  # run -> evaluation beside base and trained -> seats by agent
+    bases: Mapping[str, str]  # run -> the first run whose untrained team is measured in the same way
+    scale: str = "paper"  # or tiny
     published: tuple[Mapping[str, Any], ...] = ()  # numbers to print beside ours
     configs: Path | None = None  # a user's own configs, which are looked through before the shipped ones
 
@@ -67,7 +70,7 @@ class Suite:
         runs = {}
         for run, own in overrides.items():
             try:
-                runs[run] = resolve([*own, f"run={run}", f"results={results}"], configs)
+                runs[run] = resolve([*own, f"run={run}", f"results={results}"], configs, suite.get("scale", "paper"))
             except ConfigError as error:
                 raise SuiteError(f"suite '{suite['suite']}', run '{run}': {error}") from error
         starts = {run: run for run, config in runs.items() if config.get("cold_start") is not None}
@@ -83,6 +86,8 @@ class Suite:
             cells=_cells(suite.get("evaluate", {}), runs),
             published=tuple(suite.get("published", ())),
             configs=configs,
+            bases=_shared_bases(runs),
+            scale=suite.get("scale", "paper"),
         )
 
     @property
@@ -118,7 +123,28 @@ class Suite:
 
     def data_files(self, run: str) -> list[str]:
         """The data files that the tasks of `run` are read from; none with a generator."""
-        return [str(path) for path in DataConfig.model_validate(self.runs[run]["data"]).paths]
+        passages = (self.runs[run].get("retriever") or {}).get("passages")
+        return [*map(str, self._data(run).paths), *([passages] if passages else [])]
+
+    def models(self, run: str) -> list[str]:
+        """The model folders that the policies of `run` start from and no rule trains, by their config.json."""
+        if run in self.starts:
+            return []
+        folders = [policy["model"] for policy in self.runs[run]["policies"].values() if policy["model"]]
+        return [f"{folder}/config.json" for folder in dict.fromkeys(folders)]
+
+    @property
+    def tiny_files(self) -> dict[str, str]:
+        """What the scale `tiny` makes in place of published files, each with its format or "passages"."""
+        found: dict[str, str] = {}
+        for run in self.runs if self.scale == "tiny" else ():
+            data = self._data(run)
+            found |= dict.fromkeys(self.data_files(run), "passages")
+            found |= {str(file.path): file.format or data.format for split in SPLITS for file in data.files(split)}
+        return found
+
+    def _data(self, run: str) -> DataConfig:
+        return DataConfig.model_validate(self.runs[run]["data"])
 
     def pattern(self, *, indexes: bool) -> str:
         """A regular expression of the runs that build an index, or of those that do not."""
@@ -199,6 +225,26 @@ def _shared(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         determines = json.dumps({**{key: config[key] for key in _COLD}, "agents": agents}, sort_keys=True)
         starts[run] = first.setdefault(determines, run)
     return starts
+
+
+# what the score of an untrained team depends on besides its agents and the models that they play
+_PLAYED = ("seed", "data", "env", "orchestra", "engine", "evaluation", "collection", "retriever", "cold_start")
+_VOICE = ("model", "remote", "chat_template", "chat_template_kwargs")
+
+
+def _shared_bases(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """run -> the first run whose untrained team is the same, on the same tasks."""
+    first: dict[str, str] = {}
+    bases = {}
+    for run, config in runs.items():
+        agents = {
+            name: {**agent, "advantage": None, "loss_weight": 1}
+            | {"policy": [config["policies"][agent["policy"]][key] for key in _VOICE]}
+            for name, agent in config["agents"].items()
+        }
+        determines = json.dumps({**{key: config[key] for key in _PLAYED}, "agents": agents}, sort_keys=True)
+        bases[run] = first.setdefault(determines, run)
+    return bases
 
 
 def _started_from(config: Mapping[str, Any], owner: str) -> dict[str, Any]:

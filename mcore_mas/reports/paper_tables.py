@@ -27,13 +27,15 @@ class PaperTableConfig(Section):
     metrics: dict[str, Literal["avg", "pass", "maj"]] = Field(min_length=1)  # the paper's name -> ours
     fraction: bool = False  # the paper's numbers are of 1, not of 100
     experiment: str  # with fields in braces
-    # what a row, a column or a block gives: fields of that name, and dataset (a data source, `all` tasks, or the
-    # `average` of the sources), state (base, trained, or gain, their difference) and metric; columns have the word
+    # What a row, a column or a block gives: fields of that name, and dataset (a data source, `all` tasks, or the
+    # `average` of the sources), state (base, trained, a cell of `evaluate`, or gain, trained - base) and metric.
+    # Columns have the word.
     rows: dict[str, dict[str, str]] = Field(min_length=1)
     columns: dict[str, dict[str, str]] = Field(min_length=1)
     compare: tuple[tuple[str, str], ...] = ()  # (method, baseline), two rows or two columns
+    evaluate: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)  # as a suite's: other models in seats
     notes: tuple[str, ...] = ()  # what the paper says that is no cell
-    blocks: dict[str, dict[str, Any]] = Field(default_factory=lambda: {"": {}})  # also `values`: by row, of each column
+    blocks: dict[str, dict[str, Any]] = Field(min_length=1)  # also `values`: by row, of each column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class PaperCell:
     metric: str  # the paper's name of it
     kind: str  # avg | pass | maj
     experiment: str
-    state: str  # base | trained | trained-base
+    state: str  # base | trained | trained-base | a cell of `evaluate`
     dataset: str
     published: float | str | None  # in the paper's unit; text where it is no single number; None: not in the paper
 
@@ -108,7 +110,7 @@ class PaperTable:
 
     @property
     def evaluations(self) -> tuple[tuple[str, str], ...]:
-        """(Experiment, base or trained) of each evaluation that it is made of."""
+        """(Experiment, policy state) of each evaluation that it is made of."""
         return tuple(dict.fromkeys((cell.experiment, state) for cell in self.cells for state in cell.states))
 
     def _cells(self, block: str, row: str, column: str, number: int) -> list[PaperCell]:
@@ -120,8 +122,10 @@ class PaperTable:
         line = values.get(row, [])
         parts = _parts(line[number] if number < len(line) else None, len(self.config.metrics))
         state = place.get("state", "trained")
-        if state not in ("base", "trained", "gain"):
-            raise ValueError(f"state '{state}' of {row}, {column}; expected base, trained or gain")
+        experiment = self.config.experiment.format(**place)
+        known = ("base", "trained", "gain", *self.config.evaluate.get(experiment, ()))
+        if state not in known:
+            raise ValueError(f"state '{state}' of {row}, {column}; expected {', '.join(known)}")
         return [
             PaperCell(
                 block=block,
@@ -129,7 +133,7 @@ class PaperTable:
                 column=column,
                 metric=metric,
                 kind=place.get("metric", kind),
-                experiment=self.config.experiment.format(**place),
+                experiment=experiment,
                 state=GAIN if state == "gain" else state,
                 dataset=place.get("dataset", "all"),
                 published=published,

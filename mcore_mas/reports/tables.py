@@ -74,7 +74,7 @@ def make_table(
     Raises:
         TableError: an evaluation file is missing or not as `mcore_mas.training.evaluate` writes it.
     """
-    scores = pd.concat([_read_evaluation(path) for path in evaluations], ignore_index=True)
+    scores = pd.concat([read_evaluation(path) for path in evaluations], ignore_index=True)
     scores["experiment"] = scores["run"].map(experiments)
     table = pd.DataFrame(_measured(scores))
     numbers = pd.DataFrame(published, columns=[*_KEY, "value", "source"]).drop_duplicates(_KEY)
@@ -85,7 +85,7 @@ def make_table(
         write_text(path, writers[path.suffix](table))
 
 
-def _read_evaluation(path: Path) -> pd.DataFrame:
+def read_evaluation(path: Path) -> pd.DataFrame:
     """A line per task and metric: run, policy_state, k, counts of replies, task, source, metric, value."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -11,6 +11,8 @@ from mcore_mas.pipeline.suite import Suite, SuiteError
 
 try:
     SUITE = Suite.load(config, *(Path(file).resolve().parent for file in workflow.configfiles[-1:]))
+    if TABLES:
+        paper_suite.check_there(SUITE)
 except SuiteError as error:  # one line, no traceback, before any job starts
     raise SystemExit(f"error: {error}") from None
 config["experiments"] = SUITE.overrides  # a grid written out, for the report
@@ -36,7 +38,7 @@ def retriever_of(wildcards):
 def start_of(wildcards):
     """The cold-started model, this run's or another's, for runs that do not bring a model folder."""
     if wildcards.run not in SUITE.starts:
-        return []
+        return SUITE.models(wildcards.run) if SUITE.scale == "tiny" else []
     return [f"<results>/{SUITE.starts[wildcards.run]}/bootstrap/bootstrap.json"]
 
 

@@ -64,7 +64,7 @@ def test_averages_of_the_papers_are_of_their_rows(name: str) -> None:
         (("grade: primary", "grade: rumour"), "grade: Input should be 'primary' or 'secondary'"),
         (("drmas_t1_{size}", "drmas_t9_{size}"), "no experiment 'drmas_t9_4b_single_grpo'"),
         (("39.3/64.0", "39.3"), "cell '39.3' has 1 numbers; expected 2"),
-        (("state: base", "state: bass"), "state 'bass' of AIME24, SA untrained; expected base, trained or gain"),
+        (("state: base", "state: bass"), "state 'bass' of AIME24, SA untrained; expected base, trained, gain"),
         (("[Sh Dr.MAS, Sh GRPO]", "[Sh Dr.MAS, GRPO]"), "compare: no row or column 'GRPO'"),
         (("AIME25: [33.1", "AIME26: [33.1"), "values of 'AIME26', which is no row"),
     ],

@@ -1,0 +1,88 @@
+"""Scale of a run: the published size, or the same run made tiny (workflow/scales/tiny.yaml)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mcore_mas import SHIPPED
+from rollout.tasks.splits import SPLITS
+
+SCALES = ("paper", "tiny")
+_CORPUS = "data/search/passages.jsonl"
+_FILE_LIMIT = 4  # tasks of each file
+
+
+class ScaleError(ValueError):
+    """A run cannot be had at a scale: says what is in the way."""
+
+
+def scaled(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
+    """The sections of a composed config at a scale.
+
+    At `tiny`, files of `data/` and folders of `models/` are looked for below the results folder, where the pipeline
+    makes them; a retriever elsewhere becomes one of its own; nobody outside is asked, so a coach's reward is the
+    outcome's.
+
+    Raises:
+        ScaleError: a policy is a remote model.
+    """
+    if scale == "paper":
+        return dict(values)
+    rule = yaml.safe_load((SHIPPED / "workflow" / "scales" / f"{scale}.yaml").read_text(encoding="utf-8"))
+    made = {
+        key: {**value, **rule["merged"].get(key, {})} if key in rule["merged"] else value
+        for key, value in values.items()
+    }
+    made |= rule["replaced"]
+    for section, limits in rule["most"].items():
+        made[section] = _capped(made[section], limits)
+    made["policies"] = {name: _policy(own, rule["policies"], values) for name, own in values["policies"].items()}
+    made["agents"] = {name: {**own, **rule["agents"]} for name, own in values["agents"].items()}
+    made["data"] = _data(made["data"], Path(values["results"]))
+    if (values.get("retriever") or {}).get("url"):
+        made["retriever"] = {"passages": str(Path(values["results"]) / _CORPUS)}
+    if values.get("coach"):
+        made["coach"] = None
+        made["reward"] = {**made["reward"], "name": "shared_outcome", "options": {}}
+    return made
+
+
+def _capped(value: Any, limits: Mapping[str, int]) -> Any:
+    """With no number above its limit, wherever its key stands."""
+    if isinstance(value, list | tuple):
+        return [_capped(item, limits) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: min(item, limits[key]) if key in limits and type(item) is int else _capped(item, limits)
+        for key, item in value.items()
+    }
+
+
+def _policy(policy: Mapping[str, Any], settings: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    made = {**policy, **settings}
+    if made.get("critic"):
+        made["critic"] = {**made["critic"], "warmup_steps": 0, "schedule": "constant"}
+    if made.get("remote"):
+        raise ScaleError("a remote model has no tiny scale; give the agent a model folder")
+    return {**made, "model": str(Path(values["results"]) / made["model"])}
+
+
+def _data(data: Mapping[str, Any], results: Path) -> dict[str, Any]:
+    if data.get("generator") == "dsbench":  # its files may not be given on; generated tables are played the same way
+        return {**data, "generator": "tabular", "options": {}}
+    if data.get("generator"):
+        return dict(data)
+
+    def moved(entry: Any) -> Any:
+        if isinstance(entry, list | tuple):
+            return [moved(one) for one in entry]
+        keys = entry if isinstance(entry, Mapping) else {"path": entry}
+        limit = {} if keys.get("limit_per_source") else {"limit": min(keys.get("limit") or _FILE_LIMIT, _FILE_LIMIT)}
+        return {**keys, **limit, "path": str(results / keys["path"])}
+
+    return {**data, **{split: moved(data[split]) for split in SPLITS}}

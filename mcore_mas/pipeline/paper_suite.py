@@ -1,0 +1,176 @@
+"""Suites of papers' tables: the runs behind `snakemake table_drmas_1`, and the rule that makes the table."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_mas import SHIPPED
+from mcore_mas.pipeline.suite import Suite, SuiteError
+from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
+from mcore_mas.reports.paper_tables import PaperTable, table_names
+from mcore_mas.reports.tables import TableError
+
+# where a published data file is from, as the papers' authors name it
+SOURCES: Mapping[str, Mapping[str, str]] = {
+    "math": {
+        "dapo_filter.parquet": "aaabiao/dapo_filter of huggingface.co",
+        "aime_2024.parquet": "HuggingFaceH4/aime_2024 of huggingface.co, 30 problems",
+        "aime_2025.parquet": "MathArena/aime_2025 of huggingface.co, 30 problems",
+        "math_500.parquet": "HuggingFaceH4/MATH-500 of huggingface.co, 500 problems",
+        "amc_23.parquet": "knoveleng/AMC-23 of huggingface.co, 40 problems",
+        "minerva.parquet": "zwhe99/simplerl-minerva-math of huggingface.co, 272 problems",
+        "olympiad_bench.parquet": "realtreetune/olympiadbench of huggingface.co, about 675 problems",
+    },
+    "search": {
+        "train.parquet": "train of PeterJinGo/nq_hotpotqa_train of huggingface.co",
+        "test.parquet": "test of PeterJinGo/nq_hotpotqa_train of huggingface.co, about 51 700 questions",
+    },
+}
+ALL_TABLES = "tables"  # the target of every table
+
+
+def asked_tables(arguments: Sequence[str], configured: str | None) -> list[str]:
+    """The tables that a command line of Snakemake asks for, or that its config names, as it does in a submitted job.
+
+    Raises:
+        SuiteError: there is no such table.
+    """
+    if configured:
+        return configured.split("+")
+    known = table_names()
+    asked = [word.removeprefix("table_") for word in arguments if re.fullmatch(r"table_\w+", word)]
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise SuiteError(f"no target table_{unknown[0]}; expected {', '.join(f'table_{name}' for name in known)}")
+    return known if ALL_TABLES in arguments else list(dict.fromkeys(asked))
+
+
+def paper_suite(tables: Sequence[str], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The suite of all runs that `tables` are made of, each once; `config` may set scale, results and seeds.
+
+    Raises:
+        SuiteError: a table's file cannot be used, or `config` has another key.
+    """
+    unknown = config.keys() - {"scale", "results", "seeds", ALL_TABLES}
+    if unknown:
+        raise SuiteError(
+            f"a table brings its own suite: leave --configfile and --config {min(unknown)}=... out; it takes "
+            "scale=paper or tiny, seeds=3 and results=folder"
+        )
+    try:
+        loaded = [PaperTable.load(name) for name in tables]
+    except TableError as error:
+        raise SuiteError(str(error)) from error
+    scale, seeds = str(config.get("scale", "paper")), seeds_of(config)
+    names = dict.fromkeys(name for table in loaded for name in table.experiments)
+    cells = {run: own for table in loaded for run, own in table.config.evaluate.items()}
+    return {
+        "suite": f"table_{tables[0]}" if len(tables) == 1 else ALL_TABLES,
+        "results": str(config.get("results", "results" if scale == "paper" else f"results/{scale}")),
+        "scale": scale,
+        "experiments": {
+            seeded(name, seed): [f"experiment={name}", *([f"seed={seed}"] if seed != seeds[0] else [])]
+            for name in names
+            for seed in seeds
+        },
+        "evaluate": {
+            seeded(run, seed): {cell: _reseeded(seats, seed) for cell, seats in own.items()}
+            for run, own in cells.items()
+            for seed in seeds
+        },
+    }
+
+
+def check_there(suite: Suite) -> None:
+    """Refuse a suite whose published data or models are not on this machine; the scale `tiny` makes its own.
+
+    Raises:
+        SuiteError: what is missing, which runs need it, where it comes from and what to do, a line each.
+    """
+    if suite.scale != "paper":
+        return
+    needed: dict[str, list[str]] = {}
+    for run in suite.runs:
+        for path in (*suite.data_files(run), *suite.models(run)):
+            needed.setdefault(path, []).append(run)
+    missing = {path: runs for path, runs in needed.items() if not Path(path).exists()}
+    if not missing:
+        return
+    lines = [f"{len(missing)} of {len(needed)} inputs are not on this machine:"]
+    for path, runs in missing.items():
+        folder = Path(path).parent
+        what = (
+            f"{folder}: the model {folder.name}; its folder from huggingface.co"
+            if path.endswith("/config.json")
+            else f"{path}: {SOURCES.get(folder.name, {}).get(Path(path).name, 'the data of docs/experiments.md')}"
+        )
+        lines.append(f"  {what} (for {runs[0]}{f' and {len(runs) - 1} more' if len(runs) > 1 else ''})")
+    lines.append(
+        "put them there (docs/experiments.md says which formats), or try --config scale=tiny, which makes its own"
+    )
+    raise SuiteError("\n".join(lines))
+
+
+def seeds_of(config: Mapping[str, Any]) -> list[int]:
+    """The seeds 1 to `seeds`; without it, the experiment's own seed alone.
+
+    Raises:
+        SuiteError: it is no number above 0.
+    """
+    count = str(config.get("seeds", 1))
+    if not count.isdecimal() or not int(count):
+        raise SuiteError(f"seeds={count}; expected how many, 1 or more")
+    return list(range(1, int(count) + 1))
+
+
+def seeded(run: str, seed: int) -> str:
+    """The name of a run with another seed than the first."""
+    return run if seed == 1 else f"{run}_seed{seed}"
+
+
+def _reseeded(seats: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    def moved(source: Any) -> Any:
+        run, slash, agent = str(source).partition("/")
+        return f"{seeded(run, seed)}{slash}{agent}" if slash else source
+
+    return {agent: moved(source) for agent, source in seats.items()}
+
+
+def table_inputs(table: PaperTable, suite: Suite, seeds: Sequence[int]) -> dict[tuple[str, str], list[str]]:
+    """The evaluations of a table below the results folder, without `.json`; untrained teams share theirs."""
+    found = {}
+    for experiment, state in table.evaluations:
+        runs = [seeded(experiment, seed) for seed in seeds]
+        found[experiment, state] = [
+            f"{suite.bases[run] if state == 'base' else run}/evaluation/{state}" for run in runs
+        ]
+    return found
+
+
+def write_paper_table(
+    name: str, evaluations: Mapping[str, Sequence[str]], out: Path, *, scale: str, seeds: Sequence[int]
+) -> None:
+    """Write a table as `out`, Markdown, and as CSV beside it.
+
+    Args:
+        evaluations: by `experiment/state`, a file of each seed.
+    """
+    files = {
+        (key.partition("/")[0], key.partition("/")[2]): [Path(path) for path in paths]
+        for key, paths in evaluations.items()
+    }
+    made = MadeFrom(scale=scale, seeds=seeds, commit=_commit(), results=out.parent.parent)
+    make_paper_table(PaperTable.load(name), files, made, out.with_suffix(".csv"), out)
+
+
+def _commit() -> str:
+    """Of the checkout that made it, with a star where it has changes; "unknown" in an installed package."""
+    command = ["git", "-C", str(SHIPPED), "describe", "--always", "--dirty=*", "--abbrev=10", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,230 @@
+"""A paper's table made here: our scores beside the published ones, with intervals, differences and deviations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import hypot
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+
+from mcore_mas.equations.statistics import mean_interval
+from mcore_mas.reports.paper_tables import PaperCell, PaperTable
+from mcore_mas.reports.published import expand_braces, published_values, read_published
+from mcore_mas.reports.tables import GAIN, markdown_table, read_evaluation
+from rollout.base.files import write_text
+
+_GRADES = {"primary": "read in the paper or its README", "secondary": "at second hand: check them before quoting"}
+
+_TINY = (
+    "**Scale tiny: random models, generated tasks, two steps. These scores say that the pipeline runs, and nothing "
+    "about the method.**"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeFrom:
+    """What a table was made from, for its head."""
+
+    scale: str
+    seeds: Sequence[int]
+    commit: str
+    results: Path
+
+
+class Evaluations:
+    """Scores by task of the evaluations that a table is made of; seeds of a task are averaged."""
+
+    def __init__(self, files: Mapping[tuple[str, str], Sequence[Path]]) -> None:
+        """`files` are by experiment and policy state, one of each seed."""
+        self._scores = {
+            key: pd.concat([read_evaluation(path) for path in paths], ignore_index=True) for key, paths in files.items()
+        }
+
+    def scores(self, experiment: str, state: str, dataset: str, kind: str) -> list[pd.Series]:
+        """Scores by task of a data source, of `all` tasks, or for an `average` of each source by itself."""
+        if state == GAIN:
+            pairs = zip(*(self.scores(experiment, own, dataset, kind) for own in ("trained", "base")), strict=True)
+            return [(trained - base).dropna() for trained, base in pairs]
+        found = self._scores[experiment, state]
+        found = found[found["metric"].str.startswith(f"{kind}@")]
+        if dataset not in ("all", "average"):
+            found = found[found["source"] == dataset]
+        parts = [part for _, part in found.groupby("source", sort=True)] if dataset == "average" else [found]
+        return [part.groupby("task", sort=True)["value"].mean() for part in parts if len(part)]
+
+    def answers(self, experiment: str, state: str) -> int:
+        """k of avg@k."""
+        return int(self._scores[experiment, "trained" if state == GAIN else state]["k"].iloc[0])
+
+
+def make_paper_table(
+    table: PaperTable, files: Mapping[tuple[str, str], Sequence[Path]], made: MadeFrom, csv: Path, markdown: Path
+) -> None:
+    """Write the table as CSV, a measured cell a line, and as Markdown in the paper's layout.
+
+    Args:
+        files: the evaluations by experiment and policy state, one of each seed.
+
+    Raises:
+        TableError: an evaluation is missing or not as `mcore_mas.training.evaluate` writes it.
+    """
+    evaluations = Evaluations(files)
+    lines = [_line(table, cell, evaluations) for cell in table.cells]
+    differences = list(_differences(table, evaluations))
+    frame = pd.DataFrame([*lines, *differences]).assign(scale=made.scale, commit=made.commit, seeds=len(made.seeds))
+    write_text(csv, str(frame.to_csv(index=False, float_format="%.6f", lineterminator="\n")))
+    parts = [
+        _head(table, made),
+        *_blocks(table, lines),
+        *_compared(differences),
+        *table.config.notes,
+        _cost(table, made),
+        _deviations(table),
+    ]
+    write_text(markdown, "\n\n".join(filter(None, parts)) + "\n")
+
+
+def _line(table: PaperTable, cell: PaperCell, evaluations: Evaluations) -> dict[str, Any]:
+    scores = evaluations.scores(cell.experiment, cell.state, cell.dataset, cell.kind)
+    line = {
+        **{name: getattr(cell, name) for name in ("block", "row", "column", "metric")},
+        "experiment": cell.experiment,
+        "policy_state": cell.state,
+        "dataset": cell.dataset,
+        "measured": f"{cell.kind}@{evaluations.answers(cell.experiment, cell.state)}",
+        **_measured(scores, f"{cell.dataset}/{cell.metric}"),
+    }
+    published = cell.published
+    if isinstance(published, float) and not table.config.fraction:
+        published /= 100
+    return {**line, "paper_value": published, "paper_source": table.config.source, "grade": table.config.grade}
+
+
+def _measured(groups: Sequence[pd.Series], name: str) -> dict[str, Any]:
+    """Mean of the groups' means with its 95 % interval over tasks; nothing where no task was scored."""
+    if not groups:
+        return {"value": None, "ci_low": None, "ci_high": None, "n": 0}
+    means = [fmean(group) for group in groups]
+    intervals = [mean_interval(group.tolist(), name) for group in groups]
+    # of G independent means with intervals [l, u]: M - √Σ(m - l)²/G and M + √Σ(u - m)²/G   Zou & Donner 2008, eq. 5
+    below = hypot(*(mean - low for mean, (low, _) in zip(means, intervals, strict=True))) / len(groups)
+    above = hypot(*(high - mean for mean, (_, high) in zip(means, intervals, strict=True))) / len(groups)
+    value = fmean(means)
+    return {"value": value, "ci_low": value - below, "ci_high": value + above, "n": sum(map(len, groups))}
+
+
+def _differences(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[str, Any]]:
+    """Each method minus its baseline, paired by task, in every block and on every data source."""
+    by_rows = all(name in table.config.rows for pair in table.config.compare for name in pair)
+    cells = {
+        (c.block, *((c.row, c.column) if by_rows else (c.column, c.row)), c.metric): c for c in table.cells
+    }  # (block, method, dataset, metric)
+    for method, baseline in table.config.compare:
+        for (block, name, dataset, metric), cell in cells.items():
+            if name != method:
+                continue
+            other = cells[block, baseline, dataset, metric]
+            both = [evaluations.scores(own.experiment, own.state, own.dataset, own.kind) for own in (cell, other)]
+            scores = [(ours - theirs).dropna() for ours, theirs in zip(*both, strict=False)]
+            published = (cell.published, other.published)
+            known = [value for value in published if isinstance(value, float)]
+            paper = (known[0] - known[1]) / (1 if table.config.fraction else 100) if len(known) == 2 else None
+            where = {"row": dataset, "column": f"{method} - {baseline}"}
+            yield {
+                "block": block,
+                "metric": metric,
+                "policy_state": "difference",
+                "dataset": cell.dataset,
+                **(where if not by_rows else {"row": where["column"], "column": where["row"]}),
+                **_measured(scores, f"{cell.dataset}/{metric}"),
+                "paper_value": paper,
+                "paper_source": table.config.source,
+                "grade": table.config.grade,
+            }
+
+
+def _blocks(table: PaperTable, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for block in table.config.blocks:
+        for metric in table.config.metrics:
+            own = [line for line in lines if line["block"] == block and line["metric"] == metric]
+            measured = ", ".join(dict.fromkeys(line["measured"] for line in own))
+            yield f"**{block}, {metric}** (measured: {measured}; tasks: {_counts(own)})"
+            yield _grid(own)
+
+
+def _compared(differences: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not differences:
+        return
+    yield "**Differences**, paired by task, in points"
+    for block, metric in dict.fromkeys((line["block"], line["metric"]) for line in differences):
+        yield f"{block}, {metric}"
+        yield _grid([line for line in differences if (line["block"], line["metric"]) == (block, metric)])
+
+
+def _grid(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Rows and columns as the lines name them."""
+    rows: dict[str, dict[str, str]] = {}
+    for line in lines:
+        rows.setdefault(line["row"], {"": line["row"]})[line["column"]] = _shown(line)
+    return markdown_table(pd.DataFrame(rows.values()).fillna(""))
+
+
+def _shown(line: Mapping[str, Any]) -> str:
+    """`ours [interval] (paper)`, in per cent or points."""
+    sign = "+" if line["policy_state"] in (GAIN, "difference") else ""
+    ours = "no task"
+    if line["n"]:
+        low, high = 100 * line["ci_low"], 100 * line["ci_high"]
+        ours = f"{100 * line['value']:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
+    paper = line["paper_value"]
+    if paper is None:
+        return ours
+    return f"{ours} ({100 * paper:{sign}.1f})" if isinstance(paper, float) else f"{ours} ({paper})"
+
+
+def _counts(lines: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{dataset} {n}" for dataset, n in dict.fromkeys((line["dataset"], line["n"]) for line in lines))
+
+
+def _head(table: PaperTable, made: MadeFrom) -> str:
+    config = table.config
+    warning = "" if made.scale == "paper" else f"{_TINY}\n\n"
+    return (
+        f"# {config.title}\n\n{warning}Scale {made.scale}; seeds {', '.join(map(str, made.seeds))}; commit "
+        f"{made.commit}. "
+        f"In brackets 95 % intervals over tasks; in parentheses the paper's number ({config.source}; grade "
+        f"{config.grade}: {_GRADES[config.grade]}). Scores in %."
+    )
+
+
+def _cost(table: PaperTable, made: MadeFrom) -> str:
+    """Wall-clock time of each training and evaluation, as Snakemake measured it."""
+    rows = []
+    for experiment in table.experiments:
+        seconds = {path.stem: _seconds(path) for path in (made.results / experiment / "benchmarks").glob("*.jsonl")}
+        shown = {name: seconds[name] for name in ("train", "evaluate_base", "evaluate_trained") if name in seconds}
+        if shown:
+            rows.append({"experiment": experiment, **{f"{name}, s": f"{value:.0f}" for name, value in shown.items()}})
+    return f"**Cost**: wall-clock seconds\n\n{markdown_table(pd.DataFrame(rows).fillna(''))}" if rows else ""
+
+
+def _seconds(path: Path) -> float:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return float(lines[-1]["s"]) if lines else 0.0
+
+
+def _deviations(table: PaperTable) -> str:
+    """What is known to differ from the paper, from configs/published.yaml."""
+    told: dict[str, list[str]] = {}
+    besides = {name: row["besides"] for row in read_published()["rows"] for name in expand_braces(row["of"])}
+    for experiment in table.experiments:
+        differs = [str(value) for value in published_values(experiment).values() if value.differs]
+        text = "; ".join(filter(None, [besides.get(experiment, ""), *differs]))
+        if text:
+            told.setdefault(text, []).append(f"`{experiment}`")
+    return "\n".join(["**Deviations** from the paper", "", *(f"- {', '.join(n)}: {t}" for t, n in told.items())])

@@ -1,0 +1,75 @@
+"""The scale tiny: what changes of a published experiment, and files that are made in place of published ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.config.compose import experiments, resolve
+from mcore_mas.config.run import ConfigError
+from rollout.tasks.files import read_task_file
+from rollout.tasks.tiny_files import SEARCH_SOURCES, write_tiny_file
+
+SYSTEMS = [
+    "drmas_t1_8b_separate_drmas",
+    "drmas_t2_7b_shared_grpo",
+    "mappa_dsbench",
+    "marti_mars2_8b",
+    "strongermas_t1_math_shared",
+    "unitymas_t4_code_4b",
+]
+
+
+def test_a_search_run_by_hand() -> None:
+    paper, tiny = (resolve(["experiment=drmas_t2_7b_separate_drmas"], None, scale) for scale in ("paper", "tiny"))
+    assert (paper["policies"]["verifier"]["tp"], tiny["policies"]["verifier"]["tp"]) == (2, 1)
+    assert tiny["policies"]["verifier"]["model"] == "results/models/Qwen2.5-7B"
+    assert (tiny["trainer"]["steps"], tiny["trainer"]["group_size"], tiny["trainer"]["updates_per_step"]) == (2, 2, 2)
+    assert tiny["data"]["test"][0]["path"] == "results/data/search/test.parquet"
+    assert tiny["data"]["validation"][0]["limit_per_source"] == 1
+    assert tiny["retriever"] == {**paper["retriever"], "url": None, "passages": "results/data/search/passages.jsonl"}
+    for same in ("advantage", "loss", "orchestra", "env"):
+        if same != "orchestra":
+            assert tiny[same] == paper[same]
+    assert (paper["orchestra"]["options"]["max_turns"], tiny["orchestra"]["options"]["max_turns"]) == (4, 2)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_one_of_every_system_composes(name: str) -> None:
+    tiny = resolve([f"experiment={name}"], None, "tiny")
+    assert tiny["engine"]["name"] == "embedded" and tiny["coach"] is None
+    assert {agent["max_tokens"] for agent in tiny["agents"].values()} == {16}
+
+
+@pytest.mark.slow
+def test_every_published_experiment_composes() -> None:
+    for name in experiments():
+        if not name.startswith("demo_"):
+            assert resolve([f"experiment={name}"], None, "tiny")["trainer"]["steps"] == 2
+
+
+def test_a_remote_model_has_no_tiny_scale() -> None:
+    remote = "{remote: {model: m, url: 'http://127.0.0.1:1'}, model: ''}"
+    frozen = ["agents.verifier.loss_weight=0", f"++policies.verifier={remote}"]
+    with pytest.raises(ConfigError, match="a remote model has no tiny scale"):
+        resolve(["experiment=drmas_t1_4b_separate_grpo", *frozen], None, "tiny")
+
+
+@pytest.mark.parametrize(
+    ("format", "suffix"),
+    [
+        *((name, ".parquet") for name in ("aime_2024", "aime_2025", "amc_23", "dapo", "math", "math_500", "minerva")),
+        *((name, ".parquet") for name in ("olympiad_bench", "polaris", "search", "code_contests", "aime")),
+        *((name, ".jsonl") for name in ("apps", "live_code_bench", "deep_coder", "deep_coder_shown")),
+        ("math", ".json"),
+    ],
+)
+def test_generated_files_are_read_as_published_ones(tmp_path: Path, format: str, suffix: str) -> None:
+    path = tmp_path / f"x{suffix}"
+    write_tiny_file(path, format)
+    tasks = [task for _, task in read_task_file(path, format=format, split="train")]
+    assert len({task.id for task in tasks}) == len({task.prompt for task in tasks}) == 14
+    assert all(task.answers for task in tasks)
+    if format == "search":
+        assert {task.source for task in tasks} == set(SEARCH_SOURCES)

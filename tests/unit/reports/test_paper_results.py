@@ -1,0 +1,57 @@
+"""A paper's table of evaluations that can be added up by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
+from mcore_mas.reports.paper_tables import PaperTable
+
+
+def evaluation(path: Path, state: str, scores: dict[str, list[float]]) -> Path:
+    tasks = [
+        {
+            "task_id": f"{source}/{number}",
+            "source": source,
+            "scores": [score],
+            "metrics": {"avg@1": score, "pass@1": score, "maj@1": score},
+        }
+        for source, own in scores.items()
+        for number, score in enumerate(own)
+    ]
+    counts = {"replies": len(tasks), "overlong": 0, "cut": 0, "failed": {}}
+    path.write_text(json.dumps({"run": "r", "state": state, "k": 1, **counts, "rows": [], "tasks": tasks}))
+    return path
+
+
+def test_marti_by_hand(tmp_path: Path) -> None:
+    table = PaperTable.load("marti_llama")
+    base = {"aime_2024": [0.0, 1.0], "amc": [0.0], "math_500": [0.0, 0.0, 1.0, 1.0]}
+    trained = {"aime_2024": [1.0, 1.0], "amc": [0.5], "math_500": [1.0, 0.0, 1.0, 1.0]}
+    files = {
+        (experiment, state): [
+            evaluation(tmp_path / f"{experiment}_{state}.json", state, base if state == "base" else trained)
+        ]
+        for experiment, state in table.evaluations
+    }
+    made = MadeFrom(scale="tiny", seeds=[1], commit="abc", results=tmp_path)
+    out = tmp_path / "t.md"
+    make_paper_table(table, files, made, tmp_path / "t.csv", out)
+    with (tmp_path / "t.csv").open() as lines:
+        rows = {(row["row"], row["column"], row["policy_state"]): row for row in csv.DictReader(lines)}
+    untrained = rows["Pass@1", "Avg", "base"]
+    assert float(untrained["value"]) == pytest.approx(fmean([0.5, 0.0, 0.5]))  # of sources, not of the seven tasks
+    assert (untrained["n"], float(untrained["paper_value"])) == ("7", pytest.approx(0.16))
+    gain = rows["Pass@1 + RL - Pass@1", "MATH500", "difference"]
+    assert float(gain["value"]) == 0.25 and float(gain["paper_value"]) == pytest.approx(0.489 - 0.322)
+    # Student's t over the differences 1, 0, 0, 0: 0.25 ± 3.1824 · 0.5 / √4
+    assert float(gain["ci_low"]) == pytest.approx(0.25 - 3.1824 * 0.25, abs=1e-4)
+    text = out.read_text()
+    assert text.splitlines()[2].startswith("**Scale tiny: random models")
+    assert "seeds 1; commit abc" in text and "grade secondary: at second hand" in text
+    assert "| Pass@1 " in text and "25.6" in text and "no script of these rows is known" in text

@@ -1,0 +1,74 @@
+"""Papers' tables as targets, from dry runs of the real workflow."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.pipeline.paper_suite import asked_tables, paper_suite
+from mcore_mas.pipeline.suite import SuiteError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def snakemake(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "workflow" / "Snakefile"), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_a_tiny_table_makes_its_own_data_and_models_and_shares_untrained_teams(tmp_path: Path) -> None:
+    done = snakemake(tmp_path, "table_unitymas_4", "-n", "--config", "scale=tiny")
+    assert done.returncode == 0, done.stderr
+    jobs = dict(re.findall(r"^(\w+) +(\d+)$", done.stdout + done.stderr, re.MULTILINE))
+    assert jobs == {
+        "make_tiny_file": "2",
+        "make_tiny_model": "2",
+        "resolve_config": "2",
+        "prepare_tasks": "2",
+        "train": "2",
+        "evaluate": "4",
+        "make_paper_table": "1",
+        "table_unitymas_4": "1",
+        "total": "16",
+    }
+    assert list(tmp_path.glob("results*")) == []
+
+
+def test_what_is_missing_is_said_in_lines(tmp_path: Path) -> None:
+    done = snakemake(tmp_path, "table_marti_ttrl", "-n")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("Using workflow specific profile")]
+    assert done.returncode != 0
+    assert lines == [
+        "error: 2 of 2 inputs are not on this machine:",
+        "  data/math/aime_2024.parquet: HuggingFaceH4/aime_2024 of huggingface.co, 30 problems "
+        "(for marti_single_ttrl and 1 more)",
+        "  models/DeepScaleR-1.5B-Preview: the model DeepScaleR-1.5B-Preview; its folder from huggingface.co "
+        "(for marti_single_ttrl and 1 more)",
+        "put them there (docs/experiments.md says which formats), or try --config scale=tiny, which makes its own",
+    ]
+
+
+def test_targets_and_settings_are_checked() -> None:
+    assert asked_tables(["table_drmas_1", "-n", "table_drmas_1"], None) == ["drmas_1"]
+    assert len(asked_tables(["tables"], None)) == 15
+    assert asked_tables(["--target-jobs", "train:run=x"], "drmas_1+drmas_2") == ["drmas_1", "drmas_2"]
+    with pytest.raises(SuiteError, match="no target table_drmas_9; expected table_drmas_1"):
+        asked_tables(["table_drmas_9"], None)
+    with pytest.raises(SuiteError, match=r"leave --configfile and --config experiments=\.\.\. out"):
+        paper_suite(["drmas_1"], {"suite": "x", "experiments": {}})
+    with pytest.raises(SuiteError, match="seeds=0; expected how many"):
+        paper_suite(["drmas_1"], {"seeds": 0})
+
+
+def test_seeds_are_runs_and_policies_are_swapped_within_a_seed() -> None:
+    suite = paper_suite(["strongermas_3"], {"seeds": 2, "scale": "tiny"})
+    assert suite["results"] == "results/tiny"
+    assert suite["experiments"]["strongermas_t3_tool_alone_seed2"] == ["experiment=strongermas_t3_tool_alone", "seed=2"]
+    assert suite["evaluate"]["strongermas_t1_plan_path_separate_seed2"]["swapped"] == {
+        "tool": "strongermas_t1_plan_path_separate_seed2/planner",
+        "planner": "strongermas_t1_plan_path_separate_seed2/tool",
+    }

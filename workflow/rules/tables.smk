@@ -1,0 +1,78 @@
+# Tables of papers: their suite is made from workflow/tables, and at the scale `tiny` data and models too.
+from mcore_mas.reports.paper_tables import PaperTable
+
+TABLE_INPUTS = {
+    name: {
+        "/".join(key): [f"{config['results']}/{evaluation}.json" for evaluation in evaluations]
+        for key, evaluations in paper_suite.table_inputs(PaperTable.load(name), SUITE, SEEDS).items()
+    }
+    for name in TABLES
+}
+TINY = SUITE.tiny_files
+
+
+rule make_paper_table:
+    input:
+        lambda wildcards: [path for paths in TABLE_INPUTS[wildcards.table].values() for path in paths],
+    output:
+        csv="<results>/tables/{table}.csv",
+        markdown="<results>/tables/{table}.md",
+    log:
+        "<results>/logs/make_paper_table_{table}.log",
+    benchmark:
+        "<results>/benchmarks/make_paper_table_{table}.jsonl"
+    wildcard_constraints:
+        table="|".join(TABLES) or "(?!)",
+    localrule: True
+    conda:
+        ENVIRONMENT
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=10,
+    params:
+        evaluations=lambda wildcards: TABLE_INPUTS[wildcards.table],
+        scale=SUITE.scale,
+        seeds=SEEDS if TABLES else [],
+    message:
+        "table {wildcards.table}, ours beside the paper's"
+    script:
+        "../scripts/make_paper_table.py"
+
+
+rule make_tiny_file:
+    output:
+        file="<results>/data/{file}",
+    log:
+        "<results>/logs/tiny/{file}.log",
+    localrule: True
+    conda:
+        ENVIRONMENT
+    threads: 1
+    resources:
+        mem_mb=500,
+        runtime=5,
+    params:
+        format=lambda wildcards, output: TINY[str(output.file)],
+    message:
+        "{output.file}: generate a few rows"
+    script:
+        "../scripts/make_tiny_file.py"
+
+
+rule make_tiny_model:
+    output:
+        model="<results>/models/{model}/config.json",
+    log:
+        "<results>/logs/tiny/{model}.log",
+    localrule: True
+    conda:
+        ENVIRONMENT
+    threads: 1
+    resources:
+        mem_mb=1000,
+        runtime=5,
+    message:
+        "{output.model}: make a small random model of that family"
+    script:
+        "../scripts/make_tiny_model.py"

@@ -1,0 +1,10 @@
+"""Rule `make_tiny_model`: makes a small random model of a published one's family."""
+
+from pathlib import Path
+
+from mcore_mas.training.joblog import logged
+
+with logged(snakemake.log[0]):
+    from mcore_mas.pipeline.cold_start import make_tiny_model
+
+    make_tiny_model(Path(snakemake.output.model).parent)
