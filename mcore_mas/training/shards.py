@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_mas.config.run import RunConfig
-from rollout.base.files import sha256, write_json
+from rollout.base.files import FolderError, sha256, write_json
 from rollout.records.trajectory import Trajectory, read_trajectories, write_trajectories
 
 _SIZE = 128  # trajectories of a file
@@ -57,6 +57,9 @@ def identity_of_play(config: RunConfig) -> str:
     """A digest of all that decides what a team says to the test tasks: the tasks, the models' files, the settings.
 
     How many samples there are is not of it, nor how long things may take: an evaluation goes on when these change.
+
+    Raises:
+        FolderError: there is no such model folder.
     """
     models = {policy: [folder, *_files(Path(folder))] for policy, folder in config.models.items()}
     decides = {"seed", "env", "orchestra", "agents", "policies", "retriever"}
@@ -69,5 +72,7 @@ def identity_of_play(config: RunConfig) -> str:
 
 def _files(folder: Path) -> list[tuple[str, int, int]]:
     """(Name, bytes, time of the last change in ns) of each file."""
+    if not folder.is_dir():
+        raise FolderError(f"{folder}: no such model folder; name one that is on this machine")
     stats = ((file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file())
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

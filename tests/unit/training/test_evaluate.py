@@ -94,6 +94,14 @@ def test_what_another_model_said_is_not_taken_for_this_ones(tmp_path: Path) -> N
     assert list(tmp_path.glob("*.parquet")) == []
 
 
+def test_a_model_that_is_not_there_is_said_in_a_line(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with pytest.raises(FolderError, match="/nowhere: no such model folder; name one"):
+        evaluate(
+            run / "config.yaml", "swapped", run / "swapped.json", {"solver": {"model": "/nowhere"}, "verifier": "base"}
+        )
+
+
 def test_a_part_that_a_killed_process_had_not_finished_is_no_end_of_the_others(tmp_path: Path) -> None:
     """Parts are written side by side: the first of two was under way when the second was there."""
     first = Shards(tmp_path, "one model")
