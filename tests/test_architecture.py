@@ -39,6 +39,7 @@ ROOMS = (
     "mcore_mas.credit",
     "mcore_mas.packing",
     "mcore_mas.reports",
+    "mcore_mas.planning",
     "mcore_mas.training",
     "mcore_mas.pipeline",
     "mcore_mas.cli",

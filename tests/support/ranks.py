@@ -262,6 +262,33 @@ def rest(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None
     torch.save(found, out / f"{rank}.pt")
 
 
+def held(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
+    """An update; bytes of this rank's weights, gradients and optimizer, and of what the forward pass saved."""
+    trainer, saved = MegatronTrainer(spec), {}
+    weights = {tensor.untyped_storage().data_ptr() for tensor in trainer.model.tensors.values()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    (batch,) = pack([sample for sample in samples if sample.agent == "a"], 4096)
+    trainer.update([batch])
+    shared = {tensor.untyped_storage().data_ptr() for tensor in trainer.model.tensors.values()}
+    own = [t for t in trainer._state.tensors() if t.dim() and t.untyped_storage().data_ptr() not in shared]
+    found = {
+        "weights": sum(t.numel() * t.element_size() for t in trainer.model.tensors.values()),
+        "gradients": sum(b.grad_data.nbytes for s in trainer._stages for b in (*s.buffers, *s.expert_parallel_buffers)),
+        "optimizer": sum(t.numel() * t.element_size() for t in own),
+        "tokens": len(batch.token_ids),
+    }
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        trainer.update([batch])
+    found["activations"] = sum(saved.values())
+    (out / f"{rank}.json").write_text(json.dumps(found))
+
+
 def entropy(
     rank: int, out: Path, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor
 ) -> None:

@@ -1,0 +1,173 @@
+"""Memory of trainers and engines on one GPU, by formula, before anything is built; all sizes are bytes.
+
+Of activations there is an upper figure of what the local layers save for the backward pass; everything else is counted
+tensor by tensor, and the tests compare it with the tensors of a real trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mcore_mas.megatron.spec import LoraSpec, ParallelLayout
+from rollout.models.architecture import Architecture
+
+LOGITS = 64 << 20  # float32 logits that exist at a time (`mcore_mas/megatron/model/decoder.py`) ...
+_LOGITS_TIMES = 3  # ... and how many times as much computing with them takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """What one rank of a trainer holds."""
+
+    weights: float
+    gradients: float  # float32, and as much again where agents share a policy
+    optimizer: float  # float32 master weights and Adam's two moments
+    activations: float  # of one micro-batch
+    logits: float  # a chunk of them, and the float32 gradient of the output layer
+
+    @property
+    def kept(self) -> float:
+        """What stays between steps, and what `offload` gives away while the team acts."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        """At the peak of an update."""
+        return self.kept + self.activations + self.logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerKind:
+    """What of a trainer's settings its memory depends on, besides its layout."""
+
+    bf16: bool
+    distributed_optimizer: bool
+    recompute: bool
+    tokens: int  # of a micro-batch
+    agents: int = 1  # that share the policy: with several, their gradients are added up in a buffer of its own
+    lora: LoraSpec | None = None
+    value_head: bool = False  # of a critic, in place of the output layer
+
+
+def count_parameters(a: Architecture, *, value_head: bool = False) -> int:
+    """Parameters of a model, its embedding unpadded and counted once if it is the output layer too."""
+    return rank_parameters(a, ParallelLayout(), value_head=value_head)
+
+
+@lru_cache(maxsize=4096)
+def rank_parameters(a: Architecture, layout: ParallelLayout, *, value_head: bool = False) -> int:
+    """Parameters that the fullest rank of a layout holds.
+
+    Tensor parallelism cuts matrices and biases and repeats norms and routers; the first pipeline stage has the
+    embedding, the last the output layer, which with tied embeddings is a copy.
+    """
+    layers = [_layer_parameters(a, layer, layout) for layer in range(a.layers)]
+    rows = a.vocab_padded(layout.tp) // layout.tp * a.hidden
+    tied = a.tied and not value_head
+    output = a.hidden if value_head else rows
+    if layout.pp == 1:
+        return sum(layers) + rows + a.hidden + (0 if tied else output)
+    size = a.layers // layout.pp  # with vpp, too: stages of a rank add up to as many
+    stages = [sum(layers[first : first + size]) for first in range(0, a.layers, size)]
+    stages[0] += rows
+    stages[-1] += a.hidden + output
+    return max(stages)
+
+
+def _layer_parameters(a: Architecture, layer: int, layout: ParallelLayout) -> int:
+    queries, values = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    cut = 2 * a.hidden * (queries + values) + (queries + 2 * values if a.qkv_bias else 0)
+    whole = 2 * a.hidden + (2 * a.head_dim if a.qk_norm else 0)
+    if a.experts is not None and a.experts.sparse[layer]:
+        experts = 3 * a.hidden * a.experts.ffn * a.experts.count // layout.ep
+        return (cut + experts) // layout.tp + whole + a.experts.count * a.hidden
+    return (cut + 3 * a.hidden * a.ffn) // layout.tp + whole
+
+
+def adapter_parameters(a: Architecture, layout: ParallelLayout, lora: LoraSpec) -> int:
+    """Parameters of adapters on a rank: B is cut where rows are, A where inputs are (o and down)."""
+    queries, values = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    shapes = {  # (rows, inputs)
+        "q": (queries, a.hidden),
+        "k": (values, a.hidden),
+        "v": (values, a.hidden),
+        "o": (a.hidden, queries),
+        "gate": (a.ffn, a.hidden),
+        "up": (a.ffn, a.hidden),
+        "down": (a.hidden, a.ffn),
+    }
+    per_layer = 0
+    for target in lora.targets:
+        rows, inputs = shapes[target]
+        per_layer += rows + inputs // layout.tp if target in ("o", "down") else rows // layout.tp + inputs
+    return lora.rank * per_layer * a.layers // layout.pp
+
+
+@lru_cache(maxsize=65536)
+def trainer_memory(a: Architecture, layout: ParallelLayout, kind: TrainerKind) -> TrainerMemory:
+    """What the fullest rank of a trainer holds.
+
+    Bytes of a parameter (Rajbhandari et al. 2020, arXiv 1910.02054, §3.1; Megatron-core, docs of the distributed
+    optimizer): bfloat16 2 of weight, 4 of gradient, 12 of master weight and moments; float32 4, 4 and 8. The
+    distributed optimizer divides the last by the data- and context-parallel ranks. A frozen base has its weights only.
+    """
+    here = rank_parameters(a, layout, value_head=kind.value_head)
+    added = adapter_parameters(a, layout, kind.lora) if kind.lora is not None else 0
+    trained = added if kind.lora is not None else here
+    weight, state = (2, 12) if kind.bf16 else (4, 8)
+    ranks = layout.dp * layout.cp if kind.distributed_optimizer else 1
+    rows = a.vocab_padded(layout.tp) // layout.tp
+    of_weight = 0 if kind.lora is not None else (4 + weight) * rows * a.hidden
+    return TrainerMemory(
+        weights=weight * (here + added),
+        gradients=4 * trained * (2 if kind.agents > 1 else 1),
+        optimizer=state * trained / ranks,
+        activations=activation_bytes(a, layout, kind),
+        logits=0 if kind.value_head else _LOGITS_TIMES * LOGITS + of_weight,
+    )
+
+
+def activation_bytes(a: Architecture, layout: ParallelLayout, kind: TrainerKind) -> float:
+    """What the layers of a pipeline stage save of a micro-batch.
+
+    As Korthikanti et al. 2022 (arXiv 2205.05198, §4) count, for gated MLPs, grouped queries, no dropout, and attention
+    that keeps no scores. Per token and layer, in elements: 4 h (inputs of two norms and of the products after them),
+    queries, keys and values before and after their rotation (and before their norms), attention's output, 4 f (two
+    halves, silu of one, their product). Without sequence parallelism the 4 h are on every tensor-parallel rank.
+    Recomputing keeps only a layer's input, and all of the one layer that is computed again. A pipeline holds as many
+    micro-batches as it has stages.
+    """
+    queries, values = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    ffn = a.ffn if a.experts is None else max(a.experts.ffn * a.experts.per_token, a.ffn * (not all(a.experts.sparse)))
+    whole = 4 * a.hidden / (layout.tp if layout.sp else 1)
+    cut = ((2 + a.qk_norm) * (queries + 2 * values) + queries + 4 * ffn) / layout.tp
+    entry = a.hidden / (layout.tp if layout.sp else 1)
+    layers = a.layers // layout.pp
+    elements = entry * layers * layout.pp + whole + cut if kind.recompute else (whole + cut) * layers * layout.pp
+    return (2 if kind.bf16 else 4) * kind.tokens / layout.cp * elements
+
+
+def engine_weights(a: Architecture, tp: int) -> float:
+    """Weights of a server's GPU, in bfloat16."""
+    return 2 * rank_parameters(a, ParallelLayout(tp=tp))
+
+
+def kv_bytes(a: Architecture, tp: int) -> int:
+    """Keys and values of one token on a server's GPU, in bfloat16 (Pope et al. 2022, arXiv 2211.05102, §3.3).
+
+    With more GPUs than key/value heads every head is on several.
+    """
+    return 2 * 2 * a.layers * max(1, a.kv_heads // tp) * a.head_dim
+
+
+def checkpoint_bytes(a: Architecture, kinds: Mapping[str, TrainerKind]) -> float:
+    """One checkpoint of a policy's trainer and critic: float32 weights and moments of what is trained."""
+    total = 0.0
+    for kind in kinds.values():
+        lora = kind.lora
+        total += 12 * (
+            adapter_parameters(a, ParallelLayout(), lora) if lora else count_parameters(a, value_head=kind.value_head)
+        )
+    return total
