@@ -47,6 +47,28 @@ def run_suite(
     os.execv(sys.executable, [*command, *own, *context.args])  # noqa: S606
 
 
+@app.command("plan", rich_help_panel=_PANEL)
+def plan_suite(
+    suite: Annotated[str, typer.Argument(help="A suite file, or the name of an experiment.")],
+    gpus: Annotated[str, typer.Option(help="Number and kind; more than 8 are several machines.")] = "8xH100",
+    cluster: Annotated[Path | None, typer.Option(help="YAML instead: gpus, node, memory, flops, bandwidth.")] = None,
+) -> None:
+    """Say where each run's parts would lie, what they take and how long; exit status 1 if one does not fit."""
+    from mcore_mas.pipeline.suite import planned_runs
+    from mcore_mas.planning.choose import Cluster, PlanError, choose_placement
+    from mcore_mas.planning.page import plan_lines
+
+    there = Cluster.read(cluster) if cluster is not None else Cluster.parse(gpus)
+    refused = 0
+    for config in planned_runs(suite):
+        try:
+            print("\n".join(plan_lines(config, there, *choose_placement(config, there))))
+        except PlanError as error:
+            refused += 1
+            print(f"no: {error}")
+    raise typer.Exit(1 if refused else 0)
+
+
 @app.command("train", rich_help_panel=_PANEL)
 def train_run(config: _Config) -> None:
     """Train one run, from its newest checkpoint if it has one."""
@@ -150,6 +172,16 @@ def write_experiments() -> None:
 
     write_text(EXPERIMENTS_PAGE, experiments_page())
     print(EXPERIMENTS_PAGE)
+
+
+@document_commands.command("plan")
+def write_plan() -> None:
+    """Write docs/plan.md, what the published experiments get of 4, 8 and 16 GPUs."""
+    from mcore_mas.planning.page import PLAN, render_plan
+    from rollout.base.files import write_text
+
+    write_text(PLAN, render_plan())
+    print(PLAN)
 
 
 @document_commands.command("options")

@@ -85,6 +85,7 @@ class ClusterConfig(Section):
     object_store_mb: int = Field(256, ge=80)
     pool: Literal["split", "shared"] = "split"  # a device for each process, or the same devices for all policies
     cpus: int | None = Field(None, ge=1)  # devices of a machine without GPUs; None: as many as are needed
+    gpus: str | None = None  # such as 8xH100: a suite then gives the run the placement that makes the most of them
 
 
 class RunConfig(Section):

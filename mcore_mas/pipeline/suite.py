@@ -18,8 +18,9 @@ import jsonschema
 import yaml
 
 from mcore_mas import SHIPPED
-from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import STATES, ConfigError
+from mcore_mas.config.compose import experiments, resolve
+from mcore_mas.config.run import STATES, ConfigError, RunConfig
+from rollout.base.errors import ModelError
 from rollout.base.files import write_text
 from rollout.config.data import DataConfig
 from rollout.tasks.splits import SPLITS
@@ -70,8 +71,10 @@ class Suite:
         runs = {}
         for run, own in overrides.items():
             try:
-                runs[run] = resolve([*own, f"run={run}", f"results={results}"], configs, suite.get("scale", "paper"))
-            except ConfigError as error:
+                scale = suite.get("scale", "paper")
+                values = resolve([*own, f"run={run}", f"results={results}"], configs, scale)
+                runs[run] = _placed(values) if scale == "paper" else values
+            except (ConfigError, SuiteError) as error:
                 raise SuiteError(f"suite '{suite['suite']}', run '{run}': {error}") from error
         starts = {run: run for run, config in runs.items() if config.get("cold_start") is not None}
         if suite.get("share_cold_starts"):
@@ -177,6 +180,42 @@ def _check_seat(where: str, run: Mapping[str, Any], agent: str, source: Any, run
         )
     if (of or agent) not in runs[other]["agents"]:
         raise SuiteError(f"{where}: run '{other}' has no agent '{of or agent}'; {', '.join(runs[other]['agents'])}")
+
+
+def _placed(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with a placement for its `cluster.gpus`, if it has that key.
+
+    Raises:
+        SuiteError: none fits.
+    """
+    if config["cluster"]["gpus"] is None:
+        return config
+    from mcore_mas.planning.choose import PlanError, placed  # imports Megatron, which other suites do without
+
+    try:
+        return placed(config)
+    except (ModelError, PlanError) as error:
+        raise SuiteError(str(error)) from error
+
+
+def planned_runs(suite: str) -> list[RunConfig]:
+    """The runs of a suite file, or the experiment of that name, as their configs spell them out.
+
+    Raises:
+        SuiteError: there is neither, or the suite cannot be used.
+        ConfigError: the experiment does not compose.
+    """
+    path = Path(suite)
+    if path.is_file():
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise SuiteError(f"{path}: a suite is a mapping of keys (docs/configuration.md)")
+        found = Suite.load(values, path.parent.resolve()).runs
+    elif suite in experiments():
+        found = {suite: resolve([f"experiment={suite}"])}
+    else:
+        raise SuiteError(f"{suite}: no such file, and no experiment of this name (docs/experiments.md)")
+    return [RunConfig.check(dict(config), run) for run, config in found.items()]
 
 
 def _own_configs(suite: Mapping[str, Any], folder: Path | None) -> Path | None:

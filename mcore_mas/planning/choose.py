@@ -1,0 +1,256 @@
+"""Choice of a placement: of all that fit a cluster and use all of its GPUs, the one with the shortest step."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mcore_mas.config.run import RunConfig
+from mcore_mas.megatron.spec import ParallelLayout, check_fit
+from mcore_mas.planning.estimate import GPU, GPUS, Placement, RunEstimate, estimate_run
+from rollout.base.errors import ModelError
+from rollout.models.architecture import Architecture, architecture_of
+from rollout.models.published import planned_architecture
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64)  # GPUs among which the nearest that fits is looked for
+_CUTS = (1, 2, 4, 8)  # ranks that tensor parallelism may take, within a machine
+
+
+class PlanError(ValueError):
+    """A run fits no placement of a cluster, or a cluster cannot be read: one line that says what would fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """GPUs of one kind, in machines of equally many."""
+
+    gpus: int
+    kind: str
+    gpu: GPU
+    node: int = 8  # GPUs of a machine, at most
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """From words such as 8xH100, in machines of eight.
+
+        Raises:
+            PlanError: it is not a number of GPUs of a known kind.
+        """
+        found = re.fullmatch(r"(\d+)x(.+)", text)
+        if not found or not int(found[1]) or found[2] not in GPUS:
+            raise PlanError(
+                f"GPUs '{text}': expected a number and a kind, for example 8xH100; kinds: {', '.join(GPUS)}"
+            )
+        return cls(gpus=int(found[1]), kind=found[2], gpu=GPUS[found[2]])
+
+    @classmethod
+    def read(cls, path: Path) -> Cluster:
+        """From a YAML file: gpus (16xH100), and where they differ node (GPUs of a machine), memory, flops, bandwidth.
+
+        Raises:
+            PlanError: the file cannot be read, or has other keys.
+        """
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise PlanError(f"{path}: {' '.join(str(error).split())}") from error
+        own = {"memory", "flops", "bandwidth"}
+        unknown = set(values) - {"gpus", "node", *own} if isinstance(values, dict) else {"no mapping"}
+        if unknown or "gpus" not in values:
+            raise PlanError(
+                f"{path}: {min(unknown, default='gpus')}; expected gpus: 16xH100, and node, {', '.join(own)}"
+            )
+        plain = cls.parse(values["gpus"])
+        sizes = {key: float(values.get(key, getattr(plain.gpu, key))) for key in own}
+        return cls(gpus=plain.gpus, kind=plain.kind, gpu=GPU(**sizes), node=int(values.get("node", plain.node)))
+
+    def sized(self, gpus: int) -> Cluster:
+        """As many GPUs of this kind."""
+        return Cluster(gpus=gpus, kind=self.kind, gpu=self.gpu, node=self.node)
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        return f"{self.gpus}x{self.kind}"
+
+
+def shapes_of(config: RunConfig) -> dict[str, Architecture]:
+    """The shape of every policy's model: its config.json, that of the cold start that will make it, or as published.
+
+    Raises:
+        ModelError: nobody knows it.
+    """
+    if config.cold_start is None:
+        return {policy: planned_architecture(folder) for policy, folder in config.models.items()}
+    base = config.cold_start.base
+    shape: dict[str, Any] = {
+        "hidden_size": base.hidden,
+        "num_hidden_layers": base.layers,
+        "num_attention_heads": base.heads,
+    }
+    shape |= {"num_key_value_heads": base.kv_heads, "intermediate_size": base.ffn, "vocab_size": base.vocab}
+    shape |= {"model_type": "qwen2", "max_position_embeddings": base.positions, "tie_word_embeddings": True}
+    return dict.fromkeys(config.models, architecture_of(shape, "cold_start.base"))
+
+
+def own_placement(config: RunConfig) -> Placement:
+    """The placement that a config spells out."""
+    layouts = {
+        name: ParallelLayout(tp=p.tp, pp=p.pp, vpp=p.vpp, cp=p.cp, dp=p.dp, ep=p.ep, sp=p.sp)
+        for name, p in config.policies.items()
+        if name in config.trained
+    }
+    own = [config.policies[name] for name in config.trained]
+    return Placement(
+        pool=config.cluster.pool,
+        layouts=layouts,
+        replicas=config.engine.replicas,
+        engine_tp=config.engine.tp,
+        colocated=config.engine.sleep and all(policy.offload for policy in own),
+        recompute=any(policy.recompute for policy in own),
+        tokens=config.trainer.microbatch_tokens,
+    )
+
+
+def choose_placement(config: RunConfig, cluster: Cluster) -> tuple[Placement, RunEstimate]:
+    """The placement with the shortest step among those that fit `cluster`.
+
+    Raises:
+        PlanError: none fits; names what is short, and the least GPUs of that kind with which one does.
+        ModelError: the shape of a model is not known.
+    """
+    if config.engine.name != "sglang" or config.engine.urls:
+        raise PlanError(
+            f"{config.run}: its engine takes no GPUs of its own; plans are of engine.name: sglang without urls"
+        )
+    models = shapes_of(config)
+    best = _best(config, models, cluster)
+    if best is not None and not best[1].lack:
+        return best
+    larger = (cluster.sized(gpus) for gpus in _SIZES if gpus != cluster.gpus)
+    fitting = next((c for c in larger if (own := _best(config, models, c)) is not None and not own[1].lack), None)
+    if best is None:
+        why = f"the trainers and engines of {len(models)} policies cannot share out {cluster.gpus} GPUs evenly"
+    else:
+        why = f"the fullest GPU is short of {best[1].lack / 1e9:.1f} GB with {describe(best[0])}"
+    nearest = f"nearest that fits: {fitting}" if fitting else f"nothing up to {cluster.sized(_SIZES[-1])} fits"
+    raise PlanError(f"{config.run}: nothing fits {cluster}; {why}; {nearest}")
+
+
+def _best(
+    config: RunConfig, models: Mapping[str, Architecture], cluster: Cluster
+) -> tuple[Placement, RunEstimate] | None:
+    """The fastest placement that fits, or the one that lacks least; None where nothing divides."""
+    found: tuple[Placement, RunEstimate] | None = None
+    for tokens in dict.fromkeys((config.trainer.microbatch_tokens, config.engine.max_length)):
+        for placement in _placements(config, models, cluster):
+            tried = replace(placement, tokens=tokens)
+            estimate = estimate_run(config, models, tried, cluster.gpu)
+            if found is None or (estimate.lack, estimate.step_s) < (found[1].lack, found[1].step_s):
+                found = tried, estimate
+        if found is not None and not found[1].lack:
+            break  # smaller micro-batches only where nothing fits without
+    return found
+
+
+def _placements(config: RunConfig, models: Mapping[str, Architecture], cluster: Cluster) -> Iterator[Placement]:
+    """What uses all GPUs of the cluster: shared by all parts, or split evenly among trainers and among engines."""
+    trained = {policy: models[policy] for policy in config.trained}
+    trainers = sum(2 if config.policies[policy].critic is not None else 1 for policy in trained)
+    cuts = [tp for tp in _CUTS if tp <= cluster.node and all(a.heads % tp == 0 for a in models.values())]
+    for tp, recompute in itertools.product(cuts, (False, True)):
+        made = partial(Placement, engine_tp=tp, recompute=recompute, tokens=config.trainer.microbatch_tokens)
+        if cluster.gpus % tp == 0 and trained:
+            for layouts in _layouts(trained, cluster.gpus, cluster.node):
+                for colocated in (False,) if config.ahead else (False, True):
+                    replicas = cluster.gpus // tp
+                    yield made(pool="shared", layouts=layouts, replicas=replicas, colocated=colocated)
+        for ranks in range(1, cluster.gpus):
+            replicas, rest = divmod(cluster.gpus - ranks * trainers, tp * len(models))
+            if replicas > 0 and not rest:
+                for layouts in _layouts(trained, ranks, cluster.node):
+                    yield made(pool="split", layouts=layouts, replicas=replicas)
+
+
+def _layouts(models: Mapping[str, Architecture], ranks: int, node: int) -> Iterator[dict[str, ParallelLayout]]:
+    """The same number of ranks for every policy, each cut by tensor as far as it and a common bound allow."""
+    seen: list[dict[str, ParallelLayout]] = []
+    for bound, pp in itertools.product([tp for tp in _CUTS if tp <= node], (1, 2, 4)):
+        layouts = {policy: _layout(a, ranks, bound, pp) for policy, a in models.items()}
+        whole = {policy: layout for policy, layout in layouts.items() if layout is not None}
+        if len(whole) == len(layouts) and whole not in seen:
+            seen.append(whole)
+            yield whole
+
+
+@lru_cache(maxsize=4096)
+def _layout(a: Architecture, ranks: int, bound: int, pp: int) -> ParallelLayout | None:
+    """The widest cut by tensor within `bound` that the model and the number of ranks allow; None if there is none."""
+    for tp in sorted(_CUTS, reverse=True):
+        if tp > bound or ranks % (tp * pp):
+            continue
+        layout = ParallelLayout(tp=tp, pp=pp, dp=ranks // (tp * pp), sp=tp > 1)
+        try:
+            check_fit(a, layout)
+        except ModelError:
+            continue
+        return layout
+    return None
+
+
+def placed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A resolved config with the placement for its `cluster.gpus`; it must have that key.
+
+    Raises:
+        PlanError: none fits.
+        ConfigError: the values are no config.
+    """
+    config = RunConfig.check(dict(values), f"run '{values['run']}'")
+    cluster = Cluster.parse(str(config.cluster.gpus))
+    placement, estimate = choose_placement(config, cluster)
+    policies = {}
+    for name, policy in values["policies"].items():
+        policies[name] = policy
+        if (layout := placement.layouts.get(name)) is not None:
+            own = {"offload": placement.colocated, "recompute": placement.recompute, "overlap": False}
+            policies[name] = {**policy, **asdict(layout), **own}
+    share = (max(estimate.weights.values()) + estimate.kv) / (cluster.gpu.memory * 1e9)
+    options = {"mem-fraction-static": round(share, 3), "enable-memory-saver": placement.colocated}
+    engine = {
+        "replicas": placement.replicas,
+        "tp": placement.engine_tp,
+        "sleep": placement.colocated,
+        "transport": transport(placement),
+        "options": {**values["engine"]["options"], **options},
+    }
+    changed = {
+        "policies": policies,
+        "engine": {**values["engine"], **engine},
+        "trainer": {**values["trainer"], "microbatch_tokens": placement.tokens},
+        "cluster": {**values["cluster"], "pool": placement.pool},
+    }
+    return RunConfig.check({**values, **changed}, f"run '{values['run']}'").model_dump(mode="json")
+
+
+def transport(placement: Placement) -> str:
+    """How new weights reach the engines: by memory on the same GPUs, else by NCCL."""
+    return "tensor" if placement.pool == "shared" else "distributed"
+
+
+def describe(placement: Placement) -> str:
+    """A placement in a few words, with policies of one layout named once."""
+    cuts: dict[str, list[str]] = {}
+    for policy, layout in placement.layouts.items():
+        sizes = " ".join(f"{key} {size}" for key in ("tp", "pp", "cp", "dp") if (size := getattr(layout, key)) > 1)
+        cuts.setdefault(sizes or "one rank", []).append(policy)
+    trainers = "; ".join(cut if len(cuts) == 1 else f"{', '.join(names)} {cut}" for cut, names in cuts.items())
+    engines = f"{placement.replicas} x tp {placement.engine_tp}"
+    rest = [word for word, on in (("in turn", placement.colocated), ("recompute", placement.recompute)) if on]
+    rest.append(f"{placement.tokens} tokens")
+    return ", ".join([placement.pool, f"trainers {trainers}", f"engines {engines}", *rest])

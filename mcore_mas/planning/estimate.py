@@ -1,0 +1,333 @@
+"""Estimate of a run in one placement: the fullest GPU in each phase, seconds of a step, hours, disk; pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mcore_mas.config.run import RunConfig
+from mcore_mas.megatron.spec import LoraSpec, ParallelLayout
+from mcore_mas.planning.memory import (
+    TrainerKind,
+    TrainerMemory,
+    checkpoint_bytes,
+    count_parameters,
+    engine_weights,
+    kv_bytes,
+    rank_parameters,
+    trainer_memory,
+)
+from rollout.models.architecture import Architecture
+
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPU:
+    """A kind of GPU, by its maker's data sheet."""
+
+    memory: float  # GB, of 1e9 bytes
+    flops: float  # TFLOP/s, dense bfloat16
+    bandwidth: float  # TB/s
+
+
+GPUS = {
+    "H100": GPU(memory=80, flops=989, bandwidth=3.35),
+    "H200": GPU(memory=141, flops=989, bandwidth=4.8),
+    "A100": GPU(memory=80, flops=312, bandwidth=2.04),
+    "A100-40GB": GPU(memory=40, flops=312, bandwidth=1.56),
+    "B200": GPU(memory=180, flops=2250, bandwidth=8.0),
+    "L40S": GPU(memory=48, flops=362, bandwidth=0.86),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """What no formula gives; none is measured on these GPUs."""
+
+    usable: float = 0.92  # share of a GPU's memory that is planned with
+    process: float = 1.0  # GB of a GPU that every process on it takes for itself
+    train_mfu: float = 0.25  # share of the peak that an update reaches, recomputation not counted
+    score_mfu: float = 0.35  # share that passes without gradients reach: reference, critic, prompts
+    decode: float = 0.5  # share of the memory bandwidth that decoding reaches
+    link: float = 200.0  # GB/s at which a GPU exchanges sums with others, of one machine or several
+    latency: float = 1e-5  # s of a small exchange between a server's GPUs
+    copies: float = 20.0  # GB/s of each GPU, between its memory and the host's, or to an engine
+    reply: float = 0.5  # share of max_tokens that a mean reply takes
+    prompt: float = 0.25  # share of the room for a prompt that a mean prompt takes
+
+
+ASSUMED = Assumptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the parts of a run lie, and how they make room for each other."""
+
+    pool: Literal["shared", "split"]
+    layouts: Mapping[str, ParallelLayout]  # of every trained policy, and of its critic
+    replicas: int  # servers of each policy
+    engine_tp: int
+    colocated: bool = False  # trainers are offloaded and engines sleep in turn
+    recompute: bool = True
+    tokens: int  # of a micro-batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One policy's turns in a step, at most as many as its orchestra plays, of mean length."""
+
+    turns: float
+    depth: float  # of those, how many of one trajectory follow each other
+    prompt: float  # tokens of a turn
+    reply: float
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that train in a step, shared prefixes counted each time."""
+        return self.turns * (self.prompt + self.reply)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEstimate:
+    """A run in a placement. Memory is of the fullest GPU, in bytes."""
+
+    trainers: Mapping[tuple[str, str], TrainerMemory]  # of one rank, by policy and part
+    weights: Mapping[str, float]  # of an engine's GPU, by policy
+    kv: float  # each engine's room for keys and values, on each of its GPUs
+    update: float  # the fullest GPU while policies are trained and their weights handed over
+    rollout: float  # ... and while the team acts
+    tokens: float  # trained in a step
+    seconds: Mapping[str, float]  # of a step, by part
+    hours: float
+    host: float  # bytes of all machines' memory: what is offloaded, and the reference with what it stands in for
+    disk: float  # bytes of checkpoints and finished models
+    lack: float  # bytes that the fullest GPU is short of; 0: it fits
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+
+def workloads(config: RunConfig, assumed: Assumptions = ASSUMED) -> dict[str, Workload]:
+    """Every policy's turns in a step, if each agent speaks in all rounds that its orchestra allows."""
+    options, trainer = config.orchestra.options, config.trainer
+    nodes = options.get("max_nodes")
+    rounds = max((options.get(key) or 1 for key in ("max_turns", "max_loops", "rounds")), default=1)
+    width = trainer.branching.width if trainer.branching is not None else 1
+    trajectories = trainer.tasks_per_step * trainer.group_size * trainer.oversample
+    found = {}
+    for policy in config.policies:
+        own = [agent for agent in config.agents.values() if agent.policy == policy]
+        each = nodes / len(config.agents) if nodes else rounds
+        reply = assumed.reply * sum(agent.max_tokens for agent in own) / len(own)
+        room = sum(max(0, config.engine.max_length - agent.max_tokens) for agent in own) / len(own)
+        found[policy] = Workload(
+            turns=trajectories * width * each * len(own),
+            depth=each * len(own),
+            prompt=assumed.prompt * room,
+            reply=reply,
+        )
+    return found
+
+
+def trainer_kinds(config: RunConfig, policy: str, placement: Placement) -> dict[str, TrainerKind]:
+    """A policy's trainer and, where it has one, its critic, by part."""
+    own = config.policies[policy]
+    kind = TrainerKind(
+        bf16=own.bf16,
+        distributed_optimizer=own.distributed_optimizer,
+        recompute=placement.recompute,
+        tokens=placement.tokens,
+        agents=sum(agent.policy == policy and agent.loss_weight > 0 for agent in config.agents.values()),
+        lora=LoraSpec(rank=own.lora.rank, alpha=own.lora.alpha, targets=own.lora.targets) if own.lora else None,
+    )
+    return {"trainer": kind, **({"critic": replace(kind, value_head=True)} if own.critic is not None else {})}
+
+
+def estimate_run(
+    config: RunConfig,
+    models: Mapping[str, Architecture],
+    placement: Placement,
+    gpu: GPU,
+    assumed: Assumptions = ASSUMED,
+) -> RunEstimate:
+    """What a run takes in a placement on GPUs of one kind.
+
+    Args:
+        models: the shape of every policy's model.
+    """
+    trainers = {
+        (policy, part): trainer_memory(models[policy], placement.layouts[policy], kind)
+        for policy in config.trained
+        for part, kind in trainer_kinds(config, policy, placement).items()
+    }
+    weights = {policy: engine_weights(a, placement.engine_tp) for policy, a in models.items()}
+    kv, update, rollout = _phases(config, models, placement, gpu, assumed, trainers, weights)
+    usable = assumed.usable * gpu.memory * _GB
+    seconds = step_seconds(config, models, placement, gpu, kv=max(kv, 1.0), assumed=assumed)
+    kinds = {policy: trainer_kinds(config, policy, placement) for policy in config.trained}
+    kept = config.trainer.keep_checkpoints + config.trainer.keep_best + 1  # and the one that is being written
+    disk = sum(
+        kept * checkpoint_bytes(models[policy], own) + 2 * count_parameters(models[policy])
+        for policy, own in kinds.items()
+    )
+    return RunEstimate(
+        trainers=trainers,
+        weights=weights,
+        kv=kv,
+        update=update,
+        rollout=rollout,
+        tokens=sum(work.tokens for name, work in workloads(config, assumed).items() if name in config.trained),
+        seconds=seconds,
+        hours=config.trainer.steps * sum(seconds.values()) / 3600,
+        host=_host(config, placement, trainers),
+        disk=disk,
+        lack=max(0.0, update - usable, rollout - usable),
+    )
+
+
+def _host(config: RunConfig, placement: Placement, trainers: Mapping[tuple[str, str], TrainerMemory]) -> float:
+    """Offloaded weights and optimizer state; a reference is a second copy of the weights, which are kept beside it."""
+    total = 0.0
+    for (policy, part), memory in trainers.items():
+        referred = bool(config.loss.kl.coef) and part == "trainer" and config.policies[policy].lora is None
+        own = (memory.weights + memory.optimizer) * placement.colocated + 2 * memory.weights * referred
+        total += own * placement.layouts[policy].ranks
+    return total
+
+
+def _phases(
+    config: RunConfig,
+    models: Mapping[str, Architecture],
+    placement: Placement,
+    gpu: GPU,
+    assumed: Assumptions,
+    trainers: Mapping[tuple[str, str], TrainerMemory],
+    weights: Mapping[str, float],
+) -> tuple[float, float, float]:
+    """(keys and values of an engine's GPU, the fullest GPU of an update, the fullest GPU of a rollout).
+
+    Keys and values take what is left, at most what all slots can fill and at least one longest sequence.
+    """
+    usable, context = assumed.usable * gpu.memory * _GB, assumed.process * _GB
+    token = {policy: kv_bytes(a, placement.engine_tp) for policy, a in models.items()}
+    least = max(token.values()) * config.engine.max_length
+    most = max(token.values()) * config.engine.max_length * config.engine.slots
+    if placement.pool == "split":
+        kv = min(most, max(least, usable - max(weights.values()) - context))
+        return kv, max(memory.total for memory in trainers.values()) + context, max(weights.values()) + kv + context
+    contexts = context * (len(trainers) + len(weights))
+    trained, kept = sum(m.total for m in trainers.values()), sum(m.kept for m in trainers.values())
+    engines = sum(weights.values())
+    # engines take new weights while other policies are still trained
+    beside = {"update": trained + engines, "rollout": engines + (0 if placement.colocated else kept)}
+    fullest = beside["rollout"] if placement.colocated else max(beside.values())
+    kv = min(most, max(least, (usable - contexts - fullest) / len(weights)))
+    room = kv * len(weights)
+    update = beside["update"] + contexts + (0 if placement.colocated else room)
+    return kv, update, beside["rollout"] + contexts + room
+
+
+def step_seconds(
+    config: RunConfig,
+    models: Mapping[str, Architecture],
+    placement: Placement,
+    gpu: GPU,
+    *,
+    kv: float,
+    assumed: Assumptions = ASSUMED,
+) -> dict[str, float]:
+    """Seconds of a step by part; tools, validations and waiting for a slow environment are not in it.
+
+    Policies on GPUs of their own work side by side, those that share them one after the other. What staleness hides
+    is not taken off.
+    """
+    works = workloads(config, assumed)
+    joined = max if placement.pool == "split" else sum
+    acting = joined(_rollout_s(config, models[p], works[p], placement, gpu, kv, assumed) for p in models)
+    depth = sum(works[p].depth * _turn_s(models[p], works[p], placement, gpu, assumed) for p in models)
+    updating = joined(_update_s(config, p, models[p], works[p], placement, gpu, assumed) for p in config.trained)
+    moved = joined(engine_weights(models[p], 1) / placement.layouts[p].tp for p in config.trained)
+    if placement.colocated:  # out and in again
+        for policy in config.trained:
+            for kind in trainer_kinds(config, policy, placement).values():
+                memory = trainer_memory(models[policy], placement.layouts[policy], kind)
+                moved += 2 * (memory.weights + memory.optimizer)
+    return {"rollout": max(acting, depth), "update": updating, "copies": moved / (assumed.copies * _GB)}
+
+
+def _rollout_s(
+    config: RunConfig, a: Architecture, work: Workload, placement: Placement, gpu: GPU, kv: float, assumed: Assumptions
+) -> float:
+    """Seconds in which a policy's servers read its prompts and write its replies, all of them busy.
+
+    A step of decoding reads the weights once and every row's keys and values (Pope et al. 2022, arXiv 2211.05102).
+    """
+    held = work.prompt + work.reply / 2
+    fitting = max(1.0, kv / (kv_bytes(a, placement.engine_tp) * held))
+    rows = min(config.engine.slots, fitting, max(1.0, work.turns / work.depth / placement.replicas))
+    read = engine_weights(a, placement.engine_tp) + rows * held * kv_bytes(a, placement.engine_tp)
+    step = read / (assumed.decode * gpu.bandwidth * 1e12) + _exchanges_s(a, placement, assumed)
+    decoding = work.turns * work.reply / (rows * placement.replicas) * step
+    prompts = work.turns * _forward_flops(a, work.prompt)
+    peak = assumed.score_mfu * gpu.flops * 1e12 * placement.replicas * placement.engine_tp
+    return decoding + prompts / peak
+
+
+def _turn_s(a: Architecture, work: Workload, placement: Placement, gpu: GPU, assumed: Assumptions) -> float:
+    """Seconds of a longest reply by itself: a trajectory's turns wait for each other, whatever is free."""
+    read = engine_weights(a, placement.engine_tp) / (assumed.decode * gpu.bandwidth * 1e12)
+    return work.reply / assumed.reply * (read + _exchanges_s(a, placement, assumed))
+
+
+def _exchanges_s(a: Architecture, placement: Placement, assumed: Assumptions) -> float:
+    """Seconds in which a server's GPUs add up what each has of two products a layer, in a step of decoding."""
+    return 2 * a.layers * assumed.latency * (placement.engine_tp > 1)
+
+
+def _update_s(
+    config: RunConfig,
+    policy: str,
+    a: Architecture,
+    work: Workload,
+    placement: Placement,
+    gpu: GPU,
+    assumed: Assumptions,
+) -> float:
+    """Seconds of a policy's update, its critic's, and of the passes before them.
+
+    A forward pass and a backward pass of twice as much (Kaplan et al. 2020, arXiv 2001.08361, §2.1), recomputing makes
+    it four; the reference and a critic score once more.
+    """
+    forward = work.turns * _forward_flops(a, work.prompt + work.reply)
+    models = 2 if config.policies[policy].critic is not None else 1
+    scores = (1 if config.loss.kl.coef else 0) + (models - 1)
+    scores += 1 if config.trainer.updates_per_step > 1 and config.loss.correction.name != "none" else 0
+    # on GPUs of their own a critic works beside its policy
+    beside = 1 if placement.pool == "split" else models
+    passes = beside * (4 if placement.recompute else 3) / assumed.train_mfu + scores / assumed.score_mfu
+    layout, tokens, updates = placement.layouts[policy], work.tokens, config.trainer.updates_per_step
+    computing = forward * passes / (layout.ranks * gpu.flops * 1e12)
+    microbatches = max(1.0, tokens / (placement.tokens * layout.dp * layout.cp * updates))
+    bubble = 1 + (layout.pp - 1) / microbatches  # Narayanan et al. 2021 (arXiv 2104.04473, §2.2)
+    # two sums a layer and pass over the hidden states of a token (Shoeybi et al. 2019, arXiv 1909.08053, §3), of which
+    # a ring sends each rank's part twice; gradients likewise, once an update
+    sums = 2 * (3 if placement.recompute else 2) * beside + 2 * scores
+    per_token = sums * a.layers / layout.pp * 2 * a.hidden * 2 * (layout.tp - 1) / layout.tp
+    exchanged = tokens / (layout.dp * layout.cp) * per_token
+    exchanged += updates * beside * 4 * rank_parameters(a, layout) * 2 * (layout.dp > 1)
+    return computing * bubble + exchanged / (assumed.link * _GB)
+
+
+def _forward_flops(a: Architecture, tokens: float) -> float:
+    """Of a forward pass over one sequence: 2 per parameter and token, and 2 h per pair of tokens and layer, halved."""
+    experts = a.experts
+    active = float(count_parameters(a))
+    if experts is not None:
+        idle = 3 * a.hidden * experts.ffn * (experts.count - experts.per_token)
+        active -= sum(experts.sparse) * idle
+    embedding = 0 if a.tied else a.vocab * a.hidden
+    return tokens * (2 * (active - embedding) + 2 * a.layers * a.heads * a.head_dim * tokens)

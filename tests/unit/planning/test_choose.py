@@ -1,0 +1,167 @@
+"""Placements that are chosen fit, use all GPUs and are what a suite then has; what fits nothing says what would."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mcore_mas.config.compose import experiments, resolve
+from mcore_mas.config.run import RunConfig
+from mcore_mas.megatron.spec import ParallelLayout, check_fit
+from mcore_mas.pipeline.suite import Suite, SuiteError, planned_runs
+from mcore_mas.planning.choose import Cluster, PlanError, choose_placement, own_placement, placed, shapes_of
+from mcore_mas.planning.estimate import GPUS, Placement, estimate_run, step_seconds, workloads
+from mcore_mas.planning.memory import count_parameters
+from mcore_mas.planning.page import PLAN, plan_row
+
+PUBLISHED = sorted(name for name in experiments() if not name.startswith("demo_"))
+FILES = {path: name for name, path in experiments().items() if not name.startswith("demo_")}  # the last row of each
+PAGE = PLAN.read_text(encoding="utf-8")
+
+
+@cache
+def config(experiment: str, *overrides: str) -> RunConfig:
+    return RunConfig.check(resolve([f"experiment={experiment}", *overrides]), experiment)
+
+
+def alone(**changes: object) -> Placement:
+    """Two GPUs for the trainer, one for the engine."""
+    plain = {"pool": "split", "layouts": {"shared": ParallelLayout(dp=2)}, "replicas": 1, "engine_tp": 1}
+    return Placement(**plain | {"recompute": True, "tokens": 16384} | changes)
+
+
+def test_turns_by_hand() -> None:
+    # 32 x 8 trajectories of two agents, two loops each; replies half of 4096, prompts a quarter of 8192
+    work = workloads(config("drmas_t1_4b_shared_drmas"))["shared"]
+    assert (work.turns, work.depth, work.prompt, work.reply) == (32 * 8 * 2 * 2, 4, 2048, 2048)
+    assert work.tokens == 1024 * 4096
+    # a tree of eight branches in each of five turns, by two agents with a policy each
+    trees = workloads(config("strongermas_t1_plan_path_separate"))
+    assert {name: own.turns for name, own in trees.items()} == {"tool": 32 * 8 * 5, "planner": 32 * 8 * 5}
+    # eight nodes of a tree, shared by two generators
+    assert workloads(config("marti_mars2_8b"))["generator_1"].turns == 16 * 4
+
+
+def test_seconds_of_an_update_by_hand() -> None:
+    run = config("marti_single_llama")  # 32 turns, two updates, no reference
+    (a,) = shapes_of(run).values()
+    seconds = step_seconds(run, {"shared": a}, alone(), GPUS["H100"], kv=1e12)
+    tokens = 1024 + 1536  # half of 2048, and a quarter of 6144
+    # per token 2 flops for each parameter, and 2 for each of 24 heads of 128, 28 layers and token before it
+    forward = 32 * tokens * (2 * 3_212_749_824 + 2 * 28 * 24 * 128 * tokens)
+    gradients = 2 * 4 * 3_212_749_824 * 2 / 200e9  # two updates, there and back
+    assert seconds["update"] == pytest.approx(forward * 4 / 0.25 / (2 * 989e12) + gradients)
+    assert seconds["copies"] == pytest.approx(2 * 3_212_749_824 / 20e9)
+    plain = step_seconds(run, {"shared": a}, alone(recompute=False), GPUS["H100"], kv=1e12)
+    assert (plain["update"] - gradients) / (seconds["update"] - gradients) == pytest.approx(3 / 4)
+
+
+def test_phases_by_hand() -> None:
+    run = config("marti_single_llama")
+    models = shapes_of(run)
+    n = count_parameters(models["shared"])
+    apart = estimate_run(run, models, alone(), GPUS["H100"])
+    trainer = apart.trainers["shared", "trainer"]
+    assert (trainer.weights, trainer.gradients, trainer.optimizer) == (2 * n, 4 * n, 6 * n)
+    assert apart.update == trainer.total + 1e9 and apart.weights == {"shared": 2 * n}
+    assert apart.rollout == pytest.approx(0.92 * 80e9)  # keys and values take what is left
+    together = alone(pool="shared", layouts={"shared": ParallelLayout(dp=2)}, replicas=2)
+    beside = estimate_run(run, models, together, GPUS["H100"])
+    assert beside.update == pytest.approx(trainer.total + 2 * n + beside.kv + 2e9) == pytest.approx(0.92 * 80e9)
+    in_turn = estimate_run(run, models, alone(pool="shared", replicas=2, colocated=True), GPUS["H100"])
+    assert in_turn.update == trainer.total + 2 * n + 2e9 and in_turn.kv > beside.kv
+    assert in_turn.host == 2 * (2 * n + 6 * n)
+    assert in_turn.disk == 3 * 12 * n + 2 * n  # two checkpoints, one being written, and the finished model
+
+
+@pytest.mark.parametrize("name", sorted(FILES.values()))
+@pytest.mark.parametrize("gpus", ["4xH100", "8xH100", "16xH100", "8xH200"])
+def test_what_is_chosen_fits_and_uses_every_gpu(name: str, gpus: str) -> None:
+    run, cluster = config(name), Cluster.parse(gpus)
+    try:
+        placement, estimate = choose_placement(run, cluster)
+    except PlanError as error:
+        assert f"nothing fits {gpus}; " in str(error) and "\n" not in str(error)
+        nearest = str(error).rpartition("nearest that fits: ")[2]
+        placement, estimate = choose_placement(run, cluster := Cluster.parse(nearest))
+        smaller = cluster.gpus // 2
+        if smaller > Cluster.parse(gpus).gpus:
+            with pytest.raises(PlanError):
+                choose_placement(run, cluster.sized(smaller))
+    assert estimate.lack == 0 and max(estimate.update, estimate.rollout) <= 0.92 * cluster.gpu.memory * 1e9 + 1
+    engines = placement.replicas * placement.engine_tp
+    parts = [layout.ranks for (policy, _) in estimate.trainers for layout in [placement.layouts[policy]]]
+    if placement.pool == "shared":
+        assert {engines, *parts} == {cluster.gpus}
+    else:
+        assert engines * len(run.models) + sum(parts) == cluster.gpus
+    for policy, a in shapes_of(run).items():
+        check_fit(a, placement.layouts[policy])
+
+
+def test_a_run_that_fits_nothing_says_what_would() -> None:
+    run = config("drmas_t2_7b_separate_drmas")
+    with pytest.raises(
+        PlanError, match=r"^drmas_t2_7b_separate_drmas: nothing fits 4xH100; the fullest GPU is short of"
+    ):
+        choose_placement(run, Cluster.parse("4xH100"))
+    with pytest.raises(PlanError, match=r"nearest that fits: 8xH100$"):
+        choose_placement(run, Cluster.parse("4xH100"))
+    with pytest.raises(PlanError, match=r"demo_math: its engine takes no GPUs of its own"):
+        choose_placement(config("demo_math"), Cluster.parse("4xH100"))
+    ahead = choose_placement(config("drmas_t1_4b_shared_drmas", "trainer.staleness=1"), Cluster.parse("8xH100"))[0]
+    assert not ahead.colocated  # nothing rests while the team acts beside the training
+
+
+@pytest.mark.parametrize("text", ["8", "0xH100", "8xH1000", "x"])
+def test_gpus_that_nobody_knows_are_refused(text: str) -> None:
+    with pytest.raises(PlanError, match=r"expected a number and a kind, for example 8xH100; kinds: H100, H200, A100"):
+        Cluster.parse(text)
+
+
+def test_a_cluster_is_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("{gpus: 8xH100, node: 4, memory: 94}")
+    found = Cluster.read(file)
+    assert (found.gpus, found.node, found.gpu.memory, found.gpu.flops) == (8, 4, 94, 989)
+    assert (
+        max(layout.tp for layout in choose_placement(config("drmas_t1_8b_single_grpo"), found)[0].layouts.values()) <= 4
+    )
+    file.write_text("{gpus: 8xH100, memroy: 94}")
+    with pytest.raises(PlanError, match="memroy; expected gpus: 16xH100, and node, "):
+        Cluster.read(file)
+
+
+def test_a_suite_has_what_was_chosen(tmp_path: Path) -> None:
+    run = "drmas_t2_7b_separate_drmas"
+    suite = {"suite": "s", "results": str(tmp_path), "experiments": {"a": [f"experiment={run}", "cluster=auto"]}}
+    made = RunConfig.check(dict(Suite.load(suite).runs["a"]), "a")
+    placement, estimate = choose_placement(config(run), Cluster.parse("8xH100"))
+    assert own_placement(made) == placement
+    assert (made.cluster.pool, made.engine.transport, made.engine.sleep) == ("shared", "tensor", True)
+    assert made.engine.options["enable-memory-saver"] is True
+    held = (max(estimate.weights.values()) + estimate.kv) / 80e9
+    assert made.engine.options["mem-fraction-static"] == pytest.approx(held, abs=1e-3)
+    plain = config(run, "run=a", f"results={tmp_path}", "cluster=auto").model_dump(mode="json")
+    same = ("agents", "loss", "reward", "advantage", "evaluation", "data", "orchestra", "seed")
+    assert {key: made.model_dump(mode="json")[key] for key in same} == {key: plain[key] for key in same}
+    assert placed(plain) == made.model_dump(mode="json")
+    suite["experiments"]["a"].append("cluster.gpus=2xH100")
+    with pytest.raises(SuiteError, match=r"suite 's', run 'a': a: nothing fits 2xH100; .* nearest that fits: 8xH100"):
+        Suite.load(suite)
+    file = tmp_path / "suite.yaml"
+    file.write_text(yaml.safe_dump({"suite": "s", "experiments": {"b": [f"experiment={run}"]}}))
+    assert [planned.run for planned in planned_runs(str(file))] == ["b"]
+    with pytest.raises(SuiteError, match="nobody: no such file, and no experiment of this name"):
+        planned_runs("nobody")
+
+
+def test_the_page_has_every_published_experiment() -> None:
+    rows = [line.split("`")[1] for line in PAGE.splitlines() if line.startswith("| `") and " x " in line]
+    assert sorted(rows) == PUBLISHED
+
+
+@pytest.mark.parametrize("name", sorted(FILES.values()))
+def test_the_page_is_up_to_date(name: str) -> None:
+    assert f"| {' | '.join(plan_row(name))} |" in PAGE.splitlines(), "run mcore-mas write plan"
