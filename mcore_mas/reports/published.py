@@ -117,13 +117,13 @@ class PublishedValue:
 
 @cache
 def read_published() -> dict[str, Any]:
-    """configs/published.yaml: `sources`, `families` and `rows`."""
-    return dict(yaml.safe_load((CONFIGS / "published.yaml").read_text(encoding="utf-8")))
+    """docs/published.yaml: `sources`, `families` and `rows`."""
+    return dict(yaml.safe_load(EXPERIMENTS_PAGE.with_name("published.yaml").read_text(encoding="utf-8")))
 
 
 @cache
 def published_values(experiment: str) -> dict[str, PublishedValue]:
-    """The hyper-parameters of an experiment that configs/published.yaml says anything about, by name."""
+    """The hyper-parameters of an experiment that docs/published.yaml says anything about, by name."""
     theirs: dict[str, tuple[Any, str]] = {}
     reasons: dict[str, str] = {}
     for family in read_published()["families"]:
@@ -152,7 +152,7 @@ def published_experiments() -> list[str]:
 
 
 def experiments_page() -> str:
-    """docs/experiments.md with its table written anew from configs/published.yaml."""
+    """docs/experiments.md with its table written anew from docs/published.yaml."""
     lines = ["| experiment | reports | evidence | differences from the paper |", "|---|---|---|---|"]
     for row in read_published()["rows"]:
         names = expand_braces(row["of"])
