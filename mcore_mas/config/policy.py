@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field, JsonValue, PositiveFloat, model_validator
@@ -58,6 +60,33 @@ class CriticConfig(RateConfig):
     head_start: int = Field(0, ge=0)  # training steps in which it is trained, and its policy not yet
 
 
+_OWN_ENGINE = ("slots", "max_length", "overlong_prompts", "urls", "replicas", "tp", "options", "environment")
+# settings of the run's sections that a policy may have of its own
+OWN_SETTINGS: Mapping[str, Collection[str]] = MappingProxyType(
+    {
+        "engine": _OWN_ENGINE,
+        "loss": ("name", "options", "aggregation", "norm", "entropy", "kl", "correction"),
+        "trainer": ("microbatch_tokens", "updates_per_step", "minibatch", "passes"),
+    }
+)
+
+
+class OwnConfig(Section):
+    """Settings in place of the run's, in its own sections: a mapping goes into the run's key by key."""
+
+    engine: dict[str, JsonValue] = Field(default_factory=dict)
+    loss: dict[str, JsonValue] = Field(default_factory=dict)
+    trainer: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _of_a_policy(self) -> OwnConfig:
+        for section, allowed in OWN_SETTINGS.items():
+            for key in getattr(self, section):
+                if key not in allowed:
+                    raise ValueError(f"{section}.{key} is the run's; a policy's own can be {', '.join(allowed)}")
+        return self
+
+
 class PolicyConfig(RateConfig):
     """What changes weights belongs to a policy."""
 
@@ -90,6 +119,7 @@ class PolicyConfig(RateConfig):
     spike_factor: float = Field(10.0, gt=1)  # times the running median from which a gradient norm is a spike
     skip_spikes: bool = False  # leave the step out, as one with a gradient that is not finite always is
     critic: CriticConfig | None = None  # for agents whose advantage is gae
+    own: OwnConfig = OwnConfig()  # settings of engine, loss and trainer in place of the run's
 
     @property
     def ranks(self) -> int:

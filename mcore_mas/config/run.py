@@ -136,12 +136,6 @@ class RunConfig(Section):
         for name in named:
             if name not in self.agents:
                 raise ValueError(f"coach names agent '{name}', which is not there; agents: {', '.join(self.agents)}")
-        if self.trainer.microbatch_tokens < self.engine.max_length:
-            raise ValueError(
-                f"trainer.microbatch_tokens {self.trainer.microbatch_tokens} has no room for one sequence of "
-                f"engine.max_length {self.engine.max_length}; use microbatch_tokens: {self.engine.max_length}, "
-                f"or max_length: {self.trainer.microbatch_tokens}"
-            )
         if "retriever" in self.env.needs and self.retriever is None:
             raise ValueError(
                 f"env '{self.env.name}' needs a retriever; add retriever: {{}}, or name a server's url in it"
@@ -154,6 +148,8 @@ class RunConfig(Section):
                         f"policies.{name}: a cold start makes the model with a chat template of its own that takes no "
                         "arguments; leave chat_template and chat_template_kwargs out"
                     )
+        for name in self.policies:
+            for_policy(self, name)
         _check_credit(self)
         _check_turns(self)
         _check_transport(self)
@@ -227,11 +223,9 @@ class RunConfig(Section):
 
     def updates_of(self, policy: str) -> int:
         """The most updates that a trained policy can have in the whole run."""
-        return (
-            self.trainer.passes
-            * self.trainer.updates_per_step
-            * sum(policy in self.in_turn(s) for s in range(self.trainer.steps))
-        )
+        trainer = for_policy(self, policy).trainer
+        steps = sum(policy in self.in_turn(s) for s in range(trainer.steps))
+        return trainer.passes * trainer.updates_per_step * steps
 
     @property
     def remotes(self) -> dict[str, RemoteConfig]:
@@ -287,6 +281,43 @@ class RunConfig(Section):
             raise ConfigError(f"{where}: {invalid(error, cls)}") from error
         except UnknownName as error:
             raise ConfigError(f"{where}: {error}") from error
+
+
+def for_policy(config: RunConfig, policy: str) -> RunConfig:
+    """The run as one policy is trained and sampled: with its own settings of engine, loss and trainer.
+
+    Raises:
+        ValueError: they do not go with the run's.
+    """
+    own = config.policies[policy].own
+    sections: dict[str, Section] = {"engine": config.engine, "loss": config.loss, "trainer": config.trainer}
+    for name, section in sections.items():
+        changed = getattr(own, name)
+        if changed:
+            values = section.model_dump(mode="json", exclude={"options"} if "name" in changed else set())
+            try:
+                sections[name] = type(section).model_validate_json(
+                    to_json(_merged(values, changed), inf_nan_mode="constants"), strict=True
+                )
+            except ValidationError as error:
+                raise ValueError(f"policies.{policy}.own.{name}.{invalid(error, type(section))}") from None
+    mine = config.model_copy(update=sections)
+    tokens, length = mine.trainer.microbatch_tokens, mine.engine.max_length
+    if tokens < length:
+        where = f"policies.{policy}.own: " if own.engine or own.trainer else ""
+        raise ValueError(
+            f"{where}trainer.microbatch_tokens {tokens} has no room for one sequence of engine.max_length {length}; "
+            f"use microbatch_tokens: {length}, or max_length: {tokens}"
+        )
+    return mine
+
+
+def _merged(values: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    own = {
+        key: _merged(values[key], new) if isinstance(new, dict) and isinstance(values.get(key), dict) else new
+        for key, new in changed.items()
+    }
+    return {**values, **own}
 
 
 def _check_credit(config: RunConfig) -> None:
@@ -364,7 +395,12 @@ def _check_turns(config: RunConfig) -> None:
     for name in config.trained:
         policy = config.policies[name]
         for rate, where in ((policy, name), (policy.critic, f"{name}.critic")):
-            if config.trainer.minibatch and rate and rate.schedule != "constant" and not rate.decay_steps:
+            if (
+                for_policy(config, name).trainer.minibatch
+                and rate
+                and rate.schedule != "constant"
+                and not rate.decay_steps
+            ):
                 raise ValueError(
                     f"policies.{where}.decay_steps is missing: with trainer.minibatch nobody knows how many"
                 )

@@ -7,10 +7,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run import RunConfig, for_policy
 from retrieval.client import RetrievalClient, RetrieverSidecar
 from rollout.base.errors import ModelError
-from rollout.config.sections import build_env, build_player
+from rollout.config.sections import EngineConfig, build_env, build_player
 from rollout.engines import engine_class
 from rollout.engines.remote import hide
 from rollout.environments.protocol import Env
@@ -43,8 +43,25 @@ def make_engines(
     With `trained` the engines take weights from trainers, and Ray must be running; `places` are then actor options of
     each engine's devices. Without it `gpus` are those of each server, by policy.
     """
-    engine = config.engine
-    name = engine.name if trained or engine.name != "embedded" else "embedded_local"
+    engines = {}
+    for policy, model in models.items():
+        engine = for_policy(config, policy).engine
+        settings = _engine_settings(config, engine, trained)
+        if engine.name == "sglang":
+            settings["log"] = log / f"{policy}.log"
+        if engine.weights_folder and "threads" in settings:
+            settings["weights_folder"] = engine.weights_folder / config.run / policy
+        if gpus is not None and engine.name == "sglang":
+            settings |= {"replicas": len(gpus[policy]), "gpus": gpus[policy]}
+        if places and policy in places:
+            settings |= {"places": places[policy]} if engine.name == "sglang" else {"place": places[policy][0]}
+        name = engine.name if trained or engine.name != "embedded" else "embedded_local"
+        engines[policy] = engine_class(name)(model, **settings)
+    return engines
+
+
+def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool) -> dict[str, Any]:
+    """What an engine of this section is made with, besides its model and its place."""
     settings: dict[str, Any] = {"rows": engine.slots, "max_length": engine.max_length}
     if engine.name == "sglang":
         settings |= {
@@ -66,19 +83,7 @@ def make_engines(
         settings["device"] = engine.device
     if engine.name == "embedded" and trained:
         settings["deterministic"] = engine.deterministic
-    engines = {}
-    for policy, model in models.items():
-        own: dict[str, Any] = {}
-        if engine.name == "sglang":
-            own["log"] = log / f"{policy}.log"
-        if engine.weights_folder and "threads" in settings:
-            own["weights_folder"] = engine.weights_folder / config.run / policy
-        if gpus is not None and engine.name == "sglang":
-            own |= {"replicas": len(gpus[policy]), "gpus": gpus[policy]}
-        if places and policy in places:
-            own |= {"places": places[policy]} if engine.name == "sglang" else {"place": places[policy][0]}
-        engines[policy] = engine_class(name)(model, **(settings | own))
-    return engines
+    return settings
 
 
 def make_renderers(config: RunConfig, models: Mapping[str, str | Path]) -> dict[str, Renderer]:
@@ -104,17 +109,18 @@ def make_players(
     servers: Mapping[str, Sequence[object]] | None = None,
 ) -> dict[str, PolicyClient]:
     """The voices of the policies that have an engine; `servers` are the engine's by policy, if not the config's."""
-    count = {name: len(servers[name]) if servers else config.engine.servers for name in engines}
     renderers = make_renderers(config, {name: models[name] for name in engines})
+    sections = {name: for_policy(config, name).engine for name in engines}
+    count = {name: len(servers[name]) if servers else sections[name].servers for name in engines}
     return {
         name: build_player(
             engine,
             renderers[name],
             deadline_s=config.collection.call_s,
-            max_length=config.engine.max_length,
-            overlong_prompts=config.engine.overlong_prompts,
+            max_length=sections[name].max_length,
+            overlong_prompts=sections[name].overlong_prompts,
             # so that nothing that is asked of an engine waits there, where its deadline would go on
-            max_in_flight=config.policies[name].max_in_flight or config.engine.slots * count[name],
+            max_in_flight=config.policies[name].max_in_flight or sections[name].slots * count[name],
         )
         for name, engine in engines.items()
     }

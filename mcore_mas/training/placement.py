@@ -12,7 +12,7 @@ import torch
 from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run import RunConfig, for_policy
 from rollout.engines.sglang.server import visible_gpus
 
 Pool = Literal["shared", "split"]
@@ -90,7 +90,7 @@ def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
                 tenants.append(Tenant(policy=name, part="critic", devices=policy.ranks))
         if policy.remote is not None:
             continue
-        engine = config.engine
+        engine = for_policy(config, name).engine
         if engine.name == "sglang" and not engine.urls and kind == "GPU":
             tenants.append(Tenant(policy=name, part="engine", devices=engine.replicas * engine.tp))
         if kind == "CPU" or engine.device == "cuda":  # else the embedded engine takes none of the GPUs
@@ -104,18 +104,19 @@ def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
     Raises:
         PlacementError: there are fewer GPUs than one server of each policy needs.
     """
-    engine, policies = config.engine, list(config.models)
-    if engine.name != "sglang" or engine.urls or kind_here() != "GPU":
-        return {policy: [[]] * engine.servers for policy in policies}
-    gpus = visible_gpus()
-    replicas = len(gpus) // max(1, len(policies) * engine.tp)
-    if policies and not replicas:
-        raise PlacementError(
-            f"an evaluation needs {len(policies) * engine.tp} GPUs, engine.tp {engine.tp} for each of "
-            f"{', '.join(policies)}, and there are {len(gpus)}"
-        )
+    engines = {policy: for_policy(config, policy).engine for policy in config.models}
+    elsewhere: dict[str, list[list[str]]] = {policy: [[]] * engine.servers for policy, engine in engines.items()}
+    sizes = {policy: engine.tp for policy, engine in engines.items() if not engine.urls}
+    if config.engine.name != "sglang" or not sizes or kind_here() != "GPU":
+        return elsewhere
+    gpus, one = visible_gpus(), sum(sizes.values())
+    replicas = len(gpus) // one
+    if not replicas:
+        each = ", ".join(f"{tp} for {policy}" for policy, tp in sizes.items())
+        raise PlacementError(f"an evaluation needs {one} GPUs, engine.tp {each}, and there are {len(gpus)}")
     free = iter(gpus)
-    return {policy: [[next(free) for _ in range(engine.tp)] for _ in range(replicas)] for policy in policies}
+    own = {policy: [[next(free) for _ in range(tp)] for _ in range(replicas)] for policy, tp in sizes.items()}
+    return elsewhere | own
 
 
 def needed(tenants: Sequence[Tenant], pool: Pool) -> int:

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.credit.assign import penalise, reference_kl
 from mcore_mas.credit.samples import Sample, align, deal, split, weigh
 from mcore_mas.equations.agreement import BOUNDS, disagreement, is_agreement
@@ -19,7 +20,6 @@ from mcore_mas.training.stopping import TrainingError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mcore_mas.config.run import RunConfig
     from mcore_mas.equations.kl import AdaptiveKL
     from mcore_mas.megatron.batch import Microbatch
     from mcore_mas.megatron.step.trainer_group import TrainerGroup
@@ -47,7 +47,7 @@ class PolicyTrainer:
         kl: AdaptiveKL | None = None,
     ) -> None:
         """`kl` is the coefficient of the KL term if it adapts; each step replaces it."""
-        self._policy, self._config = policy, config
+        self._policy, self._config = policy, for_policy(config, policy)
         self._group, self._critic = group, critic
         self.kl = kl
 

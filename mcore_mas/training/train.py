@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.config.run import ConfigError, RunConfig, for_policy
 from mcore_mas.equations.kl import AdaptiveKL
 from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.training.async_rollout import AsyncRollouts
@@ -124,7 +124,9 @@ def _trainers(
             spec = critic_spec(name, config)
             critic = TrainerGroup(f"{name}-critic", spec, threads=threads, places=places[name, "critic"])
         group = TrainerGroup(name, policy_spec(name, config), threads=threads, places=places[name, "trainer"])
-        trainers[name] = PolicyTrainer(name, config, group, critic=critic, kl=_adaptive_kl(config, kl.get(name)))
+        trainers[name] = PolicyTrainer(
+            name, config, group, critic=critic, kl=_adaptive_kl(for_policy(config, name), kl.get(name))
+        )
     return trainers
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.policy import PolicyConfig, RateConfig
-from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron.spec import LoraSpec, ParallelLayout, TrainerSpec, check_fit
 from rollout.base.errors import ModelError
@@ -17,7 +17,7 @@ from rollout.records.completion import derive_seed
 
 def policy_spec(name: str, config: RunConfig) -> TrainerSpec:
     """What the trainer of policy `name` needs to know."""
-    loss, policy = config.loss, config.policies[name]
+    loss, policy = for_policy(config, name).loss, config.policies[name]
     objective = Objective(
         loss=loss.name,
         options=loss.arguments,
@@ -89,8 +89,9 @@ def check_layouts(config: RunConfig) -> None:
             check_fit(architecture, layout, policy.layers, policy.lora.targets if policy.lora else ())
         except ModelError as error:
             raise ModelError(f"policies.{name}: {error}") from None
-        if config.engine.max_length > architecture.positions:
+        length = for_policy(config, name).engine.max_length
+        if length > architecture.positions:
             raise ModelError(
-                f"policies.{name}: engine.max_length {config.engine.max_length} is more than the "
+                f"policies.{name}: engine.max_length {length} is more than the "
                 f"{architecture.positions} positions of {policy.model}; use at most {architecture.positions}"
             )

@@ -150,9 +150,7 @@ class TestPlacement:
         assert [len(servers) for servers in gpus_of_servers(self.config()).values()] == [4, 4]
 
     def test_too_few_are_refused(self) -> None:
-        with pytest.raises(
-            PlacementError, match=r"needs 16 GPUs, engine\.tp 8 for each of solver, verifier, and there"
-        ):
+        with pytest.raises(PlacementError, match=r"needs 16 GPUs, engine\.tp 8 for solver, 8 for verifier, and there"):
             gpus_of_servers(self.config("engine.tp=8"))
 
     def test_a_server_sees_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

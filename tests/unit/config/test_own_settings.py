@@ -1,0 +1,102 @@
+"""A policy's own settings of engine, loss and updates stand in for the run's, for it alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import ConfigError, RunConfig, for_policy
+from mcore_mas.credit.samples import Sample
+from mcore_mas.training import engine_factory
+from mcore_mas.training.placement import tenants_of
+from mcore_mas.training.policy_trainer import PolicyTrainer
+from mcore_mas.training.trainer_specs import policy_spec
+
+OWN = [
+    "policies.verifier.own.loss={options: {clip_high: 0.28}, kl: {coef: 0.1}, entropy: 0.01}",
+    "policies.verifier.own.engine={max_length: 256, slots: 8}",
+    "policies.verifier.own.trainer={microbatch_tokens: 1024, updates_per_step: 4}",
+]
+
+
+def config(*overrides: str) -> RunConfig:
+    return RunConfig.check(resolve(["experiment=demo_math", "engine.max_length=512", *overrides]), "a test")
+
+
+def test_what_a_policy_sets_itself_is_its_own() -> None:
+    run = config(*OWN)
+    solver, verifier = (for_policy(run, name) for name in ("solver", "verifier"))
+    assert solver == run
+    assert verifier.loss.options == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+    assert (verifier.loss.kl.coef, verifier.loss.kl.where, verifier.loss.entropy) == (0.1, "loss", 0.01)
+    assert (verifier.engine.max_length, verifier.engine.slots, verifier.engine.name) == (256, 8, "embedded")
+    assert (verifier.trainer.microbatch_tokens, verifier.trainer.steps) == (1024, run.trainer.steps)
+    assert [run.updates_of(name) for name in ("solver", "verifier")] == [100, 400]
+    specs = {name: policy_spec(name, run) for name in ("solver", "verifier")}
+    assert {name: spec.objective.options["clip_high"] for name, spec in specs.items()} == {  # type: ignore[union-attr]
+        "solver": 0.2,
+        "verifier": 0.28,
+    }
+    assert specs["verifier"].decay_steps == 400
+
+
+def test_another_loss_takes_no_options_of_the_runs() -> None:
+    loss = for_policy(config("policies.solver.own.loss={name: gspo, aggregation: seq_mean_token_mean}"), "solver").loss
+    assert (loss.name, loss.options, loss.aggregation) == ("gspo", {}, "seq_mean_token_mean")
+
+
+def test_each_policys_samples_are_split_into_its_own_updates() -> None:
+    run = config(*OWN)
+    samples = [
+        Sample(policy=name, agent=name, task=str(i), trajectory=str(i), turn=0, prompt_ids=(1,), completion_ids=(2, 3))
+        for name in ("solver", "verifier")
+        for i in range(8)
+    ]
+    group: Any = SimpleNamespace(cost_model=SimpleNamespace(spread=False))
+    parts = {name: PolicyTrainer(name, run, group).pack(samples, 0) for name in ("solver", "verifier")}
+    assert {name: [len(part.samples) for part in own] for name, own in parts.items()} == {
+        "solver": [8],
+        "verifier": [2, 2, 2, 2],
+    }
+    assert {sample.entropy_coef for part in parts["verifier"] for sample in part.samples} == {0.01}
+    assert {sample.entropy_coef for part in parts["solver"] for sample in part.samples} == {0.0}
+
+
+def test_each_policy_has_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(
+        engine_factory, "engine_class", lambda name: lambda model, **settings: made.update({model: settings})
+    )
+    run = config(*OWN)
+    engine_factory.make_engines(run, {name: name for name in run.policies}, Path("log"), trained=False)
+    assert {name: (own["rows"], own["max_length"]) for name, own in made.items()} == {
+        "solver": (192, 512),
+        "verifier": (8, 256),
+    }
+    servers = config("engine.name=sglang", "engine.python=python", "policies.verifier.own.engine={tp: 2, replicas: 3}")
+    taken = [(t.policy, t.devices) for t in tenants_of(servers, "GPU") if t.part == "engine"]
+    assert taken == [("solver", 1), ("verifier", 6)]
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (
+            "trainer={steps: 3}",
+            "trainer.steps is the run's; a policy's own can be microbatch_tokens, updates_per_step, ",
+        ),
+        ("engine={name: sglang}", "engine.name is the run's"),
+        ("loss={clip: 0.1}", "loss.clip is the run's"),
+        ("loss={entropy: -1}", "policies.verifier.own.loss.entropy: expected a number"),
+        ("engine={max_length: 8192}", "policies.verifier.own: trainer.microbatch_tokens 4096 has no room for one"),
+    ],
+)
+def test_what_cannot_be_a_policys_own_is_refused(own: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(f"policies.verifier.own.{own}")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
