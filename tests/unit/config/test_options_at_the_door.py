@@ -114,7 +114,7 @@ WRONG = [
     (MATH, "loss.options.clip_low", 1.5, "expected a number from 0 to 1 (got 1.5)"),
     (MATH, "loss.options.dual_clip", 1, "expected a number above 1 (got 1)"),
     (MATH, "loss.correction", {"name": "mis", "options": {"low": 3.0}}, "expected a number above low, which is 3"),
-    (MATH, "loss.aggregation", "mean", "expected one of token_mean, seq_mean_token_sum, "),
+    (MATH, "loss.aggregation", "mean", "expected one of token_mean, agent_mean, "),
     (MATH, "loss.kl.estimate", "k4", "expected one of k1, k2, k3, k1+, k3+ (got 'k4')"),
     (MATH, "advantage.options.eps", "small", "expected a number of at least 0 (got 'small')"),
     (MATH, "advantage.options.lone", "rwa", "expected one of zero, raw (got 'rwa')"),
