@@ -64,8 +64,9 @@ format: $(STAMP) ## rewrite files in the house style
 bench: $(STAMP) ## run every benchmark and write docs/benchmarks.md
 	$(BIN)/python benchmarks/run_all.py
 
-exactness: $(STAMP) ## measure every layout against a Hugging Face model and write docs/exactness.md
+exactness: $(STAMP) ## measure every layout against a Hugging Face model and write docs/exactness.md and correctness.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.exactness
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.correctness
 
 ui: $(STAMP) ## open MLflow on the runs (PORT=5000)
 	@$(BIN)/mcore-mas ui --store $(STORE) --port $(PORT)
