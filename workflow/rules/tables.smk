@@ -3,7 +3,7 @@ from mcore_mas.reports.paper_tables import PaperTable
 
 TABLE_INPUTS = {
     name: {
-        "/".join(key): [f"{config['results']}/{evaluation}.json" for evaluation in evaluations]
+        str(Path(*key)): [f"{config['results']}/{evaluation}.json" for evaluation in evaluations]
         for key, evaluations in paper_suite.table_inputs(PaperTable.load(name), SUITE, SEEDS).items()
     }
     for name in TABLES
