@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml requirements/lock.txt
 demo: $(STAMP) ## run the whole pipeline on two CPU cores: data to report
 	$(BIN)/snakemake
 
-study: $(STAMP) ## compare estimators over seeds, on two CPU cores in about three hours
+study: $(STAMP) ## compare estimators over seeds, on two CPU cores in some hours
 	$(BIN)/snakemake study_stability --configfile workflow/studies/claim.yaml
 	$(BIN)/snakemake study_stability --configfile workflow/suites/stability.yaml
 	$(BIN)/snakemake study_stability --configfile workflow/suites/stability_path.yaml

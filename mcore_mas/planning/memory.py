@@ -88,19 +88,9 @@ def _layer_parameters(a: Architecture, layer: int, layout: ParallelLayout) -> in
 
 def adapter_parameters(a: Architecture, layout: ParallelLayout, lora: LoraSpec) -> int:
     """Parameters of adapters on a rank: B is cut where rows are, A where inputs are (o and down)."""
-    queries, values = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    shapes = {  # (rows, inputs)
-        "q": (queries, a.hidden),
-        "k": (values, a.hidden),
-        "v": (values, a.hidden),
-        "o": (a.hidden, queries),
-        "gate": (a.ffn, a.hidden),
-        "up": (a.ffn, a.hidden),
-        "down": (a.hidden, a.ffn),
-    }
     per_layer = 0
     for target in lora.targets:
-        rows, inputs = shapes[target]
+        rows, inputs = a.projections[target]
         per_layer += rows + inputs // layout.tp if target in ("o", "down") else rows // layout.tp + inputs
     return lora.rank * per_layer * a.layers // layout.pp
 

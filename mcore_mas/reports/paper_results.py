@@ -219,7 +219,7 @@ def _seconds(path: Path) -> float:
 
 
 def _deviations(table: PaperTable) -> str:
-    """What is known to differ from the paper, from configs/published.yaml."""
+    """What is known to differ from the paper, from the published values."""
     told: dict[str, list[str]] = {}
     besides = {name: row["besides"] for row in read_published()["rows"] for name in expand_braces(row["of"])}
     for experiment in table.experiments:

@@ -31,7 +31,7 @@ SCORE_COLUMNS = (  # of the CSV, one measured number a line; scores are fraction
     "seed_count",  # runs that differ only in their seed, averaged task by task
     "paper_value",
     "paper_source",
-    "replies",  # of all data sources and seeds
+    "replies",  # of all data sources and seeds, in the rows of all; empty in those of one source of several
     "overlong_replies",  # of those, how many count as wrong because a prompt was too long
     "cut_replies",  # had a part of a prompt left out
     "failed_replies",  # are left out: what failed is unknown, not wrong
@@ -129,7 +129,7 @@ def _measured(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
                     "ci_high": high,
                     "n": len(by_task),
                     "seed_count": len(runs),
-                    **_counts(runs),
+                    **_counts(runs, of_all=dataset == "all" or len(sources) == 1),
                 }
 
 
@@ -138,16 +138,17 @@ def _seated(own: pd.DataFrame) -> list[str]:
     return [state for state in own["policy_state"].unique() if state not in STATES]
 
 
-def _counts(runs: pd.DataFrame) -> dict[str, Any]:
-    """What became of the replies of some runs."""
+def _counts(runs: pd.DataFrame, *, of_all: bool) -> dict[str, Any]:
+    """What became of the replies of some runs; "" for one data source of several, as they are counted over all."""
     failed: Counter[str] = sum(map(Counter, runs["failed"]), Counter())
-    return {
+    counts = {
         "replies": int(runs["replies"].sum()),
         "overlong_replies": int(runs["overlong"].sum()),
         "cut_replies": int(runs["cut"].sum()),
         "failed_replies": failed.total(),
         "failures": ", ".join(f"{n} {why}" for why, n in sorted(failed.items())),
     }
+    return counts if of_all else dict.fromkeys(counts, "")
 
 
 def _csv(table: pd.DataFrame) -> str:

@@ -81,6 +81,20 @@ class Architecture:
         """Rows of the embedding once it divides by `tp`."""
         return -(-self.vocab // tp) * tp
 
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(rows, inputs) of every projection of a dense layer, uncut."""
+        queries, values = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q": (queries, self.hidden),
+            "k": (values, self.hidden),
+            "v": (values, self.hidden),
+            "o": (self.hidden, queries),
+            "gate": (self.ffn, self.hidden),
+            "up": (self.ffn, self.hidden),
+            "down": (self.hidden, self.ffn),
+        }
+
     def inverse_frequencies(self) -> Tensor:
         """Radians per position of each rotated pair, float32 [head_dim / 2]."""
         exponent = torch.arange(0, self.head_dim, 2).float() / self.head_dim

@@ -57,6 +57,8 @@ def test_two_tasks_by_hand(tmp_path: Path) -> None:
     assert number("all", "pass@4", "base") == 0.5
     assert number("all", "pass@4", "trained-base") == 0.5
     assert number("easy", "avg@4", "trained-base") == 0.25
+    # replies are counted over all data sources, so a row of one of them does not claim them
+    assert [rows["demo", dataset, "avg@4", "base"]["replies"] for dataset in ("all", "easy", "hard")] == ["8", "", ""]
     # two tasks gained 0.25 and 1: a standard error of 0.375, and 12.7062 of them on either side
     assert number("all", "avg@4", "trained-base", "ci_low") == pytest.approx(0.625 - 12.7062 * 0.375)
     assert number("all", "avg@4", "trained-base", "ci_high") == pytest.approx(0.625 + 12.7062 * 0.375)

@@ -33,21 +33,6 @@ from rollout.records.completion import derive_seed
 _PEFT = re.compile(r"\.(\w+)_proj\.lora_([AB])\.weight$")
 
 
-def projections(architecture: Architecture) -> dict[str, tuple[int, int]]:
-    """(rows, inputs) of every projection of a layer, uncut."""
-    a = architecture
-    queries, values = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    return {
-        "q": (queries, a.hidden),
-        "k": (values, a.hidden),
-        "v": (values, a.hidden),
-        "o": (a.hidden, queries),
-        "gate": (a.ffn, a.hidden),
-        "up": (a.ffn, a.hidden),
-        "down": (a.hidden, a.ffn),
-    }
-
-
 class Adapter(torch.nn.Module):
     """Adds scale · B A x to a parallel linear layer's output, with an A and a B for each projection it fuses.
 
@@ -138,7 +123,7 @@ def attach_adapters(decoder: PackedGPTModel, architecture: Architecture, spec: T
     lora = spec.lora
     assert lora is not None
     decoder.requires_grad_(False)
-    sizes = projections(architecture)
+    sizes = architecture.projections
     for layer in decoder.decoder.layers:
         for path, (_, names, inputs_cut) in LINEARS.items():
             if not set(names) & set(lora.targets):
@@ -174,7 +159,7 @@ def initial_adapter(architecture: Architecture, lora: LoraSpec, name: str) -> Te
     """
     found = _PEFT.search(name)
     assert found is not None
-    rows, inputs = projections(architecture)[found.group(1)]
+    rows, inputs = architecture.projections[found.group(1)]
     if found.group(2) == "B":
         return torch.zeros(rows, lora.rank)
     generator = torch.Generator().manual_seed(derive_seed(lora.seed, name) >> 1)  # torch takes 63 bits
