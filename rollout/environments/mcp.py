@@ -251,7 +251,8 @@ async def mcp_tools(*, servers: Mapping[str, McpServer], start_s: PositiveFloat 
             return text
 
         schema = ToolSchema(name=name, description=about.description or "", parameters=about.input_schema)
-        return Tool(schema=schema, run=run)
+        hints = about.annotations
+        return Tool(schema=schema, run=run, parallel=bool(hints and hints.read_only_hint))
 
     try:
         await own.open()

@@ -41,13 +41,14 @@ class Tool:
     schema: ToolSchema
     run: Callable[..., Awaitable[str]]  # its arguments by name; raises BadArguments or ToolFailed
     noted: bool = False  # the environment writes its calls down itself
+    parallel: bool = False  # calls of one reply may be under way at once, and no call changes what another finds
 
 
 # opens tools for one trajectory, with its environment as `env` where it takes one
 ToolMaker = Callable[..., AbstractAsyncContextManager[list[Tool]]]
 
 
-def tool_of(function: Callable[..., Awaitable[str]], *, noted: bool = False) -> Tool:
+def tool_of(function: Callable[..., Awaitable[str]], *, noted: bool = False, parallel: bool = False) -> Tool:
     """The tool that an async function is: its keyword-only parameters are the arguments, its docstring the words."""
     parameters = json_schema(options_model(function))
     said = descriptions(function)
@@ -60,6 +61,7 @@ def tool_of(function: Callable[..., Awaitable[str]], *, noted: bool = False) -> 
         schema=ToolSchema(name=function.__name__, description=about, parameters=parameters),
         run=function,
         noted=noted,
+        parallel=parallel,
     )
 
 
@@ -126,7 +128,7 @@ _LARGEST_BITS = 4096  # of a number in a calculation
 @asynccontextmanager
 async def calculator_tools() -> AsyncIterator[list[Tool]]:
     """A calculator with exact fractions."""
-    yield [tool_of(calculator)]
+    yield [tool_of(calculator, parallel=True)]
 
 
 async def calculator(*, expression: str) -> str:
@@ -247,4 +249,4 @@ async def search_tools(*, env: Env) -> AsyncIterator[list[Tool]]:
         """Search the corpus for passages about a query."""
         return (await env.step(f"<search> {query} </search>")).observation
 
-    yield [tool_of(search, noted=True)]
+    yield [tool_of(search, noted=True, parallel=True)]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from rollout.base.errors import ModelError, PromptTooLong
-from rollout.models.tool_calls import ToolSchema, in_words, tool_format_of
+from rollout.models.tool_calls import PYTHON_TAG, ToolSchema, in_words, tool_format_of
 from rollout.records.trajectory import Message, Turn
 
 # for models that bring none
@@ -37,7 +40,11 @@ _MARKS = ("\ue001", "\ue002")  # stand for a reply's thoughts and its words; no 
 
 
 class Renderer:
-    """The tokenizer and chat template of one Hugging Face model folder."""
+    """The tokenizer and chat template of one Hugging Face model folder.
+
+    Special tokens come from the template alone: where a message or a tool's description spells one, it is tokenised as
+    any other text, so that nobody can end a message and begin another in a role that is not theirs.
+    """
 
     def __init__(
         self, model: Path | str, *, template: str | None = None, arguments: Mapping[str, Any] | None = None
@@ -54,7 +61,9 @@ class Renderer:
         """
         # not AutoTokenizer: for a Qwen2 model it puts Qwen2's own pre-tokeniser in place of the one in tokenizer.json
         from transformers import PreTrainedTokenizerFast
+        from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
+        self._mark, self._encode_marked = mark_control_tokens, encode_marked_chat
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model), local_files_only=True)
         if template is not None:
             self._tokenizer.chat_template = CHAT_TEMPLATES[template]
@@ -70,6 +79,11 @@ class Renderer:
         self.stop = _ends(model, self._turn_end(model, template), self._tokenizer.eos_token_id)  # end a reply
         self._end_texts = [str(self._tokenizer.convert_ids_to_tokens(end)) for end in self.stop]
         self.tool_format = tool_format_of(self._tokenizer.get_chat_template())
+        special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        self._special = _any_of(special)
+        self._special_but_own = _any_of(special - {PYTHON_TAG})  # a sampled reply calls its tools by that token
+        self._marks = _any_of(set(mark_control_tokens("|", _any_of("|"))) - {"|"})
+        self._spelling = threading.Lock()
 
     def _turn_end(self, model: Path | str, template: str | None) -> int | None:
         end = _TURN_ENDS.get(template or "")
@@ -84,7 +98,7 @@ class Renderer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Token ids [P] of a conversation, up to where the assistant's reply begins."""
-        return self.encode(self._text(messages, tools))
+        return self._encode(self._text(messages, tools))
 
     def extend(
         self, before: Turn, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
@@ -115,7 +129,7 @@ class Renderer:
             return None
         if before.completion_ids[-1:] and before.completion_ids[-1] in self.stop:
             rest = next((rest.removeprefix(end) for end in self._end_texts if rest.startswith(end)), rest)
-        return before.prompt_ids + before.completion_ids + self.encode(rest)
+        return before.prompt_ids + before.completion_ids + self._encode(rest)
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
         """Token ids [C] of a reply as a model would write it, its end included."""
@@ -138,10 +152,10 @@ class Renderer:
             prompt = self._text(messages[:i])
             if not prompt.startswith(text):
                 raise ValueError("the chat template rewrites earlier messages; its dialogues cannot be trained on")
-            head, reply = self.encode(prompt[len(text) :]), self.encode_reply(message.content)
+            head, reply = self._encode(prompt[len(text) :]), self.encode_reply(message.content)
             ids += head + reply
             written += [False] * len(head) + [True] * len(reply)
-            text = prompt + message.content + self._end_texts[0]
+            text = prompt + self._mark(message.content, self._special) + self._end_texts[0]
         return tuple(ids), tuple(written)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -158,8 +172,11 @@ class Renderer:
             messages, tools = in_words(messages, tools), ()
         return str(
             self._tokenizer.apply_chat_template(
-                [_as_template_takes(message) for message in messages],
-                tools=[tool.function for tool in tools] or None,
+                [
+                    self._mark(_as_template_takes(message), self._special_but_own if message.raw else self._special)
+                    for message in messages
+                ],
+                tools=self._mark([tool.function for tool in tools], self._special) or None,
                 add_generation_prompt=True,
                 tokenize=False,
                 **self._arguments,
@@ -167,8 +184,24 @@ class Renderer:
         )
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids [T] of a text by itself."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        """Token ids [T] of a text by itself, none of them special."""
+        return self._encode(self._mark(text, self._special))
+
+    def _encode(self, marked: str) -> tuple[int, ...]:
+        """Token ids [T] of text with marks around what spells a special token and is none."""
+        if not self._marks.search(marked):
+            return tuple(self._tokenizer.encode(marked, add_special_tokens=False))
+        with self._spelling:  # the library turns a switch of the tokenizer on and off
+            return tuple(self._encode_marked(self._speller, marked))
+
+    @cached_property
+    def _speller(self) -> Any:
+        return deepcopy(self._tokenizer)
+
+
+def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """Matches any of the tokens, the longest that it can, and nothing where there are none."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 
 def _as_template_takes(message: Message) -> dict[str, Any]:

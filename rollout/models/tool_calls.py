@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rollout.records.trajectory import Message, ToolUse
 
 ToolFormat = Literal["hermes", "llama3", "fenced"]
-_PYTHON_TAG = "<|python_tag|>"
+PYTHON_TAG = "<|python_tag|>"
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FENCED = re.compile(r"^```tool[ \t]*\n(.*?)(?:^```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 _UNREADABLE = 'This tool call cannot be read. Write it as JSON: {"name": "...", "arguments": {...}}'
@@ -55,8 +55,8 @@ def _marked(pattern: re.Pattern[str]) -> Callable[[str], tuple[str, list[str]]]:
 def _llama3(text: str) -> tuple[str, list[str]]:
     """JSON objects that are the whole reply, one after another or with `;` between; or a program behind its tag."""
     body = text.strip()
-    tagged = body.startswith(_PYTHON_TAG)
-    body = body.removeprefix(_PYTHON_TAG).strip()
+    tagged = body.startswith(PYTHON_TAG)
+    body = body.removeprefix(PYTHON_TAG).strip()
     if not body.startswith("{"):
         return ("", [json.dumps({"name": "python", "arguments": {"code": body}})]) if tagged and body else (text, [])
     calls = []
@@ -83,7 +83,7 @@ def tool_format_of(template: str) -> ToolFormat:
     """The format that a chat template teaches its model; `fenced` where it is none that is known here."""
     if re.search(r"<tool_call>.*<args-(json-object|dict)>", template, re.DOTALL):
         return "hermes"
-    if re.search(r"\btools\b", template) and (_PYTHON_TAG in template or "ipython" in template):
+    if re.search(r"\btools\b", template) and (PYTHON_TAG in template or "ipython" in template):
         return "llama3"
     return "fenced"
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from rollout.base.errors import PromptTooLong
+from rollout.base.task_group import together
 from rollout.engines import ChatState
 from rollout.environments.protocol import ToolCall
 from rollout.environments.tools import Tool, call_tool
@@ -98,8 +99,9 @@ class Chat:
     async def run(self, max_turns: int) -> AgentReply:
         """Make the calls of the latest reply and go on, until a reply makes none, for at most `max_turns` replies.
 
-        Calls of one reply are made in their order: they may share a session, and what is written down should not depend
-        on which of them is faster. A call that cannot be read or made has what is wrong as its result.
+        Calls of one reply are made side by side where their tools are `parallel`, the others in their order: they may
+        share a session. Results are in the order of the calls. A call that cannot be read or made has what is wrong as
+        its result.
 
         Raises:
             ValueError: nothing was said yet.
@@ -112,8 +114,8 @@ class Chat:
             if not self._open or self.full:
                 break
             calls, latest = self._open, self.latest
-            for number, call in enumerate(calls):
-                self._answer(call, await self._call(number, call, latest))
+            for call, result in zip(calls, await self._results(calls, latest), strict=True):
+                self._answer(call, result)
             await self._reply()
         return self.latest
 
@@ -157,15 +159,31 @@ class Chat:
         self.messages.append(reply.message or Message(role="assistant", content=reply.text))
         return reply
 
-    async def _call(self, number: int, call: ToolUse, reply: AgentReply) -> str:
+    async def _results(self, calls: Sequence[ToolUse], reply: AgentReply) -> list[str]:
+        results = [self._problem(number, call, reply) for number, call in enumerate(calls)]
+        free = [number for number, result in enumerate(results) if not result]
+        alone = [n for n in free if calls[n].name in self._tools and self._tools[calls[n].name].parallel]
+
+        async def make(numbers: Iterable[int]) -> None:
+            for number in numbers:
+                results[number] = await self._call(calls[number], reply)
+
+        await together(map(make, ([number for number in free if number not in alone], *([n] for n in alone))))
+        return results
+
+    def _problem(self, number: int, call: ToolUse, reply: AgentReply) -> str:
+        """Why a call is not made; "" if it is, and counts."""
         rules = self._agent.chats
-        problem = reply.problems.get(call.id, "")
-        if not problem and number >= rules.calls_per_turn:
-            problem = f"This call was not made: a reply may make {rules.calls_per_turn}."
-        if not problem and self._host.count_call(self._agent.name) > rules.calls:
-            problem = f"This call was not made: all {rules.calls} calls are spent. Answer without tools."
-        if problem:
-            return problem
+        if call.id in reply.problems:
+            return reply.problems[call.id]
+        if number >= rules.calls_per_turn:
+            return f"This call was not made: a reply may make {rules.calls_per_turn}."
+        if self._host.count_call(self._agent.name) > rules.calls:
+            return f"This call was not made: all {rules.calls} calls are spent. Answer without tools."
+        return ""
+
+    async def _call(self, call: ToolUse, reply: AgentReply) -> str:
+        rules = self._agent.chats
 
         async def make() -> ToolCall:
             return await call_tool(self._tools, call, call_s=rules.call_s, most_chars=rules.result_chars)
