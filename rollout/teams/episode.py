@@ -8,8 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from itertools import count
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from rollout.base.errors import Defect, EngineError, EnvError
@@ -39,8 +38,7 @@ class Episode:
         self.metrics: dict[str, float] = {}  # each as the latest step left it
         self.error = ""  # why it failed
         self.failure: EngineError | EnvError | None = None  # who is to blame, if anybody raised
-        self._events: list[tuple[int, ToolEvent]] = []  # by when the call began
-        self._begun = count()
+        self._events: list[ToolEvent] = []
         self._task = task
         self._env = env
         self._stateful = env if isinstance(env, Stateful) else None  # asked once: of a protocol that takes long
@@ -87,7 +85,7 @@ class Episode:
         """Make a tool call of a turn (see `ToolRunner`): timed, blamed on its tool, and written down."""
         if noted:
             return await call()  # a step of this episode, which does all that
-        began = self._begin()
+        began = time.time()
         with self.seat.waits(f"tools.{name}"):
             made = await self._timed(f"tools.{name}", call)
         self._note(made, self.seat.turn(turn), began)
@@ -110,7 +108,7 @@ class Episode:
         return problem
 
     async def step(self, action: str) -> Step:
-        began = self._begin()
+        began = time.time()
         step = await self._use("step", self._env.step, action)
         if not math.isfinite(step.reward):
             raise Defect(f"{self._task.env}.step: its reward is {step.reward}")
@@ -138,13 +136,13 @@ class Episode:
         return equal
 
     async def run(self, program: str) -> ToolCall:
-        began = self._begin()
+        began = time.time()
         call: ToolCall = await self._able("run", "run a program", program)
         self._note(call, self.seat.own, began)
         return call
 
     async def check(self, program: str, cases: Sequence[Case]) -> Step:
-        began = self._begin()
+        began = time.time()
         step: Step = await self._able("check", "run an agent's tests", program, cases)
         for call in step.tools:
             self._note(call, self.seat.own, began)
@@ -155,7 +153,7 @@ class Episode:
         return share
 
     async def files(self) -> Mapping[str, int]:
-        began = self._begin()
+        began = time.time()
         files: Mapping[str, int] = await self._able("files", "keep files")
         self._note(ToolCall(tool="files", query="", result="\n".join(files)), self.seat.own, began)
         return files
@@ -181,20 +179,15 @@ class Episode:
         except Late as late:
             raise LateTool(f"{tool}: {late}", f"tool/{tool}") from None
 
-    def _note(self, call: ToolCall, turn: Turn | None, began: tuple[int, float]) -> None:
+    def _note(self, call: ToolCall, turn: Turn | None, began: float) -> None:
         index, node = (turn.index, turn.node) if turn else (-1, "")
-        number, at = began
-        took_s = time.time() - at
-        event = ToolEvent(after_turn=index, node=node, **asdict(call), started_s=at, took_s=took_s)
-        self._events.append((number, event))
-
-    def _begin(self) -> tuple[int, float]:
-        return next(self._begun), time.time()
+        took_s = time.time() - began
+        self._events.append(ToolEvent(after_turn=index, node=node, **asdict(call), started_s=began, took_s=took_s))
 
     @property
     def tools(self) -> list[ToolEvent]:
         """The calls of tools so far, in the order in which they began."""
-        return [event for _, event in sorted(self._events, key=itemgetter(0))]
+        return sorted(self._events, key=attrgetter("started_s"))
 
     @property
     def leaf(self) -> str:
