@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollout.base.text import shown_line, shown_text
+from rollout.base.text import nearest, shown_line, shown_text
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs, so that --help is there at once
     from rollout.records.trajectory import Task
@@ -26,7 +26,7 @@ _DATA = "Look at data and names"
 REGISTRIES = {  # where the names that a config may use stand, by what they are
     "orchestras": "rollout.orchestras:ORCHESTRAS",
     "envs": "rollout.environments:ENVS",
-    "roles": "rollout.teams.roles:ROLES",
+    "roles": "rollout.config.sections:ROLES",
     "tasks": "rollout.tasks:GENERATORS",
     "formats": "rollout.tasks.files:READABLE",
     "allocators": "rollout.rewards:ALLOCATORS",
@@ -231,6 +231,6 @@ def list_names(
 ) -> None:
     """Print the names a config may use, one a line."""
     if registry not in REGISTRIES:
-        raise UsageError(f"no registry '{registry}'; there are: {', '.join(REGISTRIES)}")
+        raise UsageError(f"no registry '{registry}'; there are: {', '.join(REGISTRIES)}{nearest(registry, REGISTRIES)}")
     module, _, attribute = REGISTRIES[registry].partition(":")
     print("\n".join(sorted(getattr(import_module(module), attribute))))

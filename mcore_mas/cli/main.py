@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mcore_mas.cli.inspection import inspection_commands
+from mcore_mas.cli.inspection import UsageError, inspection_commands
 from mcore_mas.cli.machine import machine_commands
 from mcore_mas.training.joblog import cause
 
@@ -17,12 +20,39 @@ app = typer.Typer(
     name="mcore-mas",
     help="Reinforcement-learning post-training of teams of LLM agents on Megatron-core.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     epilog="What goes wrong is one line and a non-zero exit; --debug, anywhere, adds the traceback.",
 )
 _PANEL = "Train and evaluate"
-_Config = Annotated[Path, typer.Option("--config", help="A resolved config: results/{run}/config.yaml.")]
+_Run = Annotated[Path | None, typer.Argument(help="A run's folder, results/{run}, or its config.yaml.")]
+_Config = Annotated[Path | None, typer.Option("--config", help="The same, for scripts.", hidden=True)]
+_Suite = Annotated[str, typer.Argument(help="A suite file, or the name of an experiment.")]
+_Overrides = Annotated[list[str] | None, typer.Argument(help="Hydra overrides of every run, such as trainer.steps=3.")]
+
+
+def config_file(run: Path | None, config: Path | None) -> Path:
+    """The resolved config that a command was given, by its run's folder or by itself.
+
+    Raises:
+        UsageError: it was given none.
+    """
+    path = run or config
+    if path is None:
+        raise UsageError("name a run: its folder, results/{run}, or its config.yaml")
+    return path / "config.yaml" if path.is_dir() else path
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"mcore-mas {version('mcore-mas')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+) -> None:
+    """Reinforcement-learning post-training of teams of LLM agents on Megatron-core."""
 
 
 @app.command(
@@ -32,24 +62,40 @@ _Config = Annotated[Path, typer.Option("--config", help="A resolved config: resu
 )
 def run_suite(
     context: typer.Context,
-    suite: Annotated[
-        Path, typer.Argument(help="A suite file; experiments and teams of your own lie in configs/ beside it.")
-    ],
+    suite: _Suite,
     config_dir: Annotated[Path | None, typer.Option(help="Folder of your own configs, if it is another.")] = None,
 ) -> None:
-    """Run the pipeline on a suite; further arguments are Snakemake's, for example -n to see what would run."""
-    from mcore_mas.pipeline.suite import SNAKEFILE
+    """Run the pipeline on a suite.
 
-    if not suite.is_file():
-        raise FileNotFoundError(f"{suite}: no such file; expected a suite (docs/configuration.md)")
-    own = [f"--config=config_dir={config_dir.resolve()}"] if config_dir else []
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE), f"--configfile={suite}"]
-    os.execv(sys.executable, [*command, *own, *context.args])  # noqa: S606
+    Experiments and teams of your own lie in configs/ beside the suite file. Further arguments are overrides of every
+    run (trainer.steps=3), then Snakemake's, for example -n to see what would run.
+    """
+    from mcore_mas.pipeline.suite import SNAKEFILE, suite_of_experiment
+
+    overrides = list(takewhile(lambda word: "=" in word and not word.startswith("-"), context.args))
+    own = [f"config_dir={config_dir.resolve()}"] if config_dir else []
+    own += [f"overrides={json.dumps(overrides)}"] if overrides else []
+    own += [] if Path(suite).is_file() else [f"{k}={json.dumps(v)}" for k, v in suite_of_experiment(suite).items()]
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE), *context.args[len(overrides) :]]
+    command += [f"--configfile={suite}"] if Path(suite).is_file() else []
+    os.execv(sys.executable, [*command, *(["--config", *own] if own else [])])  # noqa: S606
+
+
+@app.command("check", rich_help_panel=_PANEL)
+def check_runs(suite: _Suite, overrides: _Overrides = None) -> None:
+    """Say everything that is known to fail, before it costs anything: models, layouts, lengths, prompts, files."""
+    from mcore_mas.pipeline.check import complaints
+    from mcore_mas.pipeline.suite import load_suite
+
+    loaded = load_suite(suite, overrides or [])
+    lines = complaints(loaded)
+    print("\n".join(f"no: {line}" for line in lines) or f"ok: {', '.join(loaded.runs)}")
+    raise typer.Exit(1 if lines else 0)
 
 
 @app.command("plan", rich_help_panel=_PANEL)
 def plan_suite(
-    suite: Annotated[str, typer.Argument(help="A suite file, or the name of an experiment.")],
+    suite: _Suite,
     gpus: Annotated[str, typer.Option(help="Number and kind; more than 8 are several machines.")] = "8xH100",
     cluster: Annotated[Path | None, typer.Option(help="YAML instead: gpus, node, memory, flops, bandwidth.")] = None,
 ) -> None:
@@ -70,13 +116,13 @@ def plan_suite(
 
 
 @app.command("train", rich_help_panel=_PANEL)
-def train_run(config: _Config) -> None:
+def train_run(run: _Run = None, config: _Config = None) -> None:
     """Train one run, from its newest checkpoint if it has one."""
     from mcore_mas.training.stopping import Stopped
     from mcore_mas.training.train import train
 
     try:
-        train(config)
+        train(config_file(run, config))
     except Stopped as stop:
         print(stop, file=sys.stderr)
         raise typer.Exit(143) from None
@@ -87,7 +133,8 @@ def train_run(config: _Config) -> None:
 
 @app.command("evaluate", rich_help_panel=_PANEL)
 def evaluate_run(
-    config: _Config,
+    run: _Run = None,
+    config: _Config = None,
     state: Annotated[str, typer.Option(help="base or trained; with --seat, a name for what plays.")] = "trained",
     out: Annotated[Path | None, typer.Option(help="JSON file; by default evaluation/{state}.json of the run")] = None,
     seat: Annotated[
@@ -99,9 +146,9 @@ def evaluate_run(
     from mcore_mas.config.run import RunConfig
     from mcore_mas.training.evaluate import evaluate, read_seats
 
-    seats = read_seats(state, seat or [])
-    path = out or RunConfig.load(config).folder / "evaluation" / f"{state}.json"
-    evaluate(config, state, path, seats)
+    seats, file = read_seats(state, seat or []), config_file(run, config)
+    path = out or RunConfig.load(file).folder / "evaluation" / f"{state}.json"
+    evaluate(file, state, path, seats)
     print(path)
 
 

@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mcore_mas import SHIPPED
+from mcore_mas.config.models import located
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.config.scale import ScaleError, scaled
 from mcore_mas.equations.advantages import ESTIMATORS
@@ -49,7 +50,7 @@ def resolve(overrides: Sequence[str], folder: Path | None = None, scale: str = "
     folders = [CONFIGS] if folder is None else [folder.resolve(), CONFIGS]
     where = f"configs/ with {' '.join(overrides) or 'no overrides'}"
     try:
-        values = scaled(_shared(_composed(overrides, folders)), scale)
+        values = scaled(_located(_shared(_composed(overrides, folders))), scale)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not YAML ({' '.join(str(error).split())})") from error
     except (HydraException, OmegaConfBaseException) as error:
@@ -247,6 +248,15 @@ def _shared(values: dict[str, Any]) -> dict[str, Any]:
         values["policies"] = {
             name: _merged(defaults, policies.get(name) or {}) for name in dict.fromkeys([*played, *policies])
         }
+    return values
+
+
+def _located(values: dict[str, Any]) -> dict[str, Any]:
+    """With the folder of each hub's id that is in this machine's cache."""
+    policies = values.get("policies")
+    for policy in policies.values() if isinstance(policies, dict) else ():
+        if isinstance(policy, dict) and isinstance(policy.get("model"), str):
+            policy["model"] = located(policy["model"])
     return values
 
 

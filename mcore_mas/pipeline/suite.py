@@ -24,6 +24,7 @@ from mcore_mas.pipeline import sharing
 from mcore_mas.pipeline.config_cache import ConfigCache
 from rollout.base.errors import ModelError
 from rollout.base.files import write_text
+from rollout.base.text import nearest
 from rollout.config.data import DataConfig
 from rollout.tasks.splits import SPLITS
 
@@ -73,7 +74,8 @@ class Suite:
         code = [path.resolve() for path in (folder, configs and configs.parent) if path]
         _make_importable(*code)
         _check_writable(Path(suite.get("results", "results")))
-        overrides = {**suite.get("experiments", {}), **_combinations(suite.get("grid"))}
+        own = {**suite.get("experiments", {}), **_combinations(suite.get("grid"))}
+        overrides = {run: [*items, *suite.get("overrides", [])] for run, items in own.items()}
         known = ConfigCache(cache / f"{suite['suite']}.json", configs, code) if cache else None
         runs = {run: _composed(suite, run, own, configs, known) for run, own in overrides.items()}
         if known:
@@ -269,24 +271,41 @@ def _placed(config: dict[str, Any]) -> dict[str, Any]:
         raise SuiteError(str(error)) from error
 
 
-def planned_runs(suite: str) -> list[RunConfig]:
-    """The runs of a suite file, or the experiment of that name, as their configs spell them out.
+def load_suite(suite: str, overrides: Sequence[str] = ()) -> Suite:
+    """The suite of a file, or of the experiment of that name alone, with `overrides` of every run.
 
     Raises:
         SuiteError: there is neither, or the suite cannot be used.
-        ConfigError: the experiment does not compose.
     """
     path = Path(suite)
-    if path.is_file():
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise SuiteError(f"{path}: a suite is a mapping of keys (docs/configuration.md)")
-        found = Suite.load(values, path.parent.resolve()).runs
-    elif suite in experiments():
-        found = {suite: resolve([f"experiment={suite}"])}
-    else:
-        raise SuiteError(f"{suite}: no such file, and no experiment of this name (docs/experiments.md)")
-    return [RunConfig.check(dict(config), run) for run, config in found.items()]
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else suite_of_experiment(suite)
+    if not isinstance(values, dict):
+        raise SuiteError(f"{path}: a suite is a mapping of keys (docs/configuration.md)")
+    if overrides:
+        values["overrides"] = [*values.get("overrides", []), *overrides]
+    return Suite.load(values, path.parent.resolve() if path.is_file() else None)
+
+
+def suite_of_experiment(name: str) -> dict[str, Any]:
+    """The suite of one experiment.
+
+    Raises:
+        SuiteError: there is none of this name.
+    """
+    known = experiments()
+    if name not in known:
+        near = nearest(name, known)
+        raise SuiteError(f"{name}: no such file, and no experiment of this name (docs/experiments.md){near}")
+    return {"suite": name, "experiments": {name: [f"experiment={name}"]}}
+
+
+def planned_runs(suite: str) -> list[RunConfig]:
+    """The runs of `load_suite`, as their configs spell them out.
+
+    Raises:
+        SuiteError: as `load_suite`.
+    """
+    return [RunConfig.check(dict(config), run) for run, config in load_suite(suite).runs.items()]
 
 
 def _own_configs(suite: Mapping[str, Any], folder: Path | None) -> Path | None:
@@ -334,7 +353,8 @@ def _check_schema(suite: Mapping[str, Any]) -> None:
         unknown = (
             [key for key in error.instance if key not in known] if error.validator == "additionalProperties" else []
         )
-        trouble = f"unknown key '{unknown[0]}'; known here: {', '.join(known)}" if unknown else error.message
+        near = nearest(unknown[0], known) if unknown else ""
+        trouble = f"unknown key '{unknown[0]}'; known here: {', '.join(known)}{near}" if unknown else error.message
         raise SuiteError(f"suite file, {place}: {trouble} (workflow/schemas/suite.schema.json says what is allowed)")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mcore_mas.config.run import RunConfig, for_policy
-from mcore_mas.megatron.spec import LoraSpec, ParallelLayout
+from mcore_mas.megatron.spec import LoraSpec
 from mcore_mas.planning.memory import (
     TrainerKind,
     TrainerMemory,
@@ -19,6 +19,7 @@ from mcore_mas.planning.memory import (
     trainer_memory,
 )
 from rollout.models.architecture import Architecture
+from rollout.models.layout import ParallelLayout
 
 _GB = 1e9
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mcore_mas.megatron.spec import LoraSpec, ParallelLayout
+from mcore_mas.megatron.spec import LoraSpec
 from rollout.models.architecture import Architecture
+from rollout.models.layout import ParallelLayout
 
 LOGITS = 64 << 20  # float32 logits that exist at a time (`mcore_mas/megatron/model/decoder.py`) ...
 _LOGITS_TIMES = 3  # ... and how many times as much computing with them takes

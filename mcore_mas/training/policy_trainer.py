@@ -6,25 +6,23 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from mcore_mas.config.policy import PolicyConfig, RateConfig
+from mcore_mas.config.models import layout_of
+from mcore_mas.config.policy import RateConfig
 from mcore_mas.config.run import RunConfig, for_policy, places_in_schedule, step_places
 from mcore_mas.credit.assign import penalise, reference_kl
 from mcore_mas.credit.samples import Sample, align, deal, split, weigh
 from mcore_mas.equations.divergence import BOUNDS, disagreement, is_agreement
 from mcore_mas.equations.losses import Objective, ValueObjective, explained_variance
-from mcore_mas.megatron.spec import LoraSpec, ParallelLayout, TrainerSpec, check_fit
+from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.stopping import TrainingError
-from rollout.base.errors import ModelError
-from rollout.models.architecture import read_architecture
 from rollout.records.trajectory import derive_seed
 
 if TYPE_CHECKING:
@@ -266,7 +264,7 @@ def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> Trainer
         schedule=rate.schedule,
         min_lr=rate.min_lr,
         decay_steps=rate.decay_steps or places_in_schedule(config, name),
-        **_layout(policy),
+        **layout_of(policy),
         distributed_optimizer=policy.distributed_optimizer,
         overlap=policy.overlap,
         recompute=policy.recompute,
@@ -280,29 +278,3 @@ def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> Trainer
         skip_spikes=policy.skip_spikes,
         **own,
     )
-
-
-def _layout(policy: PolicyConfig) -> dict[str, Any]:
-    return {field.name: getattr(policy, field.name) for field in fields(ParallelLayout)}
-
-
-def check_layouts(config: RunConfig) -> None:
-    """Refuse a config whose models cannot be trained as it says.
-
-    Raises:
-        ModelError: which policy, why not, and the nearest that can be.
-    """
-    for name, model in config.models.items():
-        policy = config.policies[name]
-        try:
-            architecture = read_architecture(Path(model))
-            layout = ParallelLayout(**_layout(policy))
-            check_fit(architecture, layout, policy.layers, policy.lora.targets if policy.lora else ())
-        except ModelError as error:
-            raise ModelError(f"policies.{name}: {error}") from None
-        length = for_policy(config, name).engine.max_length
-        if length > architecture.positions:
-            raise ModelError(
-                f"policies.{name}: engine.max_length {length} is more than the "
-                f"{architecture.positions} positions of {policy.model}; use at most {architecture.positions}"
-            )

@@ -33,6 +33,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
 from rollout.base.schema_words import expected, json_schema, keys_of, walk
+from rollout.base.text import nearest
 
 # A text is never read as a number; a whole number will do for a float, and a list for a tuple, as YAML has no other.
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)
@@ -85,7 +86,10 @@ def lookup(kind: str, name: str, known: Mapping[str, _T]) -> _T:
         return known[name]
     module, separator, attribute = name.partition(":")
     if not separator:
-        raise UnknownName(f"unknown {kind} '{name}'; known: {', '.join(sorted(known))} (or package.module:attribute)")
+        raise UnknownName(
+            f"unknown {kind} '{name}'; known: {', '.join(sorted(known))} (or package.module:attribute)"
+            f"{nearest(name, known)}"
+        )
     try:
         found: _T = getattr(importlib.import_module(module), attribute)
         return found
@@ -112,7 +116,8 @@ class Registry:
             OptionsError: what is found there cannot be called as this kind is.
         """
         if not self.own and name not in self.known:
-            raise UnknownName(f"unknown {self.kind} '{name}'; known: {', '.join(sorted(self.known))}")
+            near = nearest(name, self.known)
+            raise UnknownName(f"unknown {self.kind} '{name}'; known: {', '.join(sorted(self.known))}{near}")
         found = lookup(self.kind, name, self.known)
         trouble = self._trouble(found)
         if trouble is not None:
@@ -202,6 +207,7 @@ def checked(
         if name not in model.model_fields:
             raise OptionsError(
                 f"{whose} has no option '{name}'; its options: {', '.join(model.model_fields) or 'none'}"
+                f"{nearest(name, model.model_fields)}"
             )
     missing = [name for name, field in model.model_fields.items() if field.is_required() and name not in options]
     if missing:

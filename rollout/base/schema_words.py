@@ -10,6 +10,8 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import CoreSchema
 
+from rollout.base.text import nearest
+
 Schema = Mapping[str, Any]
 
 _ONE = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false", "null": "null"}
@@ -141,7 +143,9 @@ def invalid(error: ValidationError, model: type[BaseModel]) -> str:
         keys, at = walk(schema, first["loc"])
         if first["type"] == "extra_forbidden":
             unknown = ".".join(map(str, first["loc"][: len(keys) + 1]))
-            return f"unknown key '{unknown}'; known here: {', '.join(keys_of(schema, at))}"
+            known = keys_of(schema, at)
+            near = nearest(unknown.rpartition(".")[2], known)
+            return f"unknown key '{unknown}'; known here: {', '.join(known)}{near}"
         place, message = ".".join(map(str, keys)), f"expected {expected(at, schema['$defs'])}"
     got = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
     return f"{place}: {message}{got}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -41,3 +43,9 @@ def shown_text(text: str) -> str:
 def shown_line(text: str) -> str:
     """`shown_text` on one line."""
     return shown_text(text).replace("\n", "\\n")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error that has listed what is known: "; nearest: a, b", or "" where nothing is like the name."""
+    near = get_close_matches(name, list(known), n=3, cutoff=0.7)
+    return f"; nearest: {', '.join(near)}" if near else ""

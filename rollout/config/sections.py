@@ -17,6 +17,7 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 from rollout.base.http import check_url
 from rollout.base.options import Registry, Section, lookup
 from rollout.base.task_group import Deadlines
+from rollout.base.text import nearest
 from rollout.engines import ENGINES, TRANSPORTS, Engine, EngineClient, PolicyClient
 from rollout.environments import ENVS, TOOLS
 from rollout.environments.protocol import Env
@@ -26,6 +27,7 @@ from rollout.records.trajectory import Group, Sampling, Task, Turn
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.penalties import PENALTIES, apply_penalties
 from rollout.teams.roles import ROLES, Agent, ChatRules, Role, WhenFull
+from rollout.teams.slots import filled_slots, template_slots
 from rollout.teams.team import Team
 
 
@@ -90,12 +92,21 @@ class OrchestraConfig(Choice):
                     f"agent '{name}': summariser '{agent.chats.summariser}' is not in the team; "
                     f"agents: {', '.join(team)}"
                 )
+        templates = {name: build_role(name, agent).user for name, agent in team.items()}
         if self.name == "graph":
-            roles = {name: lookup("agent role", agent.role or name, ROLES) for name, agent in team.items()}
-            templates = {
-                name: agent.user if agent.user is not None else roles[name].user for name, agent in team.items()
-            }
             self.arguments["graph"].check_agents(templates)
+            return
+        for name, template in templates.items():
+            filled = filled_slots(self.registry.find(self.name), name)
+            if filled is None:
+                continue
+            for slot in template_slots(name, template):
+                if slot not in filled:
+                    some = f"it fills {', '.join(sorted(filled))}; " if len(filled) < 10 else ""
+                    raise ValueError(
+                        f"agent '{name}': orchestra '{self.name}' does not fill the slot {{{slot}}} of its user "
+                        f"template; {some}a brace itself is written twice{nearest(slot, filled)}"
+                    )
 
 
 class EnvConfig(Choice):
@@ -140,6 +151,7 @@ class RetrieverConfig(Section):
 
     @model_validator(mode="after")
     def _elsewhere(self) -> RetrieverConfig:
+        check_url("url", self.url, secret=False)
         places = [key for key in ("url", "passages", "folder") if getattr(self, key) is not None]
         if len(places) > 1:
             raise ValueError(f"{' and '.join(places)} say where passages are; set one of them")

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
-from torch import Tensor
 
 from rollout.base.errors import ModelError
+
+if TYPE_CHECKING:  # a config.json is read without torch
+    from torch import Tensor
 
 MODEL_FAMILIES = {  # model_type -> (biases of queries, keys and values; norms of queries and keys)
     "llama": (False, False),
@@ -99,6 +100,8 @@ class Architecture:
 
     def inverse_frequencies(self) -> Tensor:
         """Radians per position of each rotated pair, float32 [head_dim / 2]."""
+        import torch
+
         exponent = torch.arange(0, self.head_dim, 2).float() / self.head_dim
         frequencies: Tensor = 1.0 / (self.rope_theta**exponent)
         if self.rope_factor is None or self.rope_bands is None:

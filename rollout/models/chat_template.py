@@ -39,6 +39,16 @@ CUTS: dict[str, Callable[[tuple[int, ...], int], tuple[int, ...]]] = {
 _MARKS = ("\ue001", "\ue002")  # stand for a reply's thoughts and its words; no template changes them
 
 
+def has_chat_template(model: Path | str) -> bool:
+    """Whether a model folder brings one, by its files alone."""
+    path = Path(model) / "tokenizer_config.json"
+    try:
+        told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError:
+        return False
+    return bool(told.get("chat_template")) or any(Path(model).glob("chat_template.*"))
+
+
 class Renderer:
     """The tokenizer and chat template of one Hugging Face model folder.
 

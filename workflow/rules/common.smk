@@ -9,13 +9,17 @@ from pathlib import Path
 from mcore_mas.training import joblog
 from rollout.base.files import FolderError, owned, writable
 from mcore_mas.pipeline import sharing
+from mcore_mas.pipeline.check import check_suite
 from mcore_mas.pipeline.suite import Suite, SuiteError
 
 try:
     folders = [Path(file).resolve().parent for file in workflow.configfiles[-1:]]
     SUITE = Suite.load(config, *(folders or [None]), cache=Path(".snakemake/configs"))
-    if TABLES and not paper_suite.asks_inputs(sys.argv[1:]):
+    acquires = paper_suite.asks_inputs(sys.argv[1:])
+    if TABLES and not acquires:
         paper_suite.check_there(SUITE)
+    if workflow.is_main_process:  # not in each of its jobs
+        check_suite(SUITE, files=not acquires)
 except SuiteError as error:  # one line, no traceback, before any job starts
     raise SystemExit(f"error: {error}") from None
 config["experiments"] = SUITE.overrides  # a grid written out, for the report

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_mas.megatron.model.build import build_model
 from mcore_mas.megatron.model.decoder import EXPERT, renumbered
-from mcore_mas.megatron.spec import TrainerSpec, check_fit, exchange, rank_device
+from mcore_mas.megatron.spec import TrainerSpec, exchange, rank_device
 from mcore_mas.megatron.state.lora import (
     Adapter,
     AdapterFolder,
@@ -38,6 +38,7 @@ from mcore_mas.megatron.state.weight_import import (
 )
 from rollout.base.errors import ModelError
 from rollout.models.architecture import Architecture, read_architecture
+from rollout.models.layout import check_fit
 from rollout.models.tensors import whole
 
 

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_mas.megatron.model.decoder import EXPERT, LAYER
-from mcore_mas.megatron.spec import Projection
 from rollout.base.errors import ModelError
 from rollout.base.files import atomic_folder
 from rollout.models.architecture import Architecture
+from rollout.models.layout import Projection
 from rollout.models.tensors import TensorFiles, shape_of
 
 

@@ -37,7 +37,11 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("explain {text} --option lone", "--option lone: expected key=value, for example --option lone=raw"),
         ("leaks", "name data files to compare, or --config with a resolved config"),
         ("leaks {missing}", "missing: no such file"),
-        ("list envz", "no registry 'envz'; there are: orchestras, envs, roles"),
+        ("train", "name a run: its folder, results/{run}, or its config.yaml"),
+        ("train {folder}", "config.yaml: no such file; expected a resolved config"),
+        ("check demo_mat", "no experiment of this name (docs/experiments.md); nearest: demo_math"),
+        ("check demo_math trainer.stepz=3", "agreement; nearest: steps"),
+        ("list envz", "aggregations, engines; nearest: envs"),
         ("list os:environ", "no registry 'os:environ'; there are: orchestras"),
     ],
 )
@@ -57,7 +61,6 @@ def test_a_mistake_is_one_line(
     ("arguments", "words"),
     [
         ("trian", "Did you mean 'train'?"),
-        ("train", "Missing option '--config'"),
         ("list", "Missing argument 'registry'"),
     ],
 )

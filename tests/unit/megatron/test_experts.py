@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from mcore_mas.megatron.spec import ParallelLayout, check_fit
 from rollout.base.errors import ModelError
 from rollout.models.architecture import Architecture, Experts
+from rollout.models.layout import ParallelLayout, check_fit
 
 CONFIG = {
     "num_hidden_layers": 6,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_mas.megatron.model.decoder import EXPERT, LAYER
-from mcore_mas.megatron.spec import ParallelLayout, check_fit, destroy_process_groups, init_process_groups
+from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 from mcore_mas.megatron.state.weight_import import (
     BY_COLUMNS,
     GATE_UP,
@@ -26,6 +26,7 @@ from mcore_mas.megatron.state.weight_import import (
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from rollout.base.errors import ModelError
 from rollout.models.architecture import read_architecture
+from rollout.models.layout import ParallelLayout, check_fit
 from tests.support import ranks, reference
 
 CUTS = SimpleNamespace(heads=4, kv_heads=2, head_dim=1, vocab=3, vocab_padded=lambda tp: 4)  # an architecture

@@ -8,12 +8,12 @@ import yaml
 
 from mcore_mas.config.compose import experiments, resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.megatron.spec import ParallelLayout, check_fit
 from mcore_mas.pipeline.suite import Suite, SuiteError, planned_runs
 from mcore_mas.planning.choose import Cluster, PlanError, choose_placement, placed, shapes_of
 from mcore_mas.planning.estimate import GPUS, Placement, estimate_run, step_seconds, workloads
 from mcore_mas.planning.memory import count_parameters
 from mcore_mas.planning.page import PLAN, plan_row
+from rollout.models.layout import ParallelLayout, check_fit
 
 PUBLISHED = sorted(name for name in experiments() if not name.startswith("demo_"))
 FILES = {path: name for name, path in experiments().items() if not name.startswith("demo_")}  # the last row of each

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.megatron.spec import LoraSpec, ParallelLayout
+from mcore_mas.megatron.spec import LoraSpec
 from mcore_mas.planning.memory import (
     TrainerKind,
     adapter_parameters,
@@ -24,6 +24,7 @@ from rollout.models.architecture import (
     published_shapes,
     read_architecture,
 )
+from rollout.models.layout import ParallelLayout
 from tests.support import ranks, reference
 
 # Parameters that the model cards on Hugging Face state, to the last one

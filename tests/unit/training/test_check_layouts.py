@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.config.compose import resolve
+from mcore_mas.config.models import check_layouts
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.training.policy_trainer import check_layouts
 from rollout.base.errors import ModelError
 from tests.support import reference
 

@@ -1,0 +1,70 @@
+"""Models of a run: where a name leads, and whether each can be trained and asked as the config says."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from mcore_mas.config.policy import BaseModelConfig, PolicyConfig
+from mcore_mas.config.run import RunConfig, for_policy
+from rollout.base.errors import ModelError
+from rollout.models.architecture import Architecture, architecture_of, read_architecture
+from rollout.models.layout import ParallelLayout, check_fit
+
+
+def layout_of(policy: PolicyConfig) -> dict[str, Any]:
+    """The ranks of a policy's trainer, by the fields of `ParallelLayout`."""
+    return {field.name: getattr(policy, field.name) for field in fields(ParallelLayout)}
+
+
+def located(model: str) -> str:
+    """The folder of a model: `model` itself, or of a hub's id its snapshot in this machine's cache, if there is one."""
+    if Path(model).exists() or model.count("/") != 1:
+        return model
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json")
+    return str(Path(found).parent) if isinstance(found, str) else model
+
+
+def cold_started(base: BaseModelConfig, where: str) -> Architecture:
+    """The sizes of the model that a cold start makes."""
+    keys = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
+    keys |= {"kv_heads": "num_key_value_heads", "ffn": "intermediate_size", "vocab": "vocab_size"}
+    values = {key: getattr(base, name) for name, key in keys.items()}
+    return architecture_of({"model_type": "qwen2", "max_position_embeddings": base.positions, **values}, where)
+
+
+def check_layouts(config: RunConfig) -> None:
+    """`check_layout` of every policy with a model folder.
+
+    Raises:
+        ModelError: as `check_layout`; or a folder holds no model.
+    """
+    for name, model in config.models.items():
+        try:
+            architecture = read_architecture(Path(model))
+        except ModelError as error:
+            raise ModelError(f"policies.{name}: {error}") from None
+        check_layout(config, name, architecture)
+
+
+def check_layout(config: RunConfig, name: str, architecture: Architecture) -> None:
+    """Refuse a policy whose model cannot be trained as its config says.
+
+    Raises:
+        ModelError: which policy, why not, and the nearest that can be.
+    """
+    policy = config.policies[name]
+    try:
+        layout = ParallelLayout(**layout_of(policy))
+        check_fit(architecture, layout, policy.layers, policy.lora.targets if policy.lora else ())
+    except ModelError as error:
+        raise ModelError(f"policies.{name}: {error}") from None
+    length = for_policy(config, name).engine.max_length
+    if length > architecture.positions:
+        raise ModelError(
+            f"policies.{name}: engine.max_length {length} is more than the "
+            f"{architecture.positions} positions of {policy.model}; use at most {architecture.positions}"
+        )

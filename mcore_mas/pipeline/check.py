@@ -1,0 +1,111 @@
+"""Check of a suite before it costs anything: what is known to fail later, of all runs at once, a line each."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_mas.config.models import check_layout, cold_started
+from mcore_mas.config.run import RunConfig
+from mcore_mas.pipeline.sources import known_sources
+from mcore_mas.pipeline.suite import Suite, SuiteError
+from rollout.base.errors import ModelError
+from rollout.models.architecture import Architecture, read_architecture
+from rollout.models.chat_template import has_chat_template
+
+
+def check_suite(suite: Suite, *, files: bool = True) -> None:
+    """Refuse a suite of which something is known to fail.
+
+    Args:
+        files: whether data files and models have to be there already.
+
+    Raises:
+        SuiteError: everything that is wrong, a line each.
+    """
+    if lines := complaints(suite, files=files):
+        raise SuiteError("\n  ".join(lines))
+
+
+def complaints(suite: Suite, *, files: bool = True) -> list[str]:
+    """What is known to fail, a line each with the runs that it is of."""
+    runs: dict[str, list[str]] = {}
+    for run, values in suite.runs.items():
+        config = RunConfig.check(dict(values), run)
+        for line in (*_models(suite, config, files), *_machine(config), *(_files(suite, run) if files else ())):
+            runs.setdefault(line, []).append(run)
+    return [f"{_named(own)}: {line}" for line, own in runs.items()]
+
+
+def _named(runs: Sequence[str]) -> str:
+    return f"run '{runs[0]}'{f' and {len(runs) - 1} more' if len(runs) > 1 else ''}"
+
+
+def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:
+    """What is wrong with the models of a run's policies."""
+    start = suite.starts.get(config.run)
+    made = Path(config.results, start, "bootstrap", "model") if start else None
+    for name, model in config.models.items():
+        policy = config.policies[name]
+        architecture: Architecture | None = None
+        try:
+            if made == Path(model):
+                cold_start = RunConfig.check(dict(suite.runs[start or ""]), start or "").cold_start
+                architecture = cold_started(cold_start.base, f"cold_start of {start}") if cold_start else None
+            elif (Path(model) / "config.json").is_file():
+                architecture = read_architecture(model)
+                if policy.chat_template is None and not has_chat_template(model):
+                    yield (
+                        f"policies.{name}: {model} is a base model without a chat template; set chat_template to plain "
+                        "or chatml, or take the instruct model"
+                    )
+            elif files and suite.scale == "paper" and not start:
+                yield f"policies.{name}: {model}: no model here (config.json is missing); {_from(model)}"
+            if architecture is not None:
+                check_layout(config, name, architecture)
+        except ModelError as error:
+            yield str(error)
+        if policy.lora is not None and policy.lora.adapter and not Path(policy.lora.adapter).is_dir():
+            yield f"policies.{name}.lora.adapter: {policy.lora.adapter}: no such folder; expected one in PEFT's format"
+
+
+def _from(path: str) -> str:
+    """Where a model or file that is not there can be had."""
+    if path in known_sources():
+        return f"it is {known_sources()[path].described}, and the target `acquire` fetches it (docs/tables.md)"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        return f"nor is it in the hub's cache on this machine: `hf download {path}`, or name a folder"
+    return "name a Hugging Face folder, or the hub's id of a model that was downloaded"
+
+
+def _files(suite: Suite, run: str) -> Iterator[str]:
+    """The data files of a run that are not there, and that nothing makes."""
+    for file in suite.data_files(run) if suite.scale == "paper" else ():
+        if not Path(file).exists():
+            source = f"; {_from(file)}" if file in known_sources() else "; name another file"
+            yield f"data: {file}: no such file{source}"
+
+
+def has_gpu() -> bool:
+    """Whether this machine has a GPU, without torch, which takes seconds to say so."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _machine(config: RunConfig) -> Iterator[str]:
+    """What this machine lacks; of one that submits to others nothing is known."""
+    submits = shutil.which("sbatch") is not None
+    if config.engine.device == "cuda" and not submits and not has_gpu():
+        yield "engine.device: cuda, and there is no GPU here; set it to cpu"
+    if config.engine.name == "sglang" and config.engine.python and not submits and not config.engine.python.is_file():
+        yield f"engine.python: {config.engine.python}: no such interpreter (docs/engines.md makes one)"
+    with_keys: dict[str, Any] = {"engine": config.engine, "retriever": config.retriever}
+    with_keys |= {f"policies.{name}.remote": remote for name, remote in config.remotes.items()}
+    for where, section in with_keys.items():
+        key: Path | None = getattr(section, "key_file", None)
+        if key is not None and not key.is_file():
+            yield f"{where}.key_file: {key}: no such file"
+    if re.match(r"[\w.-]+:\d+", config.tracking.uri):
+        yield f"tracking.uri: {config.tracking.uri} has no scheme; expected http://{config.tracking.uri}, or sqlite:///FILE"

@@ -1,0 +1,134 @@
+"""What is known to fail is said before it costs anything: of every run at once, in one line each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.cli.main import main
+from mcore_mas.config.models import located
+from mcore_mas.pipeline.check import check_suite, complaints
+from mcore_mas.pipeline.suite import SuiteError, load_suite
+from rollout.teams.slots import filled_slots, template_slots
+from tests.support import reference
+
+NO_START = ["cold_start=null", "engine.max_length=256"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers, 4 heads, 2 key/value heads, 4096 positions; no tokenizer, so no chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    reference.make_model("qwen2", folder, layers=6)
+    return folder
+
+
+def said(*overrides: str, **options: bool) -> list[str]:
+    return complaints(load_suite("demo_math", overrides), **options)
+
+
+def of(model: Path | str, *overrides: str) -> list[str]:
+    own = [f"policies.{name}.model={model}" for name in ("solver", "verifier")]
+    return said(*NO_START, *own, *overrides)
+
+
+def test_the_demo_is_well() -> None:
+    assert said() == []
+    check_suite(load_suite("demo_math"))
+
+
+def test_layouts_and_lengths_of_a_cold_start_and_the_machine_are_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_mas.pipeline.check.shutil.which", lambda name: None)
+    monkeypatch.setattr("mcore_mas.pipeline.check.has_gpu", lambda: False)
+    settings = ["policies.solver.tp=3", "engine.max_length=2048", "engine.device=cuda", "tracking.uri=localhost:5000"]
+    lines = said(*settings)
+    assert lines == [
+        "run 'demo_math': policies.solver: tp: 3 does not divide the model's 8 heads; valid here: [1, 2, 4], "
+        "nearest: 2",
+        "run 'demo_math': policies.verifier: engine.max_length 2048 is more than the 1024 positions of "
+        "results/demo_math/bootstrap/model; use at most 1024",
+        "run 'demo_math': engine.device: cuda, and there is no GPU here; set it to cpu",
+        "run 'demo_math': tracking.uri: localhost:5000 has no scheme; expected http://localhost:5000, or sqlite:///FILE",
+    ]
+    with pytest.raises(SuiteError) as refused:
+        check_suite(load_suite("demo_math", settings))
+    assert str(refused.value).split("\n  ") == lines
+
+
+def test_models_that_are_not_there_have_no_template_or_lie_in_the_hubs_cache(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (missing, _) = of("/models/none")
+    assert (
+        "policies.solver: /models/none: no model here (config.json is missing); name a Hugging Face folder" in missing
+    )
+    assert "`hf download Qwen/None`, or name a folder" in of("Qwen/None")[0]
+    (base, other) = of(model)
+    assert base.startswith("run 'demo_math': policies.solver: ") and "base model without a chat template" in base
+    assert "policies.verifier: " in other
+    assert of(model, *(f"policies.{name}.chat_template=chatml" for name in ("solver", "verifier"))) == []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    repository = tmp_path / "models--me--mine"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    assert located("me/mine") == str(snapshot)
+    assert located("me/other") == "me/other"
+
+
+def test_missing_data_files_are_named_unless_they_are_to_be_fetched() -> None:
+    own = ["data={train: [a.parquet], validation: [a.parquet], test: [b.parquet]}", "cold_start=null"]
+    lines = [line for line in said("~data", f"+{own[0]}", own[1]) if "data: " in line]
+    assert [line.partition("data: ")[2] for line in lines] == [
+        "a.parquet: no such file; name another file",
+        "b.parquet: no such file; name another file",
+    ]
+    assert not said("~data", f"+{own[0]}", own[1], files=False)
+
+
+def test_a_slot_that_nobody_fills_is_refused_when_the_run_is_composed() -> None:
+    with pytest.raises(
+        SuiteError, match=r"agent 'solver': orchestra 'solver_verifier' does not fill the slot \{problm\}"
+    ):
+        load_suite("demo_math", ["agents.solver.user='{problm}'"])
+    with pytest.raises(SuiteError, match=r"agent 'solver': its user template: .*; write a brace itself twice"):
+        load_suite("demo_math", ["agents.solver.user='a { b'"])
+
+
+async def relay(task, team, env):
+    reply = await team.act("drafter", problem=task.prompt)
+    slots = {"problem": task.prompt, "draft": reply.text}
+    await team.act("editor", **slots)
+
+
+def test_the_slots_of_an_orchestra_are_read_from_its_source() -> None:
+    assert filled_slots(relay, "drafter") == {"problem"}
+    assert filled_slots(relay, "editor") is None  # this module imports others, which may write slots
+    assert template_slots("a", "{problem} {draft.text} {{no}}") == ["problem", "draft"]
+    with pytest.raises(ValueError, match="a slot without a name"):
+        template_slots("a", "{}")
+
+
+def test_the_command_lists_everything(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    for overrides, status, lines in (([], 0, 1), (["policies.solver.tp=3", "policies.verifier.tp=3"], 1, 2)):
+        monkeypatch.setattr("sys.argv", ["mcore-mas", "check", "demo_math", *overrides])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out = capsys.readouterr().out.splitlines()
+        assert (ended.value.code, len(out)) == (status, lines)
+
+
+def test_overrides_of_a_suite_come_after_a_runs_own(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    runs = {"a": ["experiment=demo_math", "seed=5"], "b": ["experiment=demo_math"]}
+    file.write_text(json.dumps({"suite": "s", "experiments": runs, "overrides": ["seed=7"]}))
+    suite = load_suite(str(file), ["trainer.steps=3"])
+    assert {run: (config["seed"], config["trainer"]["steps"]) for run, config in suite.runs.items()} == {
+        "a": (7, 3),
+        "b": (7, 3),
+    }
