@@ -22,6 +22,7 @@ from mcore_mas.config.compose import experiments, resolve
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from mcore_mas.pipeline import sharing
 from mcore_mas.pipeline.config_cache import ConfigCache
+from mcore_mas.planning.jobs import JobNeeds, Stage, job_needs
 from rollout.base.errors import ModelError
 from rollout.base.files import write_text
 from rollout.base.text import nearest
@@ -156,6 +157,10 @@ class Suite:
             found |= dict.fromkeys(self.data_files(run), "passages")
             found |= {str(file.path): file.format or data.format for split in SPLITS for file in data.files(split)}
         return found
+
+    def job_needs(self, run: str, stage: Stage, node_gpus: int) -> JobNeeds:
+        """What a stage of `run` asks of a cluster whose machines have `node_gpus` GPUs."""
+        return job_needs(RunConfig.check(dict(self.runs[run]), f"run '{run}'"), stage, node_gpus)
 
     def config_path(self, run: str) -> Path:
         """Where the resolved config of `run` is written."""

@@ -218,6 +218,21 @@ def placed(values: Mapping[str, Any]) -> dict[str, Any]:
     return RunConfig.check({**values, **changed}, f"run '{values['run']}'").model_dump(mode="json")
 
 
+def placement_of(config: RunConfig) -> Placement:
+    """The placement that a config spells out."""
+    trained = {policy: config.policies[policy] for policy in config.trained}
+    sizes = ("tp", "pp", "vpp", "cp", "dp", "ep", "sp")
+    return Placement(
+        pool=config.cluster.pool,
+        layouts={name: ParallelLayout(**{size: getattr(p, size) for size in sizes}) for name, p in trained.items()},
+        replicas=config.engine.replicas,
+        engine_tp=config.engine.tp,
+        colocated=any(policy.offload for policy in trained.values()),
+        recompute=any(policy.recompute for policy in trained.values()),
+        tokens=config.trainer.microbatch_tokens,
+    )
+
+
 def transport(placement: Placement) -> str:
     """How new weights reach the engines: by memory on the same GPUs, else by NCCL."""
     return "tensor" if placement.pool == "shared" else "distributed"

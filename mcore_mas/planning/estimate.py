@@ -148,6 +148,17 @@ def trainer_kinds(config: RunConfig, policy: str, placement: Placement) -> dict[
     return {"trainer": kind, **({"critic": replace(kind, value_head=True)} if own.critic is not None else {})}
 
 
+def memory_of_trainers(
+    config: RunConfig, models: Mapping[str, Architecture], placement: Placement
+) -> dict[tuple[str, str], TrainerMemory]:
+    """What one rank of each trainer and critic holds, by policy and part."""
+    return {
+        (policy, part): trainer_memory(models[policy], placement.layouts[policy], kind)
+        for policy in config.trained
+        for part, kind in trainer_kinds(config, policy, placement).items()
+    }
+
+
 def estimate_run(
     config: RunConfig,
     models: Mapping[str, Architecture],
@@ -160,11 +171,7 @@ def estimate_run(
     Args:
         models: the shape of every policy's model.
     """
-    trainers = {
-        (policy, part): trainer_memory(models[policy], placement.layouts[policy], kind)
-        for policy in config.trained
-        for part, kind in trainer_kinds(config, policy, placement).items()
-    }
+    trainers = memory_of_trainers(config, models, placement)
     weights = {policy: engine_weights(a, placement.engine_tp) for policy, a in models.items()}
     kv, update, rollout = _phases(config, models, placement, gpu, assumed, trainers, weights)
     usable = assumed.usable * gpu.memory * _GB
@@ -184,13 +191,13 @@ def estimate_run(
         tokens=sum(work.tokens for name, work in workloads(config, assumed).items() if name in config.trained),
         seconds=seconds,
         hours=config.trainer.steps * sum(seconds.values()) / 3600,
-        host=_host(config, placement, trainers),
+        host=host_bytes(config, placement, trainers),
         disk=disk,
         lack=max(0.0, update - usable, rollout - usable),
     )
 
 
-def _host(config: RunConfig, placement: Placement, trainers: Mapping[tuple[str, str], TrainerMemory]) -> float:
+def host_bytes(config: RunConfig, placement: Placement, trainers: Mapping[tuple[str, str], TrainerMemory]) -> float:
     """Offloaded weights and optimizer state; a reference is a second copy of the weights, which are kept beside it."""
     total = 0.0
     for (policy, part), memory in trainers.items():

@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import ray
 import torch
@@ -14,12 +14,9 @@ from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.planning.tenants import GroupKey, Kind, Pool, Tenant, needed, tenants_of
 from rollout.engines.sglang.server import visible_gpus
 
-Pool = Literal["shared", "split"]
-Kind = Literal["GPU", "CPU"]
-Part = Literal["trainer", "critic", "engine"]
-GroupKey = tuple[str, Part]  # policy, part
 Options = dict[str, Any]  # of a Ray actor
 
 _WAIT_S = 60.0
@@ -28,15 +25,6 @@ _FINEST = 10_000  # parts of a device that Ray tells apart
 
 class PlacementError(ValueError):
     """A run's processes do not fit the devices there are: one line with what each policy needs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
-    """Processes that meet in one group and need a device each."""
-
-    policy: str
-    part: Part
-    devices: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,24 +75,6 @@ def devices_here(kind: Kind, cpus: int) -> int:
     return torch.cuda.device_count() if kind == "GPU" else cpus
 
 
-def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
-    """Everything of a run that needs devices, policy by policy."""
-    tenants = []
-    for name, policy in config.policies.items():
-        if name in config.trained:
-            tenants.append(Tenant(policy=name, part="trainer", devices=policy.ranks))
-            if policy.critic is not None:
-                tenants.append(Tenant(policy=name, part="critic", devices=policy.ranks))
-        if policy.remote is not None:
-            continue
-        engine = for_policy(config, name).engine
-        if engine.name == "sglang" and not engine.urls and kind == "GPU":
-            tenants.append(Tenant(policy=name, part="engine", devices=engine.replicas * engine.tp))
-        if kind == "CPU" or engine.device == "cuda":  # else the embedded engine takes none of the GPUs
-            tenants.append(Tenant(policy=name, part="engine", devices=1))
-    return tenants
-
-
 def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
     """The GPUs of each policy's servers in an evaluation, which has no trainers: all there are. [] where it has none.
 
@@ -124,11 +94,6 @@ def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
     free = iter(gpus)
     own = {policy: [[next(free) for _ in range(tp)] for _ in range(replicas)] for policy, tp in sizes.items()}
     return elsewhere | own
-
-
-def needed(tenants: Sequence[Tenant], pool: Pool) -> int:
-    """How many devices they take."""
-    return (sum if pool == "split" else max)(tenant.devices for tenant in tenants) if tenants else 0
 
 
 def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, available: int) -> None:

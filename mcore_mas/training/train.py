@@ -15,6 +15,7 @@ from mcore_mas.config.models import check_layouts
 from mcore_mas.config.run import ConfigError, RunConfig, for_policy
 from mcore_mas.equations.divergence import AdaptiveKL
 from mcore_mas.megatron.step.trainer_group import TrainerGroup
+from mcore_mas.planning.tenants import GroupKey
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
 from mcore_mas.training.checkpoint import Checkpoints, Saved, newest
 from mcore_mas.training.engine_factory import (
@@ -27,7 +28,7 @@ from mcore_mas.training.engine_factory import (
 )
 from mcore_mas.training.logbook import open_logbook
 from mcore_mas.training.loop import train_steps
-from mcore_mas.training.placement import GroupKey, Options, room_for
+from mcore_mas.training.placement import Options, room_for
 from mcore_mas.training.policy_trainer import PolicyTrainer, critic_spec, policy_spec
 from mcore_mas.training.ray_cleanup import running_ray
 from mcore_mas.training.recipe import identity_of

@@ -1,6 +1,7 @@
 # What every stage shares: the suite's checked runs, the values that wildcards may take, and optional inputs.
 import atexit
 import contextlib
+import functools
 import re
 import sys
 import time
@@ -44,6 +45,21 @@ def config_of(wildcards):
 def settings_of(stage):
     """The settings that `stage` depends on: an edit of one of them makes its jobs run again."""
     return lambda wildcards: sharing.settings_digest(SUITE.runs[wildcards.run], stage)
+
+
+def needs_of(stage):
+    """What jobs of `stage` ask a cluster for, from the plan of their run; with every attempt more memory."""
+    machine = workflow.resource_settings.default_resources or {}
+    node_gpus = machine["node_gpus"].value if "node_gpus" in machine else 8
+    needs = functools.cache(lambda run: SUITE.job_needs(run, stage, node_gpus))
+    return {
+        "mem_mb": lambda wildcards, attempt: needs(wildcards.run).memory_mb * attempt,
+        "cpus_per_task": lambda wildcards: needs(wildcards.run).cpus,
+        "gres": lambda wildcards: f"gpu:{needs(wildcards.run).gpus}" if needs(wildcards.run).gpus else None,
+        "nodes": lambda wildcards: needs(wildcards.run).nodes,
+        "tasks": lambda wildcards: needs(wildcards.run).nodes,
+        "tasks_per_gpu": 0,  # else the executor takes `tasks` for it
+    }
 
 
 def owner_of(wildcards, *files):

@@ -16,7 +16,7 @@ rule evaluate:
         ENVIRONMENT
     threads: 1
     resources:
-        mem_mb=3500,
+        **needs_of("evaluate"),
         runtime=240,
     params:
         config=config_of,

@@ -42,7 +42,7 @@ rule probe_retriever:
         ENVIRONMENT
     threads: 1
     resources:
-        mem_mb=2000,
+        **needs_of("retriever"),
         runtime=10,
     params:
         config=config_of,

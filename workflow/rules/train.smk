@@ -45,7 +45,7 @@ rule bootstrap:
         ENVIRONMENT
     threads: 1
     resources:
-        mem_mb=3500,
+        **needs_of("start"),
         runtime=120,
     params:
         config=config_of,
@@ -73,7 +73,7 @@ rule train:
         ENVIRONMENT
     threads: 1
     resources:
-        mem_mb=3500,
+        **needs_of("train"),
         runtime=1440,
     params:
         config=config_of,

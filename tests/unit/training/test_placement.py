@@ -5,15 +5,8 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.megatron.step.trainer_group import meeting_address
-from mcore_mas.training.placement import (
-    PlacementError,
-    Tenant,
-    check_fits,
-    devices_here,
-    needed,
-    strategies,
-    tenants_of,
-)
+from mcore_mas.planning.tenants import Tenant, needed, tenants_of
+from mcore_mas.training.placement import PlacementError, check_fits, devices_here, strategies
 
 LAYOUT = [
     "policies.solver.tp=2",

@@ -1,0 +1,90 @@
+"""Jobs of a cluster: the processors, memory, GPUs and machines that a stage of a run asks for, from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.planning.tenants import Kind, needed, tenants_of
+from rollout.base.errors import ModelError
+from rollout.config.sections import RetrieverConfig
+
+Stage = Literal["train", "evaluate", "start", "retriever"]
+
+# MB. A process: torch and what it loads, on a GPU also what CUDA keeps in the host's memory; the driver: the collector,
+# Ray's own processes, tokenizers. docs/cluster.md has what was measured.
+_PROCESS_MB: Mapping[Kind, int] = MappingProxyType({"CPU": 600, "GPU": 6_000})
+_DRIVER_MB: Mapping[Kind, int] = MappingProxyType({"CPU": 700, "GPU": 16_000})
+_SERVED_MB = 900  # a retriever with an index of its own: encoder and passages of a generator
+_PUBLISHED_MB = 80_000  # one whose index is not here yet: wiki-18, 21 M vectors of 768 float32, and its passages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobNeeds:
+    """What one job asks for."""
+
+    nodes: int
+    gpus: int  # of each node
+    cpus: int  # of each node
+    memory_mb: int  # of each node
+
+
+def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
+    """What a stage of a run needs on machines of `node_gpus` GPUs.
+
+    Trainers and engines take a device each, by the run's placement; what does not fit one machine gets whole ones. A
+    run whose engines are embedded and on no GPU is a run on CPUs.
+    """
+    engines = [for_policy(config, policy).engine for policy in config.models]
+    kind: Kind = "GPU" if any(e.name == "sglang" or e.device == "cuda" for e in engines) else "CPU"
+    searched = _retriever_mb(config.retriever) if config.retriever and not config.retriever.url else 0
+    if stage == "retriever":
+        return JobNeeds(nodes=1, gpus=0, cpus=1, memory_mb=1_000 + searched)
+    tenants = tenants_of(config, kind)
+    if stage == "evaluate":  # no trainers, and as many servers of each policy as the GPUs of training allow
+        one = sum(e.tp for e in engines if e.name == "sglang" and not e.urls)
+        most = min(node_gpus, needed(tenants, config.cluster.pool))
+        devices = max(one, most // one * one) if one else int(kind == "GPU")
+        processes = max(len(engines), devices)
+    elif stage == "start":
+        devices, processes = int(kind == "GPU"), 2 * len(config.policies)
+    else:
+        devices = needed(tenants, config.cluster.pool) if kind == "GPU" else 0
+        processes = sum(tenant.devices for tenant in tenants)
+    nodes = -(-devices // node_gpus) if stage == "train" and devices else 1
+    memory = _DRIVER_MB[kind] + config.cluster.object_store_mb + searched + processes * _PROCESS_MB[kind]
+    if kind == "GPU" and stage == "train":
+        memory += _host_mb(config)
+    return JobNeeds(
+        nodes=nodes,
+        gpus=devices if nodes == 1 else node_gpus,
+        cpus=-(-processes * config.cluster.threads_per_process // nodes) + (1 if kind == "CPU" else 2 + devices),
+        memory_mb=-(-memory // nodes),
+    )
+
+
+def _retriever_mb(retriever: RetrieverConfig) -> int:
+    """The memory of a server with this index."""
+    if retriever.folder is None:
+        return _SERVED_MB
+    files = list(retriever.folder.glob("*"))
+    return sum(file.stat().st_size for file in files) // 10**6 * 5 // 4 + _SERVED_MB if files else _PUBLISHED_MB
+
+
+def _host_mb(config: RunConfig) -> int:
+    """What trainers keep in the memory of machines, and weights that are on their way to engines through it."""
+    from mcore_mas.planning.choose import placement_of, shapes_of  # imports Megatron, which runs on CPUs do without
+    from mcore_mas.planning.estimate import host_bytes, memory_of_trainers
+    from mcore_mas.planning.memory import engine_weights
+
+    try:
+        models = shapes_of(config)
+    except ModelError:  # a model of the user's that is not here yet
+        return 0
+    placement = placement_of(config)
+    kept = host_bytes(config, placement, memory_of_trainers(config, models, placement))
+    through = config.engine.transport in (None, "disk")  # the old weights and the new ones, in shared memory
+    return int((kept + through * sum(2 * engine_weights(models[policy], 1) for policy in config.trained)) / 1e6)

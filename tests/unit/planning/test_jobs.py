@@ -1,0 +1,65 @@
+"""What jobs ask a cluster for comes from the plan of their run."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import RunConfig
+from mcore_mas.planning.choose import placement_of, shapes_of
+from mcore_mas.planning.jobs import JobNeeds, job_needs
+from mcore_mas.planning.memory import count_parameters
+
+
+@cache
+def config(experiment: str, *overrides: str) -> RunConfig:
+    return RunConfig.check(resolve([f"experiment={experiment}", *overrides]), experiment)
+
+
+def test_a_run_on_cpus_asks_for_its_processes() -> None:
+    # the solver is cut in two, the verifier is not; an engine of each; the driver beside them
+    two = config("demo_math")
+    assert job_needs(two, "train", 8) == JobNeeds(nodes=1, gpus=0, cpus=6, memory_mb=700 + 256 + 5 * 600)
+    threads = config("demo_math", "cluster.threads_per_process=4")
+    assert job_needs(threads, "train", 8).cpus == 5 * 4 + 1
+    assert job_needs(two, "evaluate", 8) == JobNeeds(nodes=1, gpus=0, cpus=3, memory_mb=700 + 256 + 2 * 600)
+
+
+def test_a_run_on_gpus_asks_for_those_of_its_placement() -> None:
+    run = config("drmas_t1_4b_shared_drmas")
+    found = job_needs(run, "train", 8)
+    placed = placement_of(run)
+    ranks, engines = placed.layouts["shared"].ranks, placed.replicas * placed.engine_tp
+    assert (found.nodes, found.gpus) == (1, ranks + engines)  # split: a GPU for each process
+    together = job_needs(config("drmas_t1_4b_shared_drmas", "cluster.pool=shared"), "train", 8)
+    assert together.gpus == max(ranks, engines)
+
+
+def test_what_does_not_fit_one_machine_gets_whole_ones() -> None:
+    run = config("unitymas_t3_hotpotqa_m_ask_7b")  # 36 GPUs
+    assert (job_needs(run, "train", 8).nodes, job_needs(run, "train", 8).gpus) == (5, 8)
+    assert (job_needs(run, "train", 4).nodes, job_needs(run, "train", 4).gpus) == (9, 4)
+    assert job_needs(run, "evaluate", 8).nodes == 1
+
+
+def test_offloaded_trainers_and_weights_on_their_way_are_in_the_machines_memory() -> None:
+    plain = config("drmas_t1_4b_shared_drmas", "engine.transport=distributed")
+    (model,) = shapes_of(plain).values()
+    disk = config("drmas_t1_4b_shared_drmas", "engine.transport=disk")
+    more = job_needs(disk, "train", 8).memory_mb - job_needs(plain, "train", 8).memory_mb
+    assert more == pytest.approx(2 * 2 * count_parameters(model) / 1e6, rel=0.01)  # old and new, two bytes each
+    offloaded = job_needs(
+        config("drmas_t1_4b_shared_drmas", "engine.transport=distributed", "policies.shared.offload=true"), "train", 8
+    )
+    assert offloaded.memory_mb - job_needs(plain, "train", 8).memory_mb >= 14 * count_parameters(model) / 1e6
+
+
+def test_a_published_index_is_counted_as_it_lies_there(tmp_path: Path) -> None:
+    folder = tmp_path / "wiki"
+    there = config("demo_search", f"retriever.folder={folder}", "retriever.passages=null")
+    assert job_needs(there, "retriever", 8).memory_mb == 1_000 + 80_000  # not here yet
+    folder.mkdir()
+    with (folder / "vectors").open("wb") as file:
+        file.truncate(8_000_000_000)
+    assert job_needs(there, "retriever", 8).memory_mb == 1_000 + 8_000 * 5 // 4 + 900
