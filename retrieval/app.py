@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -23,12 +22,9 @@ from retrieval.batcher import Batcher, Overloaded
 from retrieval.encoder import Encoder, open_encoder
 from retrieval.index import Index, check_canary, read_manifest, retrieve
 from retrieval.wire import DEFAULT_TOPK, MAX_BODY_BYTES, BadRequest, parse_request, render_response
+from rollout.base.http_server import BodyTooLarge, bears, read_body
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
-
-
-class TooLarge(Exception):
-    """The request body is over MAX_BODY_BYTES."""
 
 
 def load_app(
@@ -67,7 +63,7 @@ def build_app(index: Index, encoder: Encoder, batcher: Batcher, token: str | Non
     async def retrieve_route(request: HttpRequest) -> Response:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise BadRequest("the content type is not application/json")
-        wanted = parse_request(await _read_body(request))
+        wanted = parse_request(await read_body(request, MAX_BODY_BYTES))
         results = await batcher.submit(wanted.queries, wanted.topk)
         return JSONResponse(render_response(results, wanted.return_scores))
 
@@ -102,15 +98,14 @@ def _guarded(handler: Handler, token: str | None) -> Handler:
     """The handler behind the token, with its typed failures as HTTP statuses."""
 
     async def answer(request: HttpRequest) -> Response:
-        given = request.headers.get("authorization", "")
-        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        if token is not None and not bears(request, token):
             return _error(401, "a bearer token is required")
         try:
             return await handler(request)
         except BadRequest as error:
             return _error(422, str(error))
-        except TooLarge:
-            return _error(413, f"the body is over {MAX_BODY_BYTES} bytes", {"Connection": "close"})
+        except BodyTooLarge as error:
+            return _error(413, str(error), {"Connection": "close"})
         except Overloaded as error:
             return _error(503, str(error), {"Retry-After": "1"})
 
@@ -119,15 +114,3 @@ def _guarded(handler: Handler, token: str | None) -> Handler:
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
     return JSONResponse({"error": message}, status_code=status, headers=headers)
-
-
-async def _read_body(request: HttpRequest) -> bytes:
-    declared = request.headers.get("content-length", "0")
-    if not declared.isdecimal() or int(declared[:20]) > MAX_BODY_BYTES:
-        raise TooLarge
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise TooLarge
-    return bytes(body)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import signal
 import socket
@@ -13,54 +12,14 @@ from pathlib import Path
 from typing import NoReturn
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from retrieval.corpus import RetrievalError
 from rollout.base.files import write_json
 from rollout.base.http import is_loopback
+from rollout.base.http_server import bind, server_config, url_of
 from rollout.base.processes import die_with_parent
 
 DRAIN_S = 10
-READ_S = 10.0  # for a whole request, from its first byte or the connection's start
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; port 0 asks the system for a free one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    listener.listen(2048)
-    return listener
-
-
-class TimedProtocol(H11Protocol):
-    """Uvicorn's protocol, which waits for the rest of a request for ever, with a deadline."""
-
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._wait()
-
-    def data_received(self, data: bytes) -> None:
-        self._wait()
-        super().data_received(data)
-        if str(self.conn.their_state) not in ("IDLE", "SEND_BODY"):  # h11's names: nothing of it is there yet, or part
-            self._cancel()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel()
-        super().connection_lost(exc)
-
-    def _wait(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(READ_S, self.transport.abort)
-
-    def _cancel(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
 
 
 class ReadyServer(uvicorn.Server):
@@ -120,23 +79,12 @@ def run_server(args: argparse.Namespace) -> None:
         max_queue=args.max_queue,
         cache_size=args.cache_size,
     )
-    host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def announce() -> None:
         if args.ready_file:
-            write_json(args.ready_file, {"url": url, "pid": os.getpid()})
+            write_json(args.ready_file, {"url": url_of(listener), "pid": os.getpid()})
 
-    config = uvicorn.Config(
-        app,
-        http=TimedProtocol,
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=DRAIN_S,
-        server_header=False,
-    )
+    config = server_config(app, drain_s=DRAIN_S, lifespan=True)
     try:
         ReadyServer(config, announce).run(sockets=[listener])
     finally:

@@ -29,6 +29,7 @@ ROOMS = (
     "rollout.sandbox",
     "rollout.environments",
     "rollout.teams",
+    "rollout.gateway",
     "rollout.orchestras",
     "rollout.tasks",
     "rollout.rewards",
@@ -56,6 +57,7 @@ ENVIRONMENT_READERS = {
     "rollout/sandbox/guest/warden.py": "a program's home and temporary folder are its own box",
     "mcore_mas/cli/machine.py": "MLflow's server passes its settings to its workers in the environment",
     "rollout/engines/sglang/server.py": "a server of another environment does not inherit where this one's modules are",
+    "rollout/orchestras/program.py": "an agent program of the user's gets this process's variables and its own",
     "rollout/engines/remote/__init__.py": "an API key may be given in a variable, which is removed for children",
 }
 
@@ -185,7 +187,7 @@ def test_no_import_cycles() -> None:
         visit(name, ())
 
 
-OPTION_TAKERS = {"ab_mcts", "gigpo"}  # their keyword-only parameters are the keys of a config
+OPTION_TAKERS = {"ab_mcts", "gigpo", "program"}  # their keyword-only parameters are the keys of a config
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=places)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO, Any
+
+from rollout.base.task_group import cancel_tasks
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -58,6 +64,85 @@ def start_group(
             start_new_session=True,
             preexec_fn=tie,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A command that has ended."""
+
+    status: int  # negative for a signal
+    output: bytes
+    errors: bytes  # the end of what it said
+
+
+class TooMuchOutput(Exception):
+    """A command printed more bytes than it may."""
+
+
+async def run_command(command: Sequence[str], given: bytes, *, env: Mapping[str, str], most_bytes: int) -> Ended:
+    """Run `command` to its end with `given` on its standard input; then, or when cancelled, its whole group is killed.
+
+    Raises:
+        OSError, ValueError: it cannot be started.
+        TooMuchOutput: it printed more than `most_bytes`.
+    """
+    loop = asyncio.get_running_loop()
+    exited: asyncio.Future[None] = loop.create_future()
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(given)
+        stdin.seek(0)
+        child = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
+        )
+    async with AsyncExitStack() as ending:
+        ending.callback(_kill, child)
+        watch = os.pidfd_open(child.pid)
+        ending.callback(os.close, watch)
+        loop.add_reader(watch, lambda: None if exited.done() else exited.set_result(None))
+        ending.callback(loop.remove_reader, watch)
+        output, errors = bytearray(), bytearray()
+        reading = asyncio.gather(
+            _read_pipe(child.stdout, output, most_bytes, refuse=True),
+            _read_pipe(child.stderr, errors, most_bytes, refuse=False),
+        )
+        ending.push_async_callback(cancel_tasks, [reading])
+        first: set[asyncio.Future[Any]] = {reading, exited}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if not exited.done():
+            await reading  # it has closed its outputs, or printed too much
+        await exited
+        _kill(child)  # what it has left behind, and with that their ends of its outputs
+        await reading
+        return Ended(child.wait(), bytes(output), bytes(errors))
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+async def _read_pipe(pipe: IO[bytes] | None, into: bytearray, most: int, *, refuse: bool) -> None:
+    """Read a pipe to its end; of what is over `most` bytes the end is kept, unless that is refused."""
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    try:
+        while part := await reader.read(1 << 16):
+            into += part
+            if len(into) > most:
+                if refuse:
+                    raise TooMuchOutput(f"it printed more than {most} bytes")
+                del into[: -most // 2]
+    finally:
+        transport.close()
 
 
 def stop_group(child: subprocess.Popen[bytes], grace_s: float = 5.0) -> None:

@@ -16,6 +16,7 @@ memory_search     a lead asks a scout with a search tool; both remember
 math_refine       a solver, a verifier, a refiner and a finalizer, each once (UnityMAS-O math)
 mathchat          a solver, a coder with up to two programs and a verifier (MAPPA)
 mixture           proposers side by side, and an aggregator (MARTI)
+program           an agent program of one's own, behind OpenAI's or Anthropic's API
 qa_decompose      a decomposer splits the question, an answerer reads what the parts found (UnityMAS-O)
 qa_evidence       the same, with an extractor who reads each part for the answerer (UnityMAS-O)
 qa_rewrite        a rewriter asks, a selector keeps passages, an answerer reads them (UnityMAS-O)
@@ -41,6 +42,7 @@ from rollout.orchestras.chatting import memory_search, tool_coder
 from rollout.orchestras.coding import code_reflect, coder_tester, dsbench
 from rollout.orchestras.graph import graph
 from rollout.orchestras.parallel import debate, ensemble_judge, mixture, reason_tool
+from rollout.orchestras.program import program
 from rollout.orchestras.replies import PARSERS
 from rollout.orchestras.search import m_ask, qa_decompose, qa_evidence, qa_rewrite, search_team
 from rollout.orchestras.sequential import chain, math_refine, mathchat, solver_verifier
@@ -54,7 +56,7 @@ ORCHESTRAS: dict[str, Callable[..., Awaitable[None]]] = {  # (task, team, env, *
         *(debate, ensemble_judge, mixture, reason_tool),
         *(m_ask, qa_decompose, qa_evidence, qa_rewrite, search_team),
         *(chain, math_refine, mathchat, solver_verifier),
-        *(memory_search, tool_coder),
+        *(memory_search, tool_coder, program),
     )
 }
 

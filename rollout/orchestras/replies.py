@@ -33,6 +33,11 @@ def fenced(program: str | None) -> str:
     return f"```python\n{program.rstrip()}\n```" if program else ""
 
 
+def parse_spoken(text: str) -> str | None:
+    """The text after any thought, None when there is none."""
+    return after_thought(text) or None
+
+
 def parse_boxed(text: str) -> str | None:
     """The content of the last `\\boxed{...}` after any thought, None when there is none or it is empty."""
     return last_boxed(text) or None
@@ -218,6 +223,7 @@ PARSERS: dict[str, Callable[[str], str | None]] = {
     "search_or_answer": parse_search_or_answer,
     "selection": parse_selection,
     "solution": parse_solution,
+    "spoken": parse_spoken,
     "summary": _tag("summary", spoken=True),
 }
 

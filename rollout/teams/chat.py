@@ -96,6 +96,24 @@ class Chat:
         self._answer(call, result)
         return None if self._open else await self._reply()
 
+    def take_over(self, other: Chat) -> None:
+        """Go on from where another chat stands, which does not change."""
+        self.messages, self.latest = list(other.messages), other.latest
+        self._state = replace(self._state, before=other._state.before)
+
+    async def go_on(self, news: Sequence[Message]) -> AgentReply:
+        """Reply to messages of somebody who keeps the conversation, and who makes the calls of tools.
+
+        Raises:
+            PromptTooLong: they leave no room for a reply, and `when_full` makes none.
+            EngineError: there is no reply.
+        """
+        self.messages += news
+        reply = await self._reply()
+        if self.full:
+            raise PromptTooLong(f"chat {self.id} is full: its messages leave no room for a reply")
+        return reply
+
     async def run(self, max_turns: int) -> AgentReply:
         """Make the calls of the latest reply and go on, until a reply makes none, for at most `max_turns` replies.
 

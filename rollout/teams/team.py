@@ -147,10 +147,14 @@ class TeamSession:
             KeyError: the team has no such agent.
         """
         agent = self._team.agents[name]
-        number = self._chats.get(name, 0)
-        self._chats[name] = number + 1
         own = self.tools.get(name, ()) if tools is None else tools
-        return Chat(self, agent, f"{name}/{number}", agent.role.system if system is None else system, own)
+        return Chat(self, agent, self.chat_id(name), agent.role.system if system is None else system, own)
+
+    def chat_id(self, agent: str) -> str:
+        """The id of a new chat of an agent."""
+        number = self._chats.get(agent, 0)
+        self._chats[agent] = number + 1
+        return f"{agent}/{number}"
 
     async def take_turn(self, agent: Agent, messages: tuple[Message, ...], chat: ChatState | None = None) -> TurnReply:
         """Have an agent go on after `messages`, in its `chat` or once, and write the turn down.
@@ -200,6 +204,15 @@ class TeamSession:
     def seed(self, *what: int | str) -> int:
         """A seed for a choice that the orchestra makes itself, the same whenever this trajectory is played."""
         return derive_seed(*self._place, "orchestra", *what)
+
+    def mask(self, turn: int, /) -> None:
+        """Have a turn not train, because nobody has read its reply: its score `unread` is 1.
+
+        Raises:
+            KeyError: there is no such turn.
+        """
+        self._turns[turn] = replace(self._turns[turn], masked=True)
+        self.score(turn, unread=1.0)
 
     def place(self, turn: int, /, node: str) -> None:
         """Say which node of a tree that the orchestra grows by itself a turn is; `leaf` says where the tree ended.

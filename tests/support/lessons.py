@@ -141,6 +141,7 @@ SAYS: dict[
         "<status>incorrect</status><feedback>add again</feedback>",
     ),
     "decomposer": _tagged("queries", "Alice", "nothing"),
+    "program_agent": _BOXED,
     "selector": _tagged("select", "1", "none"),
     "verifier": _tagged("verify", "approve", "reject"),
     "session_coder": (

@@ -16,12 +16,13 @@ import httpx
 import pytest
 import uvicorn
 
-from retrieval import server as serving_module
 from retrieval.client import RetrieverSidecar
 from retrieval.corpus import Passage, RetrievalError
 from retrieval.encoder import Encoder, minilm_folder
 from retrieval.index import Index, check_canary
-from retrieval.server import TimedProtocol, bind, is_loopback
+from rollout.base import http_server as serving_module
+from rollout.base.http import is_loopback
+from rollout.base.http_server import TimedProtocol, bind
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -1,0 +1,126 @@
+"""HTTP server parts: a listener, deadlines for requests, bodies within bounds, and a server inside an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+READ_S = 10.0  # for a whole request, from its first byte or the connection's start
+MIN_TOKEN_CHARS = 16
+
+
+class BodyTooLarge(Exception):
+    """A request's body has more bytes than it may; the message says how many that is."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; port 0 asks the system for a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen(2048)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a listener is asked."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The body of a request, of at most `most` bytes.
+
+    Raises:
+        BodyTooLarge: it has more, or says so.
+    """
+    declared = request.headers.get("content-length", "0")
+    if not declared.isdecimal() or int(declared[:20]) > most:
+        raise BodyTooLarge(f"the body is over {most} bytes")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise BodyTooLarge(f"the body is over {most} bytes")
+    return bytes(body)
+
+
+def bears(request: Request, token: str) -> bool:
+    """Whether a request carries the token, as a bearer's or in `x-api-key`, where Anthropic's clients put it."""
+    wanted = token.encode()
+    given = (request.headers.get("authorization", "").removeprefix("Bearer "), request.headers.get("x-api-key", ""))
+    return any(hmac.compare_digest(one.encode(), wanted) for one in given)
+
+
+class TimedProtocol(H11Protocol):
+    """Uvicorn's protocol, which waits for the rest of a request for ever, with a deadline."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        self._wait()
+        super().data_received(data)
+        if str(self.conn.their_state) not in ("IDLE", "SEND_BODY"):  # h11's names: nothing of it is there yet, or part
+            self._cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(READ_S, self.transport.abort)
+
+    def _cancel(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+def server_config(app: Starlette, *, drain_s: int, lifespan: bool) -> uvicorn.Config:
+    """How our servers answer: quietly, without web sockets, and with `drain_s` seconds to end what runs."""
+    return uvicorn.Config(
+        app,
+        http=TimedProtocol,
+        ws="none",
+        lifespan="on" if lifespan else "off",
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=drain_s,
+        server_header=False,
+    )
+
+
+class _Inner(uvicorn.Server):
+    """A server that leaves signals to the process it is a part of."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def answering(app: Starlette, listener: socket.socket) -> AsyncIterator[None]:
+    """Have `app` answer at `listener`, on the running event loop, until the block ends."""
+    server = _Inner(server_config(app, drain_s=1, lifespan=False))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await asyncio.wait([task])
+        listener.close()

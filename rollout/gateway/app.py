@@ -1,0 +1,234 @@
+"""HTTP application of a gateway: routes, keys, limits, and failures as statuses in the caller's dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
+from rollout.base.http_server import BodyTooLarge, answering, bears, bind, read_body, url_of
+from rollout.gateway.completions import COMPLETIONS
+from rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, openai_error
+from rollout.gateway.sessions import GatewaySession
+
+DIALECTS = (COMPLETIONS,)
+MAX_CALL_BYTES = 16 << 20
+_OFF_LOOP_BYTES = 64 << 10  # of a body, from which on another thread reads it
+_AGENT = "/a/{agent}"  # in an address, before the dialect's path: who answers, whatever the call names as its model
+
+
+class Answering(Protocol):
+    """What answers calls: a trajectory's session."""
+
+    @property
+    def models(self) -> list[str]:
+        """The names that calls may ask for."""
+
+    async def ask(self, asked: ChatRequest) -> tuple[bytes, asyncio.Task[ChatReply]]:
+        """The reply's key and the task that it comes from (see `GatewaySession`)."""
+
+    def unread(self, key: bytes, task: asyncio.Task[ChatReply]) -> None:
+        """Nobody waits for the reply any more."""
+
+
+class Entrance:
+    """Who may come in: finds what answers a request, and counts the calls that are under way."""
+
+    def __init__(self, find: Callable[[Request], Answering], most_calls: int) -> None:
+        """`find` raises GatewayError; `most_calls` are answered at a time."""
+        self.find = find
+        self.most_calls = most_calls
+        self.calls = 0
+
+    async def answer(self, dialect: Dialect, request: Request) -> Response:
+        """Answer a call in its dialect.
+
+        Raises:
+            GatewayError: it cannot be answered.
+        """
+        session = self.find(request)
+        body = await read_body(request, MAX_CALL_BYTES)
+        far = len(body) > _OFF_LOOP_BYTES
+        asked = await asyncio.to_thread(dialect.parse, body) if far else dialect.parse(body)
+        if agent := request.path_params.get("agent"):
+            asked = replace(asked, model=agent)
+        if self.calls >= self.most_calls:
+            raise GatewayError(429, f"{self.calls} calls are under way, which is as many as may be")
+        self.calls += 1
+        try:
+            key, task = await session.ask(asked)
+            reply = await _awaited(request, session, key, task)
+        finally:
+            self.calls -= 1
+        if reply is None:
+            return Response(status_code=499)  # nobody is there to read it
+        if not asked.stream:
+            return JSONResponse(dialect.render(reply))
+        return StreamingResponse(
+            _streamed(dialect, reply, asked, lambda: session.unread(key, task)), media_type="text/event-stream"
+        )
+
+
+async def _awaited(request: Request, session: Answering, key: bytes, task: asyncio.Task[ChatReply]) -> ChatReply | None:
+    """The reply of a task; None where the caller has gone before it came."""
+    gone = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        session.unread(key, task)
+        return None
+    except asyncio.CancelledError:
+        if not task.cancelled():  # it is the caller's connection that ends
+            session.unread(key, task)
+            raise
+        raise GatewayError(503, "the trajectory has ended") from None
+    finally:
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _streamed(
+    dialect: Dialect, reply: ChatReply, asked: ChatRequest, unread: Callable[[], None]
+) -> AsyncIterator[str]:
+    """The events of a stream; `unread` is called where the caller leaves before its end."""
+    whole = False
+    try:
+        for name, data in dialect.stream(reply, asked):
+            yield (f"event: {name}\n" if name else "") + f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+        yield dialect.last
+        whole = True
+    finally:
+        if not whole:
+            unread()
+
+
+def _told(error: Exception) -> GatewayError:
+    """What a program is told of an error; of anything but those that are expected nothing, it is raised again."""
+    if isinstance(error, GatewayError):
+        return error
+    if isinstance(error, BodyTooLarge):
+        return GatewayError(413, str(error))
+    if isinstance(error, PromptTooLong):
+        return GatewayError(400, str(error), "context_length_exceeded")
+    if isinstance(error, (EngineError, EnvError, Unusable)):
+        return GatewayError(503, "no reply can be had: the trajectory has failed")
+    raise error
+
+
+def _guarded(handler: Callable[[Request], Awaitable[Response]], dialect: Dialect | None) -> Callable[..., object]:
+    """The handler with its failures as statuses, in its dialect."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Exception as error:
+            told = _told(error)
+            headers = {"Connection": "close"} if told.status == 413 else {}
+            headers |= {"x-should-retry": "false"} if told.status != 429 or told.code else {"Retry-After": "1"}
+            body = dialect.error(told) if dialect else openai_error(told)
+            return JSONResponse(body, status_code=told.status, headers=headers)
+
+    return answer
+
+
+def gateway_app(entrance: Entrance, prefix: str) -> Starlette:
+    """The HTTP application; its addresses begin with `prefix`, whose parameters `entrance.find` reads."""
+
+    def route(dialect: Dialect) -> Iterator[Route]:
+        async def call(request: Request) -> Response:
+            return await entrance.answer(dialect, request)
+
+        for place in (prefix, prefix + _AGENT):
+            yield Route(place + dialect.path, _guarded(call, dialect), methods=["POST"])
+
+    async def models(request: Request) -> Response:
+        listed = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "mcore-mas"}
+            for name in entrance.find(request).models
+        ]
+        return JSONResponse({"object": "list", "data": listed})
+
+    async def nowhere(request: Request) -> Response:
+        paths = ", ".join(dialect.path for dialect in DIALECTS)
+        raise GatewayError(404, f"nothing answers {request.method} {request.url.path[:200]}; known: {paths}")
+
+    routes = [one for dialect in DIALECTS for one in route(dialect)]
+    listing = [Route(place + "/v1/models", _guarded(models, None)) for place in (prefix, prefix + _AGENT)]
+    every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+    return Starlette(routes=[*routes, *listing, Route("/{path:path}", _guarded(nowhere, None), methods=every)])
+
+
+class Gateway:
+    """A gateway on loopback for the trajectories of one event loop, each behind an address and a key of its own."""
+
+    def __init__(self, most_calls: int = 16384) -> None:
+        self.url = ""
+        self._open: dict[str, tuple[str, GatewaySession]] = {}  # key and session, by name
+        self.app = gateway_app(Entrance(self._find, most_calls), "/s/{session}")
+
+    def _find(self, request: Request) -> GatewaySession:
+        key, session = self._open.get(request.path_params["session"], ("", None))
+        if session is None or not bears(request, key):
+            raise GatewayError(401, "no such session, or not its key")
+        return session
+
+    @asynccontextmanager
+    async def opened(self, session: GatewaySession) -> AsyncIterator[tuple[str, str]]:
+        """Have the gateway answer for a session until the block ends; its address and key."""
+        name, key = secrets.token_urlsafe(12), f"sk-{secrets.token_urlsafe(24)}"
+        self._open[name] = key, session
+        try:
+            yield f"{self.url}/s/{name}", key
+        finally:
+            del self._open[name]
+            await session.close()
+
+
+class _Shared:
+    """An event loop's gateway, which listens as long as somebody uses it."""
+
+    def __init__(self) -> None:
+        self.gateway = Gateway()
+        self.users = 0
+        self.lock = asyncio.Lock()
+        self.listening: AsyncExitStack | None = None
+
+
+_gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
+
+
+@asynccontextmanager
+async def shared_gateway() -> AsyncIterator[Gateway]:
+    """The gateway of the running event loop; it listens from the first user's coming to the last one's going."""
+    own = _gateways.setdefault(asyncio.get_running_loop(), _Shared())
+    async with own.lock:
+        if own.listening is None:
+            listener = bind("127.0.0.1", 0)
+            own.gateway.url = url_of(listener)
+            own.listening = AsyncExitStack()
+            await own.listening.enter_async_context(answering(own.gateway.app, listener))
+        own.users += 1
+    try:
+        yield own.gateway
+    finally:
+        own.users -= 1
+        async with own.lock:
+            if not own.users and own.listening is not None:
+                listening, own.listening = own.listening, None
+                await listening.aclose()

@@ -1,0 +1,164 @@
+"""OpenAI's Chat Completions: requests, replies and streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from rollout.gateway.dialects import (
+    Body,
+    ChatReply,
+    ChatRequest,
+    Content,
+    Dialect,
+    Event,
+    arguments_of,
+    conversation,
+    openai_error,
+    pieces,
+    read,
+    schema_of,
+    text_of,
+)
+from rollout.records.trajectory import Message, ToolUse
+
+_ROLES = {"developer": "system", "function": "tool"}
+_FINISH = {"stop_sequence": "stop"}
+
+
+class _Function(BaseModel):
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    arguments: str = "{}"
+
+
+class _Call(BaseModel):
+    id: str = ""
+    function: _Function
+
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+
+
+class _Tool(BaseModel):
+    type: Literal["function"]
+    function: _Function
+
+
+class _Format(BaseModel):
+    type: Literal["text"]  # nothing here holds a model to a grammar
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool | None = None
+
+
+class _Completions(Body):
+    messages: list[_Message] = Field(min_length=1)
+    tools: list[_Tool] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    n: Literal[1] | None = None
+    response_format: _Format | None = None
+    stream_options: _StreamOptions | None = None
+
+
+def _message(said: _Message) -> Message:
+    calls = said.tool_calls if said.role == "assistant" and said.tool_calls else ()
+    return Message(
+        role=_ROLES.get(said.role, said.role),
+        content=text_of(said.content),
+        reasoning=said.reasoning_content or "",
+        calls=tuple(
+            ToolUse(id=call.id, name=call.function.name, arguments=arguments_of(call.function.arguments))
+            for call in calls
+        ),
+        answers=said.tool_call_id or "",
+    )
+
+
+def _parse(body: bytes) -> ChatRequest:
+    asked: _Completions = read(_Completions, body)
+    stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    return ChatRequest(
+        model=asked.model,
+        messages=conversation([_message(said) for said in asked.messages]),
+        tools=tuple(
+            schema_of(tool.function.name, tool.function.description, tool.function.parameters)
+            for tool in asked.tools or ()
+        ),
+        max_tokens=asked.max_completion_tokens or asked.max_tokens,
+        sampling=asked.sampling,
+        stop=tuple(text for text in stop if text),
+        stream=bool(asked.stream),
+        usage=bool(asked.stream_options and asked.stream_options.include_usage),
+    )
+
+
+def _usage(reply: ChatReply) -> dict[str, Any]:
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+    }
+
+
+def _calls(reply: ChatReply) -> list[dict[str, Any]]:
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in reply.calls
+    ]
+
+
+def _head(reply: ChatReply, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": reply.model}
+
+
+def _render(reply: ChatReply) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+    message |= {"reasoning_content": reply.reasoning} if reply.reasoning else {}
+    message |= {"content": reply.text or None, "tool_calls": _calls(reply)} if reply.calls else {}
+    finish = _FINISH.get(reply.finish, reply.finish)
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+    return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+
+
+def _stream(reply: ChatReply, asked: ChatRequest) -> Iterator[Event]:
+    head = _head(reply, "chat.completion.chunk")
+
+    def chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
+        return "", {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]}
+
+    yield chunk({"role": "assistant", "content": ""})
+    for piece in pieces(reply.reasoning):
+        yield chunk({"reasoning_content": piece})
+    for piece in pieces(reply.text):
+        yield chunk({"content": piece})
+    for number, call in enumerate(_calls(reply)):
+        opening = {**call, "index": number, "function": {"name": call["function"]["name"], "arguments": ""}}
+        yield chunk({"tool_calls": [opening]})
+        for piece in pieces(call["function"]["arguments"]):
+            yield chunk({"tool_calls": [{"index": number, "function": {"arguments": piece}}]})
+    yield chunk({}, _FINISH.get(reply.finish, reply.finish))
+    if asked.usage:
+        yield "", {**head, "choices": [], "usage": _usage(reply)}
+
+
+COMPLETIONS = Dialect(
+    name="chat completions",
+    path="/v1/chat/completions",
+    parse=_parse,
+    render=_render,
+    stream=_stream,
+    error=openai_error,
+    last="data: [DONE]\n\n",
+)

@@ -1,0 +1,196 @@
+"""Dialects of a gateway: what is asked and what is answered, in terms that the dialects share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from rollout.models.tool_calls import ToolSchema
+from rollout.records.trajectory import Message, ToolUse
+
+Finish = Literal["stop", "length", "tool_calls", "stop_sequence"]
+Event = tuple[str, Any]  # of a stream: its name, "" where the dialect gives it none, and its data
+_PIECE_CHARS = 40  # of a streamed text
+
+
+class GatewayError(Exception):
+    """A call that cannot be answered, with its HTTP status and the name that a dialect's errors have for it."""
+
+    def __init__(self, status: int, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code  # OpenAI's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A call of a program, as its dialect's parser read it."""
+
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSchema, ...] = ()
+    max_tokens: int | None = None
+    sampling: dict[str, float] = field(default_factory=dict)  # temperature and top_p, where they are given
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = True  # whether a stream ends with the number of tokens
+    kept: bool = False  # whether a later call may name the reply as the one it comes after
+    previous: str = ""  # id of the reply that `messages` come after
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatReply:
+    """An agent's reply, as the dialects write it."""
+
+    id: str
+    model: str
+    created: int  # Unix time
+    text: str
+    reasoning: str
+    calls: tuple[ToolUse, ...]
+    finish: Finish
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def message(self) -> Message:
+        """As a program will repeat it."""
+        return Message(role="assistant", content=self.text, calls=self.calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """How one API writes requests, replies, streams and errors."""
+
+    name: str
+    path: str  # below a session's address
+    parse: Callable[[bytes], ChatRequest]  # raises GatewayError
+    render: Callable[[ChatReply], dict[str, Any]]
+    stream: Callable[[ChatReply, ChatRequest], Iterator[Event]]
+    error: Callable[[GatewayError], dict[str, Any]]
+    last: str = ""  # what ends a stream
+
+
+class ContentPart(BaseModel):
+    """A part of a message's content: text, by any of its names, or what a parser picks up itself."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+    text: str = ""
+
+
+Content = str | list[ContentPart] | None
+_TEXTS = {"text", "input_text", "output_text", "refusal"}
+
+
+def text_of(content: Content) -> str:
+    """The text of a message's content.
+
+    Raises:
+        GatewayError: a part of it is none.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in _TEXTS:
+            raise GatewayError(400, f"a content part of type '{part.type[:40]}'; the agents here read text only")
+    return "\n".join(part.text for part in content)
+
+
+class Body(BaseModel):
+    """What the dialects' requests have in common; what is not named in them is not read."""
+
+    model: str = Field(min_length=1, max_length=200)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool | None = None
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """Temperature and top_p, where they are given."""
+        named = {"temperature": self.temperature, "top_p": self.top_p}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def read(model: type[Any], body: bytes) -> Any:
+    """A body as an instance of `model`.
+
+    Raises:
+        GatewayError: it is no such JSON.
+    """
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise GatewayError(400, f"{place}: {first['msg']}" if place else first["msg"]) from None
+
+
+def arguments_of(text: str) -> str:
+    """The arguments of a tool call that a program repeats, as records write them.
+
+    Raises:
+        GatewayError: they are no JSON object.
+    """
+    try:
+        value = from_json(text or "{}")
+        if isinstance(value, dict):
+            return json.dumps(value, ensure_ascii=False)
+    except ValueError:
+        pass
+    raise GatewayError(400, "the arguments of a tool call are no JSON object")
+
+
+def schema_of(name: str, description: str | None, parameters: dict[str, Any] | None) -> ToolSchema:
+    """A tool as a program describes it.
+
+    Raises:
+        GatewayError: it cannot be written as JSON.
+    """
+    parameters = parameters or {"type": "object", "properties": {}}
+    try:
+        json.dumps(parameters)
+    except ValueError as error:
+        raise GatewayError(400, f"the parameters of tool '{name}': {error}") from None
+    return ToolSchema(name=name, description=description or "", parameters=parameters)
+
+
+def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages with those of the system at the beginning as one, which is all that most chat templates know.
+
+    Raises:
+        GatewayError: there is nothing to reply to.
+    """
+    systems = next((n for n, message in enumerate(messages) if message.role != "system"), len(messages))
+    if systems == len(messages) or messages[-1].role == "assistant":
+        raise GatewayError(400, "expected messages that end with one of the user or a tool")
+    opening = "\n\n".join(message.content for message in messages[:systems])
+    return (*([Message(role="system", content=opening)] if opening else ()), *messages[systems:])
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A text, or the JSON of arguments, as a stream hands it out."""
+    for start in range(0, len(text), _PIECE_CHARS):
+        yield text[start : start + _PIECE_CHARS]
+
+
+# what an error of a status is called
+ERROR_KINDS: dict[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def openai_error(error: GatewayError) -> dict[str, Any]:
+    """The body of an error as OpenAI's APIs write it."""
+    kind = ERROR_KINDS.get(error.status, "api_error")
+    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code or None}}

@@ -1,0 +1,171 @@
+"""Agent programs of one's own: any code that speaks OpenAI's or Anthropic's API plays a task through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from rollout.base.options import lookup
+from rollout.base.processes import TooMuchOutput, run_command
+from rollout.base.task_group import LateTool, cancel_tasks
+from rollout.environments.protocol import Env
+from rollout.records.trajectory import Task
+from rollout.teams.team import TeamSession
+
+_MOST_BYTES = 1 << 20  # of a program's output
+_SHOWN_CHARS = 2000  # of what it said as it failed
+
+
+class ProgramFailed(RuntimeError):
+    """An agent program ended without an answer, by its own fault."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What an agent program is given: a task, and where its models are."""
+
+    task: Task
+    problem: str  # as the environment states it
+    openai_url: str  # base URL of OpenAI's clients
+    anthropic_url: str  # base URL of Anthropic's
+    key: str  # for either
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that a command is given; the clients read the first four by themselves."""
+        return {
+            "OPENAI_BASE_URL": self.openai_url,
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.anthropic_url,
+            "ANTHROPIC_API_KEY": self.key,
+            "TASK": self.problem if len(self.problem) < 100_000 and "\0" not in self.problem else "",
+            "TASK_ID": self.task.id,
+            "NO_PROXY": "127.0.0.1,localhost",
+            "no_proxy": "127.0.0.1,localhost",
+        }
+
+
+AgentProgram = Callable[[Job], Awaitable[str]]
+Command = Annotated[Sequence[str], Field(min_length=1)]
+
+
+async def program(
+    task: Task,
+    team: TeamSession,
+    env: Env,
+    *,
+    call: str | None = None,
+    command: Command | None = None,
+    models: Mapping[str, str] | None = None,
+    deadline_s: PositiveFloat = 600.0,
+    most_calls: PositiveInt = 256,
+    at_once: PositiveInt = 64,
+    crash: Literal["fail", "wrong"] = "fail",
+) -> None:
+    """Let a program play that knows nothing of this project: it calls the team's agents as models of an API.
+
+    The program answers with a text that the environment is stepped with, once.
+
+    Args:
+        call: import path of an async function that takes a `Job` and returns the answer.
+        command: program and arguments, run without a shell. It gets the problem on standard input and in TASK, the
+            gateway's addresses in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, and answers on standard output.
+        models: agents by the names that the program has for its models; `*` is any other name.
+        deadline_s: that the program may take.
+        most_calls: of models, in a trajectory.
+        at_once: commands that run side by side.
+        crash: what becomes of a trajectory whose program fails: `fail`, it is quarantined; `wrong`, its answer is "".
+
+    Raises:
+        ValueError: there is not one of `call` and `command`, or `models` names an agent who is not there.
+        ProgramFailed: the program failed.
+        LateTool: it took too long.
+    """
+    from rollout.gateway.app import shared_gateway  # a web server, which only this orchestra needs
+    from rollout.gateway.sessions import GatewaySession
+
+    aliases = dict(models or {})
+    unknown = set(aliases.values()) - {agent.name for agent in team.agents}
+    if (call is None) is (command is None) or unknown:
+        raise ValueError(f"expected call or command, and models of agents in the team (not {sorted(unknown)})")
+    problem = env.reset(task)
+    async with shared_gateway() as gateway:
+        session = GatewaySession(team, aliases=aliases, most_turns=most_calls)
+        async with gateway.opened(session) as (url, key):
+            job = Job(task=task, problem=problem, openai_url=f"{url}/v1", anthropic_url=url, key=key)
+            if command is not None:
+                work: Awaitable[str] = _limited(at_once, partial(_run, tuple(command), job, deadline_s))
+            else:
+                work = _within(deadline_s, lookup("agent program", str(call), _NO_PROGRAMS)(job))
+            try:
+                answer = await _unless_failed(work, session.failure)
+            except ProgramFailed as failed:
+                if crash == "fail":
+                    raise (session.overlong or failed) from failed.__cause__
+                answer = ""
+    await env.step(answer)
+
+
+async def _unless_failed(work: Awaitable[str], failure: asyncio.Future[Exception]) -> str:
+    """What the work gives; it is ended when there is a failure, which is raised."""
+    playing = asyncio.ensure_future(work)
+    try:
+        first: set[asyncio.Future[Any]] = {playing, failure}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if failure.done():
+            raise failure.result()
+        return playing.result()
+    finally:
+        await cancel_tasks([playing])
+
+
+_NO_PROGRAMS: Mapping[str, AgentProgram] = {}
+_slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]] = weakref.WeakKeyDictionary()
+
+
+async def _limited(at_once: int, work: Callable[[], Awaitable[str]]) -> str:
+    slots = _slots.setdefault(asyncio.get_running_loop(), {})
+    async with slots.setdefault(at_once, asyncio.Semaphore(at_once)):
+        return await work()
+
+
+async def _within(seconds: float, work: Awaitable[str]) -> str:
+    """What an async function answers; whatever it raises is its failure."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            answer = await work
+    except Exception as error:
+        if limit.expired():
+            raise LateTool(f"program: no answer within {seconds:g} s", "tool/program") from None
+        raise ProgramFailed(f"{type(error).__name__}: {error}"[:_SHOWN_CHARS]) from error
+    if not isinstance(answer, str):
+        raise ProgramFailed(f"it returned {type(answer).__name__}; expected a text")
+    return answer
+
+
+async def _run(command: Sequence[str], job: Job, seconds: float) -> str:
+    """What a command prints.
+
+    Raises:
+        ProgramFailed: it cannot be started, prints too much, or ends with another status than 0.
+        LateTool: it has not ended in time.
+    """
+    environment = {**os.environ, **job.environment}
+    try:
+        async with asyncio.timeout(seconds):
+            ended = await run_command(command, job.problem.encode(), env=environment, most_bytes=_MOST_BYTES)
+    except TimeoutError:
+        raise LateTool(f"program: no answer within {seconds:g} s", "tool/program") from None
+    except (OSError, ValueError, TooMuchOutput) as error:
+        raise ProgramFailed(f"'{command[0]}': {error}") from error
+    if ended.status:
+        said = ended.errors.decode("utf-8", "replace").strip()[-_SHOWN_CHARS:]
+        raise ProgramFailed(f"'{command[0]}' ended with status {ended.status}: {said or 'it said nothing'}")
+    return ended.output.decode("utf-8", "replace").strip()

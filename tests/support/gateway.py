@@ -1,0 +1,82 @@
+"""A gateway before a team of agents `a` and `b`: on scripted replies, or on a tiny model of bytes that samples."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rollout.engines import EngineClient
+from rollout.engines.embedded.batching import LocalEngine
+from rollout.gateway.app import shared_gateway
+from rollout.gateway.sessions import GatewaySession
+from rollout.models.chat_template import Renderer
+from rollout.records.trajectory import Sampling
+from rollout.teams.roles import Agent, Role
+from rollout.teams.team import Team, TeamSession
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.templates import renderer_of
+
+
+def team_of(engine: Any, renderer: Renderer, *, max_tokens: int = 24, **client: Any) -> Team:
+    """Agents `a` and `b` on one policy, who say anything."""
+    role = Role(name="r", system="", user="{said}", parse=lambda text: text or None)
+    agents = {
+        name: Agent(
+            name=name, role=role, policy="p", sampling=Sampling(max_tokens=max_tokens, temperature=0.8, top_p=0.95)
+        )
+        for name in ("a", "b")
+    }
+    return Team(agents, {"p": EngineClient(engine=engine, renderer=renderer, **client)})
+
+
+def scripted(folder: Path, reply: Callable[[str, int], str], kind: str = "qwen2.5") -> tuple[Team, ScriptedEngine]:
+    """A team whose replies are made from (prompt, number of the call)."""
+    renderer = renderer_of(kind, folder)
+
+    def ids(prompt: tuple[int, ...], call: int) -> tuple[int, ...]:
+        said = renderer._tokenizer.decode(list(prompt))
+        return (*renderer.encode(reply(str(said), call)), renderer.stop[0])
+
+    engine = ScriptedEngine(ids)
+    return team_of(engine, renderer, max_tokens=1000), engine
+
+
+def tiny_model(folder: Path, positions: int = 4096) -> Qwen2ForCausalLM:
+    """A random model of the bytes that `renderer_of` writes, saved beside the tokenizer in `folder`."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def sampling_team(folder: Path, *, max_length: int = 4096, **settings: Any) -> tuple[Team, LocalEngine, Any]:
+    """A team on the embedded engine, the engine, and Hugging Face's model of the same weights."""
+    renderer = renderer_of("qwen2.5", folder)
+    model = tiny_model(folder, max_length)
+    engine = LocalEngine(folder, max_length=max_length, rows=32)
+    return team_of(engine, renderer, max_length=max_length, **settings), engine, model
+
+
+@asynccontextmanager
+async def opened(team: Team, **settings: Any) -> AsyncIterator[tuple[str, str, TeamSession, GatewaySession]]:
+    """A session of a trajectory behind the gateway: its address and key, and what the trajectory has of it."""
+    seat = team.seat(1, 2, "t", 0)
+    session = GatewaySession(seat, **settings)
+    async with shared_gateway() as gateway, gateway.opened(session) as (url, key):
+        yield url, key, seat, session

@@ -1,0 +1,258 @@
+"""Chat completions through the gateway, with OpenAI's own client: tokens, chats, tools, streams, errors, retries."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from rollout.teams.team import Team
+from tests.support.gateway import opened, sampling_team, scripted
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def client(url: str, key: str, **settings: Any) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, **settings)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def play(team: Team, program: Any, **settings: Any) -> Any:
+    """What a program with OpenAI's client comes to, and the turns that were written down."""
+
+    async def run() -> Any:
+        async with opened(team, **settings) as (url, key, seat, session), client(url, key) as api:
+            came = await program(api)
+            await session.close()
+            return came, seat.turns
+
+    return asyncio.run(run())
+
+
+def test_a_call_is_a_turn_of_the_agent_that_it_names(tmp_path: Path) -> None:
+    team, engine = scripted(tmp_path, lambda prompt, n: f"reply {n}")
+
+    async def program(api: AsyncOpenAI) -> Any:
+        assert sorted([model.id async for model in api.models.list()]) == ["a", "b"]
+        return await api.chat.completions.create(
+            model="b", messages=[{"role": "system", "content": "S"}, user("hi")], temperature=2
+        )
+
+    reply, (turn,) = play(team, program)
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("reply 0", "stop")
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(turn.prompt_ids), len("reply 0") + 1)
+    assert (turn.agent, turn.policy, turn.text, turn.chat) == ("b", "p", "reply 0", "b/0")
+    assert [(m.role, m.content) for m in turn.messages] == [("system", "S"), ("user", "hi")]
+    assert engine.calls[0][1].temperature == turn.temperature == 0.8  # the agent's, not the call's
+
+
+def test_a_call_that_continues_a_chat_goes_on_from_its_tokens(tmp_path: Path) -> None:
+    """Two tools side by side: with other ids, other JSON and no thoughts in what the program repeats."""
+    said = [f"<think>\nhm\n</think>\n\nlook {CALL}{CALL}", "  both  ", "end"]
+    team, _ = scripted(tmp_path, lambda prompt, n: said[n])
+
+    async def program(api: AsyncOpenAI) -> None:
+        chat: list[Any] = [user("one?")]
+        ask: Any = api.chat.completions.create
+        first = (await ask(model="a", messages=chat, tools=[TOOL])).choices[0]
+        assert (first.finish_reason, first.message.content) == ("tool_calls", "look")
+        assert first.message.reasoning_content == "hm"
+        assert [call.id for call in first.message.tool_calls] == ["call_0_0", "call_0_1"]
+        assert json.loads(first.message.tool_calls[0].function.arguments) == {"a": 1}
+        function = {"name": "add", "arguments": '{ "a":1 }'}
+        chat += [
+            {
+                "role": "assistant",
+                "content": " look\n",
+                "tool_calls": [{"id": f"x{n}", "type": "function", "function": function} for n in (1, 2)],
+            },
+            {"role": "tool", "tool_call_id": "x2", "content": "4"},
+            {"role": "tool", "tool_call_id": "x1", "content": "3"},
+        ]
+        second = (await ask(model="a", messages=chat, tools=[TOOL])).choices[0].message
+        assert second.content == "both"
+        await ask(model="a", messages=[*chat, {"role": "assistant", "content": "both"}, user("?")], tools=[TOOL])
+
+    _, turns = play(team, program)
+    before: tuple[int, ...] = ()
+    for turn in turns:
+        assert turn.prompt_ids[: len(before)] == before
+        assert turn.chat == "a/0" and "root" not in turn.scores
+        before = turn.prompt_ids + turn.completion_ids
+    assert [message.answers for message in turns[1].messages[2:]] == ["0.1", "0.0"]
+    assert turns[0].scores["tool_calls"] == 2.0
+
+
+def test_what_a_program_rewrites_is_a_root(tmp_path: Path) -> None:
+    team, _ = scripted(tmp_path, lambda prompt, n: f"r{n}")
+
+    async def program(api: AsyncOpenAI) -> None:
+        ask: Any = api.chat.completions.create
+        chat: list[Any] = [user("q")]
+        await ask(model="a", messages=chat)
+        chat += [{"role": "assistant", "content": "r0"}, user("and?")]
+        await ask(model="a", messages=chat)
+        await ask(model="a", messages=chat)  # again: a branch, another sample
+        await ask(model="a", messages=[*chat, {"role": "assistant", "content": "other"}, user("?")])
+        await ask(model="a", messages=[user("new"), {"role": "assistant", "content": "never said"}, user("?")])
+        await ask(model="a", messages=chat, tools=[TOOL])  # other tools are another prompt
+
+    _, turns = play(team, program)
+    assert [turn.chat for turn in turns] == ["a/0", "a/0", "a/1", "a/2", "a/3", "a/4"]
+    assert [turn.scores.get("root", 0.0) for turn in turns] == [0, 0, 0, 1, 1, 1]
+    start = turns[0].prompt_ids + turns[0].completion_ids
+    assert all(turn.prompt_ids[: len(start)] == start for turn in turns[1:4])
+
+
+def test_streams_carry_the_same_reply(tmp_path: Path) -> None:
+    team, _ = scripted(tmp_path, lambda prompt, n: f"{'long ' * 20}{CALL}")
+
+    async def program(api: AsyncOpenAI) -> Any:
+        text, arguments, finish, usage, names = "", "", None, None, []
+        stream = await api.chat.completions.create(
+            model="a",
+            messages=[user("q")],
+            tools=[TOOL],
+            stream=True,
+            stream_options={"include_usage": True},  # type: ignore[arg-type]
+        )
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                finish = choice.finish_reason or finish
+                for call in choice.delta.tool_calls or []:
+                    names += [call.function.name] if call.function.name else []
+                    arguments += call.function.arguments or ""
+        return text, json.loads(arguments), finish, usage.completion_tokens, names
+
+    came, (turn,) = play(team, program)
+    assert came == (("long " * 20).strip(), {"a": 1}, "tool_calls", len(turn.completion_ids), ["add"])
+
+
+def test_stops_cut_what_the_program_gets_and_not_what_is_written_down(tmp_path: Path) -> None:
+    team, _ = scripted(tmp_path, lambda prompt, n: "Thought\nObservation: made up")
+
+    async def program(api: AsyncOpenAI) -> str | None:
+        ask: Any = api.chat.completions.create
+        reply = await ask(model="a", messages=[user("q")], stop=["Observation:"])
+        said = reply.choices[0].message.content
+        await ask(model="a", messages=[user("q"), {"role": "assistant", "content": said}, user("4")])
+        return str(said)
+
+    said, turns = play(team, program)
+    assert said == "Thought\n"
+    assert turns[0].text == "Thought\nObservation: made up"
+    assert turns[1].scores["root"] == 1.0 and [m.content for m in turns[1].messages] == ["q", "Thought\n", "4"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        ({"model": "nobody"}, openai.NotFoundError, "no model 'nobody'; the agents here: a, b"),
+        ({"messages": []}, openai.BadRequestError, "messages"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, openai.BadRequestError, "end with one of the user"),
+        ({"messages": [{"role": "king", "content": "x"}]}, openai.BadRequestError, "messages.0.role"),
+        ({"n": 2}, openai.BadRequestError, "n: "),
+        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "response_format.type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            openai.BadRequestError,
+            "image_url",
+        ),
+        ({"messages": [user("x" * 4000)]}, openai.BadRequestError, "there is room for"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 9999}}
+                        ],
+                    },
+                    user("x"),
+                ]
+            },
+            openai.BadRequestError,
+            "no JSON object",
+        ),
+    ],
+)
+def test_bad_calls_are_refused_in_one_line(
+    tmp_path: Path, call: dict[str, Any], error: type[openai.APIStatusError], says: str
+) -> None:
+    team, _, _ = sampling_team(tmp_path, max_length=512)
+
+    async def program(api: AsyncOpenAI) -> None:
+        with pytest.raises(error) as caught:
+            await api.chat.completions.create(**{"model": "a", "messages": [user("hi")], **call})
+        assert says in str(caught.value)
+        assert set(caught.value.body) == {"message", "type", "param", "code"}  # type: ignore[arg-type]
+
+    _, turns = play(team, program)
+    assert turns == ()
+
+
+def test_keys_paths_bodies_and_the_number_of_calls_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.gateway.app.MAX_CALL_BYTES", 1000)
+    team, _ = scripted(tmp_path, lambda prompt, n: "x")
+
+    async def run() -> list[int]:
+        async with opened(team, most_turns=1) as (url, key, _, _), httpx.AsyncClient(trust_env=False) as http:
+
+            async def post(place: str, body: bytes, key: str = key) -> int:
+                return (await http.post(place, content=body, headers={"Authorization": f"Bearer {key}"})).status_code
+
+            good, body = f"{url}/v1/chat/completions", json.dumps({"model": "z", "messages": [user("q")]}).encode()
+            return [
+                await post(good, body, key="sk-other"),
+                await post(good.replace("/s/", "/s/x"), body),
+                await post(f"{url}/v1/nowhere", body),
+                await post(good, b"{"),
+                await post(good, b"\xff\xfe"),
+                await post(good, b"[" * 900),
+                await post(good, body * 20),
+                await post(good, body),
+                await post(f"{url}/a/b/v1/chat/completions", body),  # the address says who answers
+                await post(f"{url}/a/b/v1/chat/completions", body),
+            ]
+
+    assert asyncio.run(run()) == [401, 401, 404, 400, 400, 400, 413, 404, 200, 429]
+
+
+def test_a_reply_that_nobody_read_is_given_to_whoever_asks_again(tmp_path: Path) -> None:
+    """A caller that leaves, and comes again, gets the reply of its first call; one that never comes again is masked."""
+    team, engine, _ = sampling_team(tmp_path, max_tokens=60)
+
+    async def program(api: AsyncOpenAI) -> Any:
+        ask: Any = api.chat.completions.create
+        for question in ("retried", "left"):
+            with pytest.raises(openai.APITimeoutError):
+                await ask(model="a", messages=[user(question)], timeout=0.03)
+        again = await ask(model="a", messages=[user("retried")])
+        other = await ask(model="a", messages=[user("retried")])  # read before, so this is another sample
+        return again, other
+
+    (again, other), turns = play(team, program)
+    assert [turn.messages[0].content for turn in turns] == ["retried", "left", "retried"]
+    assert [(turn.masked, turn.scores.get("unread")) for turn in turns] == [(False, None), (True, 1.0), (False, None)]
+    assert again.id.endswith("_0") and other.id.endswith("_2")
+    assert engine.core.stats.decode_tokens + 3 >= sum(len(turn.completion_ids) for turn in turns)

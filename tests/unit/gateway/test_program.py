@@ -1,0 +1,111 @@
+"""The orchestra `program`: functions and commands that play through the gateway, and what becomes of broken ones."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.base.errors import EngineError
+from rollout.orchestras.program import program
+from rollout.records.trajectory import Group, Status, Trajectory
+from rollout.rewards import ALLOCATORS
+from tests.support.agent_programs import alive, script
+from tests.support.gateway import scripted
+from tests.support.play import SEED, STEP, TASK, Adder, collect
+
+PROGRAMS = "tests.support.agent_programs"
+
+
+def play(folder: Path, *, group_size: int = 1, reply: Any = lambda prompt, n: "7", **options: Any) -> Group:
+    team, _ = scripted(folder / "model", reply)
+    orchestra = partial(program, **options)
+    played = collect(
+        [TASK], team, Adder, orchestra, group_size=group_size, seed=SEED, step=STEP, quarantine=folder / "quarantine"
+    )
+    return asyncio.run(played)[0]
+
+
+def one(*args: Any, **options: Any) -> Trajectory:
+    return play(*args, **options).trajectories[0]
+
+
+def test_a_function_plays_and_every_allocator_can_reward_its_turns(tmp_path: Path) -> None:
+    group = play(tmp_path, call=f"{PROGRAMS}:two_numbers", models={"gpt-4o": "a"}, group_size=2)
+    for trajectory in group.trajectories:
+        assert (trajectory.error, trajectory.outcome) == ("", 7.0)
+        assert sorted(turn.agent for turn in trajectory.turns) == ["a", "b"]
+        assert [turn.scores["team"] for turn in trajectory.turns] == [7.0, 7.0]
+    rewarded = ALLOCATORS["shared_outcome"](group)
+    assert [turn.reward for t in rewarded.trajectories for turn in t.turns] == [7.0] * 4
+
+
+def test_a_command_plays_without_a_shell_and_hundreds_share_the_machine(tmp_path: Path) -> None:
+    trajectory = one(tmp_path, command=script("answer = answer + ' '"))
+    assert (trajectory.error, trajectory.outcome) == ("", 7.0)
+    assert trajectory.turns[0].messages[0].content == TASK.prompt
+    echo = ["/bin/echo", ["1", " $(false) `false`"][0]]
+    group = play(tmp_path, command=echo, group_size=100, at_once=16)
+    assert [t.outcome for t in group.trajectories] == [1.0] * 100
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "error"),
+    [
+        ({"call": f"{PROGRAMS}:broken", "models": {"*": "a"}}, "failed", "ProgramFailed: RuntimeError: the program br"),
+        ({"command": script("raise SystemExit('no')")}, "failed", "ended with status 1: no$"),
+        ({"command": ["/nowhere/at/all"]}, "failed", "No such file"),
+        ({"command": ["/bin/sh", "-c", "yes"]}, "failed", "it printed more than 1048576 bytes"),
+        ({"command": ["/bin/sh", "-c", "kill -9 $$"]}, "failed", "ended with status -9: it said nothing"),
+        ({"call": f"{PROGRAMS}:asleep", "deadline_s": 0.2}, "late", "program: no answer within 0.2 s"),
+        ({"command": ["/bin/sleep", "77"], "deadline_s": 0.2}, "late", "program: no answer within 0.2 s"),
+        ({"call": f"{PROGRAMS}:nobody"}, "failed", "cannot be imported"),
+        ({"call": f"{PROGRAMS}:two_numbers", "models": {"gpt-4o": "c"}}, "failed", r"not \['c'\]"),
+        ({}, "failed", "expected call or command"),
+    ],
+)
+def test_a_broken_program_fails_its_trajectory_alone(
+    tmp_path: Path, options: dict[str, Any], status: str, error: str
+) -> None:
+    began = time.monotonic()
+    trajectory = one(tmp_path, **options)
+    assert (trajectory.status, trajectory.outcome) == (Status(status), None)
+    assert re.search(error, trajectory.error)
+    assert len(list((tmp_path / "quarantine").glob("*"))) == (status == "failed")
+    assert time.monotonic() - began < 20
+
+
+def test_a_crash_may_count_as_a_wrong_answer(tmp_path: Path) -> None:
+    class Graded(Adder):
+        async def step(self, action: str) -> Any:
+            return await super().step(action or "0")
+
+    team, _ = scripted(tmp_path, lambda prompt, n: "7")
+    orchestra = partial(program, call=f"{PROGRAMS}:broken", models={"*": "a"}, crash="wrong")
+    (group,) = asyncio.run(collect([TASK], team, Graded, orchestra, group_size=1, seed=SEED, step=STEP))
+    assert (group.trajectories[0].error, group.trajectories[0].outcome) == ("", 0.0)
+
+
+def test_what_a_command_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
+    marker = f"{time.time_ns() % 10**9}.25"
+    trajectory = one(tmp_path, command=["/bin/sh", "-c", f"sleep {marker} & echo 3"], deadline_s=20)
+    assert (trajectory.error, trajectory.outcome) == ("", 3.0)
+    assert not alive(marker)
+    late = one(tmp_path, command=["/bin/sh", "-c", f"sleep {marker} & sleep {marker}"], deadline_s=0.3)
+    assert late.status is Status.LATE
+    assert not alive(marker)
+
+
+def test_an_engine_that_fails_fails_the_trajectory_whatever_the_program_makes_of_it(tmp_path: Path) -> None:
+    def fail(prompt: str, call: int) -> str:
+        raise EngineError("out of order")
+
+    quiet = script().copy()
+    quiet[-1] = f"try:\n{chr(10).join('  ' + line for line in quiet[-1].splitlines())}\nexcept Exception:\n  print(5)"
+    trajectory = one(tmp_path, command=quiet, reply=fail)
+    assert (trajectory.status, trajectory.error) == (Status.FAILED, "EngineError: out of order")
