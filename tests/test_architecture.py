@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("retrieval", "rollout", "mcore_mas")
@@ -304,11 +306,15 @@ def test_what_is_imported_is_declared() -> None:
     assert not missing
 
 
-def test_direct_dependencies_are_locked_at_the_version_they_declare() -> None:
+def test_direct_dependencies_are_ranges_that_hold_what_is_locked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    lock = {line.lower() for line in (ROOT / "requirements" / "lock.txt").read_text(encoding="utf-8").splitlines()}
-    assert not [entry for entry in declared if entry.lower() not in lock]
+    declared = [Requirement(r) for r in [*project["dependencies"], *project["optional-dependencies"]["dev"]]]
+    lock = (ROOT / "requirements" / "lock.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {
+        canonicalize_name(name): version for name, sign, version in (line.partition("==") for line in lock) if sign
+    }
+    assert not [str(r) for r in declared if not r.specifier.contains(pinned[canonicalize_name(r.name)])]
+    assert not [str(r) for r in declared if "==" in str(r.specifier) or "<" not in str(r.specifier)]
 
 
 def test_each_rule_has_a_short_script_of_its_name() -> None:

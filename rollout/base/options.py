@@ -17,6 +17,7 @@ import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar
 
@@ -77,13 +78,18 @@ class OptionsError(ValueError):
 
 
 def lookup(kind: str, name: str, known: Mapping[str, _T]) -> _T:
-    """Return `known[name]`, or the object at the import path `name` ("package.module:attribute").
+    """Return `known[name]`, what an installed package offers as `name`, or what is at the import path `name`.
+
+    A package offers names as entry points of the group `mcore_mas.<kind>`, spaces in the kind being underscores. An
+    import path is written "package.module:attribute".
 
     Raises:
-        UnknownName: nothing of that name is registered and it is no import path that resolves.
+        UnknownName: nothing of that name is registered or offered, and it is no import path that resolves.
     """
     if name in known:
         return known[name]
+    if ":" not in name:
+        name = next((entry.value for entry in offered(kind) if entry.name == name), name)
     module, separator, attribute = name.partition(":")
     if not separator:
         raise UnknownName(
@@ -95,6 +101,12 @@ def lookup(kind: str, name: str, known: Mapping[str, _T]) -> _T:
         return found
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError, NameError) as error:
         raise UnknownName(f"{kind} '{name}' cannot be imported: {error}") from error
+
+
+@cache
+def offered(kind: str) -> tuple[EntryPoint, ...]:
+    """What installed packages offer of a kind."""
+    return tuple(entry_points(group=f"mcore_mas.{kind.replace(' ', '_')}"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,22 @@ def test_the_team_of_the_readme_trains_where_nothing_else_is(installed: Path, pr
 
 
 @pytest.mark.slow
+def test_the_package_brings_its_types_pages_and_ranges(installed: Path) -> None:
+    (told,) = installed.glob("mcore_mas-*.dist-info")
+    metadata = (told / "METADATA").read_text(encoding="utf-8")
+    assert "Description-Content-Type: text/markdown" in metadata and "\n# mcore-mas\n" in metadata
+    assert "Requires-Dist: torch<3,>=" in metadata and "Provides-Extra: gpu" in metadata
+    assert {path.parent.name for path in installed.glob("*/py.typed")} == {"mcore_mas", "rollout", "retrieval"}
+    shipped = installed / "mcore_mas" / "shipped"
+    for file in ("configs/schema/run.json", "configs/config.yaml", "workflow/Snakefile", "workflow/suites/demo.yaml"):
+        assert (shipped / file).is_file(), file
+    code = "import mcore_mas, sys; from mcore_mas.config.compose import experiments; print(len(experiments()))"
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    found = subprocess.run([sys.executable, "-c", code], cwd=told, env=environment, capture_output=True, text=True)
+    assert int(found.stdout) > 50, found.stderr
+
+
+@pytest.mark.slow
 def test_configs_may_lie_elsewhere_and_the_shipped_workflow_is_in_the_package(installed: Path, project: Path) -> None:
     other = project.parent / "other"
     other.mkdir()

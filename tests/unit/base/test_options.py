@@ -7,12 +7,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
 from pydantic import Field, ValidationError
 
-from rollout.base.options import OptionsError, Registry, UnknownName, checked, descriptions, options_model
+from rollout.base.options import (
+    OptionsError,
+    Registry,
+    UnknownName,
+    checked,
+    descriptions,
+    lookup,
+    offered,
+    options_model,
+)
 from rollout.rewards.penalties import invalid_reply
 
 if TYPE_CHECKING:
@@ -210,3 +220,21 @@ def test_descriptions_are_the_docstrings() -> None:
 def test_a_module_describes_what_its_functions_share() -> None:
     assert descriptions(invalid_reply)["coef"] == "size of the penalty."
     assert descriptions(invalid_reply)["rules"].startswith("names in VALIDITY_RULES by agent;")
+
+
+def test_a_name_may_be_offered_by_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "theirs-1.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (told / "entry_points.txt").write_text("[mcore_mas.task_generator]\nsums = math:fsum\nlost = math:nothing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    offered.cache_clear()
+    try:
+        assert lookup("task generator", "sums", {"own": sum}) is math.fsum
+        assert lookup("task generator", "own", {"own": sum}) is sum
+        with pytest.raises(UnknownName, match="unknown env 'sums'"):
+            lookup("env", "sums", {})
+        with pytest.raises(UnknownName, match="task generator 'math:nothing' cannot be imported"):
+            lookup("task generator", "lost", {})
+    finally:
+        offered.cache_clear()

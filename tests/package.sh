@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Builds the package, checks what an index would show of it, and uses it in an empty folder and environment.
+# Libraries come from the environment of $1 (its site-packages), so that nothing but build and twine is fetched.
+set -euo pipefail
+unset PYTHONPATH
+python=$(realpath "$1")
+libraries=$("$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+"$python" -m venv "$work/tools"
+"$work/tools/bin/python" -m pip install --quiet --disable-pip-version-check build twine
+"$work/tools/bin/python" -m build --outdir "$work/dist" . >"$work/build.log" 2>&1 || { tail -20 "$work/build.log"; exit 1; }
+"$work/tools/bin/python" -m twine check --strict "$work"/dist/*
+
+"$python" -m venv "$work/empty"
+"$work/empty/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-warn-conflicts "$work"/dist/*.whl
+echo "$libraries" >"$("$work/empty/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/libraries.pth"
+mkdir "$work/folder"
+cd "$work/folder"
+"$work/empty/bin/mcore-mas" --version
+"$work/empty/bin/python" -c "import mcore_mas; assert mcore_mas.__file__.startswith('$work'), mcore_mas.__file__"
+"$work/empty/bin/mcore-mas" check demo_math
+"$work/empty/bin/mcore-mas" run demo_math --dry-run --quiet all
+echo "the package works in an empty folder"
