@@ -42,6 +42,8 @@ def test_each_agent_plays_the_model_of_its_seat(tmp_path: Path) -> None:
     made = [f"results/{run}/tasks/test.parquet" for run in ("mas", "alone")]
     done = snakemake(tmp_path, suite, "--", *made)
     assert done.returncode == 0, done.stderr
+    shared, own = (tmp_path / path for path in made)
+    assert shared.samefile(own) and shared.lstat().st_mtime_ns > own.lstat().st_mtime_ns  # the owner's time stays
     for run in ("mas", "alone"):  # what training would leave
         trained = {policy: tmp_path / "trained" / run / policy for policy in ("solver", "verifier")}
         for folder in trained.values():

@@ -62,4 +62,5 @@ rule share_tasks:
     message:
         "{wildcards.run}: take the tasks of {input[0]}"
     shell:
-        "ln -f {input} $(dirname {output.train}) 2> {log}"
+        # Symbolic links: Snakemake sets the time of what a job made, which through hard links would be the owner's too.
+        "ln --symbolic --relative --force {input} $(dirname {output.train}) 2> {log}"

@@ -83,5 +83,8 @@ rule share_index:
     message:
         "{wildcards.run}: take the tasks and the index of {input[0]}"
     shell:
-        "cp --recursive --link --force {params.owner}/retriever.json {params.owner}/index {params.owner}/tasks {params.run} "
-        "2> {log}"
+        # Symbolic links, as for tasks.
+        "mkdir -p {params.run}/index {params.run}/tasks; ( "
+        "ln --symbolic --relative --force {params.owner}/retriever.json {params.run}; "
+        "ln --symbolic --relative --force {params.owner}/index/* {params.run}/index; "
+        "ln --symbolic --relative --force {params.owner}/tasks/* {params.run}/tasks ) 2> {log}"
