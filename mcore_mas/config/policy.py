@@ -106,6 +106,7 @@ class PolicyConfig(RateConfig):
     distributed_optimizer: bool = False  # each data-parallel rank keeps its part of the optimizer's state
     overlap: bool = False  # exchange gradients, and with the distributed optimizer weights, while others are computed
     offload: bool = False  # give the trainer's memory away while the team acts
+    host_moments: bool = False  # keep Adam's moments in host memory, but for the weight that is being stepped
     recompute: bool = False  # recompute activations in the backward pass
     layers: Literal["local", "te"] = "local"  # whose linear layers: Megatron's own, or Transformer Engine's
     bf16: bool = False  # train in bfloat16 with float32 master weights
@@ -271,5 +272,6 @@ class ClusterConfig(Section):
     threads_per_process: int = Field(1, ge=1)
     object_store_mb: int = Field(256, ge=80)
     pool: Literal["split", "shared"] = "split"  # a device for each process, or the same devices for all policies
+    one_by_one: bool = False  # of trainers with offload, only the one that works has its memory
     cpus: int | None = Field(None, ge=1)  # devices of a machine without GPUs; None: as many as are needed
     gpus: str | None = None  # such as 8xH100: a suite then gives the run the placement that makes the most of them

@@ -119,6 +119,7 @@ class RunConfig(Section):
         _check_credit(self)
         _check_turns(self)
         _check_transport(self)
+        _check_one_by_one(self)
         _check_ahead(self)
         return self
 
@@ -356,6 +357,16 @@ def _check_ahead(config: RunConfig) -> None:
                 f"policy '{name}': offload gives the trainer's memory away while the team acts, and with a "
                 f"staleness of {most} the team acts while it trains; choose one of them"
             )
+
+
+def _check_one_by_one(config: RunConfig) -> None:
+    keeping = [name for name in config.trained if not config.policies[name].offload]
+    if config.cluster.one_by_one and (keeping or config.cluster.pool == "split"):
+        what = f"policy '{keeping[0]}' keeps its memory" if keeping else "cluster.pool: split gives each its own GPUs"
+        raise ValueError(
+            f"cluster.one_by_one: trainers that share GPUs have memory in turn, and {what}; use cluster.pool: shared "
+            "and offload: true of every policy that trains, or one_by_one: false"
+        )
 
 
 def _check_transport(config: RunConfig) -> None:

@@ -47,6 +47,7 @@ class TrainerSpec(ParallelLayout):
     distributed_optimizer: bool = False  # each data-parallel rank keeps its part of the optimizer's state
     overlap: bool = False  # reduce gradients while others are computed; with the distributed optimizer, gather likewise
     bucket: int | None = None  # parameters of one overlapping exchange; None: Megatron's choice
+    host_moments: bool = False  # Adam's moments are in host memory, but for the weight that is being stepped
     recompute: bool = False  # recompute every layer's activations in the backward pass
     layers: Literal["local", "te"] = "local"  # whose linear layers: Megatron's own, or Transformer Engine's
     bf16: bool = False  # train in bfloat16 with float32 master weights

@@ -128,14 +128,17 @@ def _best(
 ) -> tuple[Placement, RunEstimate] | None:
     """The fastest placement that fits, or the one that lacks least; None where nothing divides."""
     found: tuple[Placement, RunEstimate] | None = None
-    for tokens in dict.fromkeys((config.trainer.microbatch_tokens, config.engine.max_length)):
+    sizes = dict.fromkeys((config.trainer.microbatch_tokens, config.engine.max_length))
+    for one_by_one, tokens in itertools.product((False, True), sizes):
         for placement in _placements(config, models, cluster):
-            tried = replace(placement, tokens=tokens)
+            if one_by_one and not placement.colocated:
+                continue
+            tried = replace(placement, tokens=tokens, one_by_one=one_by_one)
             estimate = estimate_run(config, models, tried, cluster.gpu)
             if found is None or (estimate.lack, estimate.step_s) < (found[1].lack, found[1].step_s):
                 found = tried, estimate
         if found is not None and not found[1].lack:
-            break  # smaller micro-batches only where nothing fits without
+            break  # trainers one by one, and smaller micro-batches, only where nothing fits without
     return found
 
 
@@ -198,8 +201,8 @@ def placed(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, policy in values["policies"].items():
         policies[name] = policy
         if (layout := placement.layouts.get(name)) is not None:
-            own = {"offload": placement.colocated, "recompute": placement.recompute, "overlap": False}
-            policies[name] = {**policy, **asdict(layout), **own}
+            own = {"offload": placement.colocated, "host_moments": placement.one_by_one, "overlap": False}
+            policies[name] = {**policy, **asdict(layout), **own, "recompute": placement.recompute}
     share = (max(estimate.weights.values()) + estimate.kv) / (cluster.gpu.memory * 1e9)
     options = {"mem-fraction-static": round(share, 3), "enable-memory-saver": placement.colocated}
     engine = {
@@ -213,7 +216,7 @@ def placed(values: Mapping[str, Any]) -> dict[str, Any]:
         "policies": policies,
         "engine": {**values["engine"], **engine},
         "trainer": {**values["trainer"], "microbatch_tokens": placement.tokens},
-        "cluster": {**values["cluster"], "pool": placement.pool},
+        "cluster": {**values["cluster"], "pool": placement.pool, "one_by_one": placement.one_by_one},
     }
     return RunConfig.check({**values, **changed}, f"run '{values['run']}'").model_dump(mode="json")
 
@@ -246,6 +249,7 @@ def describe(placement: Placement) -> str:
         cuts.setdefault(sizes or "one rank", []).append(policy)
     trainers = "; ".join(cut if len(cuts) == 1 else f"{', '.join(names)} {cut}" for cut, names in cuts.items())
     engines = f"{placement.replicas} x tp {placement.engine_tp}"
-    rest = [word for word, on in (("in turn", placement.colocated), ("recompute", placement.recompute)) if on]
+    marks = {"in turn": placement.colocated, "one by one": placement.one_by_one, "recompute": placement.recompute}
+    rest = [word for word, on in marks.items() if on]
     rest.append(f"{placement.tokens} tokens")
     return ", ".join([placement.pool, f"trainers {trainers}", f"engines {engines}", *rest])

@@ -71,6 +71,7 @@ class Placement:
     replicas: int  # servers of each policy
     engine_tp: int
     colocated: bool = False  # trainers are offloaded and engines sleep in turn
+    one_by_one: bool = False  # ... and of the trainers one has its memory, and Adam's moments are in the host's
     recompute: bool = True
     tokens: int  # of a micro-batch
 
@@ -142,6 +143,7 @@ def trainer_kinds(config: RunConfig, policy: str, placement: Placement) -> dict[
         distributed_optimizer=own.distributed_optimizer,
         recompute=placement.recompute,
         tokens=placement.tokens,
+        host_moments=placement.one_by_one,
         agents=sum(agent.policy == policy and agent.loss_weight > 0 for agent in config.agents.values()),
         lora=LoraSpec(rank=own.lora.rank, alpha=own.lora.alpha, targets=own.lora.targets) if own.lora else None,
     )
@@ -202,7 +204,7 @@ def host_bytes(config: RunConfig, placement: Placement, trainers: Mapping[tuple[
     total = 0.0
     for (policy, part), memory in trainers.items():
         referred = bool(config.loss.kl.coef) and part == "trainer" and config.policies[policy].lora is None
-        own = (memory.weights + memory.optimizer) * placement.colocated + 2 * memory.weights * referred
+        own = (memory.weights + memory.optimizer) * placement.colocated + memory.on_host + 2 * memory.weights * referred
         total += own * placement.layouts[policy].ranks
     return total
 
@@ -228,7 +230,8 @@ def _phases(
         kv = min(most, max(least, usable - max(weights.values()) - context))
         return kv, max(memory.total for memory in trainers.values()) + context, max(weights.values()) + kv + context
     contexts = context * (len(trainers) + len(weights))
-    trained, kept = sum(m.total for m in trainers.values()), sum(m.kept for m in trainers.values())
+    together = max if placement.one_by_one else sum
+    trained, kept = together(m.total for m in trainers.values()), sum(m.kept for m in trainers.values())
     engines = sum(weights.values())
     # engines take new weights while other policies are still trained
     beside = {"update": trained + engines, "rollout": engines + (0 if placement.colocated else kept)}
@@ -261,9 +264,12 @@ def step_seconds(
     moved = joined(engine_weights(models[p], 1) / placement.layouts[p].tp for p in config.trained)
     if placement.colocated:  # out and in again
         for policy in config.trained:
-            for kind in trainer_kinds(config, policy, placement).values():
+            kinds, updates = trainer_kinds(config, policy, placement), _updates(config, policy, works[policy])
+            # policy and critic take turns at every update, and once before to score
+            times = 1 + updates if placement.one_by_one and len(kinds) > 1 else 1 + placement.one_by_one
+            for kind in kinds.values():
                 memory = trainer_memory(models[policy], placement.layouts[policy], kind)
-                moved += 2 * (memory.weights + memory.optimizer)
+                moved += 2 * (times * (memory.weights + memory.optimizer) + updates * memory.on_host)
     return {"rollout": max(acting, depth), "update": updating, "copies": moved / (assumed.copies * _GB)}
 
 
@@ -296,6 +302,13 @@ def _exchanges_s(a: Architecture, placement: Placement, assumed: Assumptions) ->
     return 2 * a.layers * assumed.latency * (placement.engine_tp > 1)
 
 
+def _updates(config: RunConfig, policy: str, work: Workload) -> float:
+    """Optimizer steps of a policy in a training step."""
+    trainer = for_policy(config, policy).trainer
+    batches = max(1.0, work.turns / trainer.minibatch) if trainer.minibatch else trainer.updates_per_step
+    return trainer.passes * batches
+
+
 def _update_s(
     config: RunConfig,
     policy: str,
@@ -311,8 +324,7 @@ def _update_s(
     it four; the reference and a critic score once more.
     """
     trainer = for_policy(config, policy).trainer
-    batches = max(1.0, work.turns / trainer.minibatch) if trainer.minibatch else trainer.updates_per_step
-    forward, updates = work.turns * _forward_flops(a, work.prompt + work.reply), trainer.passes * batches
+    forward, updates = work.turns * _forward_flops(a, work.prompt + work.reply), _updates(config, policy, work)
     models = 2 if config.policies[policy].critic is not None else 1
     scores = (1 if config.loss.kl.coef else 0) + (models - 1)
     scores += 1 if updates > 1 and config.loss.correction.name != "none" else 0
@@ -323,7 +335,7 @@ def _update_s(
         beside * trainer.passes * (4 if placement.recompute else 3) / assumed.train_mfu + scores / assumed.score_mfu
     )
     computing = forward * passes / (layout.ranks * gpu.flops * 1e12)
-    microbatches = max(1.0, tokens / (placement.tokens * layout.dp * layout.cp * batches))
+    microbatches = max(1.0, tokens / (placement.tokens * layout.dp * layout.cp * updates / trainer.passes))
     bubble = 1 + (layout.pp - 1) / microbatches  # Narayanan et al. 2021 (arXiv 2104.04473, §2.2)
     # two sums a layer and pass over the hidden states of a token (Shoeybi et al. 2019, arXiv 1909.08053, §3), of which
     # a ring sends each rank's part twice; gradients likewise, once an update

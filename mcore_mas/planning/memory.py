@@ -24,7 +24,8 @@ class TrainerMemory:
 
     weights: float
     gradients: float  # float32, and as much again where agents share a policy
-    optimizer: float  # float32 master weights and Adam's two moments
+    optimizer: float  # float32 master weights and Adam's two moments, or of these the largest weight's
+    on_host: float  # moments that are kept in host memory
     activations: float  # of one micro-batch
     logits: float  # a chunk of them, and the float32 gradient of the output layer
 
@@ -47,6 +48,7 @@ class TrainerKind:
     distributed_optimizer: bool
     recompute: bool
     tokens: int  # of a micro-batch
+    host_moments: bool = False
     agents: int = 1  # that share the policy: with several, their gradients are added up in a buffer of its own
     lora: LoraSpec | None = None
     value_head: bool = False  # of a critic, in place of the output layer
@@ -110,11 +112,14 @@ def trainer_memory(a: Architecture, layout: ParallelLayout, kind: TrainerKind) -
     weight, state = (2, 12) if kind.bf16 else (4, 8)
     ranks = layout.dp * layout.cp if kind.distributed_optimizer else 1
     rows = a.vocab_padded(layout.tp) // layout.tp
+    moments = 8 * trained / ranks if kind.host_moments else 0.0
+    largest = max(rows * a.hidden, 2 * a.hidden * a.ffn // layout.tp)  # the embedding, or gate and up together
     of_weight = 0 if kind.lora is not None else (4 + weight) * rows * a.hidden
     return TrainerMemory(
         weights=weight * (here + added),
         gradients=4 * trained * (2 if kind.agents > 1 else 1),
-        optimizer=state * trained / ranks,
+        optimizer=state * trained / ranks - moments + min(moments, 8 * largest),
+        on_host=moments,
         activations=activation_bytes(a, layout, kind),
         logits=0 if kind.value_head else _LOGITS_TIMES * LOGITS + of_weight,
     )

@@ -267,6 +267,7 @@ def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> Trainer
         **layout_of(policy),
         distributed_optimizer=policy.distributed_optimizer,
         overlap=policy.overlap,
+        host_moments=policy.host_moments,
         recompute=policy.recompute,
         layers=policy.layers,
         bf16=policy.bf16,

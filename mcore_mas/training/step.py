@@ -75,8 +75,9 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     _tell(session, number, rollouts, credited)
 
     async def learn(policy: str) -> StepMetrics:
-        metrics = await trainers[policy].update(batches[policy], credited, number)
-        return metrics | await session.weight_sync[policy].push(number + 1, changed="grad_norm" in metrics)
+        async with session.memory.learning():
+            metrics = await trainers[policy].update(batches[policy], credited, number)
+            return metrics | await session.weight_sync[policy].push(number + 1, changed="grad_norm" in metrics)
 
     updates = dict(zip(trained, await together(map(learn, trained)), strict=True))
     metrics = _metrics(session, rollouts, credited, updates)

@@ -14,7 +14,7 @@ from mcore_mas.config.credit import cut_off
 from mcore_mas.config.models import check_layouts
 from mcore_mas.config.run import ConfigError, RunConfig, for_policy
 from mcore_mas.equations.divergence import AdaptiveKL
-from mcore_mas.megatron.step.trainer_group import TrainerGroup
+from mcore_mas.megatron.step.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.planning.tenants import GroupKey
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
 from mcore_mas.training.checkpoint import Checkpoints, Saved, newest
@@ -96,7 +96,7 @@ def train(config_path: Path) -> None:
                 name: WeightSync(trainer.groups[name], engines[name], first=first, sleeps=config.engine.sleep)
                 for name, trainer in trainers.items()
             },
-            memory=Memory(engines, _offloaded(config, trainers), sleeps=config.engine.sleep),
+            memory=_memory(config, engines, trainers),
             checkpoints=checkpoints,
             logbook=log,
         )
@@ -120,14 +120,15 @@ def _trainers(
     config: RunConfig, places: Mapping[GroupKey, Sequence[Options]], kl: Mapping[str, Mapping[str, float]]
 ) -> dict[str, PolicyTrainer]:
     """A trainer for each policy that trains; `kl` are adaptive coefficients that a checkpoint has."""
-    threads = config.cluster.threads_per_process
+    shared: Any = {"threads": config.cluster.threads_per_process}
+    shared["turns"] = TrainerTurns() if config.cluster.one_by_one else None
     trainers = {}
     for name in config.trained:
         critic = None
         if (name, "critic") in places:
             spec = critic_spec(name, config)
-            critic = TrainerGroup(f"{name}-critic", spec, threads=threads, places=places[name, "critic"])
-        group = TrainerGroup(name, policy_spec(name, config), threads=threads, places=places[name, "trainer"])
+            critic = TrainerGroup(f"{name}-critic", spec, **shared, places=places[name, "critic"])
+        group = TrainerGroup(name, policy_spec(name, config), **shared, places=places[name, "trainer"])
         trainers[name] = PolicyTrainer(
             name, config, group, critic=critic, kl=_adaptive_kl(for_policy(config, name), kl.get(name))
         )
@@ -142,9 +143,10 @@ def _adaptive_kl(config: RunConfig, saved: Mapping[str, float] | None) -> Adapti
     return AdaptiveKL(**saved) if saved else AdaptiveKL(coefficient=kl.coef, target=kl.target, horizon=kl.horizon)
 
 
-def _offloaded(config: RunConfig, trainers: Mapping[str, PolicyTrainer]) -> list[TrainerGroup]:
-    """Those that give memory away while the team acts."""
-    return [g for name, trainer in trainers.items() if config.policies[name].offload for g in trainer.groups.values()]
+def _memory(config: RunConfig, engines: Mapping[str, Any], trainers: Mapping[str, PolicyTrainer]) -> Memory:
+    """Who gives memory away while the team acts, and who while policies are trained."""
+    offloaded = [g for name, own in trainers.items() if config.policies[name].offload for g in own.groups.values()]
+    return Memory(engines, offloaded, sleeps=config.engine.sleep, one_by_one=config.cluster.one_by_one)
 
 
 def _done(session: TrainingSession, written: Saved | None) -> dict[str, Any]:

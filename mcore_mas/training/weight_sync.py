@@ -6,7 +6,7 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from rollout.base.errors import EngineError
@@ -88,10 +88,23 @@ class Memory:
     """Colocation: engines and trainers that share GPUs take turns in their memory."""
 
     def __init__(
-        self, engines: Mapping[str, TrainedEngine], offloaded: Sequence[TrainerGroup], *, sleeps: bool = False
+        self,
+        engines: Mapping[str, TrainedEngine],
+        offloaded: Sequence[TrainerGroup],
+        *,
+        sleeps: bool = False,
+        one_by_one: bool = False,
     ) -> None:
-        """Engines by policy give memory away if they are to (`sleeps`), and so do trainers that are `offloaded`."""
+        """Engines by policy give memory away if they are to (`sleeps`), and so do trainers that are `offloaded`.
+
+        Trainers that have it `one_by_one` take it themselves, when they are asked something (`TrainerTurns`).
+        """
         self._engines, self._offloaded, self._sleeps = engines, offloaded, sleeps
+        self._one = asyncio.Lock() if one_by_one else None
+
+    def learning(self) -> AbstractAsyncContextManager[object]:
+        """Around all that a policy does in a step: none comes between where trainers have memory one by one."""
+        return self._one or nullcontext()
 
     @asynccontextmanager
     async def rollout(self, trained: Sequence[str] = ()) -> AsyncIterator[None]:
@@ -113,7 +126,8 @@ class Memory:
         else:
             await self._sleep(trained)
         finally:
-            await asyncio.gather(*(group.wake() for group in self._offloaded))
+            if not self._one:
+                await asyncio.gather(*(group.wake() for group in self._offloaded))
 
     async def _sleep(self, trained: Sequence[str]) -> None:
         if self._sleeps:

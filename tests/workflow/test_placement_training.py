@@ -42,7 +42,8 @@ def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_a_tensor_parallel_and_a_pipelined_policy_train_on_the_same_devices(tmp_path: Path) -> None:
-    run = make_run(tmp_path, *SETTINGS, "+cluster.pool=shared")
+    one_by_one = ["+cluster.one_by_one=true", "+policies.verifier.offload=true", "+policies.verifier.host_moments=true"]
+    run = make_run(tmp_path, *SETTINGS, "+cluster.pool=shared", *one_by_one)
     train(run / "config.yaml")
     rows = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"] >= 0]

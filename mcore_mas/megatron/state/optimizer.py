@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from mcore_mas.megatron.spec import TrainerSpec
+
+WEIGHT = "weight"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_HOST = torch.device("cpu")
 
 
 def make_optimizer(stages: Sequence[torch.nn.Module], spec: TrainerSpec) -> Any:
@@ -37,7 +42,39 @@ def make_optimizer(stages: Sequence[torch.nn.Module], spec: TrainerSpec) -> Any:
     if not torch.cuda.is_available():  # Megatron has a fused Adam for GPUs, torch one for the CPU
         for group in optimizer.param_groups:
             group["fused"] = True
+    if spec.host_moments:
+        for own in optimizer.chained_optimizers:
+            if own.optimizer is not None:
+                own.optimizer.step = partial(_step_by_weight, own.optimizer, own.optimizer.step)
     return optimizer
+
+
+def _step_by_weight(adam: Any, step: Callable[[], object]) -> None:
+    """Step one weight after the other, each with its moments on its device only meanwhile.
+
+    Adam steps every weight by itself, so the result is that of one call to the bit; settings and counts that a group
+    holds are those after its last weight.
+    """
+    groups = adam.param_groups
+    try:
+        for group in groups:
+            one = dict(group)
+            for weight in group["params"]:
+                one = {**group, "params": [weight]}
+                adam.param_groups = [one]
+                _move_moments(adam.state.get(weight, {}), weight.device)
+                step()
+                _move_moments(adam.state.get(weight, {}), _HOST)
+            group.update({key: value for key, value in one.items() if key != "params"})
+    finally:
+        adam.param_groups = groups
+
+
+def _move_moments(state: dict[str, Any], device: torch.device) -> None:
+    for moment in MOMENTS:
+        if moment in state and state[moment].device != device:
+            held = torch.empty_like(state[moment], device=device, pin_memory=device == _HOST)
+            state[moment] = held.copy_(state[moment])
 
 
 def gathers_late(spec: TrainerSpec) -> bool:
@@ -46,10 +83,6 @@ def gathers_late(spec: TrainerSpec) -> bool:
     Those of adapters are few, and held by modules that Megatron does not see called: they are fetched at once.
     """
     return spec.overlap and spec.distributed_optimizer and spec.lora is None
-
-
-WEIGHT = "weight"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +97,9 @@ class OptimizerShard:
 class OptimizerState:
     """Float32 master weights and Adam's moments of this rank's shards."""
 
-    def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
-        """`optimizer` as `get_megatron_optimizer` gives it, for `parameters` by Megatron name."""
+    def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor], *, host_moments: bool = False) -> None:
+        """`optimizer` as `make_optimizer` gives it, for `parameters` by Megatron name."""
+        self._host_moments = host_moments
         # experts that ranks share out have an optimizer of their own, because they are summed over fewer ranks; one
         # without a parameter on this rank has nothing inside
         self._chained = [own for own in optimizer.chained_optimizers if own.optimizer is not None]
@@ -122,8 +156,9 @@ class OptimizerState:
                 stepped.copy_(weight[first:last].view(stepped.shape))
             if steps:
                 # one step tensor for each: Adam counts up in place
+                device = _HOST if self._host_moments else stepped.device
                 self._adam(stepped)[stepped] = {"step": torch.tensor(float(steps))} | {
-                    moment: read(name, moment, first, last).view(stepped.shape).to(stepped.device) for moment in MOMENTS
+                    moment: read(name, moment, first, last).view(stepped.shape).to(device) for moment in MOMENTS
                 }
 
     def _adam(self, stepped: Tensor) -> Any:

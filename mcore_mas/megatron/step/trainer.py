@@ -50,7 +50,7 @@ class MegatronTrainer:
                 without = [wrapped.no_sync for wrapped in self._stages]
                 stage.config.no_sync_func = without if len(without) > 1 else without[0]
         self._schedule = LearningRateSchedule(self._optimizer, spec)
-        self._state = OptimizerState(self._optimizer, self._parameters)
+        self._state = OptimizerState(self._optimizer, self._parameters, host_moments=spec.host_moments)
         self._checkpoint = ShardedCheckpoint(self._state, self._parameters, self._model.architecture)
         self._pipeline = Pipeline(self._stages, spec, self._model.architecture)
         self._offload = Offload(

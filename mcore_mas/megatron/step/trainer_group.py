@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,20 +77,51 @@ def meeting_address(nodes: Sequence[str]) -> str:
     return _LOOPBACK if len(set(nodes)) == 1 else nodes[0]
 
 
+class TrainerTurns:
+    """Trainers on the same devices of which only the one that works has its memory."""
+
+    def __init__(self) -> None:
+        self._groups: list[TrainerGroup] = []
+        self._lock = asyncio.Lock()
+
+    def join(self, group: TrainerGroup) -> None:
+        """Add a trainer, which has no memory yet."""
+        self._groups.append(group)
+
+    @asynccontextmanager
+    async def of(self, group: TrainerGroup) -> AsyncIterator[None]:
+        """Inside the block `group` has its memory; it keeps it until another one works."""
+        async with self._lock:
+            for other in self._groups:
+                if other is not group:
+                    await other.sleep()
+            await group.wake()
+            yield
+
+
 class TrainerGroup:
     """A policy's trainer, spread over `spec.ranks` Ray actors that make the same calls."""
 
     def __init__(
-        self, policy: str, spec: TrainerSpec, *, threads: int, places: Sequence[Mapping[str, Any]] | None = None
+        self,
+        policy: str,
+        spec: TrainerSpec,
+        *,
+        threads: int,
+        places: Sequence[Mapping[str, Any]] | None = None,
+        turns: TrainerTurns | None = None,
     ) -> None:
-        """Start the ranks; returns before they have loaded the model (see `ready`).
+        """Start the ranks; returns before they have loaded the model (see `ready`), which waits for its turn.
 
         Args:
             places: actor options of each rank, as `mcore_mas.training.placement.place` gives them; None: a GPU each
                 where there are any, and none set aside.
         """
         self.policy = policy
-        self._asleep = False
+        self._turns = turns
+        self._asleep = turns is not None
+        if turns:
+            turns.join(self)
         self.cost_model = CostModel.of(spec)  # what micro-batches are to be packed for
         if places is None:
             places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
@@ -99,25 +131,32 @@ class TrainerGroup:
             actor.options(name=f"{policy}-rank{rank}", **place).remote(spec, rank, threads)
             for rank, place in enumerate(places)
         ]
-        place = self._ranks[0].host.remote(*(rank.node.remote() for rank in self._ranks))
-        self._joined = [rank.join.remote(place) for rank in self._ranks]
+        self._place = self._ranks[0].host.remote(*(rank.node.remote() for rank in self._ranks))
+        self._joined = [] if turns else self._join()
+
+    def _join(self) -> list[Any]:
+        return [rank.join.remote(self._place) for rank in self._ranks]
 
     async def ready(self) -> None:
         """Wait until every rank holds its shard."""
-        for joined in self._joined:
-            await joined
+        async with self._turn():
+            self._joined = self._joined or self._join()
+            for joined in self._joined:
+                await joined
 
     async def update(self, microbatches: Sequence[Microbatch], at: int | None = None) -> dict[str, float]:
         """One optimizer step; see `MegatronTrainer.update`."""
-        metrics: dict[str, float] = (await self._all("update", ray.put(list(microbatches)), at))[0]
+        async with self._turn():
+            metrics: dict[str, float] = (await self._all("update", ray.put(list(microbatches)), at))[0]
         return metrics
 
     async def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
         """Log-probabilities, or a critic's values, of each micro-batch; see `MegatronTrainer.score`."""
         batches = ray.put(list(microbatches))
-        scores = await _together(
-            rank.score.remote(batches, reference, send=i == 0) for i, rank in enumerate(self._ranks)
-        )
+        async with self._turn():
+            scores = await _together(
+                rank.score.remote(batches, reference, send=i == 0) for i, rank in enumerate(self._ranks)
+            )
         # what comes out of the object store is read-only, and torch has no tensors of that kind
         return [torch.from_numpy(score.copy()) for score in scores[0]]
 
@@ -127,7 +166,8 @@ class TrainerGroup:
         Raises:
             EngineError: the engine does not have these tensors, or does not take them.
         """
-        updates: list[WeightUpdate] = await _together(rank.export.remote(route, version) for rank in self._ranks)
+        async with self._turn():
+            updates: list[WeightUpdate] = await _together(rank.export.remote(route, version) for rank in self._ranks)
         return updates[0]
 
     async def sleep(self) -> int:
@@ -138,7 +178,8 @@ class TrainerGroup:
 
     async def wake(self) -> None:
         """Take it back."""
-        await self._all("wake")
+        if self._asleep and self._joined:
+            await self._all("wake")
         self._asleep = False
 
     @asynccontextmanager
@@ -154,7 +195,8 @@ class TrainerGroup:
 
     async def save(self, folder: Path) -> None:
         """Copy weights and optimizer state, which the ranks then write into `folder` beside their other work."""
-        await self._all("save", folder)
+        async with self._turn():
+            await self._all("save", folder)
 
     async def written(self) -> dict[str, Digest]:
         """Wait until what `save` copied is on disk; size and digest of every file by name.
@@ -173,11 +215,16 @@ class TrainerGroup:
 
     async def restore(self, folder: Path) -> None:
         """Continue from what `save` wrote."""
-        await self._all("restore", folder)
+        async with self._turn():
+            await self._all("restore", folder)
 
     async def write_model(self, folder: Path) -> None:
         """Write a Hugging Face folder of the policy as it is now."""
-        await _together(rank.write_model.remote(folder) for rank in self._ranks)
+        async with self._turn():
+            await _together(rank.write_model.remote(folder) for rank in self._ranks)
+
+    def _turn(self) -> AbstractAsyncContextManager[None]:
+        return self._turns.of(self) if self._turns else nullcontext()
 
     async def _all(self, method: str, *arguments: object) -> list[Any]:
         return await _together(rank.call.remote(method, *arguments) for rank in self._ranks)

@@ -22,6 +22,7 @@ READ = {
 SHARED_OUT = {"dp": 2, "ep": 2, "distributed_optimizer": True}  # experts
 READ_EXPERTS = {"one rank": {}, "TP2 + SP": {"tp": 2, "sp": True}, "the same": SHARED_OUT}
 HALF_EXPERTS = SHARED_OUT | {"bf16": True}
+ON_HOST = {"host_moments": True}
 HALF = {"tp": 2, "dp": 2, "distributed_optimizer": True, "bf16": True}
 
 
@@ -46,6 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job(ranks.resume, layout, name, checkpoint=folder / "unbroken/checkpoint", steps=STEPS - 1)
     job(ranks.train, HALF, "half", max_tokens=64)
     job(ranks.resume, HALF, "half resumed", checkpoint=folder / "half/checkpoint", steps=STEPS - 1)
+    job(ranks.resume, HALF | ON_HOST, "half on host", checkpoint=folder / "half/checkpoint", steps=STEPS - 1)
     job(ranks.train, SHARED_OUT, "experts", model="mixture", max_tokens=64)
     job(ranks.train, HALF_EXPERTS, "half experts", model="mixture", max_tokens=64)
     for name, layout in READ_EXPERTS.items():
@@ -93,11 +95,11 @@ def test_a_checkpoint_of_experts_on_two_ranks_goes_on_in_another_layout(
 @pytest.mark.slow
 def test_bfloat16_resumes_to_the_bit_from_its_float32_master_weights(runs: Path) -> None:
     unbroken = load(runs / f"half/weights_{STEPS - 1}.pt")
-    resumed = load(runs / "half resumed/weights.pt")
+    resumed, on_host = load(runs / "half resumed/weights.pt"), load(runs / "half on host/weights.pt")
     exact = load(runs / f"unbroken/weights_{STEPS - 1}.pt")
     for parameter, tensor in unbroken.items():
         assert tensor.dtype == torch.bfloat16
-        assert torch.equal(resumed[parameter], tensor), parameter
+        assert torch.equal(resumed[parameter], tensor) and torch.equal(on_host[parameter], tensor), parameter
         assert torch.allclose(tensor.float(), exact[parameter], rtol=2**-7, atol=5e-3), parameter
 
 

@@ -1,7 +1,9 @@
 """Memory that is given away comes back under every view of it."""
 
+import pytest
 import torch
 
+from mcore_mas.megatron.state import optimizer
 from mcore_mas.megatron.state.optimizer import Offload
 
 
@@ -27,3 +29,35 @@ def test_gradients_come_back_as_zeros() -> None:
     assert view.tolist() == [0.0] * 10
     gradients[0] = 5.0
     assert view[0] == 5.0
+
+
+class CountingAdam:
+    """As Transformer Engine's: a group counts its steps, and a weight's moments come with its first."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self.param_groups: list[dict] = [{"params": weights[:2], "lr": 1.0}, {"params": weights[2:], "lr": 2.0}]
+        self.state: dict = {}
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for weight in group["params"]:
+                held = self.state.setdefault(weight, {name: torch.zeros_like(weight) for name in optimizer.MOMENTS})
+                held["exp_avg"] += 1
+                weight -= group["lr"] * group["step"] * held["exp_avg"]
+
+
+def test_one_weights_moments_at_a_time_are_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[set[str]] = []
+    monkeypatch.setattr(optimizer, "_move_moments", lambda state, _: moved.append(set(state)))
+    weights = [torch.zeros(2), torch.zeros(3), torch.zeros(4)]
+    whole, single = CountingAdam([w.clone() for w in weights]), CountingAdam(weights)
+    groups = single.param_groups
+    for _ in range(2):
+        whole.step()
+        optimizer._step_by_weight(single, single.step)
+    assert single.param_groups is groups and [group["step"] for group in groups] == [2, 2]
+    assert [w.tolist() for w in weights] == [[-5.0] * 2, [-5.0] * 3, [-10.0] * 4]  # 1 * 1 + 2 * 2, twice of it
+    assert all(map(torch.equal, weights, whole.state))
+    held = set(optimizer.MOMENTS)
+    assert moved == [set(), held] * 3 + [held, held] * 3  # there and back for each weight; at first there are none

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from mcore_mas.megatron.step.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.training.weight_sync import Memory
 from rollout.base.errors import EngineError
 
@@ -68,3 +69,26 @@ def test_engines_of_their_own_stay_awake() -> None:
     said: list[str] = []
     play(memory_of(said, sleep=False), said)
     assert said == ["trainer gives all", "critic gives all", "-", *AFTER]
+
+
+def test_of_trainers_one_by_one_only_the_one_that_works_has_memory() -> None:
+    said: list[str] = []
+    turns, trainers = TrainerTurns(), [Taker("policy", said), Taker("critic", said)]
+    for trainer in trainers:
+        turns.join(cast("TrainerGroup", trainer))
+
+    async def work(trainer: Taker) -> None:
+        async with turns.of(cast("TrainerGroup", trainer)):
+            await asyncio.sleep(0)
+            said.append("works")
+
+    async def act() -> None:
+        await asyncio.gather(*map(work, trainers))
+
+    asyncio.run(act())
+    assert said[:3] == ["critic gives all", "policy takes all", "works"]
+    assert said[3:] == ["policy gives all", "critic takes all", "works"]
+    said.clear()
+    memory = Memory({}, cast("list[TrainerGroup]", trainers), one_by_one=True)
+    play(memory, said)
+    assert said == ["policy gives all", "critic gives all", "-"]  # and take it when they are asked
