@@ -20,9 +20,11 @@ from rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
 from rollout.base.http_server import BodyTooLarge, answering, bears, bind, read_body, url_of
 from rollout.gateway.completions import COMPLETIONS
 from rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, openai_error
+from rollout.gateway.messages import MESSAGES
+from rollout.gateway.responses import RESPONSES
 from rollout.gateway.sessions import GatewaySession
 
-DIALECTS = (COMPLETIONS,)
+DIALECTS = (COMPLETIONS, RESPONSES, MESSAGES)
 MAX_CALL_BYTES = 16 << 20
 _OFF_LOOP_BYTES = 64 << 10  # of a body, from which on another thread reads it
 _AGENT = "/a/{agent}"  # in an address, before the dialect's path: who answers, whatever the call names as its model

@@ -54,6 +54,7 @@ class ChatReply:
     reasoning: str
     calls: tuple[ToolUse, ...]
     finish: Finish
+    stop: str | None  # of the call's stops the one that cut the text
     prompt_tokens: int
     completion_tokens: int
 
@@ -131,14 +132,14 @@ def read(model: type[Any], body: bytes) -> Any:
         raise GatewayError(400, f"{place}: {first['msg']}" if place else first["msg"]) from None
 
 
-def arguments_of(text: str) -> str:
+def arguments_of(given: str | dict[str, Any]) -> str:
     """The arguments of a tool call that a program repeats, as records write them.
 
     Raises:
         GatewayError: they are no JSON object.
     """
     try:
-        value = from_json(text or "{}")
+        value = from_json(given or "{}") if isinstance(given, str) else given
         if isinstance(value, dict):
             return json.dumps(value, ensure_ascii=False)
     except ValueError:

@@ -118,7 +118,10 @@ class GatewaySession:
         if asked.previous:
             if asked.previous not in self._given:
                 raise GatewayError(404, f"no response '{asked.previous[:80]}' in this session")
-            asked = replace(asked, messages=self._given[asked.previous] + asked.messages, previous="")
+            earlier, news = self._given[asked.previous], asked.messages
+            if news[0].role == "system":  # in place of the earlier one
+                earlier, news = (news[0], *(m for m in earlier if m.role != "system")), news[1:]
+            asked = replace(asked, messages=earlier + news)
         place = await _maybe_far(self._place, agent.name, asked)
         waiting = self._unread.get(place.key)
         if waiting:
@@ -204,21 +207,23 @@ class GatewaySession:
         turn = self._team.turn(reply.turn)
         message = reply.message or Message(role="assistant", content=reply.text)
         text = "\n".join([after_thought(message.content), *(c.arguments for c in message.calls if not c.name)]).strip()
-        ends = [end for stop in asked.stop if (end := text.find(stop)) >= 0]
+        ends = [(end, stop) for stop in asked.stop if (end := text.find(stop)) >= 0]
+        end, stop = min(ends, default=(len(text), None))
         calls = tuple(replace(call, id=f"call_{call.id.replace('.', '_')}") for call in message.calls if call.name)
         finish: Finish = "length" if turn.finish_reason == "length" else "tool_calls" if calls else "stop"
         given = ChatReply(
             id=f"{self._name}_{reply.turn}",
             model=asked.model,
             created=int(time.time()),
-            text=text[: min(ends)] if ends else text,
+            text=text[:end],
             reasoning=message.reasoning,
             calls=calls,
-            finish="stop_sequence" if ends and not calls else finish,
+            finish="stop_sequence" if stop and not calls else finish,
+            stop=stop,
             prompt_tokens=len(turn.prompt_ids),
             completion_tokens=len(turn.completion_ids),
         )
-        return given, bool(ends)
+        return given, stop is not None
 
 
 async def _elsewhere(**arguments: object) -> str:

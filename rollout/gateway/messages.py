@@ -1,0 +1,150 @@
+"""Anthropic's Messages: requests, replies and streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from rollout.gateway.dialects import (
+    ERROR_KINDS,
+    Body,
+    ChatReply,
+    ChatRequest,
+    Content,
+    ContentPart,
+    Dialect,
+    Event,
+    GatewayError,
+    arguments_of,
+    conversation,
+    pieces,
+    read,
+    schema_of,
+    text_of,
+)
+from rollout.records.trajectory import Message, ToolUse
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_THOUGHTS = ("thinking", "redacted_thinking")
+
+
+class _Block(ContentPart):
+    """A part of a message; which fields it has depends on its type."""
+
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = Field(default_factory=dict)
+    tool_use_id: str = ""
+    content: Content = None
+
+
+class _Said(BaseModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[_Block]
+
+
+class _Tool(BaseModel):
+    name: str = Field(min_length=1)
+    type: Literal["custom"] | None = None  # tools of Anthropic's own servers are not here
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class _MessagesBody(Body):
+    messages: list[_Said] = Field(min_length=1)
+    max_tokens: int = Field(ge=1)
+    system: Content = None
+    tools: list[_Tool] | None = None
+    stop_sequences: list[str] | None = None
+
+
+def _messages(said: _Said) -> Iterator[Message]:
+    """What a message says: results of tools, each by itself, before the rest."""
+    blocks = [_Block(type="text", text=said.content)] if isinstance(said.content, str) else said.content
+    kinds = ("tool_result",) if said.role == "user" else ("tool_use", *_THOUGHTS)
+    rest: list[ContentPart] = [block for block in blocks if block.type not in kinds]
+    for block in blocks:
+        if block.type == kinds[0] == "tool_result":
+            yield Message(role="tool", content=text_of(block.content), answers=block.tool_use_id)
+    calls = [
+        ToolUse(id=block.id, name=block.name, arguments=arguments_of(block.input))
+        for block in blocks
+        if block.type == kinds[0] == "tool_use"
+    ]
+    if rest or calls or said.role == "assistant":
+        thoughts = "".join(block.thinking for block in blocks if block.type in kinds[1:])
+        yield Message(role=said.role, content=text_of(rest), reasoning=thoughts, calls=tuple(calls))
+
+
+def _parse(body: bytes) -> ChatRequest:
+    asked: _MessagesBody = read(_MessagesBody, body)
+    system = text_of(asked.system)
+    opening = [Message(role="system", content=system)] if system else []
+    return ChatRequest(
+        model=asked.model,
+        messages=conversation([*opening, *(message for said in asked.messages for message in _messages(said))]),
+        tools=tuple(schema_of(tool.name, tool.description, tool.input_schema) for tool in asked.tools or ()),
+        max_tokens=asked.max_tokens,
+        sampling=asked.sampling,
+        stop=tuple(text for text in asked.stop_sequences or () if text),
+        stream=bool(asked.stream),
+    )
+
+
+def _blocks(reply: ChatReply) -> Iterator[tuple[dict[str, Any], dict[str, Any], str, str]]:
+    """Every block: as it is at first, as it is whole, and what a stream's deltas are called and carry."""
+    if reply.reasoning:
+        thought = {"type": "thinking", "thinking": reply.reasoning, "signature": ""}
+        yield {**thought, "thinking": ""}, thought, "thinking", reply.reasoning
+    if reply.text:
+        yield {"type": "text", "text": ""}, {"type": "text", "text": reply.text}, "text", reply.text
+    for call in reply.calls:
+        use: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        yield use, {**use, "input": json.loads(call.arguments)}, "partial_json", call.arguments
+
+
+def _usage(reply: ChatReply) -> dict[str, int]:
+    return {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
+
+
+def _render(reply: ChatReply) -> dict[str, Any]:
+    return {
+        "id": f"msg_{reply.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": reply.model,
+        "content": [whole for _, whole, _, _ in _blocks(reply)],
+        "stop_reason": _STOP_REASONS.get(reply.finish, reply.finish),
+        "stop_sequence": reply.stop,
+        "usage": _usage(reply),
+    }
+
+
+_DELTAS = {"thinking": "thinking_delta", "text": "text_delta", "partial_json": "input_json_delta"}
+
+
+def _stream(reply: ChatReply, asked: ChatRequest) -> Iterator[Event]:
+    whole = _render(reply)
+    ends = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
+    events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
+    for index, (empty, _, kind, text) in enumerate(_blocks(reply)):
+        events.append({"type": "content_block_start", "index": index, "content_block": empty})
+        deltas = ({"type": _DELTAS[kind], kind: piece} for piece in pieces(text))
+        events += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
+        events.append({"type": "content_block_stop", "index": index})
+    events.append({"type": "message_delta", "delta": ends, "usage": _usage(reply)})
+    events.append({"type": "message_stop"})
+    yield from ((event["type"], event) for event in events)
+
+
+def _error(error: GatewayError) -> dict[str, Any]:
+    kind = ERROR_KINDS.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": None}
+
+
+MESSAGES = Dialect(name="messages", path="/v1/messages", parse=_parse, render=_render, stream=_stream, error=_error)

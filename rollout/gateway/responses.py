@@ -1,0 +1,199 @@
+"""OpenAI's Responses: requests, replies and streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from rollout.gateway.dialects import (
+    Body,
+    ChatReply,
+    ChatRequest,
+    Content,
+    Dialect,
+    Event,
+    GatewayError,
+    arguments_of,
+    conversation,
+    openai_error,
+    pieces,
+    read,
+    schema_of,
+    text_of,
+)
+from rollout.records.trajectory import Message, ToolUse
+
+_ROLES = {"developer": "system"}
+
+
+class _Item(BaseModel):
+    """An item of the input; which fields it has depends on its type."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] = "user"
+    content: Content = None
+    summary: Content = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    output: Content = None
+
+
+class _Tool(BaseModel):
+    type: Literal["function"]  # tools of OpenAI's own servers are not here
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Format(BaseModel):
+    type: Literal["text"]  # nothing here holds a model to a grammar
+
+
+class _Text(BaseModel):
+    format: _Format | None = None
+
+
+class _ResponsesBody(Body):
+    input: str | list[_Item]
+    instructions: str | None = None
+    tools: list[_Tool] | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    previous_response_id: str | None = None
+    text: _Text | None = None
+    background: Literal[False] | None = None
+    conversation: None = None  # which servers of OpenAI's would keep
+    store: bool | None = None
+
+
+def _messages(items: list[_Item]) -> list[Message]:
+    """The items as messages: what an assistant thought, said and called in a row is one."""
+    messages: list[Message] = []
+    thought, words, calls = "", "", list[ToolUse]()
+    for item in [*items, _Item(type="end")]:
+        if item.type == "reasoning":
+            thought += text_of([p.model_copy(update={"type": "text"}) for p in _parts(item.content or item.summary)])
+        elif item.type == "function_call":
+            calls.append(ToolUse(id=item.call_id, name=item.name, arguments=arguments_of(item.arguments)))
+        elif item.type == "message" and item.role == "assistant" and not calls and not words:
+            words = text_of(item.content)
+        else:
+            if words or calls:
+                messages.append(Message(role="assistant", content=words, reasoning=thought, calls=tuple(calls)))
+            thought, words, calls = "", "", []
+            if item.type == "function_call_output":
+                messages.append(Message(role="tool", content=text_of(item.output), answers=item.call_id))
+            elif item.type == "message" and item.role == "assistant":
+                words = text_of(item.content)
+            elif item.type == "message":
+                messages.append(Message(role=_ROLES.get(item.role, item.role), content=text_of(item.content)))
+            elif item.type != "end":
+                raise GatewayError(400, f"an input item of type '{item.type[:40]}', which is not known here")
+    return messages
+
+
+def _parts(content: Content) -> list[Any]:
+    return content if isinstance(content, list) else []
+
+
+def _parse(body: bytes) -> ChatRequest:
+    asked: _ResponsesBody = read(_ResponsesBody, body)
+    items = [_Item(content=asked.input)] if isinstance(asked.input, str) else asked.input
+    opening = [Message(role="system", content=asked.instructions)] if asked.instructions else []
+    previous = (asked.previous_response_id or "").removeprefix("resp_")
+    return ChatRequest(
+        model=asked.model,
+        messages=conversation([*opening, *_messages(items)]),
+        tools=tuple(schema_of(tool.name, tool.description, tool.parameters) for tool in asked.tools or ()),
+        max_tokens=asked.max_output_tokens,
+        sampling=asked.sampling,
+        stream=bool(asked.stream),
+        kept=asked.store is not False,
+        previous=previous,
+    )
+
+
+def _output(reply: ChatReply) -> list[dict[str, Any]]:
+    """The items of a reply."""
+    items: list[dict[str, Any]] = []
+    if reply.reasoning:
+        thought = [{"type": "reasoning_text", "text": reply.reasoning}]
+        items.append({"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": thought})
+    if reply.text or not reply.calls:
+        part = {"type": "output_text", "text": reply.text, "annotations": []}
+        head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "status": "completed"}
+        items.append({**head, "content": [part]})
+    for number, call in enumerate(reply.calls):
+        named = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
+        items.append({"id": f"fc_{reply.id}_{number}", "type": "function_call", **named})
+    return items
+
+
+def _render(reply: ChatReply) -> dict[str, Any]:
+    cut = reply.finish == "length"
+    return {
+        "id": f"resp_{reply.id}",
+        "object": "response",
+        "created_at": reply.created,
+        "status": "incomplete" if cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "instructions": None,
+        "metadata": {},
+        "model": reply.model,
+        "output": _output(reply),
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "usage": {
+            "input_tokens": reply.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": reply.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+        },
+    }
+
+
+def _stream(reply: ChatReply, asked: ChatRequest) -> Iterator[Event]:
+    numbers = count()
+
+    def event(kind: str, **fields: Any) -> Event:
+        return kind, {"type": kind, "sequence_number": next(numbers), **fields}
+
+    whole = _render(reply)
+    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield event("response.created", response=begun)
+    yield event("response.in_progress", response=begun)
+    for index, item in enumerate(whole["output"]):
+        place: dict[str, Any] = {"output_index": index, "item_id": item["id"]}
+        empty: dict[str, Any]
+        if item["type"] == "function_call":
+            empty, kind, text = {"arguments": ""}, "response.function_call_arguments", item["arguments"]
+            ended = {"arguments": text, "name": item["name"]}
+        else:
+            part = item["content"][0]
+            empty, kind, text = {"content": []}, f"response.{part['type']}", part["text"]
+            place |= {"content_index": 0}
+            ended = {"text": text}
+        logs: dict[str, Any] = {"logprobs": []} if kind == "response.output_text" else {}
+        yield event("response.output_item.added", output_index=index, item={**item, "status": "in_progress", **empty})
+        if "content_index" in place:
+            yield event("response.content_part.added", **place, part={**part, "text": ""})
+        for piece in pieces(text):
+            yield event(f"{kind}.delta", **place, delta=piece, **logs)
+        yield event(f"{kind}.done", **place, **ended, **logs)
+        if "content_index" in place:
+            yield event("response.content_part.done", **place, part=part)
+        yield event("response.output_item.done", output_index=index, item=item)
+    yield event("response.incomplete" if reply.finish == "length" else "response.completed", response=whole)
+
+
+RESPONSES = Dialect(
+    name="responses", path="/v1/responses", parse=_parse, render=_render, stream=_stream, error=openai_error
+)

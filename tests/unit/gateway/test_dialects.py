@@ -1,0 +1,153 @@
+"""One conversation with a tool in three dialects, with the vendors' own clients: the same tokens, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from rollout.records.trajectory import Turn
+from tests.support.gateway import opened, sampling_team, scripted
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
+SAID = [f"<think>\nhm\n</think>\n\nLet me see.{CALL}", "It is 42.", "Yes."]
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+ADD = {"name": "add", "description": "Add."}
+Program = Callable[[Any, Any, bool], Awaitable[list[Any]]]
+
+
+async def completions(api: openai.AsyncOpenAI, _: Any, stream: bool) -> list[Any]:
+    tools: Any = [{"type": "function", "function": {**ADD, "parameters": PARAMETERS}}]
+    chat: list[Any] = [{"role": "developer", "content": "S"}, {"role": "user", "content": "40 + 2?"}]
+
+    async def ask() -> Any:
+        if not stream:
+            return (await api.chat.completions.create(model="a", messages=chat, tools=tools)).choices[0].message
+        async with api.chat.completions.stream(model="a", messages=chat, tools=tools) as events:
+            return (await events.get_final_completion()).choices[0].message
+
+    first = await ask()
+    chat += [first.model_dump(exclude_none=True, exclude={"reasoning_content"})]
+    chat += [{"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "42"}]
+    second = await ask()
+    chat += [{"role": "assistant", "content": second.content}, {"role": "user", "content": "sure?"}]
+    third = await ask()
+    call = first.tool_calls[0].function
+    return [first.content, call.name, json.loads(call.arguments), second.content, third.content]
+
+
+async def responses(api: openai.AsyncOpenAI, _: Any, stream: bool) -> list[Any]:
+    tools: Any = [{"type": "function", **ADD, "parameters": PARAMETERS, "strict": False}]
+    items: list[Any] = [{"role": "user", "content": "40 + 2?"}]
+
+    async def ask(**more: Any) -> Any:
+        settings: Any = {"model": "a", "instructions": "S", "tools": tools, "input": items, **more}
+        if not stream:
+            return await api.responses.create(**settings)
+        async with api.responses.stream(**settings) as events:
+            return await events.get_final_response()
+
+    first = await ask()
+    items += [item.model_dump(exclude_none=True) for item in first.output]
+    call = next(item for item in first.output if item.type == "function_call")
+    items += [{"type": "function_call_output", "call_id": call.call_id, "output": "42"}]
+    second = await ask()
+    third = await ask(input="sure?", previous_response_id=second.id)
+    return [first.output_text, call.name, json.loads(call.arguments), second.output_text, third.output_text]
+
+
+async def messages(_: Any, api: anthropic.AsyncAnthropic, stream: bool) -> list[Any]:
+    tools: Any = [{**ADD, "input_schema": PARAMETERS}]
+    chat: list[Any] = [{"role": "user", "content": "40 + 2?"}]
+
+    async def ask() -> Any:
+        settings: Any = {"model": "a", "max_tokens": 900, "system": "S", "messages": chat, "tools": tools}
+        if not stream:
+            return await api.messages.create(**settings)
+        async with api.messages.stream(**settings) as events:
+            return await events.get_final_message()
+
+    first = await ask()
+    assert first.stop_reason == "tool_use"
+    chat += [{"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]}]
+    text, use = first.content[-2:]
+    chat += [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "42"}]}]
+    second = await ask()
+    chat += [{"role": "assistant", "content": second.content[0].text}, {"role": "user", "content": "sure?"}]
+    third = await ask()
+    assert third.usage.output_tokens == len("Yes.") + 1
+    return [text.text, use.name, use.input, second.content[0].text, third.content[0].text]
+
+
+PROGRAMS: dict[str, Program] = {"completions": completions, "responses": responses, "messages": messages}
+
+
+def play(folder: Path, program: Program, stream: bool) -> tuple[list[Any], tuple[Turn, ...]]:
+    team, _ = scripted(folder, lambda prompt, n: SAID[n])
+
+    async def run() -> Any:
+        async with (
+            opened(team) as (url, key, seat, _),
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as one,
+            anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as other,
+        ):
+            return await program(one, other, stream), seat.turns
+
+    return asyncio.run(run())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_the_dialects_are_one_conversation(tmp_path: Path, stream: bool) -> None:
+    played = {name: play(tmp_path / name, program, stream) for name, program in PROGRAMS.items()}
+    ids = set()
+    for came, turns in played.values():
+        assert came == ["Let me see.", "add", {"a": 40, "b": 2}, "It is 42.", "Yes."]
+        assert [turn.chat for turn in turns] == ["a/0"] * 3
+        assert not any("root" in turn.scores for turn in turns)
+        assert [m.role for m in turns[2].messages] == ["system", "user", "assistant", "tool", "assistant", "user"]
+        ids.add((turns[2].prompt_ids, turns[2].completion_ids))
+    assert len(ids) == 1  # what was sampled and what it was sampled from
+
+
+def test_errors_have_each_dialects_shape(tmp_path: Path) -> None:
+    """A wrong model, a wrong key, something that is no request, and a prompt without room."""
+    team, _, _ = sampling_team(tmp_path, max_length=256)
+
+    async def run() -> list[Any]:
+        told: list[Any] = []
+        async with opened(team) as (url, key, _, _):
+            long = "x" * 999
+            for right in (key, "sk-wrong"):
+                async with (
+                    openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=right, max_retries=0) as one,
+                    anthropic.AsyncAnthropic(base_url=url, api_key=right, max_retries=0) as other,
+                ):
+                    hi: Any = [{"role": "user", "content": "hi"}]
+                    calls: list[Callable[[], Awaitable[Any]]] = [
+                        lambda: one.responses.create(model="nobody", input="hi"),
+                        lambda: one.responses.create(model="a", input=[{"type": "item_reference", "id": "1"}]),
+                        lambda: one.responses.create(model="a", input=long),
+                        lambda: one.responses.create(model="a", input="hi", previous_response_id="resp_9"),
+                        lambda: other.messages.create(model="nobody", max_tokens=5, messages=hi),  # noqa: B023
+                        lambda: other.messages.create(model="a", max_tokens=0, messages=hi),  # noqa: B023
+                        lambda: other.messages.create(
+                            model="a", max_tokens=5, messages=[{"role": "user", "content": long}]
+                        ),
+                    ]
+                    for call in calls:
+                        with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as caught:
+                            await call()
+                        body: Any = caught.value.body
+                        error = body["error"] if isinstance(caught.value, anthropic.APIStatusError) else body
+                        told.append((caught.value.status_code, error["type"]))
+        return told
+
+    told = asyncio.run(run())
+    bad, missing, secret = (400, "invalid_request_error"), (404, "not_found_error"), (401, "authentication_error")
+    assert told == [missing, bad, bad, missing, missing, bad, bad, *[secret] * 7]
