@@ -70,8 +70,9 @@ OPTIONAL_LIBRARIES = {
     "gymnasium": "gymnasium",
     "mcp": "mcp",
 }
-# of worlds that cannot be had from a registry in a version that fits: their own pages say how to install them
-INSTALLED_APART = {"alfworld", "transformer_engine", "web_agent_site"}
+# of worlds that cannot be had from a registry in a version that fits (their own pages say how to install them), and
+# what torch for CUDA brings
+INSTALLED_APART = {"alfworld", "transformer_engine", "triton", "web_agent_site"}
 
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "imp"}
 FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}

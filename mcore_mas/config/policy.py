@@ -109,6 +109,7 @@ class PolicyConfig(RateConfig):
     host_moments: bool = False  # keep Adam's moments in host memory, but for the weight that is being stepped
     recompute: bool = False  # recompute activations in the backward pass
     layers: Literal["local", "te"] = "local"  # whose linear layers: Megatron's own, or Transformer Engine's
+    attention: Literal["auto", "torch"] = "auto"  # "auto": Triton's kernel where there is CUDA; "torch": its kernels
     bf16: bool = False  # train in bfloat16 with float32 master weights
     lora: LoraConfig | None = None  # train adapters on the frozen model; None: train all weights
     max_in_flight: int | None = Field(None, ge=1)  # replies asked of its engine at once; None: as many as it decodes

@@ -38,7 +38,7 @@ class Tokens:
     advantages: Tensor  # [N]
     sequences: Tensor  # [N] int64, tokens of one reply share a number; a reply is never split over micro-batches
     entropy: Tensor  # [N] nats, carries the gradient where entropy_coef is not zero
-    kl_coef: Tensor  # [N] factor of the KL term
+    kl_coef: Tensor | None  # [N] factor of the KL term; None: there is none
     entropy_coef: Tensor  # [N] factor of the entropy bonus
     proximal: Tensor | None = None  # [N] of the weights at the start of the step; None or NaN: the current ones
     reference: Tensor | None = None  # [N] of the frozen reference; NaN where kl_coef is zero
@@ -157,11 +157,11 @@ class Objective:
                 "correction_weight_max": weight,
                 "correction_masked": (weight == 0).float(),
             }
-        if tokens.reference is not None:
-            kl, known = self._reference_kl(tokens, tokens.reference)
+        if tokens.reference is not None and tokens.kl_coef is not None:
+            kl, known = self._reference_kl(tokens.logprobs, tokens.reference, tokens.kl_coef)
             loss = loss + tokens.kl_coef * kl
             statistics |= {"reference_kl": torch.where(known, kl.detach(), math.nan)}
-        elif bool(tokens.kl_coef.any()):
+        elif tokens.kl_coef is not None and bool(tokens.kl_coef.any()):
             raise ValueError("objective: kl_coef is not zero, but no token has reference log-probabilities; add them")
         return loss - tokens.entropy_coef * tokens.entropy, statistics
 
@@ -171,12 +171,12 @@ class Objective:
         current = tokens.logprobs.detach()
         return current if tokens.proximal is None else torch.where(tokens.proximal.isnan(), current, tokens.proximal)
 
-    def _reference_kl(self, tokens: Tokens, reference: Tensor) -> tuple[Tensor, Tensor]:
+    def _reference_kl(self, logprobs: Tensor, reference: Tensor, kl_coef: Tensor) -> tuple[Tensor, Tensor]:
         known = ~reference.isnan()
         # the policy stands in where no reference is wanted: a NaN would get into the gradient even at coefficient 0
-        stand_in = ~known & (tokens.kl_coef == 0)
-        reference = torch.where(stand_in, tokens.logprobs.detach(), reference)
-        return KL_ESTIMATES[self.kl](tokens.logprobs, reference), known
+        stand_in = ~known & (kl_coef == 0)
+        reference = torch.where(stand_in, logprobs.detach(), reference)
+        return KL_ESTIMATES[self.kl](logprobs, reference), known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

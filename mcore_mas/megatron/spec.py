@@ -50,6 +50,7 @@ class TrainerSpec(ParallelLayout):
     host_moments: bool = False  # Adam's moments are in host memory, but for the weight that is being stepped
     recompute: bool = False  # recompute every layer's activations in the backward pass
     layers: Literal["local", "te"] = "local"  # whose linear layers: Megatron's own, or Transformer Engine's
+    attention: Literal["auto", "torch"] = "auto"  # "auto": Triton's kernel where there is CUDA; "torch": its kernels
     bf16: bool = False  # train in bfloat16 with float32 master weights
     lr: float = 1e-6
     warmup_steps: int = 0  # updates of linear warm-up

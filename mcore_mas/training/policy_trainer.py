@@ -270,6 +270,7 @@ def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> Trainer
         host_moments=policy.host_moments,
         recompute=policy.recompute,
         layers=policy.layers,
+        attention=policy.attention,
         bf16=policy.bf16,
         betas=policy.betas,
         eps=policy.eps,

@@ -42,7 +42,7 @@ _RECIPE: dict[str, frozenset[str]] = {
     "agents": frozenset(),
     "policies": frozenset(
         {"model", "remote", "lora", "tp", "pp", "vpp", "cp", "dp", "ep", "sp", "distributed_optimizer", "overlap"}
-        | {"offload", "host_moments", "recompute", "layers", "bf16", "max_in_flight", "spike_factor"}
+        | {"offload", "host_moments", "recompute", "layers", "attention", "bf16", "max_in_flight", "spike_factor"}
     ),
     "reward": frozenset(),
     "advantage": frozenset(),

@@ -298,9 +298,9 @@ def entropy(
     """
     vocab = len(weight)
     padded = torch.nn.functional.pad(weight, (0, 0, 0, -vocab % 4))
-    default = decoder._CHUNK_BYTES
+    default = decoder._CHUNK_BYTES["cpu"]
     for name, size in (("chunks", 2 * 4 * len(padded) // dist.get_world_size()), ("whole", default)):
-        decoder._CHUNK_BYTES = size
+        decoder._CHUNK_BYTES["cpu"] = size
         mine, shard = (
             hidden.clone().requires_grad_(),
             padded.chunk(dist.get_world_size())[rank].clone().requires_grad_(),

@@ -1,9 +1,10 @@
 """Attention and rotary positions over packed prefix trees, also under context parallelism, as Megatron modules.
 
-torch's fused kernels attend from one block of queries to one block of keys. The output and its log-sum-exp of several
-blocks of keys become those of all keys, and each block's gradient follows from the joint output and log-sum-exp alone
-(as in ring attention, arXiv 2310.01889). torch differentiates its kernels through the output of one call only, so both
-directions are called here.
+Where there is CUDA, Triton's kernels attend over any forest in one call (`tree_kernels.py`). Elsewhere torch's fused
+kernels attend from one block of queries to one block of keys. The output and its log-sum-exp of several blocks of keys
+become those of all keys, and each block's gradient follows from the joint output and log-sum-exp alone (as in ring
+attention, arXiv 2310.01889). torch differentiates its kernels through the output of one call only, so both directions
+are called here.
 
 Context parallelism cuts the tokens of a micro-batch over ranks, and exchanges them for heads to attend. The exchange is
 DeepSpeed-Ulysses' (arXiv 2309.14509), "a2a" in Megatron's words: every rank attends over the whole micro-batch with its
@@ -23,7 +24,8 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mcore_mas.megatron.batch import CausalBlocks, PackedTrees
+from mcore_mas.megatron.layout import CausalBlocks, PackedTrees
+from mcore_mas.megatron.model.tree_ops import KernelAttention
 
 
 class TreeAttention(torch.nn.Module):
@@ -61,7 +63,10 @@ class TreeAttention(torch.nn.Module):
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         if self.fused and packed_seq_params.starts is not None:
             return self._whole_sequences(q, k, v, packed_seq_params.starts, packed_seq_params.longest)[:, None]
-        out: Tensor = _TreeAttention.apply(q, k, v, packed_seq_params, self.scale)
+        if packed_seq_params.plan is not None:
+            out: Tensor = KernelAttention.apply(q, k, v, packed_seq_params.plan, self.scale)
+        else:
+            out = _TreeAttention.apply(q, k, v, packed_seq_params, self.scale)
         return out.flatten(1)[:, None]
 
     def _whole_sequences(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
@@ -164,18 +169,19 @@ def _put(x: Tensor, own: CausalBlocks, blocks: Tensor) -> None:
     blocks = blocks.transpose(1, 2)
     if own.place is not None:
         x[own.place].unflatten(0, (-1, own.length)).copy_(blocks)
-    elif own.rows is not None:
-        x[own.rows[own.present]] = blocks[own.present].to(x.dtype)
+    else:
+        x[own.tokens] = blocks.flatten(0, 1)[own.filled].to(x.dtype)
 
 
 class TreeRotary(RotaryEmbedding):
     """Rotary embedding at explicit positions, set per micro-batch: a segment continues its parent's positions."""
 
     position_ids: Tensor  # [T]
+    positions: int  # above all of them; a number here, because asking the GPU for it would wait
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: object = None) -> Tensor:
         """Angles [T, 1, 1, head_dim] of the current micro-batch."""
-        angles: Tensor = self.get_emb(int(self.position_ids.max()) + 1)[self.position_ids]
+        angles: Tensor = self.get_emb(self.positions)[self.position_ids]
         return angles
 
 

@@ -172,7 +172,7 @@ def _arithmetic(spec: TrainerSpec) -> dict[str, Any]:
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": torch.cuda.is_available(),  # into float32, see gpu.py
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,

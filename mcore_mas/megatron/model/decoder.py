@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Microbatch
+from mcore_mas.megatron.gpu import add_product
 from mcore_mas.megatron.model.attention import TreeRotary
 
 LAYER = re.compile(r"(?<=layers\.)\d+")  # the layer's number in a parameter's name
@@ -76,7 +77,11 @@ class PackedGPTModel(GPTModel):
             return (self.output_layer(rows),)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return logprobs_and_entropy(rows, weight, self.asked.labels, self.asked.temperatures, self._vocab)
+        # of a weight that embeds here too, that use will pass on the gradient
+        embeds = tied and self.pre_process
+        return logprobs_and_entropy(
+            rows, weight, self.asked.labels, self.asked.temperatures, self._vocab, embeds=embeds
+        )
 
 
 class ValueHead(torch.nn.Module):
@@ -95,12 +100,13 @@ class ValueHead(torch.nn.Module):
         return (hidden @ self.value.t())[:, 0].float()
 
 
-# Of the float32 logits that exist at a time; computing with them takes about three times as much
-_CHUNK_BYTES = 64 << 20
+# Of the float32 logits that exist at a time; computing with them takes about three times as much. On a GPU every chunk
+# also reads the whole weight three times and its gradient twice
+_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 
 
 def logprobs_and_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, vocab: int
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, vocab: int, *, embeds: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `labels`, and the entropy, of softmax(hidden · weightᵀ / temperature), in float32.
 
@@ -113,13 +119,14 @@ def logprobs_and_entropy(
         labels: [N] global token ids.
         temperatures: [N], all > 0.
         vocab: tokens of the vocabulary; padding rows beyond it get no probability.
+        embeds: whether the weight embeds this rank's tokens as well.
 
     Returns:
         log-probabilities [N], natural; entropies [N] in nats.
     """
     first = len(weight) * parallel_state.get_tensor_model_parallel_rank()
     columns = max(0, min(len(weight), vocab - first))
-    logprobs, entropy = _Head.apply(hidden, weight, labels - first, temperatures, columns)
+    logprobs, entropy = _Head.apply(hidden, weight, labels - first, temperatures, columns, embeds)
     return logprobs, entropy
 
 
@@ -128,12 +135,12 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, columns: int
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, columns: int, embeds: bool
     ) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_tensor_model_parallel_group()
         peak, log_z, expected, label = torch.zeros(4, len(labels), device=hidden.device)
         shifted = hidden.new_empty(0)
-        for part in _chunks(len(labels), len(weight)):
+        for part in _chunks(len(labels), weight):
             del shifted  # before the next is made
             shifted = _logits(hidden[part], weight, temperatures[part], columns)
             peak[part] = shifted.amax(dim=-1)
@@ -155,7 +162,9 @@ class _Head(torch.autograd.Function):
         # H = log Z − E[z]
         entropy = log_z - expected
         ctx.set_materialize_grads(False)
-        ctx.columns = columns
+        ctx.columns, ctx.embeds = columns, embeds
+        # on a GPU the gradient goes straight into Megatron's float32 buffer
+        ctx.total = getattr(weight, "main_grad", None) if weight.device.type != "cpu" else None
         ctx.save_for_backward(hidden, weight, labels, temperatures, peak, log_z, entropy, shifted)
         return label - log_z, entropy
 
@@ -163,8 +172,10 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, temperatures, peak, log_z, entropy, kept = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
-        parts = list(_chunks(len(labels), len(weight)))
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = ctx.total if ctx.total is not None else torch.zeros(weight.shape, device=weight.device)
+        parts = list(_chunks(len(labels), weight))
         for part in parts:
             if part is parts[-1]:
                 logp = kept
@@ -189,18 +200,24 @@ class _Head(torch.autograd.Function):
             del logp, gradient, of_logits  # before the next are made
         # every rank has the part of its own columns
         dist.all_reduce(of_hidden, group=parallel_state.get_tensor_model_parallel_group())
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
+        if of_weight is not None and of_weight is ctx.total:
+            of_weight = None if ctx.embeds else _added(weight)
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None, None
 
 
-def _chunks(rows: int, columns: int) -> Iterator[slice]:
-    size = max(1, _CHUNK_BYTES // (4 * columns))
+def _chunks(rows: int, weight: Tensor) -> Iterator[slice]:
+    size = max(1, _CHUNK_BYTES["cpu" if weight.device.type == "cpu" else "cuda"] // (4 * len(weight)))
     for first in range(0, rows, size):
         yield slice(first, min(first + size, rows))
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor, columns: int) -> Tensor:
     """[rows, columns of this rank] float32, after temperature."""
-    logits = product(hidden, weight).float().div_(temperatures[:, None])
+    if weight.device.type == "cpu" or weight.dtype == torch.float32:
+        logits = product(hidden, weight).float()
+    else:  # not rounded to bfloat16 on the way
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    logits.div_(temperatures[:, None])
     logits[:, columns:] = -1e30
     return logits
 
@@ -225,12 +242,10 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.t()
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in total's precision."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+def _added(weight: Tensor) -> Tensor:
+    """A gradient that says nothing: Megatron asks for one, but it is in its buffer already."""
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -271,9 +286,7 @@ class _Linear(torch.autograd.Function):
         if ctx.total is None:
             return of_x, rows.t() @ inputs
         add_product(ctx.total, rows.t(), inputs)
-        # Megatron then adds nothing more, but asks for a gradient all the same
-        weight.grad_added_to_main_grad = True
-        return of_x, torch.empty_like(weight)
+        return of_x, _added(weight)
 
 
 class RMSNorm(torch.nn.Module):

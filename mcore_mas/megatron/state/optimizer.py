@@ -39,8 +39,8 @@ def make_optimizer(stages: Sequence[torch.nn.Module], spec: TrainerSpec) -> Any:
         ),
         list(stages),
     )
-    if not torch.cuda.is_available():  # Megatron has a fused Adam for GPUs, torch one for the CPU
-        for group in optimizer.param_groups:
+    for group in optimizer.param_groups:
+        if "fused" in group:  # torch's Adam, in one loop or launch; Transformer Engine's and Apex' are that anyway
             group["fused"] = True
     if spec.host_moments:
         for own in optimizer.chained_optimizers:
@@ -145,6 +145,8 @@ class OptimizerState:
         """
         for own in self._chained:
             own.optimizer.state.clear()
+            for group in own.optimizer.param_groups:
+                group["step"] = steps  # Transformer Engine's Adam counts here, torch's by tensor
         for name, parameter in self._parameters.items():
             stepped = self._stepped(parameter)
             weight = read(name, WEIGHT, 0, parameter.numel())
@@ -157,7 +159,7 @@ class OptimizerState:
             if steps:
                 # one step tensor for each: Adam counts up in place
                 device = _HOST if self._host_moments else stepped.device
-                self._adam(stepped)[stepped] = {"step": torch.tensor(float(steps))} | {
+                self._adam(stepped)[stepped] = {"step": torch.tensor(float(steps), device=stepped.device)} | {
                     moment: read(name, moment, first, last).view(stepped.shape).to(device) for moment in MOMENTS
                 }
 

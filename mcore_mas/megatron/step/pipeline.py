@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,9 +18,11 @@ from torch import Tensor
 
 from mcore_mas.equations.divergence import gap_statistics, histogram_quantile, log_histogram
 from mcore_mas.equations.losses import Tokens, ValueTokens
-from mcore_mas.megatron.batch import CostModel, Microbatch, PackedTrees, balance_work
+from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
+from mcore_mas.megatron.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import TrainerSpec, equal_lengths, rank_device, speaks
+from mcore_mas.megatron.upload import ahead, download, upload
 from rollout.models.architecture import Architecture
 
 # by name: sum, number of tokens, minimum, maximum, or of a percentile its histogram; plain, to be sent around
@@ -84,6 +88,27 @@ TokenStatistics = dict[str, Tensor]  # statistics by name, each [N]
 _Output = tuple[Tensor, ...]  # log-probabilities and entropies, or values, each [n]
 
 
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """What a rank computes with of a micro-batch, on its device."""
+
+    whole: Microbatch
+    part: Microbatch  # of this context-parallel rank
+    rows: Tensor  # [n] which of the whole's rows those of the part are
+    layout: PackedTrees
+    entropy: bool  # whether a row's entropy is in the loss
+    kl: bool  # whether a row may have a KL term
+
+
+def _tiles(spec: TrainerSpec, a: Architecture, device: torch.device) -> TileSizes | None:
+    """Those of Triton's attention, or None where torch's kernels attend."""
+    if spec.attention == "torch" or device.type == "cpu" or importlib.util.find_spec("triton") is None:
+        return None
+    # context-parallel ranks repeat the key/value heads that they lack
+    shared = a.heads // spec.tp // math.lcm(a.kv_heads // spec.tp, spec.cp)
+    return TileSizes.of(shared, a.head_dim, spec.bf16)
+
+
 class Pipeline:
     """One rank's part of the passes over micro-batches; all ranks of the process group make the same calls."""
 
@@ -93,6 +118,8 @@ class Pipeline:
         self._spec = spec
         self._cost = CostModel.of(spec, architecture)
         self._run = get_forward_backward_func()
+        self._device = rank_device()
+        self._tiles = _tiles(spec, architecture, self._device)
 
     def backward(self, microbatches: Sequence[Microbatch]) -> list[TokenStatistics]:
         """Add the gradients of Σ weight · loss to `main_grad`, summed over data-parallel ranks.
@@ -104,24 +131,29 @@ class Pipeline:
             Statistics of this rank's micro-batches on the last pipeline stage, none on the others.
         """
         own, rounds = self._own(microbatches)
-        return self._pass([microbatches[i] for i in own], rounds, microbatches[0], forward_only=False)
+        rows = self._pass([microbatches[i] for i in own], rounds, microbatches[0], forward_only=False)
+        there = iter(download([column for row in rows for column in row.values()]))
+        return [{name: next(there) for name in row} for row in rows]
 
     def score(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
-        """Each micro-batch's log-probabilities of its labels [N], on every rank; of a critic its values [N]."""
+        """Each micro-batch's log-probabilities of its labels [N], on every rank; of a critic its values [N].
+
+        They are on the CPU.
+        """
         if not microbatches:
             return []
         own, rounds = self._own(microbatches)
         with torch.no_grad():
             rows = self._pass([microbatches[i] for i in own], rounds, microbatches[0], forward_only=True)
         lengths = [len(batch.labels) for batch in microbatches]
-        scores = torch.zeros(sum(lengths), device=rank_device())
+        scores = torch.zeros(sum(lengths), device=self._device)
         if speaks():
             places = scores.split(lengths)
             for i, row in zip(own, rows, strict=True):
                 places[i].copy_(row["score"])
         # every number is one rank's, and zero on the others: the sum is exact
         torch.distributed.all_reduce(scores)
-        return list(scores.split(lengths))
+        return list(scores.cpu().split(lengths))
 
     def _own(self, microbatches: Sequence[Microbatch]) -> tuple[list[int], int]:
         """Which micro-batches this data-parallel rank takes, and how many it goes through at least."""
@@ -137,7 +169,7 @@ class Pipeline:
         turns = self._spec.pp if self._spec.vpp > 1 else 1  # interleaved stages take turns of pp each
         idle = [some.idle()] * (-(-max(len(own), rounds) // turns) * turns - len(own))
         batches = [batch.padded(tokens) for batch, tokens in zip(own + idle, self._lengths(own + idle), strict=True)]
-        iterators = [iter(batches) for _ in self._stages]
+        iterators = [ahead(map(self._on_device, batches)) for _ in self._stages]
         rows: list[TokenStatistics] = self._run(
             forward_step_func=partial(self._step, self._score if forward_only else self._train),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -149,6 +181,14 @@ class Pipeline:
         )
         return rows[: len(own)]
 
+    def _on_device(self, batch: Microbatch) -> _Input:
+        part, rows = batch.part(self._spec.cp, parallel_state.get_context_parallel_rank())
+        layout = PackedTrees.of(batch.segments, self._device.type, self._tiles)
+        # what is asked of numbers is asked here: asking the GPU would wait for it
+        with_kl = batch.reference is not None or bool(batch.kl_coef.any())
+        given = _Input(batch, part, rows, layout, entropy=bool(batch.entropy_coef.any()), kl=with_kl)
+        return upload(given, self._device)
+
     def _lengths(self, batches: Sequence[Microbatch]) -> list[int]:
         """To how many tokens each micro-batch is padded."""
         multiple = self._spec.cp * (self._spec.tp if self._spec.sp else 1)
@@ -157,44 +197,46 @@ class Pipeline:
 
     def _step(
         self,
-        judge: Callable[[_Output, Microbatch], tuple[Tensor, TokenStatistics]],
-        batches: Iterator[Microbatch],
+        judge: Callable[[_Output, _Input], tuple[Tensor, TokenStatistics]],
+        batches: Iterator[_Input],
         model: torch.nn.Module,
     ) -> tuple[Tensor | _Output, Any]:
         """What the head says of this rank's part of a micro-batch, or what the next stage is sent; and what follows."""
-        batch = next(batches).to(rank_device())
-        part, rows = batch.part(self._spec.cp, parallel_state.get_context_parallel_rank())
+        given = next(batches)
+        part, layout = given.part, given.layout
         decoder: PackedGPTModel = unwrap_model(model)
         decoder.rotary_pos_emb.position_ids = part.position_ids
+        decoder.rotary_pos_emb.positions = layout.positions
         decoder.asked = part
-        layout = PackedTrees.of(batch.segments, batch.token_ids.device)
         output: Tensor | _Output = model(part.token_ids[None], None, None, packed_seq_params=layout)
 
         def judged(output: _Output) -> tuple[Tensor, Tensor, TokenStatistics]:
-            count = len(batch.labels)
-            whole = output if self._spec.cp == 1 else tuple(_Join.apply(torch.stack(output), rows, count))
-            loss, statistics = judge(whole, batch)
-            return loss, torch.tensor(count, dtype=torch.int, device=loss.device), statistics
+            count = len(given.whole.labels)
+            whole = output if self._spec.cp == 1 else tuple(_Join.apply(torch.stack(output), given.rows, count))
+            loss, statistics = judge(whole, given)
+            return loss, torch.full((), count, dtype=torch.int, device=loss.device), statistics
 
         return output, judged
 
-    def _score(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, TokenStatistics]:
+    def _score(self, predicted: _Output, _: _Input) -> tuple[Tensor, TokenStatistics]:
         return predicted[0].new_zeros(()), {"score": predicted[0]}
 
-    def _train(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, TokenStatistics]:
-        per_token, rows = (self._policy_loss if self._spec.head == "policy" else self._value_loss)(predicted, batch)
-        rows["loss"] = per_token.detach() * batch.weights
-        return (per_token * batch.weights).sum(), rows
+    def _train(self, predicted: _Output, given: _Input) -> tuple[Tensor, TokenStatistics]:
+        per_token, rows = (self._policy_loss if self._spec.head == "policy" else self._value_loss)(predicted, given)
+        weights = given.whole.weights
+        rows["loss"] = per_token.detach() * weights
+        return (per_token * weights).sum(), rows
 
-    def _policy_loss(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, TokenStatistics]:
+    def _policy_loss(self, predicted: _Output, given: _Input) -> tuple[Tensor, TokenStatistics]:
         logprobs, entropy = predicted
+        batch = given.whole
         tokens = Tokens(
             logprobs=logprobs,
             behaviour=batch.behaviour,
             advantages=batch.advantages,
             sequences=batch.sequences,
-            entropy=entropy if batch.entropy_coef.any() else entropy.detach(),
-            kl_coef=batch.kl_coef,
+            entropy=entropy if given.entropy else entropy.detach(),
+            kl_coef=batch.kl_coef if given.kl else None,
             entropy_coef=batch.entropy_coef,
             proximal=batch.proximal,
             reference=batch.reference,
@@ -205,7 +247,8 @@ class Pipeline:
             behaviour = torch.where(batch.ages > 0, torch.nan, behaviour)
         return loss, {"entropy": entropy.detach(), **gap_statistics(logprobs, behaviour), **statistics}
 
-    def _value_loss(self, predicted: _Output, batch: Microbatch) -> tuple[Tensor, TokenStatistics]:
+    def _value_loss(self, predicted: _Output, given: _Input) -> tuple[Tensor, TokenStatistics]:
+        batch = given.whole
         assert batch.values is not None and batch.returns is not None, "a critic's samples carry values and returns"
         tokens = ValueTokens(values=predicted[0], old_values=batch.values, returns=batch.returns)
         return self._spec.objective(tokens)  # type: ignore[arg-type]

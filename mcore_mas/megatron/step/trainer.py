@@ -85,7 +85,7 @@ class MegatronTrainer:
             self._settle()
         self._check_awake()
         with self._model.reference() if reference else nullcontext():
-            return [score.float().cpu() for score in self._pipeline.score(microbatches)]
+            return self._pipeline.score(microbatches)
 
     def update(self, microbatches: Sequence[Microbatch], at: int | None = None) -> dict[str, float]:
         """One optimizer step on all of `microbatches`; returns metrics, the same on every rank.

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_mas.megatron.batch import PackedTrees, Segment
+from mcore_mas.megatron.batch import Segment
+from mcore_mas.megatron.layout import PackedTrees
 from mcore_mas.megatron.model.attention import TreeAttention, attend, attend_backward
+from mcore_mas.megatron.upload import upload
 from tests.support.precision import FACTOR
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -73,7 +75,8 @@ def results(attend: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
 
 def trees(segments: list[Segment], given: list[Tensor]) -> list[Tensor]:
     """What attention over trees comes to."""
-    layout = PackedTrees.of(segments, given[0].device)
+    device = given[0].device
+    layout = upload(PackedTrees.of(segments, device.type), device)
     attention = TreeAttention(SimpleNamespace(kv_channels=DIM), 1, None, "self")
     return results(lambda *qkv: attention(*(x[:, None] for x in qkv), None, packed_seq_params=layout), given)
 
@@ -140,7 +143,7 @@ def test_bfloat16_is_summed_in_float32() -> None:
 
 def test_a_long_stem_and_its_replies_are_few_calls() -> None:
     segments = [Segment(tokens=512), *(Segment(tokens=64, parent=0) for _ in range(8))]
-    layout = PackedTrees.of(segments, torch.device("cpu"))
+    layout = PackedTrees.of(segments)
     # four blocks of the stem in one call, the replies in another
     assert [(own.place, own.length) for own in layout.own] == [(slice(0, 512), 128), (slice(512, 1024), 64)]
     # halves of the stem, quarters of each half, and the stem for all replies
@@ -154,7 +157,7 @@ def test_a_long_stem_and_its_replies_are_few_calls() -> None:
 
 def test_short_segments_are_padded_together_with_their_like() -> None:
     segments = [Segment(tokens=n) for n in (3, 20, 2, 100)]
-    layout = PackedTrees.of(segments, torch.device("cpu"))
+    layout = PackedTrees.of(segments)
     own = {own.length: own for own in layout.own}
     assert sorted(own) == [3, 20, 100]
     assert own[3].rows.tolist() == [[0, 1, 2], [23, 24, 24]]
@@ -202,7 +205,7 @@ def test_transformer_engine_attends_where_nothing_is_shared(monkeypatch: pytest.
         (FORESTS["ragged replies"], 1),  # trees are ours: no second kernel is made
         ([Segment(tokens=9)], 1),  # the same heads: it is made once
     ):
-        layout = PackedTrees.of(segments, torch.device("cpu"))
+        layout = PackedTrees.of(segments)
         q, k, v = (x[:, None] for x in inputs(sum(segment.tokens for segment in segments)))
         want = ours(q, k, v, None, packed_seq_params=layout)
         got = fused(q, k, v, None, packed_seq_params=layout)
