@@ -1,0 +1,1 @@
+"""What a GPU does with the trainer: see `python -m benchmarks.gpu --help`."""
