@@ -44,6 +44,18 @@ def running_ray() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real Slurm of two pretended machines; without Debian's packages the test is skipped."""
+    from tests.slurm.cluster import NoSlurm, Slurm
+
+    try:
+        with Slurm(folder=tmp_path_factory.mktemp("slurm")) as cluster:
+            yield cluster
+    except NoSlurm as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
 def sglang(request: pytest.FixtureRequest) -> str:
     """What --sglang names; without it the test is skipped."""
     given = request.config.getoption("--sglang")

@@ -55,6 +55,7 @@ ENVIRONMENT_READERS = {
     "mcore_mas/pipeline/sources.py": "huggingface_hub takes the address of its hub from nowhere else",
     "mcore_mas/pipeline/base_model.py": "tokenizers takes its number of threads from nowhere else",
     "mcore_mas/training/tracking.py": "MLflow's telemetry has no other switch",
+    "mcore_mas/training/slurm.py": "Slurm tells a job its number in no other way",
     "mcore_mas/training/ray_cleanup.py": "Ray joins the cluster of RAY_ADDRESS unless it is removed",
     "rollout/sandbox/guest/warden.py": "a program's home and temporary folder are its own box",
     "mcore_mas/cli/machine.py": "MLflow's server passes its settings to its workers in the environment",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -74,27 +75,47 @@ def success_message(results: Path | str, suite: str) -> str:
 def failure_message(logs: Iterable[str], since: float, workflow_logs: Iterable[Path | str], lines: int = 15) -> str:
     """What failed: one line for each cause, then the logs of the jobs it ended.
 
-    A job that died without a word (killed, out of memory) is followed by the last `lines` lines of its log.
+    A job that died without a word (killed, out of memory) is followed by what Slurm says of it, or else by the last
+    `lines` lines of its log.
 
     Args:
-        logs: of jobs that have not finished; those failed which wrote anything.
+        logs: of jobs that have not finished; those failed which wrote anything, or of which Slurm says so.
         since: seconds since the epoch at which the pipeline started.
         workflow_logs: Snakemake's own, for jobs that failed without writing.
     """
-    written = [log for log in logs if Path(log).is_file() and Path(log).stat().st_mtime >= since]
-    if not written:
-        return f"\n{CAUSE}no job wrote a log; see {', '.join(map(str, workflow_logs))}"
+    said_by = [Path(log) for log in workflow_logs]
+    events = [event for log in said_by for event in re.split(r"^ *\[.*\]", _text(log), flags=re.MULTILINE)]
     by_cause: dict[str, list[str]] = {}
-    for log in dict.fromkeys(written):
-        by_cause.setdefault(_why(Path(log), lines), []).append(log)
+    for log in dict.fromkeys(logs):
+        written = Path(log).is_file() and Path(log).stat().st_mtime >= since
+        told = next((said for event in reversed(events) if log in event and (said := _slurm_says(event))), None)
+        if written or told:
+            by_cause.setdefault(_why(Path(log), lines, told, written=written), []).append(log)
+    if not by_cause:
+        return f"\n{CAUSE}no job wrote a log; see {', '.join(map(str, said_by))}"
     return "\n".join(f"\n{why}\n  logs: {', '.join(own)}" for why, own in by_cause.items())
 
 
-def _why(log: Path, lines: int) -> str:
-    tail = _text(log).rpartition(_AGAIN)[2].rstrip().splitlines()[-lines:]
+def _slurm_says(event: str) -> str | None:
+    """Why Slurm has not taken a job, or ended it, by what Snakemake's log says of the job's failure."""
+    if refused := re.search(r"SLURM sbatch failed\. The error message was '(.*?)'\.$", event, re.MULTILINE | re.DOTALL):
+        return f"{CAUSE}Slurm does not take the job: {' '.join(refused[1].split())}"
+    ended = re.search(r"SLURM-job '(\w+)' failed, SLURM status is: '(\w+)'", event)
+    if ended is None:
+        return None
+    own = re.search(rf"[^\s,]*/{ended[1]}\.log", event)
+    if own and not Path(own[0]).is_file():
+        return f"{CAUSE}Slurm job {ended[1]}: {ended[2]}, and its log is not here; do all machines share this folder?"
+    return f"{CAUSE}Slurm job {ended[1]}: {ended[2]}{f'; see {own[0]}' if own else ''}"
+
+
+def _why(log: Path, lines: int, told: str | None, *, written: bool) -> str:
+    tail = _text(log).rpartition(_AGAIN)[2].rstrip().splitlines()[-lines:] if written else []
     causes = [line for line in tail if line.startswith(CAUSE)]
     if causes:
         return causes[-1]
+    if told:
+        return told
     last = "\n".join(f"  | {line}" for line in tail) or "  | (empty)"
     return f"{CAUSE}the job ended without saying why (killed, or out of memory?); the end of its log:\n{last}"
 

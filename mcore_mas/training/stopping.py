@@ -11,6 +11,8 @@ from rollout.base.task_group import cancel_tasks
 
 _T = TypeVar("_T")
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGURG)  # the latter can be sent to all of a job: others ignore it
+
 
 class TrainingError(RuntimeError):
     """Training cannot go on: one line that says what, where, what to do."""
@@ -31,9 +33,10 @@ class StopSignal:
         self._told = asyncio.Event()
 
     def listen(self) -> None:
-        """Take both signals in the running event loop."""
-        for number in (signal.SIGTERM, signal.SIGURG):  # the latter can be sent to all of a job: others ignore it
+        """Take both signals in the running event loop, also one that was held back until now."""
+        for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._told.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     @property
     def came(self) -> bool:

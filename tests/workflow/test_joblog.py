@@ -74,6 +74,36 @@ def test_failure_names_each_cause_and_log(tmp_path: Path) -> None:
     assert failure_message([str(before)], 2.0, ["a.log"]) == "\nerror: no job wrote a log; see a.log"
 
 
+def test_a_job_that_died_without_a_word_has_what_slurm_says(tmp_path: Path) -> None:
+    said, silent, refused = (tmp_path / f"{name}.log" for name in ("said", "silent", "refused"))
+    said.write_text("error: a.parquet: no such file\n")
+    silent.write_text("step 1\n")
+    kept, gone = tmp_path / "slurm/15.log", tmp_path / "slurm/16.log"
+    kept.parent.mkdir()
+    kept.touch()
+    workflow = tmp_path / "workflow.log"  # as Snakemake 9.27 writes it
+
+    def event(job: str, status: str, log: Path, own: Path) -> str:
+        what = f"SLURM-job '{job}' failed, SLURM status is: '{status}'. Detailed failure reason unavailable."
+        return f"[Sun Nov 22 15:54:43 2026]\nError in rule train:\n    message: {what}\n    log: {log}, {own} (check)\n"
+
+    sbatch = (
+        "SLURM sbatch failed. The error message was 'sbatch: error: Requested node configuration\nis not available'."
+    )
+    lines = [event("15", "TIMEOUT", silent, kept), event("15", "FAILED", said, kept)]
+    lines += [f"[Sun Nov 22 15:54:44 2026]\nError in rule train:\n    message: {sbatch}\n    log: {refused} (check)\n"]
+    workflow.write_text("".join(lines))
+    text = failure_message(map(str, (said, silent, refused)), 2.0, [workflow])
+    assert f"error: a.parquet: no such file\n  logs: {said}" in text  # its own word comes first
+    assert f"error: Slurm job 15: TIMEOUT; see {kept}\n  logs: {silent}" in text
+    assert "error: Slurm does not take the job: sbatch: error: Requested node configuration is not available\n" in text
+    workflow.write_text(event("16", "FAILED", refused, gone))
+    assert (
+        "error: Slurm job 16: FAILED, and its log is not here; do all machines share this folder?"
+        in failure_message([str(refused)], 2.0, [workflow])
+    )
+
+
 def test_the_terminal_is_still_there_behind_the_log(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     leader, follower = pty.openpty()

@@ -14,6 +14,7 @@ import yaml
 
 from rollout.base.files import sha256
 from rollout.records.trajectory import read_trajectories
+from tests.slurm.cluster import Slurm, wait_until
 from tests.support.run_folder import make_run
 
 STEPS = 8
@@ -87,6 +88,28 @@ def wait_for_step(number: int, process: subprocess.Popen[str], run: Path) -> Non
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
         assert time.monotonic() < deadline, f"no step {number} within 600 s"
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_a_training_that_slurm_preempts_is_queued_again_and_comes_to_the_same_bits(
+    run: Path, unbroken: Path, slurm: Slurm
+) -> None:
+    job = slurm.train(run)
+    wait_until(lambda: 2 in finished_steps(run) or slurm.job(job)["JobState"] == "FAILED", 300)
+    urgent = ["--partition=urgent", "--nodes=2", "--exclusive", f"--output={run}/urgent.out"]
+    slurm.run("sbatch", *urgent, "--wrap=true")
+    wait_until(lambda: slurm.job(job)["Restarts"] == "1" and slurm.job(job)["JobState"] == "PENDING", 300)
+    finished = max(finished_steps(run)) + 1
+    saved = run / "train" / "checkpoints" / f"step_{finished:06d}"
+    assert (saved / "manifest.json").is_file()  # at once, and not only every second step
+
+    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    assert slurm.ended(job) == "COMPLETED", slurm.logs()
+    first, second = (run / "logs" / "train.log").read_text().split("----- started again -----\n")
+    assert f"stopped by a signal after step {finished}" in first
+    assert f"continuing from {saved}" in second
+    assert_same(run, unbroken)
 
 
 @pytest.mark.slow
