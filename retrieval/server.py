@@ -15,8 +15,7 @@ import uvicorn
 
 from retrieval.corpus import RetrievalError
 from rollout.base.files import write_json
-from rollout.base.http import is_loopback
-from rollout.base.http_server import bind, server_config, url_of
+from rollout.base.http_server import bind, server_config, token_of, url_of
 from rollout.base.processes import die_with_parent
 
 DRAIN_S = 10
@@ -57,11 +56,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def run_server(args: argparse.Namespace) -> None:
     """Loads, checks, listens and answers until SIGTERM or SIGINT; raises RetrievalError if it cannot start."""
-    token = args.token_file.read_text().strip() if args.token_file else None
-    if token is not None and len(token) < 16:
-        raise RetrievalError(f"{args.token_file}: the token has {len(token)} characters, expected at least 16")
-    if token is None and not is_loopback(args.host):
-        raise RetrievalError(f"host {args.host} is not loopback; bind 127.0.0.1, or give --token-file")
+    try:
+        token = token_of(args.host, args.token_file)
+    except ValueError as error:
+        raise RetrievalError(str(error)) from None
     try:
         listener = bind(args.host, args.port)
     except OSError as error:

@@ -152,6 +152,30 @@ def evaluate_run(
     print(path)
 
 
+@app.command("serve", rich_help_panel=_PANEL)
+def serve_run(
+    run: Annotated[Path, typer.Argument(help="A run's folder: results/{run}.")],
+    state: Annotated[str, typer.Option(help="base or trained.")] = "trained",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free port.")] = 8000,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Bearer token; required for a host that is not loopback.")
+    ] = None,
+    most_calls: Annotated[int, typer.Option(help="Answered at a time; further ones get status 429.", min=1)] = 256,
+) -> None:
+    """Answer as models of OpenAI's and Anthropic's APIs: the whole team by the run's name, and each of its agents."""
+    import signal
+
+    from mcore_mas.training.serve import serve
+    from rollout.base.processes import say
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        serve(run, state=state, host=host, port=port, token_file=token_file, most_calls=most_calls, say=say)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
 @app.command("export", rich_help_panel=_PANEL)
 def export_policy(
     run: Annotated[Path, typer.Argument(help="A run's folder: results/{run}.")],

@@ -7,14 +7,17 @@ import hmac
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from rollout.base.http import is_loopback
+
 READ_S = 10.0  # for a whole request, from its first byte or the connection's start
-MIN_TOKEN_CHARS = 16
+_MIN_TOKEN_CHARS = 16
 
 
 class BodyTooLarge(Exception):
@@ -52,6 +55,21 @@ async def read_body(request: Request, most: int) -> bytes:
         if len(body) > most:
             raise BodyTooLarge(f"the body is over {most} bytes")
     return bytes(body)
+
+
+def token_of(host: str, token_file: Path | None) -> str | None:
+    """The bearer token in a file, without which a server listens on loopback only.
+
+    Raises:
+        ValueError: `host` is not loopback and there is none, or it is too short.
+        OSError: the file cannot be read.
+    """
+    token = token_file.read_text().strip() if token_file else None
+    if token is not None and len(token) < _MIN_TOKEN_CHARS:
+        raise ValueError(f"{token_file}: the token has {len(token)} characters, expected at least {_MIN_TOKEN_CHARS}")
+    if token is None and not is_loopback(host):
+        raise ValueError(f"host {host} is not loopback; bind 127.0.0.1, or give --token-file")
+    return token
 
 
 def bears(request: Request, token: str) -> bool:

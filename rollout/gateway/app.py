@@ -12,7 +12,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -124,6 +124,8 @@ def _told(error: Exception) -> GatewayError:
     """What a program is told of an error; of anything but those that are expected nothing, it is raised again."""
     if isinstance(error, GatewayError):
         return error
+    if isinstance(error, ClientDisconnect):
+        return GatewayError(400, "the body ended too early")  # told to nobody
     if isinstance(error, BodyTooLarge):
         return GatewayError(413, str(error))
     if isinstance(error, PromptTooLong):

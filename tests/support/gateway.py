@@ -58,7 +58,7 @@ def tiny_model(folder: Path, positions: int = 4096) -> Qwen2ForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=positions,
         tie_word_embeddings=True,
-        initializer_range=0.3,
+        initializer_range=0.1,
     )
     model = Qwen2ForCausalLM(config).eval()
     model.save_pretrained(folder)

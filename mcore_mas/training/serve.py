@@ -1,0 +1,191 @@
+"""Serving of a run: its agents, and the whole team behind one name, as models of the APIs that the gateway speaks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from starlette.requests import Request
+
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
+from mcore_mas.training.evaluate import NO_SEATS, seated
+from mcore_mas.training.placement import gpus_of_servers
+from rollout.base.errors import EnvError
+from rollout.base.files import owned, writable
+from rollout.base.http_server import bears, bind, server_config, token_of, url_of
+from rollout.config.sections import build_team
+from rollout.environments.protocol import Env, Step
+from rollout.gateway.app import Entrance, gateway_app
+from rollout.gateway.dialects import ChatReply, ChatRequest, GatewayError
+from rollout.gateway.sessions import GatewaySession
+from rollout.records.trajectory import Task
+from rollout.teams.episode import Episode, Orchestra
+from rollout.teams.team import Team
+
+_ABILITIES = ("open", "close", "state", "same", "run", "check", "agreement", "files", "forget")
+_DRAIN_S = 10
+
+
+class HandedIn:
+    """An environment of a task whose answer nobody knows: what the team hands in is kept, and need not be scored."""
+
+    def __init__(self, env: Env) -> None:
+        self.handed_in: str | None = None
+        self._env = env
+        for name in _ABILITIES:  # those that the environment has, and no other
+            if hasattr(env, name):
+                setattr(self, name, getattr(env, name))
+
+    def reset(self, task: Task) -> str:
+        return self._env.reset(task)
+
+    async def step(self, action: str) -> Step:
+        self.handed_in = action
+        try:
+            return await self._env.step(action)
+        except EnvError:
+            return Step(done=True)
+
+    async def preview(self, action: str) -> Step:
+        try:
+            found: Step = await self._env.preview(action)  # type: ignore[attr-defined]
+            return found
+        except EnvError:
+            return Step()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTeam:
+    """A team that answers each call by itself: there are no trajectories that outlive one."""
+
+    name: str  # the whole team's, as a model
+    team: Team
+    orchestra: Orchestra
+    make_env: Callable[[Task], Env]
+    env: str  # name in ENVS
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def models(self) -> list[str]:
+        """The whole team and its agents."""
+        return [self.name, *self.team.agents]
+
+    async def ask(self, asked: ChatRequest) -> tuple[bytes, asyncio.Task[ChatReply]]:
+        """Have the team, or one of its agents, reply.
+
+        Raises:
+            GatewayError: nobody can.
+        """
+        if asked.model == self.name:
+            return b"", asyncio.create_task(self._play(asked))
+        if asked.model not in self.team.agents:
+            known = ", ".join(self.models)
+            raise GatewayError(404, f"no model '{asked.model[:80]}'; the models here: {known}", "model_not_found")
+        return await GatewaySession(self._seat(), own_sampling=True).ask(asked)
+
+    def unread(self, key: bytes, task: asyncio.Task[ChatReply]) -> None:
+        """Nobody waits for the reply any more: it is given up."""
+        task.cancel()
+
+    def _seat(self) -> Any:
+        return self.team.seat("served", secrets.randbits(63))  # the same call again is another sample
+
+    async def _play(self, asked: ChatRequest) -> ChatReply:
+        if asked.tools:
+            raise GatewayError(400, f"'{self.name}' is a whole team, which takes no tools; its agents do")
+        texts = [message.text for message in asked.messages]
+        said = texts if len(texts) == 1 else [f"{m.role}: {m.text}" for m in asked.messages]
+        number = next(self.numbers)
+        task = Task(
+            id=f"served-{number}", prompt="\n\n".join(said), answers=(), env=self.env, source="served", split="test"
+        )
+        env, seat = HandedIn(self.make_env(task)), self._seat()
+        episode = Episode(task, seat, env, self.orchestra)
+        await episode.play()
+        if env.handed_in is None:
+            raise GatewayError(503, f"the team came to no answer: {episode.error}")
+        return ChatReply(
+            id=str(number),
+            model=asked.model,
+            created=int(time.time()),
+            text=env.handed_in,
+            reasoning="",
+            calls=(),
+            finish="stop",
+            stop=None,
+            prompt_tokens=sum(len(turn.prompt_ids) for turn in seat.turns),
+            completion_tokens=sum(len(turn.completion_ids) for turn in seat.turns),
+        )
+
+
+def serve(
+    run: Path,
+    *,
+    state: str,
+    host: str,
+    port: int,
+    token_file: Path | None,
+    most_calls: int,
+    say: Callable[[str], None],
+) -> None:
+    """Answer for the team of the run in folder `run` until interrupted.
+
+    Args:
+        state: `base` or `trained`, of its policies.
+        token_file: has a bearer token; needed for a host that is not loopback.
+        most_calls: answered at a time.
+        say: told where the models are.
+
+    Raises:
+        ConfigError: the run cannot be used, the token neither, or nobody may listen there.
+        FolderError: the run has not finished its training, or is served already.
+    """
+    config = seated(RunConfig.load(run / "config.yaml"), state, NO_SEATS)
+    if config.run in config.agents:
+        raise ConfigError(f"{run}: an agent has the name of the run, which is the whole team's")
+    try:
+        token = token_of(host, token_file)
+        listener = bind(host, port)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot serve on {host}:{port}: {error}") from None
+    torch.set_num_threads(config.cluster.threads_per_process)
+    folder = writable(config.folder / "served")
+    with owned(folder), ExitStack() as stack:
+        remotes = open_remotes(config, folder / "remotes")
+        make_env = stack.enter_context(world(config, "served/retriever"))
+        gpus = gpus_of_servers(config)
+        engines = make_engines(config, config.models, folder / "engines", trained=False, gpus=gpus)
+        stack.callback(close_engines, engines)
+        served = ServedTeam(
+            name=config.run,
+            team=build_team(config.agents, {**make_players(config, engines, config.models, gpus), **remotes}),
+            orchestra=config.orchestra.call,
+            make_env=make_env,
+            env=config.env.name,
+        )
+
+        def find(request: Request) -> ServedTeam:
+            if token is not None and not bears(request, token):
+                raise GatewayError(401, "a bearer token is required")
+            return served
+
+        app = gateway_app(Entrance(find, most_calls), "")
+        say(f"{', '.join(served.models)} at {url_of(listener)}/v1 (Anthropic: {url_of(listener)}); Ctrl-C ends it")
+        asyncio.run(_answer(uvicorn.Server(server_config(app, drain_s=_DRAIN_S, lifespan=False)), listener, remotes))
+
+
+async def _answer(server: uvicorn.Server, listener: Any, remotes: Mapping[str, Any]) -> None:
+    async with AsyncExitStack() as closing:
+        for remote in remotes.values():
+            closing.push_async_callback(remote.aclose)
+        await server.serve(sockets=[listener])

@@ -1,0 +1,47 @@
+"""A tiny model behind the gateway: every sampled token is in a turn, as it was sampled, and is computed once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.support.gateway import opened, sampling_team
+from tests.support.gateway_fuzz import fuzz, worst_logprob
+
+TURNS = 12
+
+
+def test_a_chat_prefills_each_token_once(tmp_path: Path) -> None:
+    team, engine, model = sampling_team(tmp_path, max_tokens=8)
+
+    async def run() -> Any:
+        async with opened(team) as (url, key, seat, _), AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as api:
+            chat: list[Any] = []
+            for number in range(TURNS):
+                chat.append({"role": "user", "content": f"and {number}?"})
+                reply = await api.chat.completions.create(model="a", messages=chat)
+                chat.append({"role": "assistant", "content": reply.choices[0].message.content})
+            return seat.turns
+
+    turns = asyncio.run(run())
+    sampled = sum(len(turn.completion_ids) for turn in turns)
+    earlier = sampled - len(turns[-1].completion_ids)
+    # of each reply the last token, which nothing was computed from yet, comes with the next prompt
+    assert engine.core.stats.prefill_tokens == len(turns[-1].prompt_ids) - earlier + (TURNS - 1)
+    assert engine.core.stats.decode_tokens == sampled
+    assert worst_logprob(model, turns) < 1e-6
+
+
+@pytest.mark.slow
+def test_whatever_programs_do_every_sampled_token_is_accounted_for(tmp_path: Path) -> None:
+    """200 random programs at once: rewritten histories, retries, parallel calls, cancelled streams, garbage."""
+    report, model = asyncio.run(fuzz(tmp_path, 200))
+    assert report.unaccounted == []
+    assert max(report.statuses) < 500 and {200, 400, 401, 404} <= set(report.statuses)
+    assert min(report.moves.values()) > 50
+    assert {"root", "unread"} <= {name for turn in report.turns for name in turn.scores}
+    assert worst_logprob(model, report.turns[::7]) < 1e-6

@@ -1,0 +1,82 @@
+"""`mcore-mas serve`: a run's agents and its whole team as models, by the commands of docs/gateway.md."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.run_folder import make_run
+
+GUIDE = Path(__file__).parents[3] / "docs" / "gateway.md"
+
+
+def started(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """A server, and what it says first."""
+    command = [sys.executable, "-W", "ignore", "-m", "mcore_mas", "serve", *arguments]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert child.stderr is not None
+    lines = iter(child.stderr)
+    return child, next((line for line in lines if "/v1" in line or "error" in line), "it said nothing")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_guide_work_on_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "train").mkdir()
+    folders = {policy: str(run / "base") for policy in ("solver", "verifier")}
+    (run / "train" / "done.json").write_text(json.dumps({"policies": folders}))
+    block = next(text for text in re.findall(r"```sh\n(.*?)```", GUIDE.read_text(), re.S) if "serve" in text)
+    server, listing, asking = block.replace("\\\n", "").splitlines()
+    assert server == "mcore-mas serve results/demo_math --port 8000"
+    child, said = started(str(run), "--port", "0")
+    try:
+        url = re.search(r"http://127\.0\.0\.1:\d+", said)[0]  # type: ignore[index]
+
+        def curl(line: str) -> Any:
+            command = ["/bin/sh", "-c", line.replace("http://127.0.0.1:8000", url)]
+            return json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+
+        assert [model["id"] for model in curl(listing)["data"]] == ["demo_math", "solver", "verifier"]
+        reply = curl(asking)
+        assert (reply["model"], reply["object"]) == ("demo_math", "chat.completion")
+        assert reply["usage"]["completion_tokens"] > 40  # of several turns, each of at most 40
+        asyncio.run(speak(url))
+        # a second one of the same run, and a wide address without a token
+        for arguments, error in (
+            ((), "in use by process"),
+            (("--host", "192.0.2.1"), "is not loopback"),
+        ):
+            other, refusal = started(str(run), "--port", "0", *arguments)
+            assert other.wait() == 1 and error in refusal
+    finally:
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(20) == 0
+
+
+async def speak(url: str) -> None:
+    """Agents answer at their own temperature, or the call's; a team takes no tools."""
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
+        hi: Any = [{"role": "user", "content": "What is 3+4?"}]
+        said = [
+            (await api.chat.completions.create(model="solver", messages=hi, temperature=0)).choices[0].message.content
+            for _ in range(2)
+        ]
+        assert said[0] == said[1]
+        warm = {(await api.responses.create(model="solver", input="3+4?", temperature=2)).output_text for _ in range(3)}
+        assert len(warm) == 3
+        tool: Any = {"type": "function", "function": {"name": "f"}}
+        with pytest.raises(openai.BadRequestError, match="is a whole team, which takes no tools"):
+            await api.chat.completions.create(model="demo_math", messages=hi, tools=[tool])
+        with pytest.raises(openai.NotFoundError, match="the models here: demo_math, solver, verifier"):
+            await api.chat.completions.create(model="planner", messages=hi)
+        assert httpx.get(f"{url}/nowhere", trust_env=False).json()["error"]["type"] == "not_found_error"
