@@ -10,7 +10,7 @@ STORE  ?= sqlite:///results/mlflow.db
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-package test-sglang test-gateway lint format bench exactness ui lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-package test-sglang test-gateway test-nodes lint format bench exactness ui lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ test-package: $(STAMP) ## build the package, check it, and use it in an empty en
 
 test-gateway: $(STAMP) ## play a thousand random agent programs: every sampled token accounted for, never a 5xx
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.gateway_fuzz 1000
+
+test-nodes: $(STAMP) ## run trainings on several nodes, network namespaces of this machine (as root)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nodes tests/workflow/test_nodes.py
 
 .venv-sglang/.stamp: requirements/sglang.txt requirements/sglang-cpu.txt tests/sglang/setup.sh tests/sglang/patch_cpu.py
 	tests/sglang/setup.sh $(PYTHON)

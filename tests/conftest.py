@@ -18,6 +18,7 @@ settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sglang", help="interpreter of SGLang's environment, or the URL of a server, to test against")
+    parser.addoption("--nodes", action="store_true", help="run the trainings on several nodes (`make test-nodes`)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,7 +34,7 @@ def running_ray() -> Iterator[None]:
 
     for last in (False, False, True):
         try:
-            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+            ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
             break
         except Exception as error:  # Ray has no type for a machine too busy to start it within its fixed 30 s
             ray.shutdown()

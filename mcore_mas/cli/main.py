@@ -184,7 +184,7 @@ def export_policy(
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter of a LoRA policy, for PEFT.")] = False,
 ) -> None:
     """Write a policy as a Hugging Face folder, from its finished model or else its newest valid checkpoint."""
-    from mcore_mas.training.train import export
+    from mcore_mas.training.export import export
 
     export(run, policy, to, lambda line: print(line, file=sys.stderr), adapter=adapter)
     print(to)

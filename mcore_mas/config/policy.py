@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -268,11 +269,26 @@ class TrackingConfig(Section):
 
 
 class ClusterConfig(Section):
-    """What of a machine a run takes."""
+    """What of a machine, or of the nodes of a Ray that runs already, a run takes."""
 
+    address: str = "local"  # a Ray of the run's own; host:port of a running one's head, or auto: this machine's
+    restarts: int = Field(3, ge=0)  # of all trainers from the newest checkpoint when nodes are lost, in all
     threads_per_process: int = Field(1, ge=1)
     object_store_mb: int = Field(256, ge=80)
     pool: Literal["split", "shared"] = "split"  # a device for each process, or the same devices for all policies
     one_by_one: bool = False  # of trainers with offload, only the one that works has its memory
     cpus: int | None = Field(None, ge=1)  # devices of a machine without GPUs; None: as many as are needed
     gpus: str | None = None  # such as 8xH100: a suite then gives the run the placement that makes the most of them
+
+    @model_validator(mode="after")
+    def _reachable(self) -> ClusterConfig:
+        if self.address.startswith("ray://"):
+            raise ValueError(
+                f"address: {self.address} is of Ray's client, whose calls go through a proxy; name host:port of the "
+                "head (its --port), or auto on a machine that is a node"
+            )
+        if not re.fullmatch(r"local|auto|[^\s/]+:\d{1,5}", self.address):
+            raise ValueError(f"address: {self.address!r}; expected local, auto, or host:port of a running Ray's head")
+        if self.address != "local" and self.cpus is not None:
+            raise ValueError("cpus is for a Ray of the run's own; the nodes at an address count theirs: leave it out")
+        return self

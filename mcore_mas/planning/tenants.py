@@ -21,6 +21,7 @@ class Tenant:
     policy: str
     part: Part
     devices: int
+    unit: int = 1  # so many of them, one after the other, must lie on one node
 
 
 def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
@@ -28,14 +29,15 @@ def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
     tenants = []
     for name, policy in config.policies.items():
         if name in config.trained:
-            tenants.append(Tenant(policy=name, part="trainer", devices=policy.ranks))
+            tenants.append(Tenant(policy=name, part="trainer", devices=policy.ranks, unit=policy.tp))
             if policy.critic is not None:
-                tenants.append(Tenant(policy=name, part="critic", devices=policy.ranks))
+                tenants.append(Tenant(policy=name, part="critic", devices=policy.ranks, unit=policy.tp))
         if policy.remote is not None:
             continue
         engine = for_policy(config, name).engine
         if engine.name == "sglang" and not engine.urls and kind == "GPU":
-            tenants.append(Tenant(policy=name, part="engine", devices=engine.replicas * engine.tp))
+            devices = engine.replicas * engine.tp
+            tenants.append(Tenant(policy=name, part="engine", devices=devices, unit=engine.tp))
         if kind == "CPU" or engine.device == "cuda":  # else the embedded engine takes none of the GPUs
             tenants.append(Tenant(policy=name, part="engine", devices=1))
     return tenants

@@ -36,11 +36,13 @@ def make_engines(
     trained: bool,
     places: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     gpus: Mapping[str, Sequence[Sequence[str]]] | None = None,
+    far: Mapping[str, bool] | None = None,
 ) -> dict[str, Any]:
     """An engine for each policy's model folder; servers log below `log`.
 
     With `trained` the engines take weights from trainers, and Ray must be running; `places` are then actor options of
-    each engine's devices. Without it `gpus` are those of each server, by policy.
+    each engine's devices, and `far` says in a cluster which engines have a part on another node than this process.
+    Without it `gpus` are those of each server, by policy.
     """
     engines = {}
     for policy, model in models.items():
@@ -50,6 +52,9 @@ def make_engines(
             settings["log"] = log / f"{policy}.log"
         if engine.weights_folder and "threads" in settings:
             settings["weights_folder"] = engine.weights_folder / config.run / policy
+        if far is not None and "threads" in settings:
+            settings |= {"far": far[policy], "weights_folder": settings.get("weights_folder", log / policy).resolve()}
+            settings |= {"transport": "disk"} if far[policy] and engine.name == "embedded" else {}
         if gpus is not None and engine.name == "sglang":
             settings |= {"replicas": len(gpus[policy]), "gpus": gpus[policy]}
         if places and policy in places:

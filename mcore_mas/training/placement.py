@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 import torch
-from ray.util.placement_group import placement_group, placement_group_table
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.planning.tenants import GroupKey, Kind, Pool, Tenant, needed, tenants_of
+from mcore_mas.training.cluster import KEEP_PAGES, Node
 from rollout.engines.sglang.server import visible_gpus
 
 Options = dict[str, Any]  # of a Ray actor
@@ -29,40 +30,39 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The devices of this machine that a run takes."""
+    """The devices that a run may take, of this machine or of the nodes of a Ray that runs already."""
 
     kind: Kind
     pool: Pool
     tenants: Sequence[Tenant]
-    devices: int
+    nodes: Mapping[str, int]  # devices by Ray's id of the node
 
     @property
     def cpus(self) -> int:
-        """How many CPUs Ray is told of; its GPUs it counts itself."""
-        return self.devices if self.kind == "CPU" else 1
+        """How many CPUs a Ray of the run's own is told of; its GPUs it counts itself."""
+        return sum(self.nodes.values()) if self.kind == "CPU" else 1
 
     @property
     def told(self) -> dict[str, Any]:
         """Its kind, how many devices, and what they are called, as a finished run records it."""
-        name = torch.cuda.get_device_name() if self.kind == "GPU" else f"CPU, {platform.machine()}"
-        return {"kind": self.kind, "count": self.devices, "name": name}
-
-    def place(self) -> dict[GroupKey, list[Options]]:
-        """`place` for these tenants."""
-        return place(self.tenants, self.pool, self.kind)
+        seen = self.kind == "GPU" and torch.cuda.is_available()
+        name = torch.cuda.get_device_name() if seen else f"{self.kind}, {platform.machine()}"
+        return {"kind": self.kind, "count": sum(self.nodes.values()), "nodes": len(self.nodes), "name": name}
 
 
-def room_for(config: RunConfig) -> Room:
-    """Room for everything of a run, on what this machine computes on.
+def room_for(config: RunConfig, nodes: Sequence[Node] = ()) -> Room:
+    """Room for everything of a run, on what this machine computes on, or on `nodes`.
 
     Raises:
-        PlacementError: it has too few devices.
+        PlacementError: there are too few devices, or too few on one node.
     """
-    kind, pool = kind_here(), config.cluster.pool
+    pool = config.cluster.pool
+    kind: Kind = ("GPU" if any(node.gpus for node in nodes) else "CPU") if nodes else kind_here()
     tenants = tenants_of(config, kind)
-    devices = devices_here(kind, config.cluster.cpus or needed(tenants, pool))
-    check_fits(tenants, pool, kind, devices)
-    return Room(kind=kind, pool=pool, tenants=tenants, devices=devices)
+    own = {"": devices_here(kind, config.cluster.cpus or needed(tenants, pool))}
+    devices = {node.id: node.gpus if kind == "GPU" else node.cpus for node in nodes} or own
+    check_fits(tenants, pool, kind, list(devices.values()))
+    return Room(kind=kind, pool=pool, tenants=tenants, nodes=devices)
 
 
 def kind_here() -> Kind:
@@ -96,13 +96,19 @@ def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
     return elsewhere | own
 
 
-def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, available: int) -> None:
-    """Refuse a run that needs more devices than there are.
+def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, nodes: Sequence[int]) -> None:
+    """Refuse a run that needs more devices than there are on `nodes`, or more on one of them than it has.
 
     Raises:
         PlacementError: with what every policy needs.
     """
-    wanted = needed(tenants, pool)
+    wanted, available = needed(tenants, pool), sum(nodes)
+    for tenant in tenants:
+        if wanted <= available and tenant.unit > max(nodes):
+            raise PlacementError(
+                f"{tenant.policy}: {tenant.part} needs {tenant.unit} {kind}s of one node (tp), and the largest of "
+                f"{len(nodes)} nodes has {max(nodes)}; use a smaller tp"
+            )
     if wanted <= available:
         return
     table = "; ".join(
@@ -133,35 +139,70 @@ def strategies(groups: Sequence[int], nodes: Sequence[int]) -> list[str]:
     return found
 
 
-def place(tenants: Sequence[Tenant], pool: Pool, kind: Kind) -> dict[GroupKey, list[Options]]:
-    """Set devices aside in the running Ray; gives actor options for every process, by policy and part.
+class DevicePlacement:
+    """Devices that are set aside in the running Ray: actor options for every process, and the node that it is on."""
 
-    Raises:
-        PlacementError: Ray does not find room for a group within a minute.
-    """
-    if not tenants:
-        return {}
-    nodes = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
-    if pool == "shared":
-        group = _group(needed(tenants, pool), strategies([needed(tenants, pool)], nodes)[0], kind)
-        # rounded down, so that all of them fit
-        part = _FINEST // len(tenants) / _FINEST
-        return {(t.policy, t.part): [_options(group, i, kind, part) for i in range(t.devices)] for t in tenants}
-    largest_first = sorted(tenants, key=lambda tenant: -tenant.devices)
-    found: dict[GroupKey, list[Options]] = {}
-    for t, strategy in zip(largest_first, strategies([t.devices for t in largest_first], nodes), strict=True):
-        group = _group(t.devices, strategy, kind)
-        found[t.policy, t.part] = [_options(group, i, kind, 1) for i in range(t.devices)]
-    return found
+    def __init__(self, room: Room, *, joined: bool = False) -> None:
+        """Nothing is set aside before `fill`. In a Ray that was `joined`, actors are given what a run's own Ray has."""
+        self.room = room
+        self._actor = {"runtime_env": {"env_vars": KEEP_PAGES}} if joined and room.kind == "CPU" else {}
+        self._groups: dict[GroupKey, Any] = {}
+        self.options: dict[GroupKey, list[Options]] = {}
+        self.nodes: dict[GroupKey, list[str]] = {}  # Ray's id of each process's node
+
+    def fill(self) -> None:
+        """Set devices aside for every tenant that has none.
+
+        Raises:
+            PlacementError: Ray does not find room for a group within a minute, or not in one piece.
+        """
+        room = self.room
+        missing = [t for t in room.tenants if (t.policy, t.part) not in self._groups]
+        held = Counter(node for nodes in self.nodes.values() for node in nodes)
+        free = [devices - held[node] for node, devices in room.nodes.items()]
+        if room.pool == "shared" and missing:
+            most = needed(missing, "shared")
+            group = _group([1] * most, strategies([most], free)[0], room.kind)
+            part = _FINEST // len(missing) / _FINEST  # rounded down, so that all of them fit
+            for tenant in missing:
+                self._settle(tenant, group, 1, part)
+            return
+        largest_first = sorted(missing, key=lambda tenant: -tenant.devices)
+        for t, strategy in zip(largest_first, strategies([t.devices for t in largest_first], free), strict=True):
+            self._settle(t, _group([t.unit] * (t.devices // t.unit), strategy, room.kind), t.unit, 1)
+
+    def drop(self, keys: Collection[GroupKey]) -> None:
+        """Give the devices of these back; what still runs on them ends."""
+        dropped = {id(group): group for key in keys if (group := self._groups.pop(key, None)) is not None}
+        for key in keys:
+            self.options.pop(key, None)
+            self.nodes.pop(key, None)
+        for group in dropped.values():
+            remove_placement_group(group)
+
+    def _settle(self, tenant: Tenant, group: Any, size: int, part: float) -> None:
+        """Give a tenant its places in a group whose bundles have `size` devices; neighbours are on one node."""
+        key, node_of = (tenant.policy, tenant.part), placement_group_table(group)["bundles_to_node_id"]
+        by_node = sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
+        bundles = [bundle for bundle in by_node for _ in range(size)]
+        own = bundles[: tenant.devices]
+        if any(count % tenant.unit for count in Counter(node_of[bundle] for bundle in own).values()):
+            raise PlacementError(
+                f"{tenant.policy}: {tenant.part} needs every {tenant.unit} {self.room.kind}s on one node (tp), and the "
+                "nodes' free ones do not divide so; use a smaller tp, or cluster.pool: split"
+            )
+        self._groups[key], self.nodes[key] = group, [node_of[bundle] for bundle in own]
+        self.options[key] = [self._actor | _options(group, bundle, self.room.kind, part) for bundle in own]
 
 
-def _group(devices: int, strategy: str, kind: Kind) -> Any:
-    group = placement_group([{kind: 1}] * devices, strategy=strategy)
+def _group(bundles: Sequence[int], strategy: str, kind: Kind) -> Any:
+    group = placement_group([{kind: size} for size in bundles], strategy=strategy)
     deadline = time.monotonic() + _WAIT_S
     while placement_group_table(group)["state"] != "CREATED":
         if time.monotonic() > deadline:
+            remove_placement_group(group)
             raise PlacementError(
-                f"Ray has no room for {devices} {kind}s together ({strategy}); is something else there?"
+                f"Ray has no room for {sum(bundles)} {kind}s together ({strategy}); is something else there?"
             )
         time.sleep(0.02)
     return group

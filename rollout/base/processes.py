@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from rollout.base.task_group import cancel_tasks
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -163,6 +165,18 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def interface_of(address: str) -> str:
+    """The name of this machine's network interface with the IP `address`.
+
+    Raises:
+        LookupError: it has none.
+    """
+    for name, given in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in given):
+            return str(name)
+    raise LookupError(f"no network interface of this machine has the address {address}")
 
 
 def say(line: str) -> None:

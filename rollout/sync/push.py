@@ -13,6 +13,7 @@ from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import torch
@@ -26,7 +27,6 @@ from rollout.sync import SyncRoute, WeightSender, alone
 from rollout.sync.digests import WeightDigest, digest_of, digested
 
 _TIMEOUT_S = 600.0
-_LOOPBACK = "127.0.0.1"
 
 
 class _Push(WeightSender):
@@ -170,13 +170,14 @@ class GroupSender(_Push):
         super()._begin()
 
     def _join(self) -> dist.ProcessGroup:
-        """Meet the servers at a port of the loopback; all of them must come at once."""
+        """Meet the servers at a port of the address that they see this machine at; all of them must come at once."""
         world = 1 + self._tp * len(self._urls)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         self._name = f"mcore_mas-{uuid.uuid4().hex[:12]}"  # one that no trainer has left in the servers
-        listener = socket.create_server((_LOOPBACK, 0))
+        own = _address_towards(self._urls[0])
+        listener = socket.create_server((own, 0))
         port = listener.getsockname()[1]
-        fields = {"master_address": _LOOPBACK, "master_port": port, "world_size": world}
+        fields = {"master_address": own, "master_port": port, "world_size": world}
         fields |= {"group_name": self._name, "backend": backend}
         bodies = [{**fields, "rank_offset": 1 + self._tp * number} for number in range(len(self._urls))]
         joined = self._post("/init_weights_update_group", bodies)
@@ -253,6 +254,14 @@ def serialize(payload: object) -> str:
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(payload)
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _address_towards(url: str) -> str:
+    """This machine's address on the way to the server at `url`; no packet is sent."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "", parts.port or 80))
+        return str(probe.getsockname()[0])
 
 
 def _group_of(listener: socket.socket, world: int, backend: str, name: str) -> dist.ProcessGroup:

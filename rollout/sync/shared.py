@@ -27,8 +27,8 @@ _LOOK_S = (5e-5, 2e-3)  # between two looks at what the trainer has written: at 
 class SharedWeights:
     """Two halves, each all weights of a decoder: one the engine computes from, one the next version is written into."""
 
-    def __init__(self, file: Path, shape: Architecture, *, create: bool = False) -> None:
-        """Map `file`, made first with `create`.
+    def __init__(self, file: Path | None, shape: Architecture, *, create: bool = False) -> None:
+        """Map `file`, made first with `create`; None: memory of this process's own.
 
         Raises:
             EngineError: there is no room for it, or no such file.
@@ -37,20 +37,7 @@ class SharedWeights:
         names = Weights.names(shape)
         header = _PAGE * math.ceil((16 + 16 * len(names)) / _PAGE)
         size = header + 2 * half * 4
-        try:
-            if create:
-                room = os.statvfs(file.parent)
-                if size > room.f_bavail * room.f_frsize:
-                    raise EngineError(
-                        f"{file.parent}: {room.f_bavail * room.f_frsize >> 20} MiB are free, two copies of the weights "
-                        f"take {size >> 20}; make it larger or set engine.transport to disk"
-                    )
-                with file.open("xb") as made:
-                    os.posix_fallocate(made.fileno(), 0, size)
-            with file.open("r+b") as opened:
-                memory = mmap.mmap(opened.fileno(), size)
-        except OSError as error:
-            raise EngineError(f"{file}: the shared weights cannot be mapped ({error})") from error
+        memory = mmap.mmap(-1, size) if file is None else _mapped(file, size, create)
         self.file = file
         # the version in each half, -1 where there is none or one is being written
         self.versions = np.frombuffer(memory, dtype=np.int64, count=2)
@@ -59,8 +46,25 @@ class SharedWeights:
         self.numbers = {name: number for number, name in enumerate(names)}
         flat = torch.frombuffer(memory, dtype=torch.float32, offset=header)
         self.halves = (Weights(shape, flat[:half]), Weights(shape, flat[half:]))
-        if create:
+        if create or file is None:
             self.versions[:] = -1
+
+
+def _mapped(file: Path, size: int, create: bool) -> mmap.mmap:
+    try:
+        if create:
+            room = os.statvfs(file.parent)
+            if size > room.f_bavail * room.f_frsize:
+                raise EngineError(
+                    f"{file.parent}: {room.f_bavail * room.f_frsize >> 20} MiB are free, two copies of the weights "
+                    f"take {size >> 20}; make it larger or set engine.transport to disk"
+                )
+            with file.open("xb") as made:
+                os.posix_fallocate(made.fileno(), 0, size)
+        with file.open("r+b") as opened:
+            return mmap.mmap(opened.fileno(), size)
+    except OSError as error:
+        raise EngineError(f"{file}: the shared weights cannot be mapped ({error})") from error
 
 
 class SharedCheck:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.training.evaluate import seated
-from mcore_mas.training.train import export, train
+from mcore_mas.training.export import export
+from mcore_mas.training.train import train
 from rollout.base.files import sha256
 from rollout.engines.embedded.batching import EmbeddedEngine
 from rollout.records.trajectory import Turn, read_trajectories

@@ -26,7 +26,7 @@ from mcore_mas.pipeline.paper_suite import paper_suite
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.planning.tenants import tenants_of
 from mcore_mas.reports.paper_tables import table_names
-from mcore_mas.training import logbook, train
+from mcore_mas.training import crew, logbook, train
 from retrieval.client import RetrievalClient, RetrieverSidecar
 from rollout.config.sections import build_env
 from rollout.environments.protocol import Env
@@ -64,8 +64,12 @@ def engines_here(config: RunConfig, models: dict[str, str], *_: object, **__: ob
 
 
 def room_here(config: RunConfig) -> SimpleNamespace:
-    places = {(tenant.policy, tenant.part): [{}] * tenant.devices for tenant in tenants_of(config, "CPU")}
-    return SimpleNamespace(kind="CPU", cpus=1, told={}, place=lambda: places)
+    return SimpleNamespace(kind="CPU", cpus=1, told={}, tenants=tenants_of(config, "CPU"))
+
+
+def placed_here(room: SimpleNamespace, **_: object) -> SimpleNamespace:
+    places = {(tenant.policy, tenant.part): [{}] * tenant.devices for tenant in room.tenants}
+    return SimpleNamespace(options=places, nodes={}, fill=nothing)
 
 
 def nothing(*_: object) -> None:
@@ -90,9 +94,11 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
             urls[owner] = servers.enter_context(RetrieverSidecar(index, log_path=tmp_path / "retriever.log", threads=1))
         yield build_env(config.env, retriever=RetrievalClient(urls[owner], token_file=None))
 
-    replaced = {"TrainerGroup": HereGroup, "make_engines": engines_here, "room_for": room_here, "world": world}
+    replaced = {"TrainerGroup": HereGroup, "make_engines": engines_here, "DevicePlacement": placed_here}
     for name, value in replaced.items():
-        monkeypatch.setattr(train, name, value)
+        monkeypatch.setattr(crew, name, value)
+    monkeypatch.setattr(train, "room_for", room_here)
+    monkeypatch.setattr(train, "world", world)
     monkeypatch.setattr(train, "running_ray", lambda *_, **__: nullcontext())
     # MLflow and its traces
     silent = SimpleNamespace(run_id=None, log=nothing, finish=nothing, send=nothing, close=nothing)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -18,6 +20,7 @@ from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.spec import TrainerSpec, exchange, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from rollout.base.files import Digest
+from rollout.base.processes import interface_of
 from rollout.sync import SyncRoute, WeightSender, WeightUpdate, make_sender
 
 _LOOPBACK = "127.0.0.1"
@@ -26,27 +29,34 @@ _LOOPBACK = "127.0.0.1"
 class _Rank:
     """One process of a policy's trainer."""
 
-    def __init__(self, spec: TrainerSpec, rank: int, threads: int) -> None:
+    def __init__(self, spec: TrainerSpec, threads: int) -> None:
         self._spec = spec
-        self._rank = rank
+        self._rank = 0  # until it joins the others
         self._threads = threads
         self._store: Any = None
         self._sender: tuple[SyncRoute, WeightSender] | None = None
 
-    def node(self) -> str:
-        """The address of the node that this rank is on."""
-        return str(ray.util.get_node_ip_address())
+    def seat(self) -> tuple[str, list[int]]:
+        """The address of the node that this rank is on, and its GPU there."""
+        return str(ray.util.get_node_ip_address()), [int(gpu) for gpu in ray.get_gpu_ids()]
 
-    def host(self, *nodes: str) -> tuple[str, int]:
-        """Open the place where the ranks, which are on `nodes`, meet; on rank 0. The port is the system's choice."""
-        address = meeting_address(nodes)
-        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        return address, int(self._store.port)
+    def host(self, address: str) -> tuple[str, int]:
+        """Open the place where the ranks meet, at `address` only; on rank 0. The port is the system's choice."""
+        listener = socket.create_server((address, 0))
+        port = int(listener.getsockname()[1])
+        self._store = TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return address, port
 
-    def join(self, place: tuple[str, int]) -> None:
+    def join(self, rank: int, place: tuple[str, int]) -> None:
         """Meet the other ranks and load the model."""
+        self._rank = rank
+        own = str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else _LOOPBACK
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # else that of the host's name, if it has an address
+            os.environ.setdefault(name, interface_of(own))
         store = self._store or TCPStore(*place, is_master=False)
-        init_process_groups(self._spec, rank=self._rank, threads=self._threads, store=store)
+        init_process_groups(self._spec, rank=rank, threads=self._threads, store=store)
         self._trainer = MegatronTrainer(self._spec)
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -114,12 +124,12 @@ class TrainerGroup:
         """Start the ranks; returns before they have loaded the model (see `ready`), which waits for its turn.
 
         Args:
-            places: actor options of each rank, as `mcore_mas.training.placement.place` gives them; None: a GPU each
-                where there are any, and none set aside.
+            places: actor options of each rank, as `DevicePlacement` of `mcore_mas.training` gives them; None: a GPU
+                each where there are any, and none set aside.
         """
         self.policy = policy
         self._turns = turns
-        self._asleep = turns is not None
+        self._asleep, self._joined = turns is not None, False
         if turns:
             turns.join(self)
         self.cost_model = CostModel.of(spec)  # what micro-batches are to be packed for
@@ -127,22 +137,22 @@ class TrainerGroup:
             places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
         # a thread of its own waits for what is written while the ranks' other calls go on in their order
         actor = ray.remote(num_cpus=0, concurrency_groups={"writing": 1})(_Rank)  # type: ignore[call-overload]
-        self._ranks = [
-            actor.options(name=f"{policy}-rank{rank}", **place).remote(spec, rank, threads)
-            for rank, place in enumerate(places)
-        ]
-        self._place = self._ranks[0].host.remote(*(rank.node.remote() for rank in self._ranks))
-        self._joined = [] if turns else self._join()
-
-    def _join(self) -> list[Any]:
-        return [rank.join.remote(self._place) for rank in self._ranks]
+        self._ranks = [actor.options(**place).remote(spec, threads) for place in places]  # in their order once `ready`
 
     async def ready(self) -> None:
-        """Wait until every rank holds its shard."""
+        """Number the ranks by node and GPU, so that neighbours are near, and wait until each has its shard."""
+        seats = await _together(rank.seat.remote() for rank in self._ranks)
+        order = sorted(range(len(seats)), key=lambda number: (*seats[number], number))
+        self._ranks = [self._ranks[number] for number in order]
         async with self._turn():
-            self._joined = self._joined or self._join()
-            for joined in self._joined:
-                await joined
+            self._joined = True
+            place = await self._ranks[0].host.remote(meeting_address([seats[number][0] for number in order]))
+            await _together(rank.join.remote(number, place) for number, rank in enumerate(self._ranks))
+
+    def close(self) -> None:
+        """End all ranks, also those that wait for one that is gone."""
+        for rank in self._ranks:
+            ray.kill(rank)
 
     async def update(self, microbatches: Sequence[Microbatch], at: int | None = None) -> dict[str, float]:
         """One optimizer step; see `MegatronTrainer.update`."""
@@ -231,5 +241,9 @@ class TrainerGroup:
 
 
 async def _together(calls: Iterable[Any]) -> list[Any]:
-    """What the ranks' calls return, once all of them have begun."""
-    return [await call for call in list(calls)]
+    """What the ranks' calls return; the first that fails is not kept waiting for by those that hang for its sake."""
+
+    async def one(call: Any) -> Any:
+        return await call
+
+    return list(await asyncio.gather(*(one(call) for call in list(calls))))

@@ -47,6 +47,7 @@ class HostedSettings:
     place: Mapping[str, Any] | None = None  # actor options; None: nothing set aside
     transport: str = "shared"  # how new weights come; "disk" and "delta" go through ...
     weights_folder: Path | str | None = None  # ... this folder, which the trainer sees too; None: one in shared memory
+    far: bool = False  # its actor is on another node: nothing is mapped here, and new weights come through the folder
     restarts: int = 2
 
     def __post_init__(self) -> None:
@@ -54,20 +55,22 @@ class HostedSettings:
         known = sorted(TRANSPORTS["embedded"])
         if self.transport not in known:
             raise EngineError(f"the embedded engine has no transport '{self.transport}'; known: {', '.join(known)}")
+        if self.far and (self.transport != "disk" or self.weights_folder is None):
+            raise EngineError("an engine on another node takes its weights by transport disk, in a folder both see")
 
 
 class Host(EmbeddedEngine):
     """The embedded engine in its Ray actor: it decodes, and takes new weights, when it is asked to."""
 
-    def __init__(self, folder: str, file: str, held: Held, settings: HostedSettings) -> None:
+    def __init__(self, folder: str, file: Path | None, held: Held, settings: HostedSettings, source: str = "") -> None:
         torch.set_num_threads(settings.threads)
         shape = read_architecture(folder, dense=True)
-        self._shared = SharedWeights(Path(file), shape)
+        self._shared = SharedWeights(file, shape)
         self._check: SharedCheck | None = None  # of the update under way
         decoder = CachedDecoder(shape, settings.max_length, self._shared.halves, settings.device)
         version, half = held
         if half is None:
-            decoder.load(read_tensors(folder))
+            decoder.load(read_tensors(source or folder))
         else:
             decoder.adopt(half)
         super().__init__(decoder, rows=settings.rows, version=version, deterministic=settings.deterministic)
@@ -91,9 +94,9 @@ class Host(EmbeddedEngine):
         compare(check.finish(), checksums, version)
         self.adopt(half, version)
 
-    def read(self, half: int, place: str, version: int, checksums: dict[str, str]) -> None:
-        """Fill `half` from a folder, or with its changes to what is held, and `take` it."""
-        held = self.decoder.weights.tensors()
+    def read(self, place: str, version: int, checksums: dict[str, str]) -> None:
+        """Fill the half that is free from a folder, or with its changes to what is held, and `take` it."""
+        held, half = self.decoder.weights.tensors(), 1 - self.decoder.half
         self._shared.versions[half] = -1
         self._shared.halves[half].fill(patched(held, Path(place), self.version))
         self._shared.versions[half] = version
@@ -140,9 +143,11 @@ class HostedEngine(Dispatcher, TrainedEngine):
         self.exchanges = 0  # calls made to the actor for generations
         self._folder, self._restarts, self._tell = str(folder), self._settings.restarts, tell
         self._weights_folder = Path(self._settings.weights_folder or memory_path())
+        self.transport = self._settings.transport  # whoever places a trainer on another node makes it "disk"
         self._actor = ray.remote(num_cpus=0)(Host).options(**self._settings.place or {})
-        self._file = memory_path()
-        self._shared = self._mapped()
+        self._file = None if self._settings.far else memory_path()
+        self._shared = self._mapped() if self._file else None
+        self._source = self._folder  # what an actor reads that does not find its weights in shared memory
         self._half: int | None = None  # the one that the weights are in; None: they are the folder's
         self._free = 0  # the one that the next weights go into
         self._host: Any = self._start()
@@ -157,11 +162,14 @@ class HostedEngine(Dispatcher, TrainedEngine):
 
     def _start(self) -> Any:
         self.starts += 1
-        return self._actor.remote(self._folder, str(self._file), (self.version, self._half), self._settings)
+        if self._file is None:  # what it had has gone with it
+            self._half, self._free = None, 0
+        held = (self.version, self._half)
+        return self._actor.remote(self._folder, self._file, held, self._settings, self._source)
 
     async def begin_update(self) -> SyncRoute:
         """The half of the shared weights that is free, which the actor watches from now on, or the folder."""
-        if self._settings.transport == "shared":
+        if self.transport == "shared":
             if self._shared is None:
                 await self._call("pid")  # says what is wrong with the folder
             else:
@@ -170,7 +178,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
             state = {"half": self._free}
             return SyncRoute(transport="shared", place=str(self._file), model=self._folder, state=state)
         place, state = str(self._weights_folder), {"base": self.version}
-        return SyncRoute(transport=self._settings.transport, place=place, model=self._folder, state=state)
+        return SyncRoute(transport=self.transport, place=place, model=self._folder, state=state)
 
     async def commit_update(self, update: WeightUpdate) -> None:
         """Compute from the weights of `update` (see `TrainedEngine`).
@@ -184,11 +192,12 @@ class HostedEngine(Dispatcher, TrainedEngine):
             if update.transport == "shared":
                 await self._call("take", self._free, update.version, sums)
             else:
-                await self._call("read", self._free, update.place, update.version, sums)
+                await self._call("read", update.place, update.version, sums)
         finally:
             self.pause_s = time.perf_counter() - began
         self._half, self._free = self._free, 1 - self._free
         self.version = update.version
+        self._source = update.place if self._settings.far else self._source
 
     def abort_update(self, error: Exception) -> None:
         """Nothing waits for an update: the old weights are served until it is there."""
@@ -220,7 +229,8 @@ class HostedEngine(Dispatcher, TrainedEngine):
         """End the actor and remove the shared weights; what still waits gets an EngineError."""
         self._closed = True
         ray.kill(self._host)
-        self._file.unlink(missing_ok=True)
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
         shutil.rmtree(self._weights_folder, ignore_errors=True)
 
     async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:

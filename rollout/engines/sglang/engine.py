@@ -96,7 +96,8 @@ class SGLangEngine(TrainedEngine):
             known = self._last is not None and not self._fleet.stale
             state = {"base": self.version if known else None}
             return SyncRoute(place=str(self._place), options=self._settings.digest, state=state, **common)
-        options = self._settings.digest | {"tp": self._settings.tp, "key": self._settings.key, "starts": self.starts}
+        options = self._settings.digest | {"tp": self._settings.tp, "starts": self.starts}
+        options["key"] = self._settings.key or self._settings.node_key
         options["sessions"] = await self._replicas[0].client.has("/begin_weight_update")
         await self._fleet.all("/pause_generation", {"mode": "retract"})
         return SyncRoute(place=" ".join(replica.client.url for replica in self._replicas), options=options, **common)

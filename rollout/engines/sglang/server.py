@@ -7,13 +7,13 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rollout.base.errors import EngineError
-from rollout.base.processes import free_port, start_group, stop_group
+from rollout.base.processes import free_port, interface_of, start_group, stop_group
 from rollout.engines.sglang.client import SGLangClient
 from rollout.engines.sglang.settings import SGLangSettings
 
@@ -26,8 +26,12 @@ _DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTORCH_CUDA_ALLOC_CONF"
 class Server:
     """A process that serves one replica; runs in a Ray actor where GPUs are placed, in this process otherwise."""
 
-    def __init__(self, python: str, arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, python: str, arguments: Sequence[str], log: str, environment: Mapping[str, str], key: str | None = None
+    ) -> None:
         """Name what `start` will run: `python -m sglang.launch_server *arguments`.
+
+        With a `key` it listens at the address of its node, and answers who has the key; else at the loopback.
 
         Raises:
             EngineError: there is no such interpreter.
@@ -37,7 +41,7 @@ class Server:
         # not resolved: a virtual environment is told by the link that was followed
         self._command = [str(Path(python).absolute()), "-m", "sglang.launch_server", *arguments]
         self._log = Path(log)
-        self._environment = dict(environment)
+        self._environment, self._key = dict(environment), key
         self._process: subprocess.Popen[bytes] | None = None
 
     def devices(self) -> list[str]:
@@ -52,12 +56,26 @@ class Server:
         It sees the GPUs `devices`, or without any all that this process sees.
         """
         self.stop()
-        port = free_port()
+        address, secret, network = ("127.0.0.1", [], {}) if self._key is None else self._at_its_node(self._key)
+        port = free_port(address)
         inherited = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         seen = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-        command = [*self._command, "--host", "127.0.0.1", "--port", str(port)]
-        self._process = start_group(command, log=self._log, env=inherited | seen | self._environment)
-        return f"http://127.0.0.1:{port}"
+        command = [*self._command, *secret, "--host", address, "--port", str(port)]
+        self._process = start_group(command, log=self._log, env=inherited | seen | network | self._environment)
+        return f"http://{address}:{port}"
+
+    def _at_its_node(self, key: str) -> tuple[str, list[str], dict[str, str]]:
+        """Address, arguments and environment of a server that other nodes reach; its key is not on the command line."""
+        import ray
+
+        address = str(ray.util.get_node_ip_address())
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        secret = self._log.with_suffix(".key.yaml").absolute()
+        secret.unlink(missing_ok=True)
+        with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"api-key: {key}\n")
+        name = interface_of(address)
+        return address, ["--config", str(secret)], {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
     def ended(self) -> str:
         """Why the server is gone, with the end of its log; "" while it runs."""
@@ -112,16 +130,19 @@ class Replica:
         settings: SGLangSettings,
         host: Any = None,
         *,
-        remote: bool = False,
-        fellows: Sequence[Any] = (),
+        actors: Callable[[], Sequence[Any]] | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """`host` is a `Server`, or with `remote` a Ray actor of one; None for a server that somebody else runs.
+        """`host` is a `Server` in this process, with `gpus`; None for a server that somebody else runs.
 
-        `fellows` are actors that hold the server's further GPUs; `gpus` are a `Server`'s in this process.
+        `actors` makes Ray actors of a `Server` instead: the first runs it, the others hold its further GPUs.
         """
-        self._host, self._remote, self._fellows, self._gpus = host, remote, list(fellows), gpus
+        self._host, self._actors, self._gpus = host, actors, gpus
+        self._fellows: Sequence[Any] = ()
+        if actors is not None:
+            self._host, *self._fellows = actors()
         self._settings: dict[str, Any] = {"timeout_s": settings.timeout_s, "connections": settings.rows + 8}
+        self._key = settings.node_key  # of a server of ours that listens at its node's address
         self.starts = 0
         self.busy = 0  # completions that it was asked for
         self.ready = False
@@ -146,15 +167,21 @@ class Replica:
 
     async def start(self) -> None:
         """Start the server, again if it ran before."""
-        if self._remote:
-            devices = [gpu for actor in (self._host, *self._fellows) for gpu in await actor.devices.remote()]
-            url = await self._host.start.remote(devices)
-        else:
-            url = self._host.start(self._gpus)
-        self._client = SGLangClient(url, **self._settings)
+        url = self._host.start(self._gpus) if self._actors is None else await self._start_actor(self._actors)
+        self._client = SGLangClient(url, key=self._key, **self._settings)
         self.starts += 1
         self.ready = False
         self.asleep.clear()
+
+    async def _start_actor(self, make: Callable[[], Sequence[Any]]) -> str:
+        import ray
+
+        try:
+            await self._host.pid.remote()
+        except ray.exceptions.RayActorError:  # with its node, of which Ray finds another
+            self._host, *self._fellows = make()
+        devices = [gpu for actor in (self._host, *self._fellows) for gpu in await actor.devices.remote()]
+        return str(await self._host.start.remote(devices))
 
     async def wait(self, start_s: float) -> None:
         """Wait until the server is ready.
@@ -187,7 +214,14 @@ class Replica:
         """Why the server is gone; "" while its process runs."""
         if self._host is None:
             return f"the server at {self.client.url} is gone, and it is not ours to start"
-        return str(await self._ask("ended"))
+        if self._actors is None:
+            return str(self._host.ended())
+        import ray
+
+        try:
+            return str(await self._host.ended.remote())
+        except ray.exceptions.RayActorError:
+            return f"the server at {self.client.url} is gone with its actor"
 
     @contextlib.asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -203,27 +237,25 @@ class Replica:
 
     async def pid(self) -> int | None:
         """The server's process, None where it is not ours."""
-        return None if self._host is None else await self._ask("pid")
+        if self._host is None:
+            return None
+        found: int | None = self._host.pid() if self._actors is None else await self._host.pid.remote()
+        return found
 
     def close(self) -> None:
         """End the server if it is ours; again does nothing."""
         host, self._host = self._host, None
         if host is None:
             return
-        if not self._remote:
+        if self._actors is None:
             host.stop()
             return
         import ray
 
-        with contextlib.suppress(ray.exceptions.RayActorError):  # a server ends with its actor
+        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # ends with its actor
             ray.get(host.stop.remote(), timeout=30)
         for actor in (host, *self._fellows):
             ray.kill(actor)
-
-    async def _ask(self, method: str) -> Any:
-        if self._remote:
-            return await getattr(self._host, method).remote()
-        return getattr(self._host, method)()
 
 
 def visible_gpus() -> list[str]:
@@ -254,12 +286,12 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
         slots=settings.rows,
         options=settings.arguments,
     )
-    told = (settings.python or "", words, settings.log_of(number), settings.variables)
+    told = (settings.python or "", words, settings.log_of(number), settings.variables, settings.node_key)
     server = Server(*told)  # complains here rather than in an actor
     if not _ray_runs():
         return Replica(settings, server, gpus=settings.gpus[number] if settings.gpus else ())
-    host, *fellows = [actor.remote(*told) for actor in _actors(settings.tp, settings.places_of(number))]
-    return Replica(settings, host, remote=True, fellows=fellows)
+    places = settings.places_of(number)
+    return Replica(settings, actors=lambda: [actor.remote(*told) for actor in _actors(settings.tp, places)])
 
 
 def _ray_runs() -> bool:

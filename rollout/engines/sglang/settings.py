@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +27,8 @@ _OWN = {  # an argument of the server -> the setting that it would contradict
     "host": "",
     "port": "",
     "model-path": "",
+    "config": "",
+    "api-key": "",
 }
 
 
@@ -45,6 +48,7 @@ class SGLangSettings:
     python: str | None = None  # interpreter of SGLang's environment, or ...
     urls: Sequence[str] = ()  # ... servers that run already
     key: str | None = None  # of those
+    far: bool = False  # servers of our own may be on other nodes: they listen at their node's address, with a key
     replicas: int = 1  # servers of our own
     tp: int = 1  # GPUs of each server
     transport: str = "disk"
@@ -73,6 +77,8 @@ class SGLangSettings:
         _check_model(self.folder, self._model)
         for url in self.urls:
             self._check_url(url)
+        if self.far and self.transport in ("disk", "changed") and not self.weights_folder:
+            raise EngineError("servers on other nodes take their weights from a folder that all nodes see; name one")
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -87,6 +93,11 @@ class SGLangSettings:
             # what a server is told beyond `max_length` it never computes, but it would not start so near a model's end
             own["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         return own | dict(self.environment)
+
+    @cached_property
+    def node_key(self) -> str | None:
+        """What servers of our own at their node's address ask of callers, made up here; None: they are on loopback."""
+        return secrets.token_hex(32) if self.far else None
 
     @property
     def vocab(self) -> int:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.training.train import ExportError, export
+from mcore_mas.training.export import ExportError, export
 
 
 @pytest.fixture

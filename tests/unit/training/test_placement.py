@@ -3,10 +3,11 @@
 import pytest
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.megatron.step.trainer_group import meeting_address
 from mcore_mas.planning.tenants import Tenant, needed, tenants_of
-from mcore_mas.training.placement import PlacementError, check_fits, devices_here, strategies
+from mcore_mas.training.cluster import Node
+from mcore_mas.training.placement import PlacementError, check_fits, devices_here, room_for, strategies
 
 LAYOUT = [
     "policies.solver.tp=2",
@@ -54,19 +55,55 @@ def test_split_adds_up_and_shared_takes_the_largest() -> None:
 
 def test_too_few_devices_are_refused_with_what_every_policy_needs() -> None:
     tenants = tenants_of(config(), "GPU")
-    check_fits(tenants, "split", "GPU", 6)
-    check_fits(tenants, "shared", "GPU", 4)
+    check_fits(tenants, "split", "GPU", [6])
+    check_fits(tenants, "split", "GPU", [4, 2])
+    check_fits(tenants, "shared", "GPU", [4])
     for pool, available, advice in [
         ("split", 5, "use cluster.pool: shared, which needs 4, or more GPUs"),
         ("split", 3, "use fewer ranks, or more GPUs"),
         ("shared", 3, "use fewer ranks, or more GPUs"),
     ]:
         with pytest.raises(PlacementError) as caught:
-            check_fits(tenants, pool, "GPU", available)
+            check_fits(tenants, pool, "GPU", [available])
         assert str(caught.value) == (
             f"cluster.pool: {pool} needs {6 if pool == 'split' else 4} GPUs and there are {available} "
             f"(solver: trainer 2; verifier: trainer 4); {advice}"
         )
+
+
+def test_ranks_that_share_tensors_need_one_node() -> None:
+    tenants = tenants_of(config(), "GPU")
+    assert [(tenant.policy, tenant.unit) for tenant in tenants] == [("solver", 2), ("verifier", 1)]
+    with pytest.raises(PlacementError) as caught:
+        check_fits(tenants, "split", "GPU", [1] * 6)
+    assert str(caught.value) == (
+        "solver: trainer needs 2 GPUs of one node (tp), and the largest of 6 nodes has 1; use a smaller tp"
+    )
+
+
+def test_the_nodes_of_a_cluster_give_what_ray_counts() -> None:
+    nodes = [Node(address=f"10.0.0.{n}", id=f"n{n}", gpus=0, cpus=cpus) for n, cpus in ((1, 3), (2, 5))]
+    room = room_for(config(), nodes)
+    assert (room.kind, room.nodes, room.told["count"], room.told["nodes"]) == ("CPU", {"n1": 3, "n2": 5}, 8, 2)
+    gpus = [Node(address="10.0.0.3", id="n3", gpus=8, cpus=64), *nodes]  # nodes without GPUs take no part
+    assert room_for(config(), gpus).nodes == {"n3": 8, "n1": 0, "n2": 0}
+    with pytest.raises(PlacementError, match=r"needs 8 CPUs and there are 3 "):
+        room_for(config(), nodes[:1])
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("ray://10.0.0.1:10001", "is of Ray's client"),
+        ("10.0.0.1", "expected local, auto, or host:port"),
+        ("head:port", "expected local, auto, or host:port"),
+    ],
+)
+def test_addresses_that_cannot_be_are_refused(address: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        config(f"+cluster.address='{address}'")
+    with pytest.raises(ConfigError, match=r"cpus is for a Ray of the run's own"):
+        config("+cluster.address=auto", "+cluster.cpus=2")
 
 
 def test_groups_lie_on_one_node_where_there_is_room() -> None:

@@ -5,12 +5,12 @@ import os
 import subprocess
 import sys
 
-from mcore_mas.training.ray_cleanup import KEEP_PAGES
+from mcore_mas.training.cluster import KEEP_PAGES
 
 _SCRIPT = """
 import json, os, resource
 import numpy as np, ray
-from mcore_mas.training.ray_cleanup import KEEP_PAGES, running_ray
+from mcore_mas.training.cluster import KEEP_PAGES, running_ray
 
 @ray.remote
 def worker():

@@ -1,0 +1,207 @@
+"""The Ray that a run computes on: its own on this machine, or one of several nodes that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_mas.training.ray_cleanup import reaped
+
+# glibc's tunables (malloc(3), mallopt(3)), read when a process starts. By default it maps every large tensor and unmaps
+# it when it is freed, so that a third of an update's time on a CPU is page faults. With these, a process keeps what it
+# frees, in one arena (others end at 64 MiB). The price is resident memory; benchmarks/page_reuse.py prints both.
+KEEP_PAGES = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(256 << 20),  # bytes; larger tensors are mapped still
+    "MALLOC_TRIM_THRESHOLD_": str(32 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+_LOOK_S = 1.0  # between two looks at which nodes are alive
+_ANSWER_S = 120.0  # that a node may take to start a process and look at a file
+
+
+class ClusterError(RuntimeError):
+    """A Ray that runs already cannot be used: one line that says what, where, what to do."""
+
+
+class NodeLost(Exception):
+    """Nodes that a run's trainers were on are gone."""
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class Node:
+    """A machine of a Ray cluster."""
+
+    address: str
+    id: str  # Ray's
+    gpus: int
+    cpus: int
+
+
+@contextmanager
+def running_ray(cpus: int, object_store_mb: int, *, keep_pages: bool = False) -> Iterator[None]:
+    """A Ray of this run's own, without a dashboard, for the block; it ends with this process.
+
+    Args:
+        keep_pages: its processes keep the memory that they free, unless this process's environment says otherwise.
+    """
+    import ray
+
+    if keep_pages:
+        for name, value in KEEP_PAGES.items():
+            os.environ.setdefault(name, value)
+
+    # read by Ray when it starts: a run neither joins another's cluster nor reports its use
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (by default Ray's workers give way to all else)
+    context = _started(cpus, object_store_mb)
+    session = Path(context.address_info["session_dir"])
+    session.chmod(
+        0o700
+    )  # Ray lets everybody in, and its token, of any age, lets whoever reads it run code as this user
+    token = Path.home() / ".ray" / "auth_token"
+    if token.is_file() and token.stat().st_uid == os.getuid():
+        token.chmod(0o600)
+    with reaped(session):
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _started(cpus: int, object_store_mb: int) -> Any:
+    import ray
+
+    for last in (False, False, True):
+        try:
+            return ray.init(
+                address="local",  # else a Ray that somebody started on this machine would be joined
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=object_store_mb << 20,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+            )
+        except Exception as error:  # Ray has no type for a machine too busy to start it within its fixed 30 s
+            ray.shutdown()
+            if last or "timed out during startup" not in str(error):
+                raise
+    raise AssertionError
+
+
+@contextmanager
+def joined_ray(address: str, folder: Path) -> Iterator[list[Node]]:
+    """The Ray at `address` for the block, and its nodes; what this process started there ends with the block.
+
+    Its processes work in this process's working folder, so that a path means the same everywhere.
+
+    Args:
+        address: `host:port` of its head, or "auto" for the one that this machine is a node of.
+        folder: one that this process owns; every node must see its lock.
+
+    Raises:
+        ClusterError: no Ray answers there, or a node does not see the files.
+    """
+    import ray
+
+    hook = {"worker_process_setup_hook": _in_folder(str(Path.cwd()))}
+    try:
+        ray.init(address=address, runtime_env=hook, logging_level=logging.ERROR, log_to_driver=False)
+    except Exception as error:  # Ray raises what its parts raise
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ClusterError(
+            f"cluster.address: {address}: this machine cannot join a Ray there ({why}); start one with `ray start` on "
+            "every node, this one too, or use cluster.address: local"
+        ) from error
+    try:
+        nodes = alive_nodes()
+        _check_files(nodes, (folder / "lock.json").resolve())
+        yield nodes
+    finally:
+        ray.shutdown()
+
+
+def _in_folder(folder: str) -> Any:
+    def enter() -> None:  # sent to every process, which has none of our modules yet
+        import contextlib
+        import os
+
+        with contextlib.suppress(OSError):  # told of in one line by `_check_files`
+            os.chdir(folder)
+
+    return enter
+
+
+def alive_nodes() -> list[Node]:
+    """The nodes of the Ray that this process has joined, by address."""
+    import ray
+
+    return sorted(
+        Node(
+            address=str(node["NodeManagerAddress"]),
+            id=str(node["NodeID"]),
+            gpus=int(node["Resources"].get("GPU", 0)),
+            cpus=int(node["Resources"].get("CPU", 0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+
+
+def node_here() -> str:
+    """Ray's id of the node that this process is on."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _check_files(nodes: Collection[Node], file: Path) -> None:
+    """Have every node read `file`.
+
+    Raises:
+        ClusterError: one does not see it as it is here, or does not answer.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    look = ray.remote(num_cpus=0, max_retries=0)(_text)
+    seen = {
+        node: look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(str(file))
+        for node in nodes
+    }
+    for node, found in seen.items():
+        try:
+            text = ray.get(found, timeout=_ANSWER_S)
+        except ray.exceptions.RayError as error:
+            why = str(error).strip().splitlines()[-1][:200]
+            raise ClusterError(f"cluster.address: node {node.address} cannot run this project ({why})") from error
+        if text != file.read_text():
+            raise ClusterError(
+                f"cluster.address: node {node.address} does not see {file}; all nodes need one file system with the "
+                "results, the models and the data in it"
+            )
+
+
+def _text(path: str) -> str | None:
+    with suppress(OSError):
+        return Path(path).read_text()
+    return None
+
+
+async def lost_nodes(used: Collection[str]) -> None:
+    """Watch the nodes with the ids `used`, until this is cancelled.
+
+    Raises:
+        NodeLost: one of them is gone; its address.
+    """
+    known = {node.id: node.address for node in await asyncio.to_thread(alive_nodes)}
+    while not (gone := set(used) - {node.id for node in await asyncio.to_thread(alive_nodes)}):
+        await asyncio.sleep(_LOOK_S)
+    raise NodeLost(f"lost node {', '.join(sorted(known.get(node, node) for node in gone))}")

@@ -1,0 +1,147 @@
+"""A run's processes on the devices that are set aside for them: started, and started again when nodes are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from ray.exceptions import RayError
+
+from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.equations.divergence import AdaptiveKL
+from mcore_mas.megatron.step.trainer_group import TrainerGroup, TrainerTurns
+from mcore_mas.planning.tenants import GroupKey
+from mcore_mas.training.checkpoint import CheckpointError
+from mcore_mas.training.cluster import alive_nodes, lost_nodes, node_here
+from mcore_mas.training.engine_factory import close_engines, make_engines
+from mcore_mas.training.placement import DevicePlacement, PlacementError, Room, room_for
+from mcore_mas.training.policy_trainer import PolicyTrainer, critic_spec, policy_spec
+from rollout.base.errors import EngineError
+from rollout.base.task_group import cancel_tasks
+
+_T = TypeVar("_T")
+
+_NOTICE_S = 90.0  # from an error that the loss of a node causes until Ray says that the node is gone
+_REPLACE_S = 600.0  # that a node which was lost may take to be replaced where there is no room without it
+
+
+class Crew:
+    """The engines and trainers of a run; engines outlive a loss of nodes that they are not on."""
+
+    def __init__(self, config: RunConfig, room: Room, *, joined: bool) -> None:
+        """Nothing runs before `start`; in a Ray that was `joined`, processes may be on several nodes."""
+        self._config, self.room, self._joined = config, room, joined
+        self._placement = DevicePlacement(room, joined=joined)
+        self.engines: dict[str, Any] = {}
+        self.trainers: dict[str, PolicyTrainer] = {}
+
+    @property
+    def offloaded(self) -> list[TrainerGroup]:
+        """Trainers that give memory away while the team acts."""
+        own = self._config.policies
+        return [g for name, trainer in self.trainers.items() if own[name].offload for g in trainer.groups.values()]
+
+    def start(self, kl: Mapping[str, Mapping[str, float]]) -> None:
+        """Start all that does not run; `kl` are adaptive coefficients that a checkpoint has.
+
+        Raises:
+            PlacementError: there is no room for it.
+        """
+        self._placement.fill()
+        places, nodes = self._placement.options, self._placement.nodes
+        models = {policy: model for policy, model in self._config.models.items() if policy not in self.engines}
+        self.engines |= make_engines(
+            self._config,
+            models,
+            self._config.folder / "train" / "engines",
+            trained=True,
+            places={policy: places[policy, "engine"] for policy in models if (policy, "engine") in places},
+            far={policy: self._is_far(policy) for policy in models} if self._joined else None,
+        )
+        turns = TrainerTurns() if self._config.cluster.one_by_one else None
+        self.trainers = {name: self._trainer(name, kl.get(name), turns) for name in self._config.trained}
+        if self._joined:
+            for name in self.trainers:
+                own = getattr(self.engines[name], "transport", "")
+                if own in ("shared", "delta") and {*nodes[name, "trainer"]} != {node_here()}:
+                    self.engines[name].transport = "disk"
+
+    async def guard(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """What `work` gives.
+
+        Raises:
+            NodeLost: a node that trainers are on was lost first, or is what `work` failed of.
+        """
+        if not self._joined:
+            return await work
+        used = {node for (_, part), nodes in self._placement.nodes.items() if part != "engine" for node in nodes}
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(lost_nodes(used))
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and isinstance(working.exception(), RayError | EngineError | CheckpointError):
+                await asyncio.wait({watching}, timeout=_NOTICE_S)
+            if watching.done():
+                watching.result()
+            return working.result()
+        finally:
+            await cancel_tasks([working, watching])
+
+    async def replace(self, note: Callable[[str], None]) -> None:
+        """End all trainers, and engines with a part on a lost node, and wait until there is room for them again.
+
+        Raises:
+            PlacementError: there is none within some minutes.
+        """
+        for trainer in self.trainers.values():
+            for group in trainer.groups.values():
+                group.close()
+        alive = {node.id for node in alive_nodes()}
+        ended: list[GroupKey] = [key for key in self._placement.nodes if key[1] != "engine"]
+        for key, nodes in self._placement.nodes.items():
+            if key[1] == "engine" and (self.room.pool == "shared" or not alive.issuperset(nodes)):
+                close_engines({key[0]: self.engines.pop(key[0])})
+                ended.append(key)
+        self._placement.drop(ended)
+        began = told = time.monotonic()
+        while True:
+            try:
+                self.room = self._placement.room = room_for(self._config, alive_nodes())
+            except PlacementError as error:
+                if time.monotonic() - began > _REPLACE_S:
+                    raise
+                if told == began:
+                    told = time.monotonic()
+                    note(f"waiting for nodes: {error}")
+                await asyncio.sleep(1)
+            else:
+                return
+
+    def close(self) -> None:
+        """End the engines; trainers end with their Ray."""
+        close_engines(self.engines)
+
+    def _is_far(self, policy: str) -> bool:
+        """Whether an engine is asked from other nodes than its own."""
+        if for_policy(self._config, policy).engine.name == "sglang":
+            return len(self.room.nodes) > 1
+        return {*self._placement.nodes[policy, "engine"]} != {node_here()}
+
+    def _trainer(self, name: str, kl: Mapping[str, float] | None, turns: TrainerTurns | None) -> PolicyTrainer:
+        """A policy's trainer, with its critic where it has one."""
+        config, places, critic = self._config, self._placement.options, None
+        shared: Any = {"threads": config.cluster.threads_per_process, "turns": turns}
+        if (name, "critic") in places:
+            spec = critic_spec(name, config)
+            critic = TrainerGroup(f"{name}-critic", spec, **shared, places=places[name, "critic"])
+        group = TrainerGroup(name, policy_spec(name, config), **shared, places=places[name, "trainer"])
+        return PolicyTrainer(name, config, group, critic=critic, kl=_adaptive_kl(for_policy(config, name), kl))
+
+
+def _adaptive_kl(config: RunConfig, saved: Mapping[str, float] | None) -> AdaptiveKL | None:
+    """The coefficient of a policy's KL term if it adapts, as a checkpoint has it or from the start."""
+    kl = config.loss.kl
+    if kl.target is None:
+        return None
+    return AdaptiveKL(**saved) if saved else AdaptiveKL(coefficient=kl.coef, target=kl.target, horizon=kl.horizon)
