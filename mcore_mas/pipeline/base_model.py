@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from mcore_mas.config.policy import BaseModelConfig, ColdStartConfig
 from mcore_mas.config.run import RunConfig
 from retrieval.corpus import Corpus
 from rollout.base.options import lookup
-from rollout.config.sections import build_role
+from rollout.config.sections import build_team
 from rollout.models.chat_template import CHAT_TEMPLATES
 from rollout.records.trajectory import Demonstration, derive_seed, read_tasks
 from rollout.tasks import GENERATORS
@@ -28,9 +29,11 @@ def run_demonstrations(config: RunConfig, cold_start: ColdStartConfig, n: int) -
     """`n` demonstrations by the run's generator, in the words of the run's agents."""
     generator = lookup("task generator", config.data.generator or "", GENERATORS)
     assert generator.demonstrations is not None  # RunConfig has checked it
-    roles = {name: build_role(name, agent) for name, agent in config.agents.items()}
+    agents = build_team(config.agents, {}).agents
+    roles = {name: agent.role for name, agent in agents.items()}
+    team = {"agents": agents} if "agents" in signature(generator.demonstrations).parameters else {"roles": roles}
     options = config.data.arguments | config.data.demonstration_arguments(cold_start.options)
-    return generator.demonstrations(config.seed, n, roles=roles, **options)
+    return generator.demonstrations(config.seed, n, **team, **options)
 
 
 def make_base_model(config_path: Path, tasks_dir: Path, out_dir: Path) -> None:

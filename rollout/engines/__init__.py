@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -128,7 +129,8 @@ def problem_of(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int, m
     return ""
 
 
-_OFF_LOOP_CHARS = 20_000  # of a chat's messages, from which on another thread renders them
+_OFF_LOOP_CHARS = 4_000  # of a chat's messages, from which on another thread renders them
+_renderings = ThreadPoolExecutor(1, "renderings")  # one: the event loop then waits for no more than one of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +221,7 @@ class EngineClient:
             return ids, goes_on is None and chat.before is not None
 
         far = sum(len(message.text) for message in messages) > _OFF_LOOP_CHARS
-        ids, root = await asyncio.to_thread(prompt) if far else prompt()
+        ids, root = await asyncio.get_running_loop().run_in_executor(_renderings, prompt) if far else prompt()
         if room is not None and len(ids) > room:
             raise PromptTooLong(f"chat {chat.id}: prompt of {len(ids)} tokens, and there is room for {room}")
         return ids, root

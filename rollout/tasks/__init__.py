@@ -2,6 +2,7 @@
 
 arithmetic.py    generated sums and word problems with exact answers, their solutions written right and wrong
 encyclopedia.py  generated people and towns, passages about them, and questions of one and two hops
+chats.py         generated short programs, and demonstrations of teams that hold chats
 tabular.py       generated tables to predict, and DSBench's own
 repositories.py  generated packages with one bug (of repository_functions.py)
 games.py         generated puzzles (grids, Sokoban rooms, Sudokus, blocks), games of Gymnasium, ALFWorld and WebShop
@@ -22,7 +23,14 @@ from rollout.environments.games import PUZZLES
 from rollout.environments.games.game import PuzzleSource
 from rollout.records.trajectory import Demonstration, Task
 from rollout.tasks.arithmetic import arithmetic_demonstrations, arithmetic_tasks
-from rollout.tasks.encyclopedia import Article, encyclopedia_demonstrations, encyclopedia_tasks, passages
+from rollout.tasks.chats import program_demonstrations, program_tasks
+from rollout.tasks.encyclopedia import (
+    Article,
+    encyclopedia_demonstrations,
+    encyclopedia_tasks,
+    memory_demonstrations,
+    passages,
+)
 from rollout.tasks.games import CARELESS, alfworld_tasks, demonstrate, draw_tasks, gymnasium_tasks, webshop_tasks
 from rollout.tasks.repositories import repository_tasks
 from rollout.tasks.tabular import dsbench_tasks, tabular_tasks
@@ -34,7 +42,7 @@ class Generator:
     """A world of tasks that is a function of a seed."""
 
     tasks: Callable[..., list[Task]]  # (seed, tasks per split, *, options)
-    # (seed, n, *, roles, the options of the tasks, options of its own), on training tasks only; None: there are none
+    # (seed, n, *, roles or agents, the options of the tasks, options of its own), on training tasks only; None: none
     demonstrations: Callable[..., Iterator[Demonstration]] | None = None
     options: Callable[..., object] | None = None  # whose keyword arguments say which tasks; None: those of `tasks`
     passages: Callable[[int], list[Article]] | None = None  # (seed), where the tasks are about passages
@@ -49,7 +57,7 @@ class Generator:
         """What says further how demonstrations are made of them; None where there are none."""
         if self.demonstrations is None:
             return None
-        return options_model(self.demonstrations, frozenset({"roles", *self.task_options.model_fields}))
+        return options_model(self.demonstrations, frozenset({"roles", "agents", *self.task_options.model_fields}))
 
 
 def game_generator(source: type[PuzzleSource]) -> Generator:
@@ -76,6 +84,8 @@ def game_generator(source: type[PuzzleSource]) -> Generator:
 GENERATORS: dict[str, Generator] = {
     "arithmetic": Generator(tasks=arithmetic_tasks, demonstrations=arithmetic_demonstrations),
     "encyclopedia": Generator(tasks=encyclopedia_tasks, demonstrations=encyclopedia_demonstrations, passages=passages),
+    "encyclopedia_chats": Generator(tasks=encyclopedia_tasks, demonstrations=memory_demonstrations, passages=passages),
+    "programs": Generator(tasks=program_tasks, demonstrations=program_demonstrations),
     "tabular": Generator(tasks=tabular_tasks),
     "dsbench": Generator(tasks=dsbench_tasks),
     "repositories": Generator(tasks=repository_tasks),

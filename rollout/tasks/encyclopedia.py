@@ -1,4 +1,4 @@
-"""Question-answering tasks, generated: an encyclopedia, its passages, and demonstrations of the search team at work.
+"""Question-answering tasks, generated: an encyclopedia, its passages, and demonstrations of two search teams.
 
 `one_hop` questions are answered by a person's own passage; `two_hop` questions need the passage of the person's town,
 whose name only the first passage tells. People, and the towns they live in, belong to one split each.
@@ -11,16 +11,19 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from pydantic import PositiveInt
 
 from rollout.base.options import Share
+from rollout.environments.protocol import Env
 from rollout.environments.search import PassageStyle, SearchEnv
+from rollout.orchestras.chatting import memory_search
 from rollout.orchestras.search import search_team
 from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
+from rollout.tasks.chats import Teacher, asked_for, taught
 from rollout.tasks.splits import draw_listed
-from rollout.teams.roles import AgentReply, Role
+from rollout.teams.roles import Agent, AgentReply, Role
 from rollout.teams.team import Team, TeamSession
 
 _QUESTIONS = {
@@ -171,6 +174,7 @@ class _Guide(TeamSession):
         self._roles = roles
         self._chance = chance
         self._slips = slips
+        self._wanted = ""  # what the lead asks for
         self.demonstrations: list[Demonstration] = []
 
     async def act(self, name: str, /, **slots: object) -> AgentReply:
@@ -183,6 +187,19 @@ class _Guide(TeamSession):
         if value == "yes" and not self._knows(history, self._fact):
             value = "no"  # a premature yes is said but not acted on: nobody learns to answer from nothing
         return AgentReply(text=text, value=value, turn=len(self.demonstrations) - 1)
+
+    def say(self, agent: str, messages: Sequence[Message]) -> str:
+        """What lead or scout says in its chat."""
+        said, last = "\n".join(message.content for message in messages), messages[-1].content
+        if agent == "scout":
+            if messages[-1].role == "tool":
+                return f"<evidence>{last.removeprefix('<information>').removesuffix('</information>')}</evidence>"
+            return asked_for("search", query=self._wanted.split()[-1] if self._slip(agent) else self._wanted)
+        known, slip = self._knows(said, self._fact), self._slip(agent)
+        if known or slip:
+            return self._ending(said, _SIBLING[self._fact] if slip else self._fact)
+        self._wanted = (self._person.home if self._knows(said, "home") else self._person).name
+        return f"<search> {self._wanted} </search>"
 
     def _slip(self, agent: str) -> bool:
         return self._chance.random() < self._slips.get(agent, 0.0)
@@ -204,8 +221,47 @@ class _Guide(TeamSession):
         return f"<search> {query} </search>"
 
     def _last(self, history: str) -> str:
-        fact = _SIBLING[self._fact] if self._slip("answerer") else self._fact
+        return self._ending(history, _SIBLING[self._fact] if self._slip("answerer") else self._fact)
+
+    def _ending(self, history: str, fact: str) -> str:
         return f"<answer> {_fact(self._person, fact)} </answer>" if self._knows(history, fact) else _UNKNOWN
+
+
+CARELESS_LEAD: Mapping[str, float] = {"lead": 0.4, "scout": 0.2}
+
+
+def memory_demonstrations(
+    seed: int,
+    n: int,
+    *,
+    agents: Mapping[str, Agent],
+    slips: Mapping[str, Share] = CARELESS_LEAD,
+    top_k: PositiveInt = 1,
+    style: PassageStyle = "text",
+    episodes: PositiveInt = 1500,
+) -> Iterator[Demonstration]:
+    """`n` chats of the team `memory_search` on training questions.
+
+    The lead asks for the person and then, of a two-hop question, for the town; the scout searches for what it is asked
+    and reports the passage. Where it slips the lead answers too early, or with the other fact of the passage, and the
+    scout searches for the surname only.
+
+    Args:
+        agents: the team as the rollout will use it.
+        slips: probability of a slip by agent and turn; 0 for an agent that is not named.
+        top_k: passages a search, as at rollout.
+        style: how they read, as at rollout.
+        episodes: plays that are shown, over and over.
+    """
+    people = [person for person in make_encyclopedia(seed).people if person.split == "train"]
+    book = _Book([entry for entry in passages(seed) if split_of_entity(entry.title) == "train"])
+    lessons: list[tuple[Task, Teacher, Env]] = []
+    for episode in range(episodes):
+        chance = random.Random(derive_seed("encyclopedia chats", seed, episode))
+        person, fact = chance.choice(people), chance.choice(list(_QUESTIONS))
+        task, guide = _task(person, fact), _Guide(person, fact, {}, chance, slips)
+        lessons.append((task, guide.say, SearchEnv(task, retriever=book, top_k=top_k, style=style)))
+    return taught(lessons, agents, partial(memory_search, max_turns=2, max_calls=2), n)
 
 
 PEOPLE = 2000

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -400,3 +401,29 @@ def test_a_tool_that_breaks_ends_the_calls_beside_it(qwen: Renderer) -> None:
     trajectory = meet(qwen, tools, calls(*TWO))
     assert trajectory.status is Status.FAILED and "RuntimeError: lost" in trajectory.error
     assert log == ["Ann comes", "Bob comes"]
+
+
+@pytest.mark.parametrize(("arguments", "roots"), [({}, 0), ({"enable_thinking": False}, 3)])
+def test_qwen3_without_thinking_begins_anew_at_every_turn(
+    arguments: dict[str, Any], roots: int, tmp_path: Path
+) -> None:
+    """Its prompts end with an empty thought, which its history leaves out: to go on by ids would show the model a
+    history that no server of that template ever shows it."""
+
+    async def four(task: Any, team: Any, env: Any) -> None:
+        await answer(team.chat("a"), env, "one?", "two?", "three?", "four?")
+
+    renderer = renderer_of("qwen3", tmp_path, **arguments)
+    trajectory, _ = play(renderer, four, "1", "2", "3", "4")
+    assert [turn.scores.get("root", 0.0) for turn in trajectory.turns] == [0.0] + [1.0 if roots else 0.0] * 3
+    empty = renderer.encode("<think>\n\n</think>\n\n") if arguments else ()
+    for before, turn in pairwise(trajectory.turns):
+        shared = before.prompt_ids[: len(before.prompt_ids) - len(empty)]
+        assert turn.prompt_ids[: len(shared)] == shared  # all but the latest reply is still one path
+    rewarded = replace(trajectory, turns=tuple(replace(turn, reward=1.0) for turn in trajectory.turns))
+    samples = to_samples([Group(task=TASK, trajectories=(rewarded,))])
+    (batch,) = pack([replace(s, advantages=(1.0,) * len(s.completion_ids)) for s in samples], 10_000)
+    last = trajectory.turns[-1]
+    again = sum(len(empty) + len(turn.completion_ids) - 1 for turn in trajectory.turns[:-1]) if roots else 0
+    # of the last turn each token but its end, and beside that path each earlier reply behind its empty thought
+    assert len(batch.token_ids) == len(last.prompt_ids) + len(last.completion_ids) - 1 + again
