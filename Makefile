@@ -10,7 +10,7 @@ STORE  ?= sqlite:///results/mlflow.db
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-package test-sglang test-gateway test-nodes lint format bench exactness ui lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-package test-sglang test-gateway test-nodes lint format bench bench-gpu exactness ui lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ format: $(STAMP) ## rewrite files in the house style
 
 bench: $(STAMP) ## run every benchmark and write docs/benchmarks.md
 	$(BIN)/python benchmarks/run_all.py
+
+bench-gpu: $(STAMP) ## measure the trainer on one GPU, in nine minutes (results/gpu/results.jsonl)
+	$(BIN)/python -m benchmarks.gpu --budget 540 --out results/gpu
 
 exactness: $(STAMP) ## measure every layout against a Hugging Face model and write docs/exactness.md and correctness.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.exactness

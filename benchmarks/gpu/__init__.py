@@ -1,1 +1,1 @@
-"""What a GPU does with the trainer: see `python -m benchmarks.gpu --help`."""
+"""What a GPU does with the trainer: `python -m benchmarks.gpu --help`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "0.5b": (896, 24, 14, 2, 64, 4864, 151_936, True, "qwen2"),
         "1.7b": (2048, 28, 16, 8, 128, 6144, 151_936, True, "qwen3"),
         "4b": (2560, 36, 32, 8, 128, 9728, 151_936, True, "qwen3"),
-        "8b": (4096, 36, 32, 8, 128, 12_288, 151_936, False, "qwen3"),
     }.items()
 }
 
@@ -88,7 +88,7 @@ LAYOUTS: dict[str, Forest] = {
 def make_batch(
     forest: Sequence[tuple[int, int, int]], *, vocab: int, agent: str = "solver", seed: int = 0
 ) -> Microbatch:
-    """A micro-batch of that layout with random tokens, behaviour near its own policy's and advantages of ±1."""
+    """A micro-batch of that layout with random tokens, sampled as a random model does, and advantages of ±1."""
     draw = torch.Generator().manual_seed(seed)
     segments = tuple(Segment(tokens=tokens, parent=parent) for tokens, parent, _ in forest)
     starts = torch.tensor([0, *(s.tokens for s in segments)]).cumsum(0)
@@ -110,7 +110,7 @@ def make_batch(
         labels=torch.randint(vocab, (count,), generator=draw),
         temperatures=torch.ones(count),
         sequences=torch.cat([torch.full((len(own),), i) for i, own in enumerate(rows)]),
-        behaviour=zeros - 10.0,
+        behaviour=zeros - math.log(vocab),
         advantages=torch.randint(2, (count,), generator=draw) * 2.0 - 1.0,
         weights=zeros + 1.0 / count,
         kl_coef=zeros.clone(),
@@ -121,3 +121,14 @@ def make_batch(
 def operations(folder: Path, batch: Microbatch) -> float:
     """Floating-point operations of an update, forward and backward, recomputation not counted."""
     return 3 * CostModel(architecture=read_architecture(folder)).work_of(batch)
+
+
+# updates that are measured, and predicted by the meter
+CASES: list[dict[str, Any]] = [
+    {"model": "4b", "layout": "groups", "recompute": True},
+    {"model": "4b", "layout": "turns", "recompute": True},
+    {"model": "1.7b", "layout": "groups"},
+    {"model": "1.7b", "layout": "branches"},
+    {"model": "1.7b", "layout": "whole"},
+    {"model": "0.5b", "layout": "groups"},
+]

@@ -1,0 +1,95 @@
+"""docs/gpu.md from the kit's lines: predictions beside measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.gpu.shapes import CASES
+
+_NOT = "not measured"
+_HEAD = """# On a GPU
+
+Written by `python -m benchmarks.gpu --page` from `benchmarks/gpu/results.jsonl`; do not edit. `python -m benchmarks.gpu
+--budget 540 --out DIR` measures on a machine with one GPU, in sections of their own, the most important first; the
+lines of DIR/results.jsonl then replace those of `benchmarks/gpu/results.jsonl`.
+
+Predictions are the meter's (`tests/support/fake_gpu.py`), of an H200: the GPU's branch runs without one, and every
+operation takes what its arithmetic, its bytes or its launch would. They are optimistic of kernels.
+"""
+
+
+def page(lines: Sequence[dict[str, Any]]) -> str:
+    """The Markdown page of all lines; the latest of a kind counts."""
+    machine = _latest(lines, "probe", "gpu")
+    name = machine["gpu"] if machine and machine["gpu"] else None
+    ran = (
+        f"Measured on {name}, {machine['date']}."
+        if machine and name
+        else "**No GPU was at hand: nothing is measured.**"
+    )
+    measured = lines if name else []  # of a machine without a GPU, figures say nothing of one
+    parts = [_HEAD, ran, "", "## Updates", "", *_updates(lines, measured)]
+    parts += ["", "## Attention of one layer, forward and backward", "", *_attention(measured)]
+    parts += ["", "## The head, 14,336 rows of 151,936 logits", "", *_heads(measured)]
+    return "\n".join([*parts, "", "## Correctness", "", *_checks(measured), ""])
+
+
+def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [
+        "bf16, one micro-batch. MFU is of 989 TFLOP/s, and counts no recomputation. Waits and copies are per update.",
+        "",
+        "| model | layout | tokens | launches | waits | copies | MFU, predicted | MFU | tokens/s | GiB |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for case in CASES:
+        want = _case(lines, "meter", case) or {}
+        got = _case(measured, "updates", case) or {}
+        name = f"{case['model']}{', recompute' if case.get('recompute') else ''}"
+        waits, copies = (sum(want[key].values()) if key in want else _NOT for key in ("waits", "copies"))
+        predicted = (want.get(key, _NOT) for key in ("tokens", "launches"))
+        found = (got.get(key, got.get("failed", _NOT)) for key in ("mfu", "tokens_per_s", "gib"))
+        cells = (name, case["layout"], *predicted, waits, copies, want.get("mfu", _NOT), *found)
+        rows.append(f"| {' | '.join(str(cell) for cell in cells)} |")
+    return rows
+
+
+def _attention(measured: Sequence[dict[str, Any]]) -> list[str]:
+    rows = ["32 heads on 8, of 128, bf16; milliseconds.", "", "| layout | Triton | torch |", "|---|---:|---:|"]
+    for layout in ("groups", "turns", "branches", "long", "whole"):
+        got = _case(measured, "attention", {"layout": layout}) or {}
+        rows.append(f"| {layout} | {got.get('triton_ms', _NOT)} | {got.get('torch_ms', _NOT)} |")
+    return rows
+
+
+def _heads(measured: Sequence[dict[str, Any]]) -> list[str]:
+    rows = ["bf16, forward and backward; milliseconds by MiB of a chunk of logits.", ""]
+    sizes = (64, 512, 1024, 2048)
+    rows += [f"| hidden | {' | '.join(map(str, sizes))} |", f"|---:|{'---:|' * len(sizes)}"]
+    for hidden in (896, 2560, 5120):
+        got = [_case(measured, "head", {"hidden": hidden, "chunk_mib": size}) or {} for size in sizes]
+        rows.append(f"| {hidden} | {' | '.join(str(line.get('ms', _NOT)) for line in got)} |")
+    return rows
+
+
+def _checks(measured: Sequence[dict[str, Any]]) -> list[str]:
+    found = [line for line in measured if line["section"] == "correctness" and "what" in line]
+    if not found:
+        return ["Kernels, updates and waits on a GPU: not measured."]
+    kept = {"date", "section", "ok"}
+    return [
+        f"- {'ok' if line['ok'] else '**wrong**'}: {', '.join(f'{k} {v}' for k, v in line.items() if k not in kept)}"
+        for line in found
+    ]
+
+
+def _latest(lines: Sequence[dict[str, Any]], section: str, key: str) -> dict[str, Any] | None:
+    return next((line for line in reversed(lines) if line["section"] == section and key in line), None)
+
+
+def _case(lines: Sequence[dict[str, Any]], section: str, case: dict[str, Any]) -> dict[str, Any] | None:
+    """The latest line of a section for a case; the meter's lines do not repeat `recompute`."""
+    wanted = {key: value for key, value in case.items() if section != "meter" or key != "recompute"}
+    return next(
+        (line for line in reversed(lines) if line["section"] == section and wanted.items() <= line.items()), None
+    )

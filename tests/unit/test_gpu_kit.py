@@ -1,0 +1,113 @@
+"""The kit for a GPU writes every line at once, ends what is late, and says what is missing."""
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.__main__ import PAGE, RESULTS, SECTIONS, Section, main, read, run
+from benchmarks.gpu.page import page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def program(code: str, most: float = 20.0) -> Section:
+    return Section(most, (sys.executable, "-c", code))
+
+
+def lines(out: io.StringIO) -> list[dict[str, Any]]:
+    return [{k: v for k, v in json.loads(line).items() if k != "date"} for line in out.getvalue().splitlines()]
+
+
+class Kept(io.StringIO):
+    def fileno(self) -> int:
+        return sys.__stderr__.fileno()  # type: ignore[union-attr]  # something that can be synced, or says that it cannot
+
+
+@pytest.fixture
+def out(monkeypatch: pytest.MonkeyPatch) -> Kept:
+    monkeypatch.setattr("benchmarks.gpu.__main__.os.fsync", lambda _: None)
+    return Kept()
+
+
+def test_a_section_that_hangs_keeps_its_lines_and_leaves_time_for_the_next(out: Kept) -> None:
+    hangs = "import time\nprint('{\"ms\": 3}', flush=True)\nprint('not JSON')\ntime.sleep(600)"
+    sections = {"first": program(hangs, 1.5), "second": program("print('{\"ms\": 4}')")}
+    began = time.monotonic()
+    assert run(sections, 60, out) == 1
+    assert time.monotonic() - began < 30
+    first, late, took, second, last = lines(out)
+    assert (first, late) == ({"section": "first", "ms": 3}, {"section": "first", "failed": "not done after 2 s"})
+    assert 1.5 <= took["seconds"] < 20
+    assert (second, last["section"]) == ({"section": "second", "ms": 4}, "second")
+
+
+def test_a_section_that_fails_says_why_and_others_go_on(out: Kept) -> None:
+    fails = "print('{\"ms\": 3}', flush=True)\nraise ValueError('no such kernel: ü')"
+    assert run({"first": program(fails), "second": program("print('{\"ms\": 4}')")}, 60, out) == 1
+    found = [line for line in lines(out) if "seconds" not in line]
+    assert found == [
+        {"section": "first", "ms": 3},
+        {"section": "first", "failed": "ValueError: no such kernel: ü"},
+        {"section": "second", "ms": 4},
+    ]
+
+
+def test_without_budget_nothing_starts(out: Kept) -> None:
+    assert run({"first": program("raise SystemExit(3)")}, 0.5, out) == 0
+    assert lines(out) == [{"section": "first", "skipped": "the budget of 0.5 s is spent"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out", "x", "--only", "probe,atention"], "--only: atention; there are probe, correctness"),
+        (["--only", "probe"], "--out: a folder for results.jsonl is needed"),
+        (["--out", "x", "--budget", "-1"], "--budget: -1 seconds; it must be above 0"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_runs(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_without_a_gpu_sections_say_so_and_small_shapes_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), "--only", "attention,profile"]
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this is about machines without a GPU")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [line for line in read(tmp_path / "results.jsonl") if "seconds" not in line]
+    assert [line["section"] for line in found] == ["attention", "profile"]
+    assert {line["skipped"] for line in found} == {"no GPU here; --tiny runs small shapes without one"}
+
+
+def test_measurements_stand_beside_predictions() -> None:
+    written = [
+        {"section": "probe", "date": "2026-11-22", "gpu": "NVIDIA H200", "gib": 140},
+        {"section": "meter", "date": "2026-11-22", "model": "4b", "layout": "groups", "tokens": 16384}
+        | {"launches": 9322, "mfu": 0.301, "waits": {"a": 1, "b": 3}, "copies": {}},
+        {"section": "updates", "date": "2026-11-22", "model": "4b", "layout": "groups", "recompute": True}
+        | {"mfu": 0.25, "tokens_per_s": 9000, "gib": 91.5},
+        {"section": "attention", "date": "2026-11-22", "layout": "turns", "triton_ms": 2.4, "torch_ms": 48.0},
+    ]
+    made = page(written)
+    assert "Measured on NVIDIA H200, 2026-11-22." in made
+    assert "| 4b, recompute | groups | 16384 | 9322 | 4 | 0 | 0.301 | 0.25 | 9000 | 91.5 |" in made
+    assert "| turns | 2.4 | 48.0 |" in made
+    assert "| groups | not measured | not measured |" in made
+    without = page([{**written[0], "gpu": None}, *written[1:]])  # figures of a machine without a GPU say nothing
+    assert "nothing is measured" in without and "9000" not in without and "0.301" in without
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(read(RESULTS))
+    assert set(SECTIONS) == {"probe", "correctness", "updates", "attention", "head", "profile", "meter"}
