@@ -1,7 +1,17 @@
 """Reinforcement-learning post-training of teams of LLM agents on Megatron-core."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 # The folder of configs/ and workflow/: the checkout, or in an installed package where setup.py puts them.
 SHIPPED = _CHECKOUT if (_CHECKOUT / "configs").is_dir() else Path(__file__).resolve().parent / "shipped"
+
+
+def __getattr__(name: str) -> Any:
+    """The public names are those of `mcore_mas.api`, which is imported when the first of them is used."""
+    api = None if name.startswith("_") else import_module("mcore_mas.api")
+    if api is None or name not in api.__all__:
+        raise AttributeError(f"module 'mcore_mas' has no attribute '{name}'; see docs/api.md")
+    return getattr(api, name)

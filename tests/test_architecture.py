@@ -45,6 +45,7 @@ ROOMS = (
     "mcore_mas.planning",
     "mcore_mas.training",
     "mcore_mas.pipeline",
+    "mcore_mas.api",
     "mcore_mas.cli",
     "mcore_mas.__main__",
 )

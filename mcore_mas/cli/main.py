@@ -266,6 +266,16 @@ def write_outcomes(
     print(OUTCOMES)
 
 
+@document_commands.command("api")
+def write_api() -> None:
+    """Write docs/api.md, the Python API."""
+    from mcore_mas.api.page import API_PAGE, render_api
+    from rollout.base.files import write_text
+
+    write_text(API_PAGE, render_api())
+    print(API_PAGE)
+
+
 @document_commands.command("options")
 def write_options() -> None:
     """Write docs/options.md, what every option takes, and configs/schema/, which tells editors the same."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -32,6 +33,7 @@ from mcore_mas.equations.advantages import ESTIMATORS
 
 CONFIGS = SHIPPED / "configs"
 GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking", "experiment", "recipe")
+NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 _GLOBAL = ("team", "experiment", "recipe")  # groups whose files set any section, not the one of their name
 
 
@@ -39,18 +41,23 @@ class CompositionError(ValueError):
     """A grid, or the sharing of a team, cannot be read: says which, what was expected and what to do."""
 
 
-def resolve(overrides: Sequence[str], folder: Path | None = None, scale: str = "paper") -> dict[str, Any]:
+def resolve(
+    overrides: Sequence[str], folder: Path | None = None, scale: str = "paper", own: Mapping[str, Any] = NO_SECTIONS
+) -> dict[str, Any]:
     """Compose the configs of `folder`, if any, and the shipped ones with Hydra overrides, at a scale.
 
     The values are plain and validated.
+
+    Args:
+        own: sections that go into the composed ones, key by key.
 
     Raises:
         ConfigError: a file is no config, an override names nothing, or the result does not validate.
     """
     folders = [CONFIGS] if folder is None else [folder.resolve(), CONFIGS]
-    where = f"configs/ with {' '.join(overrides) or 'no overrides'}"
+    where = f"run '{own['run']}'" if own else f"configs/ with {' '.join(overrides) or 'no overrides'}"
     try:
-        values = scaled(_located(_shared(_composed(overrides, folders))), scale)
+        values = scaled(_located(_shared(_merged(_composed(overrides, folders), own))), scale)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not YAML ({' '.join(str(error).split())})") from error
     except (HydraException, OmegaConfBaseException) as error:

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -32,12 +32,12 @@ from rollout.base.files import FolderError, owned, writable, write_json
 from rollout.base.task_group import Watchdog
 from rollout.config.data import prepared_tasks
 from rollout.config.sections import build_team
-from rollout.records.trajectory import Trajectory
+from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.collect import CollectOptions, Collector
 from rollout.teams.quarantine import Quarantined
 from rollout.teams.tree import Branching
 
-_EVALUATION = -2  # the step in the seeds of evaluation trajectories
+_EVALUATION, _CHAT = -2, -3  # the step in the seeds of trajectories of an evaluation, and of a chat
 NO_SEATS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -60,7 +60,11 @@ def evaluate(config_path: Path, state: str, out_path: Path, seats: Mapping[str, 
         PlacementError: there are fewer GPUs than the engines need.
         EvaluationError: more than `evaluation.max_failed` of the trajectories failed, each time they were played.
     """
-    run = RunConfig.load(config_path)
+    measure_run(RunConfig.load(config_path), state, out_path, seats)
+
+
+def measure_run(run: RunConfig, state: str, out_path: Path, seats: Mapping[str, Any] = NO_SEATS) -> dict[str, Any]:
+    """As `evaluate`, of a run as it is given; what was written."""
     config = seated(run, state, seats)
     torch.set_num_threads(config.cluster.threads_per_process)
     board = Scoreboard(prepared_tasks(config.folder / "tasks", "test"), config.evaluation.samples)
@@ -74,7 +78,39 @@ def evaluate(config_path: Path, state: str, out_path: Path, seats: Mapping[str, 
         )
     tasks = board.tasks()
     head = {"run": config.run, "state": state, "k": board.k, "overlong_prompts": config.engine.overlong_prompts}
-    write_json(out_path, {**head, **board.counts(), "rows": score_rows(tasks), "tasks": tasks})
+    scores = {**head, **board.counts(), "rows": score_rows(tasks), "tasks": tasks}
+    write_json(out_path, scores)
+    return scores
+
+
+def converse(run: RunConfig, state: str, prompts: Iterable[str]) -> Iterator[Trajectory]:
+    """Have the run's team, `base` or `trained`, play what a person asks of it, one task after the other.
+
+    Raises:
+        FolderError: the training has not finished.
+    """
+    config = seated(run, state, NO_SEATS)
+    with ExitStack() as stack:
+        remotes = open_remotes(config, config.folder / "chat-remotes")
+        make_env = stack.enter_context(world(config, "chat-retriever"))
+        engines = make_engines(config, config.models, config.folder / "chat-engines", trained=False)
+        stack.callback(close_engines, engines)
+        runner = stack.enter_context(asyncio.Runner())
+        collector = Collector(
+            team=build_team(config.agents, {**make_players(config, engines, config.models), **remotes}),
+            make_env=make_env,
+            orchestra=config.orchestra.call,
+            seed=config.seed,
+            step=_CHAT,
+        )
+        for number, prompt in enumerate(prompts):
+            # an answer that no reply gives: environments of questions want one
+            task = Task(
+                id=f"chat-{number}", prompt=prompt, answers=("?",), env=config.env.name, source="chat", split=""
+            )
+            yield runner.run(collector.play(task, 0))
+        for remote in remotes.values():
+            runner.run(remote.aclose())
 
 
 def _play(config: RunConfig, folder: Path, board: Scoreboard) -> None:

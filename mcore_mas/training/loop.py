@@ -68,6 +68,8 @@ async def _take(session: TrainingSession, number: int) -> None:
     except Abandoned:
         await _leave(session, number)
     await _report(session, number, metrics)
+    if not await session.after_step(number, metrics):
+        session.stop.tell()
     last = number + 1 == trainer.steps
     if session.stop.came and not last:
         await _leave(session, number + 1, metrics.get(_BEST_BY))

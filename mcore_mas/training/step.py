@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from mcore_mas.megatron.step.trainer_group import TrainerGroup
 
 
+AfterStep = Callable[[int, StepMetrics], Awaitable[bool]]  # told of each step's metrics; whether to take the next one
+
+
+async def goes_on(number: int, metrics: StepMetrics) -> bool:
+    """The `AfterStep` of a run that nobody watches."""
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSession:
     """One run's parts, as `train` brings them up."""
@@ -37,6 +45,7 @@ class TrainingSession:
     checkpoints: Checkpoints
     logbook: Logbook
     stop: StopSignal = field(default_factory=StopSignal)
+    after_step: AfterStep = goes_on
     credit_watch: CreditWatch = field(default_factory=CreditWatch)
 
     @property

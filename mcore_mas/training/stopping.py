@@ -29,11 +29,19 @@ class Abandoned(Exception):
 class StopSignal:
     """SIGTERM or SIGURG: what can be done again is abandoned, all else is finished first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, signals: bool = True) -> None:
+        """Without `signals` only `tell` stops the run, and the process keeps its handlers."""
         self._told = asyncio.Event()
+        self._signals = signals
+
+    def tell(self) -> None:
+        """Tell the run to stop."""
+        self._told.set()
 
     def listen(self) -> None:
         """Take both signals in the running event loop, also one that was held back until now."""
+        if not self._signals:
+            return
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._told.set)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

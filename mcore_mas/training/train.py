@@ -21,8 +21,8 @@ from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.placement import room_for
 from mcore_mas.training.recipe import identity_of
-from mcore_mas.training.step import TrainingSession
-from mcore_mas.training.stopping import TrainingError
+from mcore_mas.training.step import AfterStep, TrainingSession, goes_on
+from mcore_mas.training.stopping import StopSignal, TrainingError
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 from rollout.base.files import owned, writable, write_json
 from rollout.base.task_group import Watchdog
@@ -34,7 +34,7 @@ from rollout.records.trajectory import Task
 from rollout.rewards.coach import Coach
 
 
-def train(config_path: Path, address: str | None = None) -> None:
+def train(config_path: Path, address: str | None = None, *, after_step: AfterStep | None = None) -> None:
     """Train the run that `config_path` describes, from its newest valid checkpoint if it has one.
 
     Writes trajectories, metrics.jsonl, checkpoints, one Hugging Face folder per policy and, last, done.json under
@@ -42,8 +42,10 @@ def train(config_path: Path, address: str | None = None) -> None:
 
     Args:
         address: of a Ray that runs already; None: as `cluster.address` says.
+        after_step: told of each step; stops the run, with a checkpoint, where it says no. Without it signals do.
 
     Raises:
+        Stopped: it was told to stop.
         ClusterError, ConfigError, FolderError, ModelError, PlacementError, RecordError, TrainingError (also a
             CheckpointError): one line each.
     """
@@ -67,7 +69,7 @@ def train(config_path: Path, address: str | None = None) -> None:
         else:
             stack.enter_context(running_ray(room.cpus, config.cluster.object_store_mb, keep_pages=room.kind == "CPU"))
         crew = stack.enter_context(closing(Crew(config, room, joined=address != "local")))
-        run = _Run(config, config_path, crew, tasks, coach, remotes, make_env)
+        run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, after_step)
         done = asyncio.run(run.train(found, warnings))
         write_json(folder / "done.json", done | {"devices": crew.room.told})
 
@@ -83,6 +85,7 @@ class _Run:
     coach: Coach | None
     remotes: Mapping[str, RemoteClient]
     make_env: Callable[[Task], Env]
+    after_step: AfterStep | None
 
     async def train(self, found: Saved | None, warnings: Sequence[str]) -> dict[str, Any]:
         """Train from `found`, again from the newest checkpoint whenever nodes are lost; what `done.json` says."""
@@ -137,6 +140,8 @@ class _Run:
             memory=Memory(engines, self.crew.offloaded, sleeps=sleeps, one_by_one=config.cluster.one_by_one),
             checkpoints=_checkpoints(config),
             logbook=log,
+            stop=StopSignal(signals=self.after_step is None),
+            after_step=self.after_step or goes_on,
         )
 
 

@@ -77,6 +77,9 @@ class OptionsError(ValueError):
     """Something chosen by name is not called as its kind is, or takes other options."""
 
 
+HERE: dict[str, Any] = {}  # objects of this process alone, by names as `here:...`, see `mcore_mas.api`
+
+
 def lookup(kind: str, name: str, known: Mapping[str, _T]) -> _T:
     """Return `known[name]`, what an installed package offers as `name`, or what is at the import path `name`.
 
@@ -88,6 +91,8 @@ def lookup(kind: str, name: str, known: Mapping[str, _T]) -> _T:
     """
     if name in known:
         return known[name]
+    if name in HERE:
+        return HERE[name]  # type: ignore[no-any-return]
     if ":" not in name:
         name = next((entry.value for entry in offered(kind) if entry.name == name), name)
     module, separator, attribute = name.partition(":")

@@ -1,0 +1,24 @@
+"""Python API: teams, tasks, environments and rewards as objects; training, evaluation and export of them.
+
+`import mcore_mas as mm` has the same names. They are the public surface: docs/api.md is made from their docstrings.
+"""
+
+from mcore_mas.api.objects import AgentSpec, Conversation
+from mcore_mas.api.run import Run
+from mcore_mas.pipeline.base_model import make_tiny_model
+from rollout.environments.math import last_boxed
+from rollout.environments.protocol import Step, last_tag
+from rollout.records.trajectory import Group, Task, Trajectory
+
+__all__ = [
+    "AgentSpec",
+    "Conversation",
+    "Group",
+    "Run",
+    "Step",
+    "Task",
+    "Trajectory",
+    "last_boxed",
+    "last_tag",
+    "make_tiny_model",
+]

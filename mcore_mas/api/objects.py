@@ -1,0 +1,165 @@
+"""Objects of the Python API: agents, tasks in the forms that people have them in, trajectories that show themselves."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from html import escape
+from typing import Any, Protocol
+
+from rollout.base.options import HERE
+from rollout.records.trajectory import Group, Status, Task, Trajectory
+from rollout.teams.roles import Parser, Role
+
+PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question", "problem"), ("answer", "answers", "solution", "target")
+
+
+class TaskError(ValueError):
+    """An object given to the Python API cannot be used: says which, what was expected and what to do."""
+
+
+def said_something(text: str) -> str | None:
+    """The parser of an agent that has none: the text, None where it is empty."""
+    return text.strip() or None
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """An agent: its prompts, the parser of its replies, and the policy that it plays.
+
+    Args:
+        name: by which the orchestra asks it.
+        user: the user prompt; what is in braces is filled by the orchestra.
+        system: the system prompt, "" for none.
+        parse: takes a reply and returns its value, None where it is malformed.
+        policy: agents with the same one share weights.
+        settings: keys of `agents.<name>` of a config, such as max_tokens, temperature, loss_weight, tools.
+    """
+
+    name: str
+    user: str
+    system: str = ""
+    parse: Parser = said_something
+    policy: str = "shared"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def section(self, run: str) -> dict[str, Any]:
+        """Its section of the config of a run."""
+        role = Role(name=self.name, system=self.system, user=self.user, parse=self.parse)
+        own = {"role": known_here(role, f"{run}.{self.name}"), "policy": self.policy}
+        return {**own, "system": self.system, "user": self.user, **self.settings}
+
+
+def known_here(thing: Any, label: str) -> str:
+    """A name by which a config may say `thing`: its own, its import path, or one of this process alone."""
+    if isinstance(thing, str):
+        return thing
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
+    if module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is thing:
+        return f"{module}:{name}"
+    HERE[f"here:{label}"] = thing
+    return f"here:{label}"
+
+
+class TurnReward(Protocol):
+    """A reward as people write it: of a trajectory, a number for all turns, or a number for each agent."""
+
+    def __call__(self, trajectory: Trajectory, /) -> float | Mapping[str, float]:
+        """The reward of the trajectory's turns."""
+
+
+def allocator_of(reward: Callable[..., Any]) -> Callable[[Group], Group]:
+    """An allocator: `reward` itself if its argument is called `group`, else one that asks it for each trajectory."""
+    if next(iter(inspect.signature(reward).parameters), "") == "group":
+        return reward
+
+    def allocate(group: Group) -> Group:
+        return Group(task=group.task, trajectories=tuple(map(paid, group.trajectories)))
+
+    def paid(trajectory: Trajectory) -> Trajectory:
+        if trajectory.status is not Status.COMPLETED:
+            return trajectory
+        said = reward(trajectory)
+        turns = tuple(
+            replace(turn, reward=float(said[turn.agent] if isinstance(said, Mapping) else said))
+            for turn in trajectory.turns
+        )
+        return replace(trajectory, turns=turns)
+
+    return allocate
+
+
+def split_tasks(given: Any, env: str) -> dict[str, list[Task]]:
+    """Tasks by split. Of one sequence a tenth is held out for validation, and a tenth for the test.
+
+    Args:
+        given: tasks, (prompt, answer) pairs or rows with a prompt and an answer, also those of a data set; or a mapping
+            of train, validation and test to them.
+        env: of those that name none.
+
+    Raises:
+        TaskError: something is no task, or there are fewer than three.
+    """
+    if isinstance(given, Mapping):
+        if set(given) != {"train", "validation", "test"}:
+            raise TaskError(f"tasks has keys {', '.join(map(str, given))}; expected train, validation and test")
+        return {split: _tasks(items, env, split) for split, items in given.items()}
+    items = list(given)
+    if len(items) < 3:
+        raise TaskError(f"{len(items)} tasks; expected 3 or more: a tenth is for validation and a tenth for the test")
+    held = max(1, len(items) // 10)
+    parts = {"train": items[: -2 * held], "validation": items[-2 * held : -held], "test": items[-held:]}
+    return {split: _tasks(own, env, split) for split, own in parts.items()}
+
+
+def _tasks(items: Iterable[Any], env: str, split: str) -> list[Task]:
+    return [_task(item, env, split, number) for number, item in enumerate(items)]
+
+
+def _task(item: Any, env: str, split: str, number: int) -> Task:
+    if isinstance(item, Task):
+        return replace(item, split=split)
+    prompt: Any = None
+    answers: Any = ()
+    if isinstance(item, Mapping):
+        prompt = next((item[key] for key in PROMPT_KEYS if key in item), None)
+        answers = next((item[key] for key in ANSWER_KEYS if key in item), ())
+    elif isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2:
+        prompt, answers = item
+    if not isinstance(prompt, str):
+        raise TaskError(
+            f"tasks.{split}[{number}] is {str(item)[:80]!r}; expected a Task, (prompt, answer), or a mapping with "
+            f"{' or '.join(PROMPT_KEYS)}, and {' or '.join(ANSWER_KEYS)}"
+        )
+    accepted = answers if isinstance(answers, list | tuple) else (answers,)
+    texts = tuple(map(str, accepted))
+    return Task(id=f"{split}-{number}", prompt=prompt, answers=texts, env=env, source="own", split=split)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation(Trajectory):
+    """A trajectory that can be looked at, with the advantages of its turns where they are known."""
+
+    advantages: Mapping[tuple[str, str, int], float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, advantages: Mapping[tuple[str, str, int], float]) -> Conversation:
+        """The same trajectory."""
+        own = {f.name: getattr(trajectory, f.name) for f in fields(Trajectory)}
+        return cls(**own, advantages=advantages)
+
+    def show(self) -> None:
+        """Print who said what to whom, with rewards and advantages."""
+        from rich.console import Console
+
+        from mcore_mas.reports.terminal import print_trajectory
+
+        print_trajectory(self, Console(highlight=False), self.advantages)
+
+    def _repr_html_(self) -> str:
+        from mcore_mas.reports.pages import trajectory_page
+
+        page = escape(trajectory_page(self, self.advantages), quote=True)
+        return f'<iframe sandbox srcdoc="{page}" style="width: 100%; height: 32em; border: 0"></iframe>'

@@ -1,0 +1,299 @@
+"""A run of the Python API: the pipeline's own stages on a config made from objects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from html import escape
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from mcore_mas.api.objects import AgentSpec, Conversation, TaskError, allocator_of, known_here, split_tasks
+from mcore_mas.config.compose import GROUPS, resolve
+from mcore_mas.config.policy import PolicyConfig, TrainerConfig
+from mcore_mas.config.run import RunConfig
+from mcore_mas.pipeline.prepare import prepare_tasks
+from rollout.base.files import json_lines, write_text
+from rollout.base.text import nearest
+from rollout.records.trajectory import read_trajectories, write_tasks
+
+StepRow = dict[str, float]  # a step's metrics by name, with the number of the step
+_T = TypeVar("_T")
+_SHOWN = ("step", "reward/mean", "validation/accuracy")
+_COLLECTED = 8  # tasks of a step, where it is not said
+
+
+class Run:
+    """A team, its tasks and how it learns, in a folder of its own; training goes on from its newest checkpoint.
+
+    Nothing is started before `train`, `arun`, iteration, `evaluate` or `chat`. These work in scripts, in notebooks and
+    inside a running event loop: the training has a thread and a loop of its own, and takes no signals.
+
+    Args:
+        agents: who can act.
+        orchestra: who speaks when: an async function `(task, team, env)`, or the name of one that ships.
+        tasks: a sequence of tasks, (prompt, answer) pairs or rows with a prompt and an answer; a mapping of train,
+            validation and test to them; or the `data` section of a config, such as a generator.
+        policies: a model for all policies, or a model or section for each: a folder, or the hub's id of a model that
+            was downloaded.
+        env: the environment: a function or class that takes a task, or the name of one that ships.
+        reward: of a trajectory, a number or a number for each agent; of a `group`, the group with rewards on its turns;
+            or the name of an allocator that ships.
+        folder: of the run; all that it writes lies there.
+        settings: keys of the trainer and of policies (steps, group_size, lr), names of groups of configs
+            (advantage="grpo"), and sections (engine={"max_length": 256}).
+
+    Raises:
+        ConfigError, TaskError: something does not fit; says what, where, expected, what to do.
+    """
+
+    def __init__(
+        self,
+        agents: Sequence[AgentSpec],
+        orchestra: Callable[..., Any] | str,
+        *,
+        tasks: Any,
+        policies: str | Path | Mapping[str, Any],
+        env: Callable[..., Any] | str = "math",
+        reward: Callable[..., Any] | str = "shared_outcome",
+        folder: str | Path = "results/run",
+        **settings: Any,
+    ) -> None:
+        self.folder = Path(folder)
+        name = self.folder.name
+        world = known_here(env, f"{name}.env")
+        allocator = reward if isinstance(reward, str) else allocator_of(reward)
+        own = {
+            "run": name,
+            "agents": {agent.name: agent.section(name) for agent in agents},
+            "orchestra": {"name": known_here(orchestra, f"{name}.orchestra")},
+            "env": {"name": world},
+            "reward": {"name": known_here(allocator, f"{name}.reward")},
+            "evaluation": {},
+            "policies": _policies(agents, policies),
+        }
+        self._tasks = None if _is_section(tasks) else split_tasks(tasks, world)
+        own["data"] = tasks if self._tasks is None else {s: [str(self._given(s))] for s in self._tasks}
+        most = min(_COLLECTED, len(self._tasks["train"])) if self._tasks else _COLLECTED
+        chosen, sections = _settings(settings, most)
+        overrides = ["~experiment", f"results={json.dumps(str(self.folder.parent))}", *chosen]
+        self._values = resolve(overrides, own=_joined(own, sections))
+        self.config = RunConfig.check(self._values, f"run '{name}'")
+
+    def _given(self, split: str) -> Path:
+        return self.folder / "given" / f"{split}.parquet"
+
+    def _prepared(self) -> Path:
+        """The resolved config, written with the run's tasks as the pipeline does."""
+        file = self.folder / "config.yaml"
+        for split, tasks in (self._tasks or {}).items():
+            write_tasks(self._given(split), tasks)
+        write_text(file, yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True, width=120))
+        prepare_tasks(file, self.folder / "tasks")
+        return file
+
+    def train(self) -> Run:
+        """Train to the last step; Ctrl-C ends it with a checkpoint."""
+        for _ in self:
+            pass
+        return self
+
+    async def arun(self) -> Run:
+        """Train to the last step, while the running event loop goes on."""
+        async for _ in self:
+            pass
+        return self
+
+    def __iter__(self) -> Iterator[StepRow]:
+        """Each step's metrics as it is taken. Who leaves the loop stops the training, with a checkpoint."""
+        steps = _Steps(self._prepared())
+        try:
+            while (row := steps.next()) is not None:
+                yield row
+        finally:
+            steps.close()
+
+    async def __aiter__(self) -> AsyncIterator[StepRow]:
+        """As `__iter__`, inside a running event loop."""
+        steps = await asyncio.to_thread(lambda: _Steps(self._prepared()))
+        try:
+            while (row := await asyncio.to_thread(steps.next)) is not None:
+                yield row
+        finally:
+            await asyncio.to_thread(steps.close)
+
+    @property
+    def metrics(self) -> list[StepRow]:
+        """The metrics of every step so far; step -1 is the validation before training."""
+        path = self.folder / "train" / "metrics.jsonl"
+        return list(json_lines(path)[0]) if path.is_file() else []
+
+    @property
+    def trajectories(self) -> list[Conversation]:
+        """The trajectories of the newest step."""
+        return self.trajectories_of(None)
+
+    def trajectories_of(self, step: int | None) -> list[Conversation]:
+        """The trajectories of a step, of the newest with None; [] before there is one."""
+        from mcore_mas.reports.terminal import advantages_of
+
+        files = sorted((self.folder / "train" / "trajectories").glob("step_*.parquet"))
+        wanted = [file for file in files if step is None or file.stem == f"step_{step:06d}"][-1:]
+        found = read_trajectories(wanted[0]) if wanted else []
+        advantages = advantages_of(wanted[0], found) if wanted else {}
+        return [Conversation.of(trajectory, advantages) for trajectory in found]
+
+    def evaluate(self, k: int = 4, state: str = "trained") -> dict[str, float]:
+        """Scores on the test tasks: avg@k, pass@k and maj@k, of the `trained` team or the `base` one.
+
+        Raises:
+            FolderError: the training has not finished.
+            EvaluationError: too much failed for a score.
+        """
+        from mcore_mas.training.evaluate import measure_run
+
+        self._prepared()
+        section = self.config.evaluation.model_copy(update={"samples": k})
+        config = self.config.model_copy(update={"evaluation": section})
+        out = self.folder / "evaluation" / f"{state}.json"
+        rows = _apart(lambda: measure_run(config, state, out))["rows"]
+        return {row["metric"]: row["value"] for row in rows if row["dataset"] == rows[-1]["dataset"]}
+
+    def export(self, to: str | Path, policy: str | None = None) -> Path:
+        """Write a policy, the only one if it is not named, as a Hugging Face folder that was checked.
+
+        Raises:
+            ExportError: there is no such policy, nothing is trained yet, or `to` holds something.
+        """
+        from mcore_mas.training.export import export
+
+        _apart(lambda: export(self.folder, policy or self.config.trained[0], Path(to), lambda line: None))
+        return Path(to)
+
+    def chat(self, *prompts: str, state: str = "trained") -> list[Conversation]:
+        """Have the team play what you ask of it; without prompts it asks for them, until an empty line."""
+        from mcore_mas.training.evaluate import converse
+
+        asked = prompts or iter(lambda: input("you: "), "")
+
+        def play() -> list[Conversation]:
+            found = []
+            for trajectory in converse(self.config, state, asked):
+                found.append(Conversation.of(trajectory, {}))
+                if not prompts:
+                    found[-1].show()
+            return found
+
+        return _apart(play)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, {len(self.metrics)} rows of metrics)"
+
+    def _repr_html_(self) -> str:
+        cells = [[f"{row.get(name, float('nan')):.4g}" for name in _SHOWN] for row in self.metrics]
+        head = "".join(f"<th>{name}</th>" for name in _SHOWN)
+        body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)
+        return f"<p>{escape(str(self.folder))}</p><table><tr>{head}</tr>{body}</table>"
+
+
+def _is_section(tasks: Any) -> bool:
+    """Whether tasks are given as the `data` section of a config."""
+    return isinstance(tasks, Mapping) and ("generator" in tasks or "format" in tasks)
+
+
+def _policies(agents: Iterable[AgentSpec], given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    names = dict.fromkeys(agent.policy for agent in agents)
+    models = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
+    return {name: {"model": str(m)} if isinstance(m, str | Path) else m for name, m in models.items()}
+
+
+def _settings(given: Mapping[str, Any], tasks_per_step: int) -> tuple[list[str], dict[str, Any]]:
+    """(Choices of groups of configs, sections) that keyword arguments stand for.
+
+    Raises:
+        TaskError: one stands for nothing.
+    """
+    sections: dict[str, Any] = {"trainer": {"steps": 20, "tasks_per_step": tasks_per_step, "group_size": 8}}
+    chosen = []
+    for key, value in given.items():
+        if key in GROUPS and isinstance(value, str):
+            chosen.append(f"{key}={value}")
+        elif key in RunConfig.model_fields:
+            sections[key] = _joined(sections.get(key, {}), value) if isinstance(value, Mapping) else value
+        elif key in TrainerConfig.model_fields:
+            sections["trainer"][key] = value
+        elif key in PolicyConfig.model_fields:
+            sections.setdefault("policy_defaults", {})[key] = value
+        else:
+            known = [*RunConfig.model_fields, *TrainerConfig.model_fields, *PolicyConfig.model_fields]
+            raise TaskError(f"Run has no setting '{key}'; expected one of {', '.join(known)}{nearest(key, known)}")
+    return chosen, sections
+
+
+def _joined(first: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Any]:
+    both = [key for key, value in last.items() if isinstance(value, Mapping) and isinstance(first.get(key), Mapping)]
+    return {**first, **last, **{key: _joined(first[key], last[key]) for key in both}}
+
+
+def _apart(work: Callable[[], _T]) -> _T:
+    """What `work` returns, done in a thread where no event loop runs."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+class _Steps:
+    """A training in a thread of its own, which waits after each step until somebody asks for the next."""
+
+    def __init__(self, config: Path) -> None:
+        self._rows: queue.Queue[StepRow | BaseException | None] = queue.Queue()
+        self._asked: queue.Queue[bool] = queue.Queue()  # whether to go on
+        self._taken = False  # a row that the training waits behind
+        self._thread = threading.Thread(target=self._train, args=(config,), name="training")
+        self._thread.start()
+
+    def next(self) -> StepRow | None:
+        """The next step's metrics, None after the last.
+
+        Raises:
+            TrainingError, ...: whatever ended the training.
+        """
+        self._go_on(True)
+        found = self._rows.get()
+        if isinstance(found, BaseException):
+            raise found
+        self._taken = found is not None
+        return found
+
+    def close(self) -> None:
+        """End the training where it is, with a checkpoint, and wait for that."""
+        self._go_on(False)
+        self._asked.put(False)  # of a step under way
+        self._thread.join()
+
+    def _go_on(self, wanted: bool) -> None:
+        if self._taken:
+            self._taken = False
+            self._asked.put(wanted)
+
+    def _train(self, config: Path) -> None:
+        from mcore_mas.training.stopping import Stopped
+        from mcore_mas.training.train import train
+
+        async def after_step(number: int, metrics: Mapping[str, float]) -> bool:
+            self._rows.put({"step": number, **metrics})
+            return await asyncio.to_thread(self._asked.get)
+
+        try:
+            train(config, after_step=after_step)
+        except Stopped:
+            self._rows.put(None)
+        except BaseException as error:
+            self._rows.put(error)
+        else:
+            self._rows.put(None)

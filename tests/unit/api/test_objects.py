@@ -1,0 +1,124 @@
+"""Objects of the Python API become sections of a config; what does not fit is said in one line."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mcore_mas as mm
+from mcore_mas import api
+from mcore_mas.api.objects import TaskError, allocator_of, known_here, split_tasks
+from mcore_mas.api.page import API_PAGE, public_methods, render_api
+from mcore_mas.config.run import ConfigError
+from rollout.base.options import HERE
+from rollout.records.trajectory import Task
+from rollout.rewards.outcome import shared_outcome
+from tests.support.played import group, trajectory, turn
+
+AGENTS = [mm.AgentSpec("writer", "{problem}"), mm.AgentSpec("editor", "{problem} {draft}", policy="second")]
+TASKS = [(f"{n}+1", n + 1) for n in range(20)]
+
+
+async def relay(task, team, env):
+    draft = await team.act("writer", problem=task.prompt)
+    await team.act("editor", problem=task.prompt, draft=draft.text)
+
+
+def made(tmp_path: Path, **settings: Any) -> mm.Run:
+    given = {"tasks": TASKS, "policies": "m", "folder": tmp_path / "own", "lr": 1e-3, **settings}
+    return mm.Run(given.pop("agents", AGENTS), given.pop("orchestra", relay), **given)
+
+
+def test_objects_are_the_sections_of_a_config(tmp_path: Path) -> None:
+    config = made(tmp_path, steps=3, group_size=2, advantage="grpo", engine={"max_length": 300}, seed=5).config
+    assert (config.run, config.results, config.seed) == ("own", tmp_path, 5)
+    assert (config.trainer.steps, config.trainer.group_size, config.trainer.tasks_per_step) == (3, 2, 8)
+    assert {name: agent.policy for name, agent in config.agents.items()} == {"writer": "shared", "editor": "second"}
+    assert {name: (p.model, p.lr) for name, p in config.policies.items()} == dict.fromkeys(
+        ("shared", "second"), ("m", 1e-3)
+    )
+    assert config.orchestra.name == f"{__name__}:relay" and config.orchestra.call.func is relay
+    assert (config.engine.max_length, config.engine.slots, config.advantage.name) == (300, 192, "grpo")
+    assert config.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
+    assert not (tmp_path / "own").exists()  # nothing starts, nothing is written
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"stepz": 3}, TaskError, "Run has no setting 'stepz'; .*; nearest: steps"),
+        ({"steps": 0}, ConfigError, "trainer.steps: expected an integer of at least 1"),
+        ({"engine": {"slotz": 3}}, ConfigError, "unknown key 'engine.slotz'; .*; nearest: slots"),
+        ({"env": "maths"}, ConfigError, "unknown env 'maths'.*; nearest: math"),
+        ({"env": lambda: None}, ConfigError, r"env 'here:own.env' must take \(task, \*, ...\)"),
+        ({"orchestra": lambda task, team, env: None}, ConfigError, "must take .* as an async function"),
+        ({"lr": 0}, ConfigError, "lr is missing"),
+        ({"agents": [mm.AgentSpec("writer", "{q}")]}, ConfigError, r"does not fill the slot \{q\}"),
+        ({"policies": {"shared": "m"}}, ConfigError, "agent 'editor' plays policy 'second', which is not defined"),
+        ({"tasks": TASKS[:2]}, TaskError, "2 tasks; expected 3 or more"),
+        ({"tasks": [1, 2, 3]}, TaskError, r"tasks.train\[0\] is '1'; expected a Task, \(prompt, answer\)"),
+        ({"tasks": {"train": TASKS, "tset": TASKS}}, TaskError, "tasks has keys train, tset; expected train, valid"),
+        ({"folder": "results/a b"}, ConfigError, "run"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, settings: dict[str, Any], error: type, words: str) -> None:
+    with pytest.raises(error, match=words) as refused:
+        made(tmp_path, **settings)
+    assert "\n" not in str(refused.value)
+
+
+def test_tasks_come_in_the_forms_that_people_have_them_in() -> None:
+    rows = [{"question": "a?", "answer": 1}, {"problem": "b?", "solution": ["2", "two"]}, ("c?", "3")]
+    own = Task(id="mine", prompt="d?", answers=("4",), env="search", source="s", split="")
+    found = split_tasks([*rows, own, *TASKS], "math")
+    assert [len(found[split]) for split in ("train", "validation", "test")] == [20, 2, 2]
+    assert [(t.id, t.prompt, t.answers, t.env) for t in found["train"][:4]] == [
+        ("train-0", "a?", ("1",), "math"),
+        ("train-1", "b?", ("2", "two"), "math"),
+        ("train-2", "c?", ("3",), "math"),
+        ("mine", "d?", ("4",), "search"),
+    ]
+    assert found["test"][1].prompt == "19+1"
+    by_split = split_tasks({"train": TASKS, "validation": TASKS[:1], "test": TASKS[:2]}, "math")
+    assert {split: len(tasks) for split, tasks in by_split.items()} == {"train": 20, "validation": 1, "test": 2}
+
+
+def test_a_reward_of_a_trajectory_is_an_allocator() -> None:
+    played = group(
+        trajectory(turn(0, "writer"), turn(1, "editor"), outcome=1.0), trajectory(turn(0, "writer"), error="no")
+    )
+    both = allocator_of(lambda t: 3)(played)
+    assert [t.reward for t in both.trajectories[0].turns] == [3.0, 3.0]
+    each = allocator_of(lambda t: {"writer": 1, "editor": len(t.turns)})(played)
+    assert [t.reward for t in each.trajectories[0].turns] == [1.0, 2.0]
+    assert allocator_of(shared_outcome) is shared_outcome
+
+
+def test_an_object_has_its_import_path_or_a_name_of_this_process() -> None:
+    assert known_here("math", "x") == "math"
+    assert known_here(relay, "x") == f"{__name__}:relay"
+    own = [lambda: 1, lambda: 2]
+    assert [known_here(thing, "run.reward") for thing in own] == ["here:run.reward"] * 2
+    assert HERE["here:run.reward"] is own[1]  # as in a notebook, the last one counts
+
+
+def test_the_public_names_stay() -> None:
+    """Whoever takes a name away or renames an argument breaks programs of others: a line of the changelog."""
+    names = "AgentSpec Conversation Group Run Step Task Trajectory last_boxed last_tag make_tiny_model"
+    assert api.__all__ == names.split()
+    assert all(getattr(mm, name) is getattr(api, name) for name in api.__all__)
+    assert list(public_methods(mm.Run)) == [
+        *("train", "arun", "metrics", "trajectories", "trajectories_of", "evaluate", "export", "chat"),
+    ]
+    taken = ["self", "agents", "orchestra", "tasks", "policies", "env", "reward", "folder", "settings"]
+    assert list(inspect.signature(mm.Run.__init__).parameters) == taken
+    with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
+        mm.Trainr  # noqa: B018
+
+
+def test_the_page_of_the_api_is_current() -> None:
+    assert API_PAGE.read_text() == render_api(), "run: mcore-mas write api"
+    assert "### `Run.evaluate`" in render_api() and "- `tasks`: a sequence of tasks" in render_api()

@@ -1,0 +1,53 @@
+"""The quickstart, block by block: a team of objects learns, stops, goes on in a running event loop, and is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout.records.trajectory import read_trajectories
+
+ROOT = Path(__file__).parents[2]
+TOLD = """
+import json, signal
+scores = {state: run.evaluate(k=4, state=state) for state in ("base", "trained")}
+handlers = [str(signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGURG)]
+page = run.trajectories[0]._repr_html_()
+print(json.dumps({"scores": scores, "metrics": run.metrics, "handlers": handlers, "page": page[:40]}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_every_block_of_the_quickstart_runs_and_the_team_learns(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    script = tmp_path / "quickstart.py"
+    script.write_text("\n".join([*re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL), TOLD]))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert [row["step"] for row in told["metrics"]] == list(range(-1, 40))  # stopped after 9, went on from there
+    rewards = [row["reward/mean"] for row in told["metrics"][1:]]
+    assert sum(rewards[-5:]) / 5 > 0.85 > 0.65 > sum(rewards[:5]) / 5
+    assert told["scores"]["trained"]["avg@4"] > 0.85 > 0.65 > told["scores"]["base"]["avg@4"]
+    assert told["handlers"] == ["0", "0"]  # SIG_DFL: the process keeps its own
+    assert told["page"].startswith("<iframe sandbox srcdoc=")
+    assert "continuing from results/letters/train/checkpoints/step_000010" in done.stderr
+    assert "─ 0 writer (shared v" in done.stdout  # the trajectory that was shown
+    played = read_trajectories(tmp_path / "results/letters/train/trajectories/step_000039.parquet")
+    assert len(played) == 8 * 8
+    for one in played:  # the reward is what the page says: the share of words with the letter that was asked for
+        letter = re.search(r"words with (\w)\.", one.turns[0].messages[-1].content)[1]
+        words = f"{one.turns[0].text} {one.turns[1].text}".split()
+        assert one.outcome == pytest.approx(sum(letter in word for word in words) / max(1, len(words)))
+        assert [t.reward for t in one.turns] == [one.outcome] * 2
+    assert (tmp_path / "exported" / "config.json").is_file()
