@@ -10,7 +10,7 @@ STORE  ?= sqlite:///results/mlflow.db
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-package test-sglang test-gateway test-nodes lint format bench bench-gpu exactness ui lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-package test-sglang test-gateway test-nodes test-slurm lint format bench bench-gpu exactness ui lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ test: $(STAMP) ## run every test, in two processes (WORKERS=2)
 
 test-sglang: $(STAMP) .venv-sglang/.stamp ## run engines, transports and a training against real SGLang servers (.venv-sglang)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang --sglang .venv-sglang/bin/python tests/contract/test_engines.py tests/sglang
+
+test-slurm: $(STAMP) ## run jobs, failures, preemption and a paper's table on a real Slurm from Debian's packages
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --slurm tests/slurm tests/workflow/test_training.py
 
 test-package: $(STAMP) ## build the package, check it, and use it in an empty environment and folder
 	tests/package.sh $(BIN)/python

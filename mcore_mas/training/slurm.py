@@ -1,18 +1,21 @@
-"""A job of Slurm: signals that reach the training alone, and its place in the queue again once it has saved."""
+"""A job of Slurm: stop signals for the training alone, its place in the queue again, a Ray over its machines."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mcore_mas.training.stopping import STOP_SIGNALS, Stopped
+from mcore_mas.training.stopping import STOP_SIGNALS, Stopped, TrainingError
+from rollout.base.processes import free_port, start_group, stop_group
 
 _PATIENCE_S = 600.0  # longer than what Slurm gives a job between a signal and its end
+_JOIN_S = 300.0  # in which all machines of a job join its Ray
 
 
 @contextmanager
@@ -49,6 +52,56 @@ def queued_again(checkpoints: Path) -> Iterator[None]:
         print(f"{stopped}; waiting for Slurm to end this job", flush=True)
         time.sleep(_PATIENCE_S)
         raise
+
+
+@contextmanager
+def ray_over(nodes: int, cpus: int, log: Path) -> Iterator[str | None]:
+    """A Ray over the machines of this job for the block; gives its address, None on one machine.
+
+    It is started by `srun`, in the working folder of this process, which is on the first machine.
+
+    Args:
+        nodes: machines of the job.
+        cpus: processors of each that Ray is told of; GPUs it counts itself.
+        log: file for what Ray says.
+
+    Raises:
+        TrainingError: the machines have not all joined within five minutes.
+    """
+    if nodes == 1:
+        yield None
+        return
+    os.environ["RAY_AUTH_MODE"] = "token"  # the head makes one in the home folder, which the machines share
+    import ray
+
+    here = ray.util.get_node_ip_address()
+    address = f"{here}:{free_port(here)}"
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    start += [f"--num-cpus={cpus}"]
+    head = [*start, "--head", f"--node-ip-address={here}", f"--port={address.rpartition(':')[2]}"]
+    others = ["srun", "--overlap", "--relative=1", f"--nodes={nodes - 1}", f"--ntasks={nodes - 1}"]
+    others += ["--ntasks-per-node=1", f"--cpus-per-task={cpus}", *start, f"--address={address}"]
+    with ExitStack() as stack:
+        for command, joined in (([*head, "--include-dashboard=false"], 1), (others, nodes)):
+            stack.callback(stop_group, start_group(command, log=log))
+            _wait_for_machines(address, joined, log)
+        yield address
+
+
+def _wait_for_machines(address: str, nodes: int, log: Path) -> None:
+    import ray
+
+    deadline, joined = time.monotonic() + _JOIN_S, 0
+    while joined < nodes:
+        if time.monotonic() > deadline:
+            raise TrainingError(f"{joined} of {nodes} machines joined Ray at {address} in {_JOIN_S:.0f} s; see {log}")
+        try:
+            ray.init(address=address, log_to_driver=False)
+            joined = sum(node["Alive"] for node in ray.nodes())
+        except ConnectionError:  # the head is not up yet
+            joined = 0
+        ray.shutdown()
+        time.sleep(1)
 
 
 def _steps(checkpoints: Path) -> set[str]:

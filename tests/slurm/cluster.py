@@ -33,8 +33,16 @@ PACKAGES = [
     "libhwloc15",
     "liblua5.1-0",
 ]
-ACCOUNTING = ["slurmdbd", "slurm-wlm-mysql-plugin", "mariadb-server-core", "libaio1", "liburing2", "libmariadb3"]
-GPUS, CPUS, MEMORY = 4, 8, 16_000  # of a node, pretended; memory in MB
+ACCOUNTING = [
+    "slurmdbd",
+    "slurm-wlm-mysql-plugin",
+    "mariadb-server-core",
+    "mariadb-client-core",
+    "libaio1",
+    "liburing2",
+]
+ACCOUNTING += ["libmariadb3"]
+GPUS, CPUS, MEMORY = 4, 12, 64_000  # of a node, pretended; memory in MB
 
 
 class NoSlurm(RuntimeError):
@@ -120,11 +128,13 @@ class Slurm(AbstractContextManager["Slurm"]):
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.partition("=")[::2] for word in words)
 
-    def train(self, run: Path, *options: str) -> str:
+    def train(self, run: Path, *options: str, nodes: int = 1) -> str:
         """Submit a training in one step of a job, as the rule `train` does; gives the job's number."""
         command = [sys.executable, str(Path(__file__).with_name("training_job.py")), str(run / "config.yaml")]
-        step = ["srun", "-n1", "--cpus-per-task=4", *command, str(run / "logs" / "train.log")]
-        size = ["--requeue", "--ntasks=1", "--cpus-per-task=4", "--mem=4000", f"--output={run}/slurm.out"]
+        command += [str(run / "logs" / "train.log"), str(nodes), "4"]
+        step = ["srun", "-n1", "--cpus-per-task=4", f"--nodes={nodes}", *command]
+        size = ["--requeue", f"--nodes={nodes}", f"--ntasks={nodes}", "--cpus-per-task=4", "--mem=4000"]
+        size += [f"--output={run}/slurm.out"]
         return self.run("sbatch", "--parsable", *size, *options, f"--wrap={shlex.join(step)}").strip()
 
     def ended(self, number: str, seconds: float = 600) -> str:
@@ -181,6 +191,7 @@ class Slurm(AbstractContextManager["Slurm"]):
         server = ["mariadbd", "--no-defaults", *base, f"--socket={sql}", "--skip-networking"]
         self._daemon(stack, "mariadb", [*server, "--innodb-buffer-pool-size=64M", "--skip-grant-tables"])
         wait_until(sql.exists, 60)
+        self.env["MYSQL_UNIX_PORT"] = str(sql)
         self._daemon(stack, "slurmdbd", ["slurmdbd", "-D"])
         wait_until(lambda: "error" not in self.run("sacctmgr", "-n", "show", "cluster", check=False), 60)
         for words in ("cluster c", "account lab", f"user {user} account=lab"):
@@ -237,6 +248,8 @@ class Slurm(AbstractContextManager["Slurm"]):
         if self.accounting:
             port = free_port()
             conf += ["AccountingStorageHost=127.0.0.1", f"AccountingStoragePort={port}"]
+            conf += ["AccountingStoreFlags=job_comment"]
+            conf += [f"AccountingStoragePass={folder / 'munge.sock'}"]
             database = folder / "slurmdbd.conf"
             database.write_text(
                 f"AuthType=auth/munge\nAuthInfo=socket={folder / 'munge.sock'}\nDbdHost=localhost\nDbdPort={port}\n"

@@ -1,13 +1,18 @@
-"""What the rule `train` runs in a job, without the Snakemake around it: `training_job.py CONFIG LOG`."""
+"""What the rule `train` runs in a job, without the Snakemake around it: `training_job.py CONFIG LOG NODES CPUS`."""
 
 import sys
 from pathlib import Path
 
 from mcore_mas.training.joblog import logged
-from mcore_mas.training.slurm import queued_again
+from mcore_mas.training.slurm import queued_again, ray_over
 
-config = Path(sys.argv[1])
-with logged(sys.argv[2]), queued_again(config.parent / "train" / "checkpoints"):
+config, log, nodes, cpus = sys.argv[1:]
+folder = Path(config).parent / "train"
+with (
+    logged(log),
+    queued_again(folder / "checkpoints"),
+    ray_over(int(nodes), int(cpus), folder / "ray.log") as address,
+):
     from mcore_mas.training.train import train
 
-    train(config)
+    train(Path(config), address)

@@ -3,9 +3,14 @@
 from pathlib import Path
 
 from mcore_mas.training.joblog import logged
-from mcore_mas.training.slurm import queued_again
+from mcore_mas.training.slurm import queued_again, ray_over
 
-with logged(snakemake.log[0]), queued_again(Path(snakemake.output.done).parent / "checkpoints"):
+folder, needs = Path(snakemake.output.done).parent, snakemake.resources
+with (
+    logged(snakemake.log[0]),
+    queued_again(folder / "checkpoints"),
+    ray_over(needs.nodes, needs.cpus_per_task, folder / "ray.log") as address,
+):
     from mcore_mas.training.train import train
 
-    train(Path(snakemake.params.config))
+    train(Path(snakemake.params.config), address)
