@@ -1,15 +1,27 @@
-"""Export of one policy of a run: its finished model, or the newest checkpoint as a Hugging Face folder."""
+"""Export of a policy as a model folder that others read: checked by what the run has recorded."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.training.checkpoint import newest
 from mcore_mas.training.recipe import identity_of
+from rollout.base.files import write_json, write_text
+from rollout.models.architecture import read_architecture, read_config
+from rollout.models.chat_template import CHAT_TEMPLATES, Renderer, has_chat_template
+from rollout.records.trajectory import Sampling, Turn, read_trajectories
+
+_TURNS = 32  # of the newest step, that are replayed
+_ANSWERED_BYTES = 4 << 30  # of weights, up to which answers are compared too
+_TOLERANCE = 0.01  # nats of a token's log-probability
+_ANYTHING = ("What is 20+24? Box it.", "\\boxed{44} <answer>Alice</answer>")  # where nothing is recorded
 
 
 class ExportError(ValueError):
@@ -24,7 +36,8 @@ def export(run: Path, policy: str, to: Path, note: Callable[[str], None], *, ada
         adapter: write the adapter alone, in PEFT's format, instead of the whole model.
 
     Raises:
-        ExportError: there is no such policy or adapter, `to` holds something, or nothing has been trained yet.
+        ExportError: there is no such policy or adapter, `to` holds something, nothing has been trained yet, or others
+            would not read what was written as the run does.
         ConfigError, ModelError: the run's config or model is not there.
     """
     config = RunConfig.load(run / "config.yaml")
@@ -36,13 +49,15 @@ def export(run: Path, policy: str, to: Path, note: Callable[[str], None], *, ada
         source = finished / "adapter" if adapter else finished
         note(f"{policy} from {source}")
         shutil.copytree(source, to, dirs_exist_ok=True)
-        return
-    checkpoints = run / "train" / "checkpoints"
-    found = newest(checkpoints, identity_of(config), note) if checkpoints.is_dir() else None
-    if found is None:
-        raise ExportError(f"{run}: no finished model and no valid checkpoint; train it first")
-    note(f"{policy} from {found.folder}")
-    _write(config, policy, found.folder / policy, to, adapter=adapter)
+    else:
+        checkpoints = run / "train" / "checkpoints"
+        found = newest(checkpoints, identity_of(config), note) if checkpoints.is_dir() else None
+        if found is None:
+            raise ExportError(f"{run}: no finished model and no valid checkpoint; train it first")
+        note(f"{policy} from {found.folder}")
+        _write(config, policy, found.folder / policy, to, adapter=adapter)
+    if not adapter:
+        _replay(to, config.policies[policy], _recorded(run, policy), note)
 
 
 def _check(config: RunConfig, run: Path, policy: str, *, adapter: bool) -> None:
@@ -69,3 +84,114 @@ def _write(config: RunConfig, policy: str, checkpoint: Path, to: Path, *, adapte
         (trainer.model.write_adapter if adapter else trainer.model.write)(to)
     finally:
         destroy_process_groups()
+
+
+def _recorded(run: Path, policy: str) -> list[Turn]:
+    """Turns of a policy in the newest step that the run has recorded."""
+    files = sorted((run / "train" / "trajectories").glob("step_*.parquet"))[-1:]
+    turns = [turn for file in files for trajectory in read_trajectories(file) for turn in trajectory.turns]
+    return [turn for turn in turns if turn.policy == policy][:_TURNS]
+
+
+def _replay(folder: Path, policy: PolicyConfig, turns: Sequence[Turn], note: Callable[[str], None]) -> None:
+    """Have transformers read `folder` as everybody does, and compare with what this project reads in it.
+
+    Raises:
+        ExportError: it gives other token ids, or other log-probabilities.
+    """
+    if policy.chat_template is not None and not has_chat_template(folder):
+        write_text(folder / "chat_template.jinja", CHAT_TEMPLATES[policy.chat_template])
+    renderer = Renderer(folder, template=policy.chat_template, arguments=policy.chat_template_kwargs)
+    texts = [text for turn in turns for text in (*(m.text for m in turn.messages), turn.text)] or list(_ANYTHING)
+    prompts = [turn.prompt_ids for turn in turns[:2]] or [renderer.encode(_ANYTHING[0])]
+    answers = _answers(folder, prompts) if _is_small(folder) else []
+    if not _same_ids(folder, renderer, texts):
+        _as_llama(folder)
+        note("written as a Llama with biases: AutoTokenizer would read the tokenizer of a Qwen2 in another way")
+        if not _same_ids(folder, renderer, texts):
+            raise ExportError(f"{folder}: AutoTokenizer gives other token ids than the run had")
+    gap = _gap(folder, prompts, answers)
+    if gap > _TOLERANCE:
+        raise ExportError(f"{folder}: log-probabilities in transformers are {gap:.2g} nats from the run's engine's")
+    compared = f"log-probabilities of {sum(len(ids) for ids, _ in answers)} tokens" if answers else "no answers"
+    note(f"checked: ids of {len(texts)} texts and {compared} are those of transformers")
+
+
+def _is_small(folder: Path) -> bool:
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return size <= _ANSWERED_BYTES and read_architecture(folder).experts is None
+
+
+def _same_ids(folder: Path, renderer: Renderer, texts: Sequence[str]) -> bool:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    return all(tuple(tokenizer.encode(text, add_special_tokens=False)) == renderer.encode(text) for text in texts)
+
+
+def _answers(folder: Path, prompts: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """What this project's engine answers to prompts: ids and log-probabilities, [C] each."""
+    from rollout.engines.embedded.batching import LocalEngine
+
+    longest = max(map(len, prompts)) + 16
+    engine = LocalEngine(folder, max_length=longest, rows=2)
+
+    async def ask() -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        said = [await engine.generate(ids, Sampling(max_tokens=16, seed=n)) for n, ids in enumerate(prompts)]
+        return [(completion.token_ids, completion.logprobs) for completion in said]
+
+    return asyncio.run(ask())
+
+
+def _gap(
+    folder: Path, prompts: Sequence[Sequence[int]], answers: Sequence[tuple[Sequence[int], Sequence[float]]]
+) -> float:
+    """How far transformers' log-probabilities of the answers are from the engine's, at most."""
+    if not answers:
+        return 0.0
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True).eval()
+    worst = 0.0
+    for prompt, (ids, logprobs) in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        own = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        worst = max(worst, float((own - torch.tensor(logprobs)).abs().max()))
+    return worst
+
+
+def _as_llama(folder: Path) -> None:
+    """Write a Qwen2 as what it is too: a Llama whose projections have biases, those of the output being 0.
+
+    transformers replaces the pre-tokeniser of any Qwen2 by that of the published ones.
+
+    Raises:
+        ExportError: it is no Qwen2.
+    """
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    config = read_config(folder)
+    if config.get("model_type") != "qwen2":
+        raise ExportError(f"{folder}: AutoTokenizer gives other token ids than the run had")
+    for key in ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"):
+        config.pop(key, None)
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": False}
+    write_json(folder / "config.json", {**config, **llama})
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        told = json.loads(index.read_text(encoding="utf-8"))
+    else:
+        (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
+        with safe_open(folder / "model-00001.safetensors", "pt") as held:
+            told = {"metadata": {}, "weight_map": dict.fromkeys(held.keys(), "model-00001.safetensors")}
+    biases = {
+        f"model.layers.{layer}.self_attn.o_proj.bias": torch.zeros(config["hidden_size"])
+        for layer in range(config["num_hidden_layers"])
+    }
+    save_file(biases, folder / "model-biases.safetensors", metadata={"format": "pt"})
+    told["weight_map"] |= dict.fromkeys(biases, "model-biases.safetensors")
+    write_json(index, told)
