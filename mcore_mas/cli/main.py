@@ -81,6 +81,15 @@ def run_suite(
     os.execv(sys.executable, [*command, *(["--config", *own] if own else [])])  # noqa: S606
 
 
+@app.command("new", rich_help_panel=_PANEL)
+def new_team(name: Annotated[str, typer.Argument(help="Of the project, and of its Python package.")]) -> None:
+    """Write a project of your own: team, environment, reward, tasks and test, which learn in minutes on a laptop."""
+    from mcore_mas.pipeline.scaffold import new_project
+
+    folder = new_project(name, Path())
+    print(f"{folder}/  next: cd {folder}; mcore-mas run {name}.yaml  (README.md says what each file has)")
+
+
 @app.command("check", rich_help_panel=_PANEL)
 def check_runs(suite: _Suite, overrides: _Overrides = None) -> None:
     """Say everything that is known to fail, before it costs anything: models, layouts, lengths, prompts, files."""

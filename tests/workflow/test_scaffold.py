@@ -1,0 +1,46 @@
+"""A project that `mcore-mas new` writes passes its own test, composes, and plans."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.pipeline.scaffold import ScaffoldError, new_project
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return new_project("poets", tmp_path_factory.mktemp("home"))
+
+
+def said(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.slow
+def test_its_own_test_passes_and_its_suite_plans(project: Path) -> None:
+    assert not [file for file in project.rglob("*") if "my_team" in file.name]
+    tested = said(project, "pytest", "-q", "-p", "no:cacheprovider", "tests")
+    assert tested.returncode == 0 and "3 passed" in tested.stdout, tested.stdout
+    checked = said(project, "mcore_mas", "check", "poets.yaml")
+    assert (checked.returncode, checked.stdout) == (0, "ok: poets\n")
+    planned = said(project, "mcore_mas", "run", "poets.yaml", "trainer.steps=2", "--dry-run", "--quiet", "rules")
+    assert planned.returncode == 0, planned.stderr
+    assert not (project / "results").exists()
+
+
+def test_a_name_that_is_no_package_or_is_taken_is_refused(project: Path) -> None:
+    for name in ("my-team", "class", "rollout", "../x", ""):
+        with pytest.raises(ScaffoldError, match="cannot be a Python package"):
+            new_project(name, project.parent)
+    with pytest.raises(ScaffoldError, match="something is there already"):
+        new_project("poets", project.parent)
