@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,7 +56,7 @@ class UsageError(ValueError):
 @inspection_commands.command("show", rich_help_panel=_TRAJECTORIES)
 def show_trajectory(
     file: Annotated[Path, typer.Argument(help="Trajectories: a parquet file under train/trajectories or evaluation.")],
-    index: Annotated[int, typer.Option(help="Which of the file's trajectories, from 0.")] = 0,
+    index: Annotated[int | None, typer.Option(help="Which of the file's trajectories, from 0; else a list.")] = None,
     trajectory: Annotated[str | None, typer.Option("--id", help="Show this trajectory instead.")] = None,
     branches: Annotated[
         bool, typer.Option("--branches", help="Of a tree, also the branches that did not go on.")
@@ -66,23 +67,34 @@ def show_trajectory(
         typer.Option(help="Of a game: draw it into this .svg file instead, or all of the file's into a folder."),
     ] = None,
 ) -> None:
-    """Print a trajectory as a conversation: who said what to whom, tools, rewards, advantages."""
+    """List a file's trajectories, or print one as a conversation: who said what to whom, tools, rewards, advantages."""
     from mcore_mas.reports.pages import draw_games, find_trajectory, trajectory_page
-    from mcore_mas.reports.terminal import advantages_of, print_trajectory
+    from mcore_mas.reports.terminal import advantages_of, print_trajectories, print_trajectory
     from rollout.base.files import write_text
     from rollout.records.trajectory import read_trajectories
 
     if picture is not None:
-        print("\n".join(map(str, draw_games(file, picture, index=index, trajectory_id=trajectory))))
+        print("\n".join(map(str, draw_games(file, picture, index=index or 0, trajectory_id=trajectory))))
         return
     trajectories = read_trajectories(file)
-    chosen = find_trajectory(file, trajectories, index, trajectory)
     advantages = advantages_of(file, trajectories)
+    console = Console(highlight=False)
+    if len(trajectories) > 1 and (index, trajectory, html) == (None, None, None):
+        with _paged(console):
+            print_trajectories(trajectories, console, advantages, file)
+        return
+    chosen = find_trajectory(file, trajectories, index or 0, trajectory)
     if html is None:
-        print_trajectory(chosen, Console(highlight=False), advantages, branches=branches)
+        with _paged(console):
+            print_trajectory(chosen, console, advantages, branches=branches)
         return
     write_text(html, trajectory_page(chosen, advantages))
     print(html)
+
+
+def _paged(console: Console) -> AbstractContextManager[object]:
+    """A pager, where somebody sits at a terminal."""
+    return console.pager() if console.is_terminal else nullcontext()
 
 
 @inspection_commands.command("explain", rich_help_panel=_TRAJECTORIES)
@@ -103,7 +115,9 @@ def explain_credit(
         if not (key and sign):
             raise UsageError(f"--option {item}: expected key=value, for example --option lone=raw")
     options = {key: yaml.safe_load(value) for key, _, value in pairs}
-    print_credit(file, advantage, options, task, limit, Console(highlight=False))
+    console = Console(highlight=False)
+    with _paged(console):
+        print_credit(file, advantage, options, task, limit, console)
 
 
 @inspection_commands.command("verify", rich_help_panel=_DATA)

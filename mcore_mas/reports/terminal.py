@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Console
+from rich.console import Group as Lines
 from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
@@ -20,7 +22,7 @@ from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.pages import TurnAdvantages
 from rollout.base.schema_words import invalid
 from rollout.base.text import shown_text
-from rollout.records.trajectory import Group, Task, Trajectory, Turn, read_trajectories
+from rollout.records.trajectory import Group, Status, Task, Trajectory, Turn, read_trajectories
 
 
 def plain(text: str, style: str = "") -> Text:
@@ -66,7 +68,8 @@ def print_trajectory(
         seen.add(turn.index)
         colour = ("green" if turn.valid else "red") if (turn.node, turn.index) in path else "dim"
         advantage = advantages.get((trajectory.id, turn.node, turn.index))
-        console.print(Panel(plain(turn.text), title=_title(turn, advantage), border_style=colour))
+        said = Lines(plain(turn.text), plain(_facts(turn, advantage), style="dim"))
+        console.print(Panel(said, title=plain(f"{turn.index} {turn.agent}"), border_style=colour))
         for event in trajectory.tools:
             if (event.after_turn, event.node) == (turn.index, turn.node):
                 title = plain(f"{event.tool}{' failed' if event.failed else ''}: {event.query}")
@@ -79,7 +82,7 @@ def _size(trajectory: Trajectory) -> str:
     return f"{len(trajectory.path)} turns on the path to {trajectory.leaf}, {len(trajectory.turns)} in the tree"
 
 
-def _title(turn: Turn, advantage: float | None) -> Text:
+def _facts(turn: Turn, advantage: float | None) -> str:
     oldest = f"v{turn.oldest_version} to " if turn.oldest_version < turn.policy_version else ""
     parts = [f"{turn.index} {turn.agent} ({turn.policy} {oldest}v{turn.policy_version})"]
     if turn.node:
@@ -94,7 +97,28 @@ def _title(turn: Turn, advantage: float | None) -> Text:
         parts.append("masked")
     if not turn.valid:
         parts.append("malformed")
-    return plain(" · ".join(parts))
+    return " · ".join(parts)
+
+
+def print_trajectories(
+    trajectories: Sequence[Trajectory], console: Console, advantages: TurnAdvantages, file: Path
+) -> None:
+    """Print a line for each trajectory of a file: its number and task, how it ended, its outcome and mean reward."""
+    table = Table(Column("#", justify="right"), Column("task", overflow="fold"), show_edge=False)
+    for heading in ("sample", "turns", "outcome", "reward", "advantage"):
+        table.add_column(heading, justify="right")
+    table.add_column("status")
+    for number, one in enumerate(trajectories):
+        rewards = [turn.reward for turn in one.turns if turn.reward is not None]
+        credit = [value for (of, _, _), value in advantages.items() if of == one.id]
+        numbers = (one.outcome, fmean(rewards) if rewards else None, fmean(credit) if credit else None)
+        style = "" if one.status is Status.COMPLETED else "red"
+        ended = one.status.value if not one.error else f"{one.status.value}: {one.trouble}"
+        cells = [str(one.sample), str(len(one.turns)), *("" if n is None else f"{n:.3g}" for n in numbers)]
+        table.add_row(str(number), plain(one.task_id), *cells, plain(ended), style=style)
+    console.print(table)
+    shows = f"{len(trajectories)} trajectories; one of them: mcore-mas show {file} --index 0"
+    console.print(plain(shows, "dim"))
 
 
 def print_credit(
@@ -175,13 +199,13 @@ def _groups_table(statistics: GroupStatistics, samples: Sequence[Sample], rows: 
 def _turns_table(groups: Mapping[str, GroupStatistics], samples: Sequence[Sample], rows: Sequence[int]) -> Table:
     """One line per turn: its reward, the vote it is part of in each comparison, and its advantage."""
     numbers = ["reward", *(f"vote ({label})" for label in groups), "advantage"]
-    table = Table("trajectory", "node", Column("turn", justify="right"), "agent", show_edge=False)
+    table = Table("sample", "node", Column("turn", justify="right"), "agent", show_edge=False)
     for heading in numbers:
         table.add_column(heading, justify="right")
     for sample, i in ((samples[i], i) for i in rows):
         low, high = min(sample.advantages or (0.0,)), max(sample.advantages or (0.0,))
         table.add_row(
-            sample.trajectory,
+            sample.trajectory.rpartition("/")[2],  # the task is in the title
             sample.node,
             str(sample.turn),
             sample.agent,

@@ -40,16 +40,16 @@ def test_drmas_shows_an_agents_votes_mean_and_deviation(file: Path) -> None:
     assert "peers: turns alike in task, agent; one vote per trajectory, node, turn" in lines
     assert "agent verifier │ 5, 5, 5, 4 │ 4 │ 4.75 │ 0.5" in lines
     assert "agent solver │ 1, 0 │ 2 │ 0.5 │ 0.7071" in lines
-    assert "0/t/0 │ │ 1 │ verifier │ 5 │ 5 │ +0.5000" in lines
-    assert "0/t/1 │ │ 1 │ verifier │ 4 │ 4 │ -1.5000" in lines
+    assert "0 │ │ 1 │ verifier │ 5 │ 5 │ +0.5000" in lines
+    assert "1 │ │ 1 │ verifier │ 4 │ 4 │ -1.5000" in lines
     assert "agent solver │ 1 │ 1 │ 1 │ 0" in lines  # task u: a lone vote
-    assert "0/u/0 │ │ 0 │ solver │ 1 │ 1 │ +0.0000" in lines
+    assert "0 │ │ 0 │ solver │ 1 │ 1 │ +0.0000" in lines
 
 
 def test_grpo_shows_the_vote_that_a_turn_is_part_of(file: Path) -> None:
     lines = said(file, "grpo")
     assert "all │ 4, 2 │ 2 │ 3 │ 1.414" in lines
-    assert "0/t/0 │ │ 3 │ verifier │ 5 │ 4 │ +0.7071" in lines
+    assert "0 │ │ 3 │ verifier │ 5 │ 4 │ +0.7071" in lines
 
 
 def test_two_statistics_are_two_tables(file: Path) -> None:
@@ -60,7 +60,7 @@ def test_two_statistics_are_two_tables(file: Path) -> None:
 
 def test_a_token_estimator_shows_the_range_over_the_turns_tokens(file: Path) -> None:
     lines = said(file, "reinforce_pp", gamma=0.5)
-    assert any(line.startswith("0/t/0 │ │ 0 │ solver │ 1 │ ") and " … " in line for line in lines)
+    assert any(line.startswith("0 │ │ 0 │ solver │ 1 │ ") and " … " in line for line in lines)
 
 
 def test_what_cannot_be_explained_is_one_line(file: Path) -> None:

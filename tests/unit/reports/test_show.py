@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from mcore_mas.training.logbook import Reporter
 from rollout.records.trajectory import Message, RecordError, ToolEvent, read_trajectories, write_trajectories
 from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
-from tests.support.played import trajectory, turn
+from tests.support.played import failed, trajectory, turn
 
 REPLIES = {("a", 0, ""): "1", ("a", 0, "1"): "5", ("a", 1, ""): "3", ("a", 1, "1.0"): "2", ("a", 1, "1.1"): "4"}
 
@@ -36,8 +37,8 @@ def record(path, tree):
     return path
 
 
-def shown(capsys, monkeypatch, *arguments) -> str:
-    monkeypatch.setenv("COLUMNS", "160")
+def shown(capsys, monkeypatch, *arguments, columns=160) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr("sys.argv", ["mcore-mas", "show", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -46,7 +47,7 @@ def shown(capsys, monkeypatch, *arguments) -> str:
 
 
 def titles(text):
-    return [line.strip("╭─╮ ") for line in text.splitlines() if "(p v0)" in line]
+    return [line.strip("│ ") for line in text.splitlines() if "(p v0)" in line]
 
 
 @pytest.fixture
@@ -108,3 +109,19 @@ def test_a_note_of_a_run_is_one_line_and_no_command(capsys) -> None:
     assert said.count("\n") == 1 and said.endswith("\\r\\nr train: 3/3 done\n")
     assert not set(said) & set("\x1b\x07\r\x9b\u202e")
     assert cause(ValueError(HOSTILE)).startswith("ValueError: \\x1b]0;owned")
+
+
+def test_a_file_of_several_is_listed_and_everything_fits_80_columns(capsys, monkeypatch, tmp_path) -> None:
+    played = [
+        replace(trajectory(replace(turn(0), reward=0.25), replace(turn(1), reward=0.75)), id="3/t/0", outcome=1.0),
+        replace(failed(turn(0), sample=1), id="3/t/1"),
+    ]
+    write_trajectories(tmp_path / "step_000003.parquet", played)
+    text = shown(capsys, monkeypatch, tmp_path / "step_000003.parquet", columns=80)
+    rows = [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
+    assert [row[0] for row in rows] == ["0", "1", "2"]  # two trajectories, and how many there are
+    assert "0.5" in rows[0] and "completed" in rows[0]  # the mean of 0.25 and 0.75
+    assert "failed: EngineError" in " ".join(rows[1])
+    one = shown(capsys, monkeypatch, tmp_path / "step_000003.parquet", "--index", "0", columns=80)
+    assert "reward 0.25" in " ".join(one.replace("│", " ").split())
+    assert max(map(len, (text + one).splitlines())) <= 80
