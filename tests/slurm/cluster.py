@@ -21,6 +21,8 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from rollout.base.processes import free_port, start_group, stop_group
 
 PACKAGES = [
@@ -113,9 +115,16 @@ class Slurm(AbstractContextManager["Slurm"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the jobs and all of Slurm, and remove the folder."""
-        self._stack.close()
-        shutil.rmtree(self.folder)
+        """End the jobs and all of Slurm, what they left running, and remove the folder."""
+        try:
+            self._stack.close()
+        finally:
+            for process in psutil.process_iter():
+                with suppress(psutil.Error):
+                    env = process.environ()
+                    if "SLURM_JOB_ID" in env and f"{self.folder}/bin" in env.get("PATH", ""):
+                        process.kill()
+            shutil.rmtree(self.folder)
 
     def run(self, *command: str, check: bool = True) -> str:
         """What a command of Slurm prints."""

@@ -50,7 +50,9 @@ def settings_of(stage):
 def needs_of(stage):
     """What jobs of `stage` ask a cluster for, from the plan of their run; with every attempt more memory."""
     machine = workflow.resource_settings.default_resources or {}
-    node_gpus = machine["node_gpus"].value if "node_gpus" in machine else 8
+    node_gpus = machine["node_gpus"].raw if "node_gpus" in machine else 8
+    if not isinstance(node_gpus, int) or node_gpus < 1:
+        raise SystemExit(f"error: default-resources, node_gpus: {node_gpus}; expected the GPUs of a machine, such as 8")
     needs = functools.cache(lambda run: SUITE.job_needs(run, stage, node_gpus))
     return {
         "mem_mb": lambda wildcards, attempt: needs(wildcards.run).memory_mb * attempt,
