@@ -72,7 +72,7 @@ def open_pages(
 
 
 _NEEDED = ("torch", "megatron-core", "ray", "transformers", "snakemake", "mlflow", "faiss-cpu", "pyarrow", "hydra-core")
-_OPTIONAL = ("transformer-engine", "sglang", "flash-attn", "gymnasium", "mcp", "alfworld")
+_OPTIONAL = ("transformer-engine", "sglang", "gymnasium", "mcp", "alfworld")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where Ray keeps its objects)
 _NEEDED_GIB = {"memory": 8, "shared memory": 0.5, "disk": 5}
 

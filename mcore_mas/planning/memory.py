@@ -14,8 +14,7 @@ from mcore_mas.megatron.spec import LoraSpec
 from rollout.models.architecture import Architecture
 from rollout.models.layout import ParallelLayout
 
-LOGITS = 64 << 20  # float32 logits that exist at a time (`mcore_mas/megatron/model/decoder.py`) ...
-_LOGITS_TIMES = 3  # ... and how many times as much computing with them takes
+LOGITS = 1 << 30  # float32 logits that exist at a time on a GPU (`mcore_mas/megatron/model/decoder.py`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +26,7 @@ class TrainerMemory:
     optimizer: float  # float32 master weights and Adam's two moments, or of these the largest weight's
     on_host: float  # moments that are kept in host memory
     activations: float  # of one micro-batch
-    logits: float  # a chunk of them, and the float32 gradient of the output layer
+    logits: float  # a chunk of them, its gradient and the output layer's, as the parameters are
 
     @property
     def kept(self) -> float:
@@ -114,14 +113,14 @@ def trainer_memory(a: Architecture, layout: ParallelLayout, kind: TrainerKind) -
     rows = a.vocab_padded(layout.tp) // layout.tp
     moments = 8 * trained / ranks if kind.host_moments else 0.0
     largest = max(rows * a.hidden, 2 * a.hidden * a.ffn // layout.tp)  # the embedding, or gate and up together
-    of_weight = 0 if kind.lora is not None else (4 + weight) * rows * a.hidden
+    of_weight = 0 if kind.lora is not None else weight * rows * a.hidden
     return TrainerMemory(
         weights=weight * (here + added),
         gradients=4 * trained * (2 if kind.agents > 1 else 1),
         optimizer=state * trained / ranks - moments + min(moments, 8 * largest),
         on_host=moments,
         activations=activation_bytes(a, layout, kind),
-        logits=0 if kind.value_head else _LOGITS_TIMES * LOGITS + of_weight,
+        logits=0 if kind.value_head else LOGITS * (1 + weight / 4) + of_weight,
     )
 
 

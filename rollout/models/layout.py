@@ -67,6 +67,11 @@ def check_fit(
         raise ModelError(
             f"ep: {layout.ep} on a model without experts; valid here: [1], nearest: 1 (dp is what repeats it)"
         )
+    if layers == "te" and targets:
+        raise ModelError(
+            "lora with layers: te would adapt what Transformer Engine's linear layers are given, before the norm that "
+            "they contain; use layers: local"
+        )
     if layers == "te" and importlib.util.find_spec("transformer_engine") is None:
         raise ModelError(
             "layers: te needs Transformer Engine, which is not installed here; use layers: local, or install "

@@ -368,7 +368,7 @@ def main(cases: list[str]) -> None:
 
     spec.rank_device = lambda: META  # before others take them from there
     spec.exchange = lambda value, group=None: [value] * dist.get_world_size(group)
-    from mcore_mas.megatron.model import attention, decoder, tree_ops
+    from mcore_mas.megatron.model import attention, head_ops, tree_ops
     from mcore_mas.megatron.state import weight_import
     from mcore_mas.megatron.step import trainer
 
@@ -377,7 +377,7 @@ def main(cases: list[str]) -> None:
     for module, name, methods, region in (
         (attention, "_TreeAttention", ("forward", "backward"), "attention"),
         (tree_ops, "KernelAttention", ("forward", "backward"), "attention"),
-        (decoder, "_Head", ("forward", "backward"), "head"),
+        (head_ops, "KernelHead", ("forward", "backward"), "head"),
     ):
         for method in methods:
             own = getattr(module, name)

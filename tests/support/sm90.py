@@ -12,9 +12,9 @@ ARCHITECTURE = "sm_90a"
 
 
 def compiled(
-    kernel: Any, signature: dict[str, Any], shape: tuple[Any, ...], *, warps: int, stages: int
+    kernel: Any, signature: dict[str, Any], shape: tuple[Any, ...] | int, *, warps: int, stages: int
 ) -> dict[str, int]:
-    """Registers, bytes spilled, KiB of shared memory and wgmma instructions of a kernel whose last parameter is SHAPE.
+    """Registers, bytes spilled, KiB of shared memory and wgmma instructions of a kernel whose last is `shape`.
 
     Args:
         signature: types by parameter, tuples for tuples; "stride" is an i32 that 16 divides, as it does pointers.
@@ -24,11 +24,13 @@ def compiled(
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
-    types = {**signature, names[-1]: ("constexpr",) * len(shape)}
+    types = {**signature, names[-1]: ("constexpr",) * len(shape) if isinstance(shape, tuple) else "constexpr"}
+    last = len(names) - 1
+    constants = {(last, i): value for i, value in enumerate(shape)} if isinstance(shape, tuple) else {(last,): shape}
     source = ASTSource(
         kernel,
         signature={name: _plain(kind) for name, kind in types.items()},
-        constexprs={(len(names) - 1, i): value for i, value in enumerate(shape)},
+        constexprs=constants,
         attrs=dict(_divisible([types[name] for name in names])),
     )
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
@@ -79,4 +81,18 @@ def tree_kernels(group: int, head_dim: int) -> list[dict[str, int]]:
         compiled(kernels.forward_kernel, out, queries, warps=ops.WARPS, stages=ops.STAGES),
         compiled(kernels.backward_q_kernel, of_q, queries, **backward),
         compiled(kernels.backward_kv_kernel, of_kv, keys, **backward),
+    ]
+
+
+def head_kernels() -> list[dict[str, int]]:
+    """The two kernels of the head, of bfloat16 weights."""
+    from mcore_mas.megatron.model import head_kernels as kernels
+    from mcore_mas.megatron.model import head_ops as ops
+
+    f, sizes, how = "*fp32", ("i32", "i32", "stride"), {"warps": ops.WARPS, "stages": 3}
+    rows = {"logits": f, "labels": "*i64", "temperatures": f, "found": f, "sizes": sizes}
+    gradient = {"logits": f, "labels": "*i64", "numbers": f, "gradient": "*bf16", "sizes": sizes}
+    return [
+        compiled(kernels.rows_kernel, rows, ops.BLOCK, **how),
+        compiled(kernels.gradient_kernel, gradient, ops.BLOCK, **how),
     ]

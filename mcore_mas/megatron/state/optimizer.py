@@ -219,6 +219,7 @@ class Offload:
         self._gradients = [gradient.untyped_storage() for gradient in gradients]
         self._kept = kept
         self._emptied: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []  # bytes of each, and what they were
+        self._host = torch.empty(0, dtype=torch.uint8)  # what was kept last; page-locked memory takes long to be had
 
     def sleep(self) -> int:
         """Give the memory away; returns how many bytes."""
@@ -226,7 +227,15 @@ class Offload:
         kept = {
             storage.data_ptr(): storage for tensor in self._kept() if (storage := tensor.untyped_storage()).nbytes()
         }
-        self._emptied += [(storage, storage.nbytes(), _host_copy(storage)) for storage in kept.values()]
+        sizes = [storage.nbytes() for storage in kept.values()]
+        if len(self._host) < sum(sizes):
+            self._host = torch.empty(0)  # before the larger one is there
+            self._host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        copies = self._host[: sum(sizes)].split(sizes) if sizes else ()
+        for storage, size, copy in zip(kept.values(), sizes, copies, strict=True):
+            self._emptied.append((storage, size, copy.copy_(_bytes(storage), non_blocking=True)))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copies are whole
         for storage, _, _ in self._emptied:
             storage.resize_(0)
         if torch.cuda.is_available():
@@ -237,13 +246,8 @@ class Offload:
         """Take the memory back, with the same bits in all that was kept."""
         for storage, size, copy in self._emptied:
             storage.resize_(size)
-            _bytes(storage).zero_() if copy is None else _bytes(storage).copy_(copy)
+            _bytes(storage).zero_() if copy is None else _bytes(storage).copy_(copy, non_blocking=True)
         self._emptied = []
-
-
-def _host_copy(storage: torch.UntypedStorage) -> Tensor:
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    return copy.copy_(_bytes(storage))
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from torch import Tensor
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.layout import BlockPlan, PackedTrees, TileSizes
 from mcore_mas.megatron.model.attention import _TreeAttention
+from mcore_mas.megatron.model.decoder import _Head
+from mcore_mas.megatron.model.head_ops import KernelHead
 from mcore_mas.megatron.model.tree_ops import KernelAttention
+from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 from mcore_mas.megatron.upload import upload
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
@@ -155,6 +159,52 @@ def test_a_subtree_that_ends_one_token_late_is_seen() -> None:
     assert torch.equal(one[:29], other[:29]) and float((one[29:] - other[29:]).abs().max()) > 0.1
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    init_process_groups(rank=0, threads=1)
+    yield
+    destroy_process_groups()
+
+
+@interpreted
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_the_head_in_float32_is_the_cpu_head(with_entropy: bool, one_rank: None) -> None:
+    rows, hidden, width, vocab = 7, 12, 80, 67  # 13 columns are padding
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(rows, hidden, generator=draw), torch.randn(width, hidden, generator=draw)
+    labels, temperatures = torch.randint(vocab, (rows,), generator=draw), torch.rand(rows, generator=draw) + 0.5
+    labels[0] = -3  # another rank's, which would say what it is
+    slope = torch.randn(2, rows, generator=draw)
+    found = []
+    for parts in (None, [slice(0, 4), slice(4, 7)]):
+        leaf, weights = x.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
+        given = (leaf, weights, labels, temperatures, vocab)
+        if parts is None:
+            logprobs, entropy = _Head.apply(*given)
+        else:
+            weights.main_grad = torch.ones(width, hidden)  # type: ignore[attr-defined]  # of a micro-batch before
+            logprobs, entropy = KernelHead.apply(*given, False, parts)
+        loss = (logprobs * slope[0]).sum() + (entropy * slope[1]).sum() * with_entropy
+        loss.backward()
+        of_weight = weights.grad if parts is None else weights.main_grad - 1
+        found.append([logprobs.detach()[1:], entropy.detach(), leaf.grad, of_weight])
+    assert weights.grad_added_to_main_grad  # Megatron adds nothing more
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        assert float((mine - theirs).abs().max()) <= 3e-6 * float(theirs.abs().max())
+    assert torch.equal(found[1][3][vocab:], torch.zeros(width - vocab, hidden))
+
+
+@interpreted
+def test_a_head_that_embeds_leaves_the_gradient_to_the_embedding(one_rank: None) -> None:
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.nn.Parameter(torch.randn(16, 8))
+    weight.main_grad = torch.zeros(16, 8)  # type: ignore[attr-defined]
+    logprobs, _ = KernelHead.apply(x, weight, torch.tensor([1, 2, 3]), torch.ones(3), 16, True, [slice(0, 3)])
+    logprobs.sum().backward()
+    assert weight.grad is None and not hasattr(weight, "grad_added_to_main_grad")
+    # Σ over columns of [j = l] − p_j is 0 in each row, so the gradient's rows add up to nothing
+    assert float(weight.main_grad.sum(0).abs().max()) < 1e-5 < float(weight.main_grad.abs().max())
+
+
 def test_shapes_are_known_without_a_kernel() -> None:
     plan = plan_of([(20, -1), (9, 0)], TileSizes(2, **SMALL))
     q, k, v = (torch.empty(29, h, 16, dtype=torch.bfloat16, device="meta", requires_grad=True) for h in (4, 2, 2))
@@ -172,8 +222,9 @@ def measured() -> dict[str, list[dict[str, int]]]:
     """Of each model the three kernels as compiled, in a process whose Triton does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = (
-        "import json, sys; from tests.support.sm90 import tree_kernels\n"
-        "print(json.dumps({name: tree_kernels(*shape) for name, shape in json.loads(sys.argv[1]).items()}))"
+        "import json, sys; from tests.support.sm90 import head_kernels, tree_kernels\n"
+        "found = {name: tree_kernels(*shape) for name, shape in json.loads(sys.argv[1]).items()}\n"
+        "print(json.dumps({**found, 'head': head_kernels()}))"
     )
     command = [sys.executable, "-c", code, json.dumps(COMPILED)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
@@ -187,6 +238,11 @@ def test_kernels_for_an_h200_keep_to_their_registers(model: str, measured: dict[
         assert kernel["spilled"] == 0 and kernel["registers"] <= most
         assert kernel["shared"] <= 160  # KiB of a multiprocessor's 227
         assert kernel["wgmma"] >= 16  # its tensor cores multiply
+
+
+def test_the_head_spills_nothing_either(measured: dict[str, list[dict[str, int]]]) -> None:
+    assert [kernel["spilled"] for kernel in measured["head"]] == [0, 0]
+    assert max(kernel["registers"] for kernel in measured["head"]) <= 64  # four programs of 256 threads at a time
 
 
 @pytest.mark.gpu

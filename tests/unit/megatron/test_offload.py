@@ -1,10 +1,12 @@
 """Memory that is given away comes back under every view of it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from mcore_mas.megatron.state import optimizer
-from mcore_mas.megatron.state.optimizer import Offload
+from mcore_mas.megatron.state.optimizer import Offload, OptimizerState
 
 
 def test_what_is_kept_comes_back_under_every_view() -> None:
@@ -61,3 +63,25 @@ def test_one_weights_moments_at_a_time_are_on_its_device(monkeypatch: pytest.Mon
     assert all(map(torch.equal, weights, whole.state))
     held = set(optimizer.MOMENTS)
     assert moved == [set(), held] * 3 + [held, held] * 3  # there and back for each weight; at first there are none
+
+
+def test_the_memory_of_what_is_kept_is_taken_once() -> None:
+    kept = [torch.arange(5.0), torch.arange(3)]
+    offload = Offload([], lambda: kept)
+    places = []
+    for _ in range(2):
+        assert offload.sleep() == 5 * 4 + 3 * 8
+        places.append(offload._host.data_ptr())
+        offload.wake()
+        assert (kept[0].tolist(), kept[1].tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2])
+    assert places[0] == places[1]
+
+
+def test_steps_are_restored_where_each_adam_counts_them() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    group = {"params": [weight], "lr": 0.1}  # Transformer Engine counts here, torch by tensor
+    adam = SimpleNamespace(param_groups=[group], state={})
+    held = OptimizerState(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)]), {"weight": weight})
+    held.load(lambda name, kind, first, last: torch.full((last - first,), 3.0), 7)
+    assert group["step"] == 7 and float(adam.state[weight]["step"]) == 7
+    assert weight.tolist() == adam.state[weight]["exp_avg"].tolist() == [3.0, 3.0]

@@ -109,7 +109,7 @@ def test_bytes_by_hand() -> None:
     # every layer's 8 inputs, and 4 h, q k v twice, attention's output and 4 f of one; 100 tokens of 2 bytes
     assert plain.activations == 200 * (2 * 8 + 32 + 2 * 16 + 8 + 64)
     assert trainer_memory(tiny(), ParallelLayout(), kind(recompute=False)).activations == 200 * 2 * (32 + 32 + 8 + 64)
-    assert plain.logits == 3 * 64 * 2**20 + (4 + 2) * 80
+    assert plain.logits == (4 + 2) * 2**28 + 2 * 80  # 2^28 logits and their gradients, 80 weights' gradients
     assert plain.total == plain.kept + plain.activations + plain.logits == 18 * n + 200 * 152 + plain.logits
     assert trainer_memory(tiny(), ParallelLayout(), kind(value_head=True)).logits == 0
     assert checkpoint_bytes(tiny(), {"trainer": kind()}) == 12 * n

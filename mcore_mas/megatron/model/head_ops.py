@@ -1,0 +1,125 @@
+"""The head on a GPU: cuBLAS' products in float32, and two passes of Triton's over each chunk of logits between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from mcore_mas.megatron.gpu import add_product
+
+BLOCK, WARPS = 4096, 8  # columns that a program reads at a time
+
+
+@torch.library.custom_op("mcore_mas::head_rows", mutates_args=())
+def _rows(logits: Tensor, labels: Tensor, temperatures: Tensor, columns: int) -> Tensor:
+    from mcore_mas.megatron.model import head_kernels as kernels
+
+    found = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
+    sizes = (columns, logits.shape[1], logits.stride(0))
+    kernels.rows_kernel[(len(logits),)](logits, labels, temperatures, found, sizes, BLOCK, num_warps=WARPS)
+    return found
+
+
+@_rows.register_fake
+def _(logits: Tensor, labels: Tensor, temperatures: Tensor, columns: int) -> Tensor:
+    return logits.new_empty(4, len(logits), dtype=torch.float32)
+
+
+@torch.library.custom_op("mcore_mas::head_gradient", mutates_args=())
+def _gradient(logits: Tensor, labels: Tensor, numbers: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    from mcore_mas.megatron.model import head_kernels as kernels
+
+    gradient = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    sizes = (columns, logits.shape[1], logits.stride(0))
+    blocks = -(-logits.shape[1] // BLOCK)
+    kernels.gradient_kernel[len(logits), blocks](logits, labels, numbers, gradient, sizes, BLOCK, num_warps=WARPS)
+    return gradient
+
+
+@_gradient.register_fake
+def _(logits: Tensor, labels: Tensor, numbers: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=dtype)
+
+
+class KernelHead(torch.autograd.Function):
+    """`apply(hidden, weight, labels, temperatures, columns, embeds, parts)`: as `logprobs_and_entropy`.
+
+    Labels count from this rank's first column. The weight's gradient is added to Megatron's float32 buffer where there
+    is one. Logits are float32, never rounded to the factors' bfloat16.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperatures: Tensor,
+        columns: int,
+        embeds: bool,
+        parts: Sequence[slice],
+    ) -> tuple[Tensor, Tensor]:
+        found = torch.empty(4, len(labels), dtype=torch.float32, device=hidden.device)
+        logits = hidden.new_empty(0)
+        for part in parts:
+            del logits  # before the next are made
+            logits = _logits(hidden[part], weight)
+            found[:, part] = _rows(logits, labels[part], temperatures[part], columns)
+        group = parallel_state.get_tensor_model_parallel_group()
+        peak = found[0].clone()
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        shrink = (found[0] - peak).exp()
+        sums = torch.stack([found[1] * shrink, found[2] * shrink, found[3]])
+        dist.all_reduce(sums, group=group)
+        log_z = peak + sums[0].log()
+        # H = log Z − E[z]
+        entropy = log_z - sums[1] / sums[0]
+        ctx.set_materialize_grads(False)
+        ctx.columns, ctx.embeds, ctx.parts = columns, embeds, parts
+        ctx.total = getattr(weight, "main_grad", None)
+        ctx.save_for_backward(hidden, weight, labels, temperatures, log_z, entropy, logits)
+        return sums[2] - log_z, entropy
+
+    @staticmethod
+    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, temperatures, log_z, entropy, kept = ctx.saved_tensors
+        given = [torch.zeros_like(log_z) if x is None else x for x in (of_logprobs, of_entropy)]
+        numbers = torch.stack([temperatures, log_z, entropy, *given])
+        of_hidden, total = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            total = torch.zeros(weight.shape, device=weight.device) if ctx.total is None else ctx.total
+        for part in ctx.parts:
+            logits = kept if part is ctx.parts[-1] else _logits(hidden[part], weight)
+            gradient = _gradient(logits, labels[part], numbers[:, part].contiguous(), ctx.columns, weight.dtype)
+            del logits
+            of_hidden[part] = gradient @ weight
+            if total is not None:
+                add_product(total, gradient.t(), hidden[part])
+        # every rank has the part of its own columns
+        dist.all_reduce(of_hidden, group=parallel_state.get_tensor_model_parallel_group())
+        return of_hidden, _of_weight(weight, total, ctx), None, None, None, None, None
+
+
+def _of_weight(weight: Tensor, total: Tensor | None, ctx: Any) -> Tensor | None:
+    """The gradient as autograd is to see it: of a buffer it is told nothing new, where another use passes one on."""
+    if total is None or ctx.total is None:
+        return None if total is None else total.to(weight.dtype)
+    return None if ctx.embeds else added(weight)
+
+
+def added(weight: Tensor) -> Tensor:
+    """A gradient that says nothing: Megatron asks for one, but it is in its buffer already."""
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[rows, columns] float32."""
+    if hidden.dtype == torch.float32:
+        return hidden @ weight.t()
+    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
