@@ -71,6 +71,7 @@ def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool) -> 
         settings |= {
             "python": str(engine.python) if engine.python else None,
             "urls": engine.urls,
+            "members": engine.members,
             "key": engine.key_file.read_text().strip() if engine.key_file else None,
             "replicas": engine.replicas,
             "tp": engine.tp,

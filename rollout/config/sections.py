@@ -257,6 +257,7 @@ class EngineConfig(Section):
     # of name: sglang
     python: Path | None = None  # interpreter of SGLang's own environment ...
     urls: tuple[str, ...] = ()  # ... or servers that run already
+    members: Path | None = None  # file with the URLs of further servers, which may change while a run trains
     key_file: Path | None = None  # of servers on other machines
     replicas: int = Field(1, ge=1)  # servers per policy
     tp: int = Field(1, ge=1)  # GPUs of each
@@ -278,8 +279,8 @@ class EngineConfig(Section):
             raise ValueError(
                 "sglang needs python, the interpreter of its own environment (requirements/sglang.txt), or urls"
             )
-        if self.name == "embedded" and (self.python or self.urls or self.options):
-            raise ValueError("python, urls and options are settings of sglang; set name: sglang")
+        if self.name == "embedded" and (self.python or self.urls or self.members or self.options):
+            raise ValueError("python, urls, members and options are settings of sglang; set name: sglang")
         if self.name == "sglang" and self.device != "cpu":
             raise ValueError("device is a setting of the embedded engine; sglang takes the GPUs there are")
         for url in self.urls:

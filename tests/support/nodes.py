@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 _SECONDS = 900  # after which a node that was left behind ends by itself
 _INSIDE = "hostname {name}; mount -t tmpfs -o size=4g tmpfs /dev/shm; mount -t tmpfs tmpfs {ray}; exec sleep {seconds}"
 _RAY = Path("/tmp/ray")
@@ -95,6 +97,15 @@ class Nodes:
         """`command` as it is run on a node, in `folder`."""
         enter = ["nsenter", "-t", str(self._inside(number)), "-n", "-m", "-u", "-p"]
         return [*enter, "env", "-C", str(folder), *command]
+
+    def running(self, number: int, name: str) -> list[int]:
+        """The processes of Ray's actors of class `name` on a node, as this machine numbers them."""
+        found = []
+        for process in psutil.Process(self._inside(number)).parent().children(recursive=True):
+            with suppress(psutil.Error):
+                if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{name}"):
+                    found.append(process.pid)
+        return sorted(found)
 
     def cut(self, number: int) -> None:
         """Take a node off the network; its processes go on and hear nothing."""

@@ -172,3 +172,24 @@ def test_a_gang_across_two_nodes_loses_one_and_ends_as_it_would_have(tmp_path: P
     assert f"lost node {nodes.address(2)}; trainers start again from the newest checkpoint, 2 restarts left" in said
     assert "cluster.pool: shared needs 2 CPUs and there are 1" in said
     assert (digests(run), rows(run)) == trained_here(run, tmp_path)
+
+
+@pytest.mark.usefixtures("long")
+def test_engines_elsewhere_go_on_when_trainers_lose_their_node(tmp_path: Path) -> None:
+    run = make_run(tmp_path, *SETTINGS, "policies.solver.tp=2", "trainer.steps=3")
+    with nodes_of(tmp_path, [1, 2, 2]) as nodes, training(nodes, run, tmp_path / "log") as ended:
+        until(lambda: len(rows(run)) == 2, 250, "the first step")
+        ranks_at = {number: len(nodes.running(number, "_Rank")) for number in (1, 2, 3)}
+        lost = next(number for number in (2, 3) if ranks_at[number] == 2)  # the solver's: they share tensors
+        others = [number for number in (1, 2, 3) if number != lost]
+        assert sum(ranks_at[number] for number in others) == 1  # the verifier's
+        engines = [nodes.running(number, "Host") for number in others]
+        assert sum(map(len, engines)) == 2
+        nodes.kill(lost)
+        until(lambda: "waiting for nodes" in (tmp_path / "log").read_text(), 120, "the loss is noticed")
+        nodes.start_ray(nodes.add(), 2)
+        until(lambda: len(rows(run)) == 3, 250, "the second step")
+        assert [nodes.running(number, "Host") for number in others] == engines
+        said = ended()
+    assert f"lost node {nodes.address(lost)}; trainers start again" in said
+    assert (digests(run), rows(run)) == trained_here(run, tmp_path)

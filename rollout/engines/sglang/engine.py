@@ -17,7 +17,7 @@ from rollout.base.files import memory_path
 from rollout.base.processes import say
 from rollout.engines import Tag, TrainedEngine, problem_of
 from rollout.engines.sglang.client import Lost, body_of, completion_of
-from rollout.engines.sglang.fleet import Checks, Fleet, LostWeights
+from rollout.engines.sglang.fleet import Checks, Fleet, Left, LostWeights
 from rollout.engines.sglang.server import Replica
 from rollout.engines.sglang.settings import PUSHED, SGLangSettings
 from rollout.records.trajectory import Completion, Sampling
@@ -56,14 +56,15 @@ class SGLangEngine(TrainedEngine):
         self._replicas = self._fleet.replicas
         self._checks = Checks(self._settings, tell)
         self._last: WeightUpdate | None = None  # that the servers took; None: their weights are the folder's
+        self._new: list[Replica] = []  # servers that join with the update under way
         self._update: _Update | None = None  # under way, between `begin_update` and `commit_update`
         self._lost = LostWeights(self._fleet)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def starts(self) -> int:  # type: ignore[override]
-        """How often servers were started, in all."""
-        return sum(replica.starts for replica in self._replicas)
+        """How often servers were started or left, in all."""
+        return sum(replica.starts for replica in self._replicas) + self._fleet.left
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion.
@@ -74,33 +75,39 @@ class SGLangEngine(TrainedEngine):
         problem = problem_of(prompt_ids, sampling, self._settings.vocab, self._settings.max_length)
         if problem:
             raise EngineError(problem)
-        replica = _route(prompt_ids, sampling.session, self._replicas, self._settings.rows)
         body = body_of(prompt_ids, sampling, seeded=self._settings.seeded)
-        try:
-            with replica.decoding():
-                reply = await self._fleet.call(replica, "/generate", body, weighed=True)
-        except asyncio.CancelledError:
-            if replica.ready:
-                self._later(replica.client.call("/abort_request", {"rid": body["rid"]}))
-            raise
-        return completion_of(reply, self.version)
+        while True:
+            replica = _route(prompt_ids, sampling.session, self._replicas, self._settings.rows)
+            try:
+                with replica.decoding():
+                    reply = await self._fleet.call(replica, "/generate", body, weighed=True)
+            except Left:
+                continue  # another one is asked
+            except asyncio.CancelledError:
+                if replica.ready:
+                    self._later(replica.client.call("/abort_request", {"rid": body["rid"]}))
+                raise
+            return completion_of(reply, self.version)
 
     async def begin_update(self) -> SyncRoute:
         """The folder to write to; or the servers themselves, which then pause until `commit_update`."""
+        self._new = await self._fleet.meet()
         await self._fleet.alive()
         await self._learn()
         began = self._update.began if self._update else time.perf_counter()  # one that failed has left them paused
         self._update = _Update(began, self.starts)
         common: dict[str, Any] = {"transport": self._transport, "model": str(self._settings.folder)}
         if self._transport not in PUSHED:
-            known = self._last is not None and not self._fleet.stale
+            known = self._last is not None and not self._fleet.stale and not self._new
             state = {"base": self.version if known else None}
             return SyncRoute(place=str(self._place), options=self._settings.digest, state=state, **common)
         options = self._settings.digest | {"tp": self._settings.tp, "starts": self.starts}
         options["key"] = self._settings.key or self._settings.node_key
         options["sessions"] = await self._replicas[0].client.has("/begin_weight_update")
         await self._fleet.all("/pause_generation", {"mode": "retract"})
-        return SyncRoute(place=" ".join(replica.client.url for replica in self._replicas), options=options, **common)
+        await asyncio.gather(*(new.client.call("/pause_generation", {"mode": "retract"}) for new in self._new))
+        urls = [replica.client.url for replica in (*self._replicas, *self._new)]
+        return SyncRoute(place=" ".join(urls), options=options, **common)
 
     async def commit_update(self, update: WeightUpdate) -> None:
         """Serve the weights of `update` (see `TrainedEngine`); running requests go on with the new ones.
@@ -117,8 +124,14 @@ class SGLangEngine(TrainedEngine):
             began = begun.began if update.transport in PUSHED else began
         self._last, before, self._update = update, self._last, None
         try:
-            for replica in self._replicas:
-                await self._take(replica, update)
+            for replica in list(self._replicas):
+                with suppress(Left):
+                    await self._take(replica, update)
+            for replica in self._new:
+                with suppress(Lost):  # it is gone again, and never joined
+                    await self._apply(replica, update)
+                    self._fleet.join(replica)
+            self._new = []
         except EngineError:
             self._last = before
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rollout.base.errors import EngineError
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollout.sync import WeightUpdate
+
+
+class Left(EngineError):
+    """A server that had joined is gone; others go on."""
 
 
 class Fleet:
@@ -53,8 +58,40 @@ class Fleet:
             self.replicas = [attached_replica(url, settings) for url in settings.urls]
         else:
             self.replicas = [owned_replica(settings, number) for number in range(settings.replicas)]
+        self._settings, self._members = settings, dict[str, Replica]()  # that have joined or are about to, by URL
+        self.left = 0  # members so far
         self._gates: dict[int, asyncio.Lock] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def meet(self) -> list[Replica]:
+        """Let servers go that the file of members names no more; those that it names newly, and that answer.
+
+        They are asked for nothing before they have been given weights and are told to `join`.
+        """
+        named = await asyncio.to_thread(self._settings.named) if self._settings.members else []
+        for url in [url for url in self._members if url not in named]:
+            self.leave(self._members[url], f"{url} is not among the members any more")
+        new = [attached_replica(url, self._settings) for url in named if url not in self._members]
+        answers = await asyncio.gather(*(replica.client.up() for replica in new))
+        return [replica for replica, up in zip(new, answers, strict=True) if up]
+
+    def join(self, replica: Replica) -> None:
+        """Ask this server too, which has the present weights."""
+        replica.ready = True
+        self._members[replica.client.url] = replica
+        self.replicas.append(replica)
+        self.tell(f"SGLang: {replica.client.url} joined; {len(self.replicas)} servers")
+
+    def leave(self, replica: Replica, why: str) -> bool:
+        """Ask a member no more; False if it is none, or the last server, which stays."""
+        url = replica.client.url
+        if self._members.get(url) is not replica or len(self.replicas) == 1:
+            return False
+        self.replicas.remove(replica)
+        self.left += 1
+        del self._members[url]
+        self.tell(f"SGLang: {why}; {len(self.replicas)} servers")
+        return True
 
     async def call(
         self,
@@ -85,12 +122,19 @@ class Fleet:
 
     async def all(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         """`call` every server."""
-        await asyncio.gather(*(self.call(replica, path, body) for replica in self.replicas))
+        await self._each(lambda replica: self.call(replica, path, body))
 
     async def alive(self) -> None:
         """Every server runs, those that have died again."""
         # /health takes a second, and fails during a pause
-        await asyncio.gather(*(self.call(replica, "/model_info", method="GET") for replica in self.replicas))
+        await self._each(lambda replica: self.call(replica, "/model_info", method="GET"))
+
+    async def _each(self, act: Callable[[Replica], Awaitable[Any]]) -> None:
+        async def one(replica: Replica) -> None:
+            with suppress(Left):
+                await act(replica)
+
+        await asyncio.gather(*map(one, list(self.replicas)))
 
     async def revive(self, replica: Replica, starts: int, error: Lost) -> None:
         """Start again a server that was started `starts` times and is lost, with the present weights or paused.
@@ -126,7 +170,7 @@ class Fleet:
 
     async def wake(self, tags: Sequence[Tag]) -> None:
         """Take it again."""
-        await asyncio.gather(*(self._wake(replica, tags) for replica in self.replicas))
+        await self._each(lambda replica: self._wake(replica, tags))
 
     async def _wake(self, replica: Replica, tags: Sequence[Tag]) -> None:
         """SGLang dies of a tag that does not sleep, as none does in a server that was started again meanwhile."""
@@ -148,6 +192,8 @@ class Fleet:
         ended = await replica.ended()
         if not ended:
             raise EngineError(f"SGLang at {replica.client.url}: {error}; its process runs but does not answer")
+        if replica not in self.replicas or self.leave(replica, ended):
+            raise Left
         if not replica.ours or not self._restarts:
             raise EngineError(f"SGLang: {ended}{'; no restart is left' if replica.ours else ''}")
         self._restarts -= 1

@@ -49,6 +49,7 @@ class SGLangSettings:
     urls: Sequence[str] = ()  # ... servers that run already
     key: str | None = None  # of those
     far: bool = False  # servers of our own may be on other nodes: they listen at their node's address, with a key
+    members: Path | str | None = None  # file with the URLs of servers that join and leave, one a line
     replicas: int = 1  # servers of our own
     tp: int = 1  # GPUs of each server
     transport: str = "disk"
@@ -132,6 +133,19 @@ class SGLangSettings:
         saved = str(self._model.get("dtype") or self._model.get("torch_dtype") or "float32")
         return "float16" if saved == "float32" else saved
 
+    def named(self) -> list[str]:
+        """The servers that `members` names now; [] without such a file.
+
+        Raises:
+            EngineError: one is on another machine without a key or a way for weights.
+        """
+        file = Path(self.members or "")
+        lines = file.read_text().splitlines() if file.is_file() else []
+        urls = [line.strip().rstrip("/") for line in lines if line.strip() and not line.startswith("#")]
+        for url in urls:
+            self._check_url(url)
+        return list(dict.fromkeys(urls))
+
     def log_of(self, number: int) -> str:
         """The file that server `number` writes."""
         return str(Path(self.log).with_suffix(f".{number}.log"))
@@ -151,10 +165,10 @@ class SGLangSettings:
         if is_loopback(urlsplit(url).hostname or ""):
             return
         if not self.key:
-            raise EngineError(f"engine.urls: {url} is not on this machine; give the servers' key in engine.key_file")
+            raise EngineError(f"engine: {url} is not on this machine; give the servers' key in engine.key_file")
         if self.transport in PUSHED or not self.weights_folder:
             raise EngineError(
-                f"engine.urls: {url} is not on this machine; its weights go through a folder that both machines see: "
+                f"engine: {url} is not on this machine; its weights go through a folder that both machines see: "
                 "set engine.weights_folder, and engine.transport to disk or changed"
             )
 

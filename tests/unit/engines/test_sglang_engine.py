@@ -17,7 +17,7 @@ import torch
 from rollout.base.errors import EngineError
 from rollout.engines.sglang.client import body_of, completion_of
 from rollout.engines.sglang.engine import SGLangEngine
-from rollout.engines.sglang.server import Server, server_arguments
+from rollout.engines.sglang.server import Server, attached_replica, server_arguments
 from rollout.records.trajectory import Completion, Sampling
 from rollout.sync import make_sender
 from tests.support.slotted_sglang import slotted_server
@@ -174,6 +174,54 @@ def test_a_dead_server_is_started_again_with_its_weights(make: Make, folder: Pat
     assert {completion.versions[0].version for completion in after} == {7}
     assert len(told) == 1
     assert told[0].endswith("fake server; started again, 0 restarts left")
+
+
+def test_members_join_with_new_weights_and_leave_while_others_go_on(make: Make, folder: Path, tmp_path: Path) -> None:
+    words = server_arguments(str(folder), tp=1, max_length=64, slots=4, options={})
+    far = [Server(str(FAKE), words, str(tmp_path / f"member{n}.log"), {}) for n in (1, 2)]
+    members, told = tmp_path / "members", list[str]()
+    engine = make(members=members, tell=told.append)
+
+    async def served() -> set[int]:
+        """The servers that have the present weights and answer, each by its one token."""
+        said = await asyncio.gather(*(ask(engine, [n + 20], f"session {n}") for n in range(12)))
+        assert {completion.versions[-1].version for completion in said} == {engine.version}
+        return {completion.token_ids[0] for completion in said}
+
+    async def play() -> None:
+        await engine.load_weights(tensors(), 1)  # there is no file of members yet
+        alone = await served()
+        first, second = (server.start() for server in far)
+        members.write_text(f"# from another job\n{first}\n{second}/\nhttp://127.0.0.1:9\n")  # nobody is at the last
+        while not await attached_replica(first, engine._settings).client.up():
+            await asyncio.sleep(0.05)
+        while not await attached_replica(second, engine._settings).client.up():
+            await asyncio.sleep(0.05)
+        assert await served() == alone  # they have no weights yet
+        await engine.load_weights(tensors(), 2)
+        tokens = {first: (far[0].pid() or 0) % 90, second: (far[1].pid() or 0) % 90}
+        assert await served() == alone | set(tokens.values())
+        far[1].stop()  # dies amid a step: what it was asked, the others are asked
+        assert await served() == alone | {tokens[first]}
+        await engine.load_weights(tensors(), 3)
+        members.write_text("")
+        await engine.load_weights(tensors(), 4)
+        assert await served() == alone
+        assert told == [
+            f"SGLang: {first} joined; 2 servers",
+            f"SGLang: {second} joined; 3 servers",
+            f"SGLang: the server at {second} is gone, and it is not ours to start; 2 servers",
+            f"SGLang: {first} is not among the members any more; 1 servers",
+        ]
+
+    try:
+        asyncio.run(play())
+        members.write_text("http://10.0.0.9:30000\n")
+        with pytest.raises(EngineError, match=r"http://10.0.0.9:30000 is not on this machine; give the servers' key"):
+            asyncio.run(engine.load_weights(tensors(), 5))
+    finally:
+        for server in far:
+            server.stop()
 
 
 def test_a_server_that_dies_before_it_reads_gets_the_new_weights(make: Make) -> None:
