@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ KEEP_PAGES = {
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
 _LOOK_S = 1.0  # between two looks at which nodes are alive
+_DOOR_S = 10.0  # that the head's machine may take to accept a connection
 _ANSWER_S = 120.0  # that a node may take to start a process and look at a file
 
 
@@ -110,10 +112,13 @@ def joined_ray(address: str, folder: Path) -> Iterator[list[Node]]:
         ClusterError: no Ray answers there, or a node does not see the files.
     """
     import ray
+    from ray._private.services import canonicalize_bootstrap_address
 
     hook = {"worker_process_setup_hook": _in_folder(str(Path.cwd()))}
     try:
-        ray.init(address=address, runtime_env=hook, logging_level=logging.ERROR, log_to_driver=False)
+        host, _, port = (canonicalize_bootstrap_address(address) or "").rpartition(":")
+        socket.create_connection((host, int(port)), timeout=_DOOR_S).close()  # `ray.init` would try for minutes
+        ray.init(address=f"{host}:{port}", runtime_env=hook, logging_level=logging.ERROR, log_to_driver=False)
     except Exception as error:  # Ray raises what its parts raise
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise ClusterError(

@@ -105,7 +105,6 @@ class SGLangEngine(TrainedEngine):
         options["key"] = self._settings.key or self._settings.node_key
         options["sessions"] = await self._replicas[0].client.has("/begin_weight_update")
         await self._fleet.all("/pause_generation", {"mode": "retract"})
-        await asyncio.gather(*(new.client.call("/pause_generation", {"mode": "retract"}) for new in self._new))
         urls = [replica.client.url for replica in (*self._replicas, *self._new)]
         return SyncRoute(place=" ".join(urls), options=options, **common)
 
@@ -127,11 +126,10 @@ class SGLangEngine(TrainedEngine):
             for replica in list(self._replicas):
                 with suppress(Left):
                     await self._take(replica, update)
-            for replica in self._new:
+            while self._new:
                 with suppress(Lost):  # it is gone again, and never joined
-                    await self._apply(replica, update)
-                    self._fleet.join(replica)
-            self._new = []
+                    await self._apply(new := self._new.pop(), update)
+                    self._fleet.join(new)
         except EngineError:
             self._last = before
             raise

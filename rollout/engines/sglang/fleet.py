@@ -64,16 +64,19 @@ class Fleet:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def meet(self) -> list[Replica]:
-        """Let servers go that the file of members names no more; those that it names newly, and that answer.
-
-        They are asked for nothing before they have been given weights and are told to `join`.
+        """Let servers go that the file of members names no more; those that it names newly, and that answer, the last
+        first. They pause, and are asked for nothing before they have been given weights and are told to `join`.
         """
         named = await asyncio.to_thread(self._settings.named) if self._settings.members else []
         for url in [url for url in self._members if url not in named]:
             self.leave(self._members[url], f"{url} is not among the members any more")
-        new = [attached_replica(url, self._settings) for url in named if url not in self._members]
-        answers = await asyncio.gather(*(replica.client.up() for replica in new))
-        return [replica for replica, up in zip(new, answers, strict=True) if up]
+        found = []
+        for replica in [attached_replica(url, self._settings) for url in reversed(named) if url not in self._members]:
+            if await replica.client.up():
+                with suppress(Lost):
+                    await replica.client.call("/pause_generation", {"mode": "retract"})
+                    found.append(replica)
+        return found
 
     def join(self, replica: Replica) -> None:
         """Ask this server too, which has the present weights."""

@@ -4,8 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
-from mcore_mas.training.cluster import KEEP_PAGES
+import pytest
+
+from mcore_mas.training.cluster import KEEP_PAGES, ClusterError, joined_ray
+from rollout.base.processes import free_port
 
 _SCRIPT = """
 import json, os, resource
@@ -32,3 +37,15 @@ def test_workers_keep_the_memory_that_they_free_unless_the_environment_says_othe
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen.pop("faults") < 100  # the same pages again
     assert seen == KEEP_PAGES | {"MALLOC_TOP_PAD_": "1048576"}
+
+
+def test_an_address_where_no_ray_answers_is_told_at_once(tmp_path: Path) -> None:
+    port = free_port()
+    for address, why in ((f"127.0.0.1:{port}", "Connection refused"), ("no.such.host.invalid:6379", "known")):
+        began = time.monotonic()
+        with pytest.raises(ClusterError) as caught, joined_ray(address, tmp_path):
+            pass
+        assert str(caught.value).startswith(f"cluster.address: {address}: this machine cannot join a Ray there (")
+        assert why in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert time.monotonic() - began < 20
