@@ -1,98 +1,96 @@
-"""Compile the Triton kernels for an H200 without one, and say what ptxas says of them."""
+"""Compile the Triton kernels for an H200 without one, as they are launched, and say what ptxas says of them.
+
+Triton takes the arguments of a launch, specialises the kernel to them and compiles it, for a driver that is not there;
+then it does not launch. So this runs all of a launch but the launch, in a process whose Triton does not interpret.
+"""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURE = "sm_90a"
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from mcore_mas.megatron.batch import Segment
+from mcore_mas.megatron.layout import PackedTrees, TileSizes
+from mcore_mas.megatron.model import head_ops
+from mcore_mas.megatron.model.tree_ops import KernelAttention
 
 
-def compiled(
-    kernel: Any, signature: dict[str, Any], shape: tuple[Any, ...] | int, *, warps: int, stages: int
-) -> dict[str, int]:
-    """Registers, bytes spilled, KiB of shared memory and wgmma instructions of a kernel whose last is `shape`.
+class Absent:
+    """The driver of an H200 that is not there."""
 
-    Args:
-        signature: types by parameter, tuples for tuples; "stride" is an i32 that 16 divides, as it does pointers.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    def get_current_device(self) -> int:
+        return 0
 
-    names = kernel.arg_names
-    types = {**signature, names[-1]: ("constexpr",) * len(shape) if isinstance(shape, tuple) else "constexpr"}
-    last = len(names) - 1
-    constants = {(last, i): value for i, value in enumerate(shape)} if isinstance(shape, tuple) else {(last,): shape}
-    source = ASTSource(
-        kernel,
-        signature={name: _plain(kind) for name, kind in types.items()},
-        constexprs=constants,
-        attrs=dict(_divisible([types[name] for name in names])),
-    )
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
-    ptx = built.asm["ptx"]
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def compiled(work: Callable[[], object]) -> list[dict[str, int]]:
+    """Of each launch of `work`: registers, bytes spilled, KiB of shared memory, wgmma instructions."""
+    triton.runtime.driver.set_active(Absent())
+    found: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.append(run(kernel, *arguments, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_only
+    try:
+        work()
+    finally:
+        JITFunction.run = run
+    return [_figures(kernel) for kernel in found]
+
+
+def _figures(kernel: Any) -> dict[str, int]:
+    ptx = kernel.asm["ptx"]
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx, encoding="utf-8")
-        command = [str(ptxas), "-v", "--gpu-name", ARCHITECTURE, str(path), "-o", str(path.with_suffix(".cubin"))]
+        command = [str(ptxas), "-v", "--gpu-name", "sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
         said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stderr
     return {
         "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
         "spilled": sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", said)),
-        "shared": built.metadata.shared // 1024,
+        "shared": kernel.metadata.shared // 1024,
         "wgmma": ptx.count("wgmma.mma_async"),
     }
 
 
-def _plain(kind: Any) -> Any:
-    return tuple(map(_plain, kind)) if isinstance(kind, tuple) else kind.replace("stride", "i32")
-
-
-def _divisible(types: Any, at: tuple[int, ...] = ()) -> Any:
-    for number, kind in enumerate(types):
-        here = (*at, number)
-        if isinstance(kind, tuple):
-            yield from _divisible(kind, here)
-        elif kind.startswith("*") or kind == "stride":
-            yield here, [["tt.divisibility", 16]]
-
-
 def tree_kernels(group: int, head_dim: int) -> list[dict[str, int]]:
-    """The three kernels of tree attention in bfloat16, with the tiles that a GPU gets."""
-    from mcore_mas.megatron.layout import TileSizes
-    from mcore_mas.megatron.model import tree_kernels as kernels
-    from mcore_mas.megatron.model import tree_ops as ops
-
+    """The three kernels of tree attention in bfloat16: forward, gradient of queries, gradients of keys and values."""
     sizes = TileSizes.of(group, head_dim, bf16=True)
-    x, f = ("*bf16", "stride", "stride"), "*fp32"
-    plan = (*["*i32"] * 6, "i32", "i32", "fp32", "fp32")
-    queries = ops.padded_shape(head_dim, group, sizes.rows, sizes.keys)
-    keys = ops.padded_shape(head_dim, group, sizes.rows_kv, sizes.keys_kv)
-    backward = {"warps": ops.WARPS, "stages": ops.STAGES_BACKWARD}
-    of_q = {"q": x, "k": x, "v": x, "forward": (x, f, f), "of_out": x, "of_q": x, "plan": plan}
-    of_kv = {"q": (x, f, f), "k": x, "v": x, "of_out": x, "of_k": x, "of_v": x, "plan": plan}
-    out = {"q": x, "k": x, "v": x, "out": x, "lse": f, "plan": plan}
-    return [
-        compiled(kernels.forward_kernel, out, queries, warps=ops.WARPS, stages=ops.STAGES),
-        compiled(kernels.backward_q_kernel, of_q, queries, **backward),
-        compiled(kernels.backward_kv_kernel, of_kv, keys, **backward),
-    ]
+    plan = PackedTrees.of([Segment(tokens=300), Segment(tokens=77, parent=0)], sizes=sizes).plan
+
+    def attend() -> None:
+        whole = torch.zeros(377, 2 * (group + 2), head_dim, dtype=torch.bfloat16)
+        q, k, v = (x.requires_grad_() for x in whole.split([2 * group, 2, 2], dim=1))
+        out: Tensor = KernelAttention.apply(q, k, v, plan, 0.1)
+        out.backward(torch.zeros_like(out))
+
+    return compiled(attend)
 
 
 def head_kernels() -> list[dict[str, int]]:
     """The two kernels of the head, of bfloat16 weights."""
-    from mcore_mas.megatron.model import head_kernels as kernels
-    from mcore_mas.megatron.model import head_ops as ops
 
-    f, sizes, how = "*fp32", ("i32", "i32", "stride"), {"warps": ops.WARPS, "stages": 3}
-    rows = {"logits": f, "labels": "*i64", "temperatures": f, "found": f, "sizes": sizes}
-    gradient = {"logits": f, "labels": "*i64", "numbers": f, "gradient": "*bf16", "sizes": sizes}
-    return [
-        compiled(kernels.rows_kernel, rows, ops.BLOCK, **how),
-        compiled(kernels.gradient_kernel, gradient, ops.BLOCK, **how),
-    ]
+    def rows() -> None:
+        logits, labels, numbers = torch.zeros(8, 151_936), torch.zeros(8, dtype=torch.int64), torch.zeros(5, 8)
+        head_ops._rows(logits, labels, numbers[0], 151_669)
+        head_ops._gradient(logits, labels, numbers, 151_669, torch.bfloat16)
+
+    return compiled(rows)

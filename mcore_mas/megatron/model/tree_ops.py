@@ -18,10 +18,13 @@ def _pointer(x: Tensor) -> tuple[Tensor, int, int]:
     return x, x.stride(0), x.stride(1)
 
 
-def padded_shape(head_dim: int, group: int, rows: int, keys: int) -> tuple[Any, ...]:
-    """The kernels' `shape`."""
+def _shape(head_dim: int, group: int, rows: int, keys: int) -> tuple[Any, ...]:
+    """The kernels' `shape`; its elements are constants to Triton, which of a tuple of numbers it does not know."""
+    from triton.language import constexpr  # Triton comes with torch for CUDA only
+
     # float32 factors take three passes of tensor cores: "ieee" compiles for minutes, spills, and runs on none of them
-    return group, head_dim, max(16, 1 << (head_dim - 1).bit_length()), rows, keys, "tf32x3"
+    numbers = (group, head_dim, max(16, 1 << (head_dim - 1).bit_length()), rows, keys, "tf32x3")
+    return tuple(map(constexpr, numbers))
 
 
 def _plan(q: Tensor, plan: list[Tensor], scale: float) -> tuple[Any, ...]:
@@ -32,7 +35,7 @@ def _plan(q: Tensor, plan: list[Tensor], scale: float) -> tuple[Any, ...]:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], sizes: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    from mcore_mas.megatron.model import tree_kernels as kernels  # Triton comes with torch for CUDA only
+    from mcore_mas.megatron.model import tree_kernels as kernels
 
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2], dtype=torch.float32)
     group, rows, keys, *_ = sizes
@@ -40,7 +43,7 @@ def _attention(
         *(_pointer(x) for x in (q, k, v, out)),
         lse,
         _plan(q, plan, scale),
-        padded_shape(q.shape[2], group, rows, keys),
+        _shape(q.shape[2], group, rows, keys),
         num_warps=WARPS,
         num_stages=STAGES,
     )
@@ -64,11 +67,11 @@ def _attention_backward(
     group, rows, keys, rows_kv, keys_kv = sizes
     q_, k_, v_, out_, of_out_ = (_pointer(x) for x in (q, k, v, out, of_out))
     numbers, how = _plan(q, plan, scale), {"num_warps": WARPS, "num_stages": STAGES_BACKWARD}
-    shape = padded_shape(q.shape[2], group, rows, keys)
+    shape = _shape(q.shape[2], group, rows, keys)
     kernels.backward_q_kernel[len(plan[3]), k.shape[1]](
         q_, k_, v_, (out_, lse, delta), of_out_, _pointer(of_q), numbers, shape, **how
     )
-    shape = padded_shape(q.shape[2], group, rows_kv, keys_kv)
+    shape = _shape(q.shape[2], group, rows_kv, keys_kv)
     kernels.backward_kv_kernel[len(plan[4]), k.shape[1]](
         (q_, lse, delta), k_, v_, of_out_, _pointer(of_k), _pointer(of_v), numbers, shape, **how
     )
