@@ -9,6 +9,17 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 SHIPPED = _CHECKOUT if (_CHECKOUT / "configs").is_dir() else Path(__file__).resolve().parent / "shipped"
 
 
+def code_commit() -> str:
+    """The commit of this checkout, with a star where it has changes; "unknown" in an installed package."""
+    import subprocess
+
+    command = ["git", "-C", str(SHIPPED), "describe", "--always", "--dirty=*", "--abbrev=10", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def __getattr__(name: str) -> Any:
     """The public names are those of `mcore_mas.api`, which is imported when the first of them is used."""
     api = None if name.startswith("_") else import_module("mcore_mas.api")

@@ -20,9 +20,8 @@ from typing import Any
 
 import yaml
 
-from mcore_mas import SHIPPED
+from mcore_mas import SHIPPED, code_commit
 from mcore_mas.equations.statistics import pass_at
-from mcore_mas.pipeline.paper_suite import code_commit
 from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
 from mcore_mas.reports.paper_tables import TABLES, PaperTable, TableError
 from rollout.base.files import atomic_path, sha256

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mcore_mas import SHIPPED
+from mcore_mas import code_commit
 from mcore_mas.pipeline.sources import acquirable, listed, size_gb
 from mcore_mas.pipeline.suite import Suite, SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
@@ -177,12 +176,3 @@ def write_paper_table(
     )
     make_paper_table(table, files, made, out.with_suffix(".csv"), out)
     write_json(out.with_suffix(".json"), {"table": name, "evaluations": dict(evaluations), **asdict(made)})
-
-
-def code_commit() -> str:
-    """The commit of this checkout, with a star where it has changes; "unknown" in an installed package."""
-    command = ["git", "-C", str(SHIPPED), "describe", "--always", "--dirty=*", "--abbrev=10", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

@@ -13,15 +13,17 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mcore_mas import code_commit
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import by_place
 from mcore_mas.credit.samples import Sample
 from mcore_mas.reports.pages import drawing
 from mcore_mas.training.joblog import terminal
+from mcore_mas.training.slurm import slurm_job
 from mcore_mas.training.stopping import Stopped
 from mcore_mas.training.tracking import Journal, Traces, TrackedRun, Tracker, chosen
 from rollout.base.text import shown_line
-from rollout.records.trajectory import Group
+from rollout.records.trajectory import Group, read_tasks, tasks_digest
 
 _SHOWN = {
     "reward": "reward/mean",
@@ -66,7 +68,8 @@ def open_logbook(config: RunConfig, config_path: Path, first: int, mlflow_run: s
     run = TrackedRun(
         name=config.run,
         params=config.model_dump(mode="json"),
-        tags={"config_sha256": hashlib.sha256(config_path.read_bytes()).hexdigest()},
+        tags=_tags(config, config_path),
+        inputs=_inputs(config),
         id=mlflow_run,
         first=first,
     )
@@ -82,6 +85,25 @@ def open_logbook(config: RunConfig, config_path: Path, first: int, mlflow_run: s
             tracker.finish("FAILED")
             raise
         tracker.finish("FINISHED")
+
+
+def _tags(config: RunConfig, config_path: Path) -> dict[str, str]:
+    """What runs are looked up and compared by."""
+    models = {f"model.{policy}": str(model) for policy, model in config.models.items()}
+    tags = {"config_sha256": hashlib.sha256(config_path.read_bytes()).hexdigest(), "seed": str(config.seed)}
+    tags |= {"stage": "train", "results": str(config.results), **models}
+    job = slurm_job()
+    return tags | {"commit": code_commit()} | ({"slurm_job": job} if job else {})
+
+
+def _inputs(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """The run's tasks by name: their digest and their file, of which MLflow gets no copy."""
+    files = {split: config.folder / "tasks" / f"{split}.parquet" for split in ("train", "validation")}
+    return {
+        f"{config.run}/{split}": (tasks_digest(read_tasks(file)), str(file.absolute()))
+        for split, file in files.items()
+        if file.is_file()
+    }
 
 
 _SECONDS_BETWEEN_LINES = 15.0  # on a terminal that several jobs share

@@ -18,6 +18,11 @@ _PATIENCE_S = 600.0  # longer than what Slurm gives a job between a signal and i
 _JOIN_S = 300.0  # in which all machines of a job join its Ray
 
 
+def slurm_job() -> str | None:
+    """The number of the job that this process is in, None outside Slurm."""
+    return os.environ.get("SLURM_JOB_ID")
+
+
 @contextmanager
 def queued_again(checkpoints: Path) -> Iterator[None]:
     """Have a training that is told to stop saved and queued again, in a job of Slurm; elsewhere this does nothing.
@@ -35,7 +40,7 @@ def queued_again(checkpoints: Path) -> Iterator[None]:
     Raises:
         Stopped: Slurm does not queue this job again.
     """
-    job = os.environ.get("SLURM_JOB_ID")
+    job = slurm_job()
     if job is None:
         yield
         return

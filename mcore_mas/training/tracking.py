@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -27,6 +27,7 @@ from rollout.records.trajectory import Group, Status, ToolEvent, Trajectory, Tur
 
 _LONGEST_PARAM = 500  # characters; MLflow refuses more than 6000
 _PARAMS_PER_CALL = 100  # MLflow's limit
+_DIGEST = 36  # characters of a data set's digest that MLflow keeps
 _PATIENCE_S = 30.0  # at the end of a run, for MLflow to take what is left
 
 
@@ -102,6 +103,7 @@ class TrackedRun:
     name: str
     params: Mapping[str, Any]
     tags: Mapping[str, str]
+    inputs: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # of a data set by name: digest, where it lies
     id: str | None = None  # of the MLflow run to go on in, if the store knows it
     first: int = 0  # step at which it goes on
 
@@ -205,8 +207,14 @@ class Tracker:
             return {}
 
     def _log_params(self, client: Any, run_id: str) -> None:
-        from mlflow.entities import Param
+        from mlflow.entities import Dataset, DatasetInput, Param
 
+        data = [
+            DatasetInput(Dataset(name, digest[:_DIGEST], source_type="local", source=json.dumps({"uri": where})))
+            for name, (digest, where) in self._run.inputs.items()
+        ]
+        if data:
+            client.log_inputs(run_id, datasets=data)
         rows = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in _flat(self._run.params)]
         for first in range(0, len(rows), _PARAMS_PER_CALL):
             client.log_batch(run_id, params=rows[first : first + _PARAMS_PER_CALL])

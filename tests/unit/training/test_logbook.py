@@ -11,12 +11,13 @@ from xml.etree import ElementTree
 import pytest
 from mlflow.tracking import MlflowClient
 
+from mcore_mas import code_commit
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.stopping import Stopped
 from mcore_mas.training.tracking import Journal
-from rollout.records.trajectory import Group, Task
+from rollout.records.trajectory import Group, Task, tasks_digest, write_tasks
 from tests.support.played import TASK, trajectory, turn
 
 
@@ -56,13 +57,17 @@ def test_games_are_drawn_beside_their_traces() -> None:
     assert walker == [str(16 + 12), str(16 + 72 + 16 + 24 + 12), str(16 + 2 * (72 + 16) + 48 + 12)]
 
 
-def test_a_runs_steps_traces_and_end_come_to_mlflow_over_a_restart(tmp_path: Path) -> None:
+def test_a_runs_steps_traces_and_end_come_to_mlflow_over_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     results = [f"results={tmp_path}", f"tracking.uri={uri}", "trainer.steps=3"]
     config = RunConfig.check(resolve(["experiment=demo_math", "run=r", *results]), "test")
     path = tmp_path / "config.yaml"
     path.write_text("run: r\n")
     (config.folder / "train").mkdir(parents=True)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    write_tasks(config.folder / "tasks" / "train.parquet", [TASK])
     with pytest.raises(Stopped), open_logbook(config, path, 0, None) as book:
         for step in (-1, 0, 1):
             book.report(step, {"reward/mean": step / 2})
@@ -77,6 +82,13 @@ def test_a_runs_steps_traces_and_end_come_to_mlflow_over_a_restart(tmp_path: Pat
     assert book.tracking_run == first
     run = client.get_run(str(first))
     assert (run.info.status, run.data.params["run"]) == ("FINISHED", "r")
+    tags = run.data.tags
+    assert (tags["seed"], tags["stage"], tags["slurm_job"]) == ("1", "train", "77")
+    assert tags["model.solver"] == config.models["solver"]
+    assert tags["commit"] == code_commit()
+    (given,) = (entry.dataset for entry in run.inputs.dataset_inputs)
+    assert (given.name, given.digest) == ("r/train", tasks_digest([TASK])[:36])
+    assert json.loads(given.source) == {"uri": str((config.folder / "tasks" / "train.parquet").absolute())}
     points = {(m.step, m.value) for m in client.get_metric_history(str(first), "reward/mean")}
     assert points == {(0, -0.5), (1, 0.0), (2, 0.5), (3, 1.0)}
     experiment = client.get_experiment_by_name(config.tracking.experiment)
