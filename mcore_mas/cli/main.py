@@ -14,6 +14,7 @@ import typer
 
 from mcore_mas.cli.inspection import UsageError, inspection_commands
 from mcore_mas.cli.machine import machine_commands
+from mcore_mas.cli.runs import run_commands
 from mcore_mas.training.joblog import cause
 
 app = typer.Typer(
@@ -199,7 +200,7 @@ def export_policy(
     print(to)
 
 
-for group in (inspection_commands, machine_commands):
+for group in (run_commands, inspection_commands, machine_commands):
     app.add_typer(group)
 document_commands = typer.Typer(no_args_is_help=True)
 app.add_typer(

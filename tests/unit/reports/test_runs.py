@@ -1,0 +1,62 @@
+"""Where runs stand, and how two differ: numbers that can be worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from mcore_mas.cli.main import app
+from mcore_mas.reports.runs import config_differences, run_states, score_differences
+from rollout.base.files import FolderError
+
+CONFIG = {"run": "a", "seed": 1, "trainer": {"steps": 4, "group_size": 8}, "policies": {"p": {"lr": 0.1}}}
+
+
+def make_run(folder: Path, scores: dict[str, float], **changed: object) -> Path:
+    (folder / "train").mkdir(parents=True)
+    (folder / "evaluation").mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "run": folder.name, **changed}))
+    rows = [{"step": -1, "validation/accuracy": 0.25}, *({"step": n, "reward/mean": 0.5 + n / 4} for n in range(2))]
+    (folder / "train" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tasks = [{"task_id": name, "metrics": {"avg@2": score}} for name, score in scores.items()]
+    mean = sum(scores.values()) / len(scores)
+    told = {"tasks": tasks, "rows": [{"dataset": "s", "metric": "avg@2", "value": mean}]}
+    (folder / "evaluation" / "trained.json").write_text(json.dumps(told))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    first = make_run(tmp_path / "a", {"t": 0.0, "u": 0.5, "only": 1.0})
+    return [first, make_run(tmp_path / "b", {"t": 0.5, "u": 0.5}, seed=2, trainer={"steps": 2})]
+
+
+def test_a_list_says_where_runs_stand(runs: list[Path]) -> None:
+    a, b = run_states(runs[0].parent)
+    assert (a.run, a.steps, a.of, a.done, a.reward, a.accuracy) == ("a", 2, 4, False, 0.75, 0.25)
+    assert (a.scores, b.scores) == ({"trained": 0.5}, {"trained": 0.5})
+    said = CliRunner().invoke(app, ["ls", str(runs[0].parent)], env={"COLUMNS": "80"}).stdout
+    row = [cell.strip() for cell in said.splitlines()[2].split("│")]
+    assert row == ["a", "2/4", "0.750", "0.250", "", "0.500"]
+    with pytest.raises(FolderError, match="none: no such folder"):
+        run_states(runs[0] / "none")
+
+
+def test_two_runs_differ_in_settings_and_in_paired_scores(runs: list[Path]) -> None:
+    assert config_differences(*runs) == {
+        "seed": (1, 2),
+        "trainer.steps": (4, 2),
+        "trainer.group_size": (8, None),
+    }
+    (row,) = score_differences(*runs)  # of t and u, which both have: 0.0 and 0.5 against 0.5 and 0.5
+    assert (row.state, row.metric, row.first, row.second, row.tasks) == ("trained", "avg@2", 0.25, 0.5, 2)
+    # differences 0.5 and 0: mean 0.25, standard error 0.25, Student's t of one degree of freedom 12.7062
+    assert (row.low, row.high) == pytest.approx((0.25 - 12.7062 * 0.25, 0.25 + 12.7062 * 0.25))
+    said = CliRunner().invoke(app, ["compare", *map(str, runs)], env={"COLUMNS": "100"}).stdout
+    assert "trainer.steps      │ 4 │ 2" in said and "+25.0" in said
+    with pytest.raises(FolderError, match=r"config.yaml: no such file; expected a run's folder"):
+        config_differences(runs[0], runs[0] / "none")
