@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -71,15 +72,32 @@ def run_suite(
     Experiments and teams of your own lie in configs/ beside the suite file. Further arguments are overrides of every
     run (trainer.steps=3), then Snakemake's, for example -n to see what would run.
     """
+    command = snakemake_command(suite, context.args, config_dir)
+    os.execv(command[0], command)  # noqa: S606
+
+
+def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | None) -> list[str]:
+    """The command that runs a suite: its own config goes into the one `--config` that Snakemake heeds.
+
+    Raises:
+        SuiteError: there is no such suite or experiment.
+    """
+    import yaml
+
     from mcore_mas.pipeline.suite import SNAKEFILE, suite_of_experiment
 
-    overrides = list(takewhile(lambda word: "=" in word and not word.startswith("-"), context.args))
-    own = [f"config_dir={config_dir.resolve()}"] if config_dir else []
-    own += [f"overrides={json.dumps(overrides)}"] if overrides else []
-    own += [] if Path(suite).is_file() else [f"{k}={json.dumps(v)}" for k, v in suite_of_experiment(suite).items()]
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE), *context.args[len(overrides) :]]
-    command += [f"--configfile={suite}"] if Path(suite).is_file() else []
-    os.execv(sys.executable, [*command, *(["--config", *own] if own else [])])  # noqa: S606
+    overrides = list(takewhile(lambda word: "=" in word and not word.startswith("-"), arguments))
+    rest, file = list(arguments[len(overrides) :]), Path(suite).is_file()
+    values = yaml.safe_load(Path(suite).read_text(encoding="utf-8")) if file else suite_of_experiment(suite)
+    own = [] if file else [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    if overrides:  # in place of the file's, which come first
+        earlier = values.get("overrides", []) if isinstance(values, dict) else []
+        own.append(f"overrides={json.dumps([*earlier, *overrides])}")
+    own += [f"config_dir={config_dir.resolve()}"] if config_dir else []
+    at = next((n for n, word in enumerate(rest) if word in ("--config", "-C")), len(rest))
+    given = [*rest[:at], "--config", *own, *rest[at + 1 :]] if own else rest
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE)]
+    return [*command, *([f"--configfile={suite}"] if file else []), *given]
 
 
 @app.command("new", rich_help_panel=_PANEL)

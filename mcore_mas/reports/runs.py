@@ -120,7 +120,15 @@ def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
             if not pairs:
                 continue
             low, high = mean_interval([b - a for a, b in pairs], f"{file.stem}/{metric}")
-            means = {"first": fmean(a for a, _ in pairs), "second": fmean(b for _, b in pairs)}
-            sizes = {"low": low, "high": high, "tasks": len(pairs)}
-            found.append(ScoreDifference(state=file.stem, metric=metric, **means, **sizes))
+            first_mean, second_mean = fmean(a for a, _ in pairs), fmean(b for _, b in pairs)
+            row = ScoreDifference(
+                state=file.stem,
+                metric=metric,
+                first=first_mean,
+                second=second_mean,
+                low=low,
+                high=high,
+                tasks=len(pairs),
+            )
+            found.append(row)
     return found

@@ -237,7 +237,7 @@ def _trained(config: RunConfig, policy: str) -> PolicyConfig:
     """A policy with the model that training wrote; as it is where it is frozen."""
     done = config.folder / "train" / "done.json"
     if not done.is_file():
-        raise FolderError(f"{done}: no such file; train first (`mcore-mas train --config {config.folder}/config.yaml`)")
+        raise FolderError(f"{done}: no such file; train first (`mcore-mas train {config.folder}`)")
     folder = json.loads(done.read_text())["policies"].get(policy)
     own = config.policies[policy]
     return own if folder is None else own.model_copy(update={"model": folder})

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.cli.inspection import REGISTRIES
-from mcore_mas.cli.main import main
+from mcore_mas.cli.main import main, snakemake_command
 
 HELPED = "Usage: "  # what a command's own parser refuses comes with where to find help
 
@@ -83,3 +83,14 @@ def test_every_registry_is_listed_and_the_readme_names_them_all(
         assert called(monkeypatch, "list", registry) == 0
         names = capsys.readouterr().out.splitlines()
         assert names == sorted(names) and len(names) > 1, registry
+
+
+def test_a_suite_is_run_with_overrides_and_one_config(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("{suite: s, experiments: {a: [experiment=demo_math]}, overrides: [seed=3]}")
+    _, _, _, *said = snakemake_command(str(file), ["a.b=1", "x/y.json", "--config", "scale=tiny", "-n"], tmp_path)
+    own = ['overrides=["seed=3", "a.b=1"]', f"config_dir={tmp_path.resolve()}"]
+    assert said[2:] == [f"--configfile={file}", "x/y.json", "--config", *own, "scale=tiny", "-n"]
+    assert snakemake_command(str(file), ["-n"], None)[5:] == [f"--configfile={file}", "-n"]
+    by_name = snakemake_command("demo_math", ["-n"], None)[5:]
+    assert by_name == ["-n", "--config", 'suite="demo_math"', 'experiments={"demo_math": ["experiment=demo_math"]}']
