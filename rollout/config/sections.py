@@ -23,6 +23,7 @@ from rollout.environments import ENVS, TOOLS
 from rollout.environments.protocol import Env
 from rollout.models.chat_template import Renderer
 from rollout.orchestras import CHATS, ORCHESTRAS
+from rollout.orchestras.program import check_program
 from rollout.records.trajectory import Group, Sampling, Task, Turn
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.penalties import PENALTIES, apply_penalties
@@ -79,7 +80,7 @@ class OrchestraConfig(Choice):
     def check_agents(self, team: Mapping[str, AgentConfig]) -> None:
         """Refuse a graph that asks for an agent who is not in `team`, or leaves a slot of its template open.
 
-        Or tools where nobody chats, or a summariser who is not there.
+        Or tools where nobody chats, a summariser who is not there, or a program that cannot play.
         """
         for name, agent in team.items():
             if agent.tools and self.name in ORCHESTRAS and self.name not in CHATS:
@@ -92,6 +93,8 @@ class OrchestraConfig(Choice):
                     f"agent '{name}': summariser '{agent.chats.summariser}' is not in the team; "
                     f"agents: {', '.join(team)}"
                 )
+        if self.name == "program":
+            check_program(team, **self.options)
         templates = {name: build_role(name, agent).user for name, agent in team.items()}
         if self.name == "graph":
             self.arguments["graph"].check_agents(templates)

@@ -7,21 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from rollout.gateway.dialects import (
-    Body,
-    ChatReply,
-    ChatRequest,
-    Content,
-    Dialect,
-    Event,
-    arguments_of,
-    conversation,
-    openai_error,
-    pieces,
-    read,
-    schema_of,
-    text_of,
-)
+from rollout.gateway import dialects
+from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, Dialect, Event, TextFormat
 from rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system", "function": "tool"}
@@ -53,10 +40,6 @@ class _Tool(BaseModel):
     function: _Function
 
 
-class _Format(BaseModel):
-    type: Literal["text"]  # nothing here holds a model to a grammar
-
-
 class _StreamOptions(BaseModel):
     include_usage: bool | None = None
 
@@ -68,7 +51,7 @@ class _Completions(Body):
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] | None = None
     n: Literal[1] | None = None
-    response_format: _Format | None = None
+    response_format: TextFormat | None = None
     stream_options: _StreamOptions | None = None
 
 
@@ -76,10 +59,10 @@ def _message(said: _Message) -> Message:
     calls = said.tool_calls if said.role == "assistant" and said.tool_calls else ()
     return Message(
         role=_ROLES.get(said.role, said.role),
-        content=text_of(said.content),
+        content=dialects.text_of(said.content),
         reasoning=said.reasoning_content or "",
         calls=tuple(
-            ToolUse(id=call.id, name=call.function.name, arguments=arguments_of(call.function.arguments))
+            ToolUse(id=call.id, name=call.function.name, arguments=dialects.arguments_of(call.function.arguments))
             for call in calls
         ),
         answers=said.tool_call_id or "",
@@ -87,13 +70,13 @@ def _message(said: _Message) -> Message:
 
 
 def _parse(body: bytes) -> ChatRequest:
-    asked: _Completions = read(_Completions, body)
+    asked: _Completions = dialects.read(_Completions, body)
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     return ChatRequest(
         model=asked.model,
-        messages=conversation([_message(said) for said in asked.messages]),
+        messages=dialects.conversation([_message(said) for said in asked.messages]),
         tools=tuple(
-            schema_of(tool.function.name, tool.function.description, tool.function.parameters)
+            dialects.schema_of(tool.function.name, tool.function.description, tool.function.parameters)
             for tool in asked.tools or ()
         ),
         max_tokens=asked.max_completion_tokens or asked.max_tokens,
@@ -139,14 +122,14 @@ def _stream(reply: ChatReply, asked: ChatRequest) -> Iterator[Event]:
         return "", {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]}
 
     yield chunk({"role": "assistant", "content": ""})
-    for piece in pieces(reply.reasoning):
+    for piece in dialects.pieces(reply.reasoning):
         yield chunk({"reasoning_content": piece})
-    for piece in pieces(reply.text):
+    for piece in dialects.pieces(reply.text):
         yield chunk({"content": piece})
     for number, call in enumerate(_calls(reply)):
         opening = {**call, "index": number, "function": {"name": call["function"]["name"], "arguments": ""}}
         yield chunk({"tool_calls": [opening]})
-        for piece in pieces(call["function"]["arguments"]):
+        for piece in dialects.pieces(call["function"]["arguments"]):
             yield chunk({"tool_calls": [{"index": number, "function": {"arguments": piece}}]})
     yield chunk({}, _FINISH.get(reply.finish, reply.finish))
     if asked.usage:
@@ -159,6 +142,6 @@ COMPLETIONS = Dialect(
     parse=_parse,
     render=_render,
     stream=_stream,
-    error=openai_error,
+    error=dialects.openai_error,
     last="data: [DONE]\n\n",
 )

@@ -103,6 +103,12 @@ def text_of(content: Content) -> str:
     return "\n".join(part.text for part in content)
 
 
+class TextFormat(BaseModel):
+    """The form of a reply; nothing here holds a model to a grammar."""
+
+    type: Literal["text"]
+
+
 class Body(BaseModel):
     """What the dialects' requests have in common; what is not named in them is not read."""
 

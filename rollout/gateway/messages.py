@@ -8,23 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from rollout.gateway.dialects import (
-    ERROR_KINDS,
-    Body,
-    ChatReply,
-    ChatRequest,
-    Content,
-    ContentPart,
-    Dialect,
-    Event,
-    GatewayError,
-    arguments_of,
-    conversation,
-    pieces,
-    read,
-    schema_of,
-    text_of,
-)
+from rollout.gateway import dialects
+from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, ContentPart, Dialect, Event, GatewayError
 from rollout.records.trajectory import Message, ToolUse
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -69,25 +54,27 @@ def _messages(said: _Said) -> Iterator[Message]:
     rest: list[ContentPart] = [block for block in blocks if block.type not in kinds]
     for block in blocks:
         if block.type == kinds[0] == "tool_result":
-            yield Message(role="tool", content=text_of(block.content), answers=block.tool_use_id)
+            yield Message(role="tool", content=dialects.text_of(block.content), answers=block.tool_use_id)
     calls = [
-        ToolUse(id=block.id, name=block.name, arguments=arguments_of(block.input))
+        ToolUse(id=block.id, name=block.name, arguments=dialects.arguments_of(block.input))
         for block in blocks
         if block.type == kinds[0] == "tool_use"
     ]
     if rest or calls or said.role == "assistant":
         thoughts = "".join(block.thinking for block in blocks if block.type in kinds[1:])
-        yield Message(role=said.role, content=text_of(rest), reasoning=thoughts, calls=tuple(calls))
+        yield Message(role=said.role, content=dialects.text_of(rest), reasoning=thoughts, calls=tuple(calls))
 
 
 def _parse(body: bytes) -> ChatRequest:
-    asked: _MessagesBody = read(_MessagesBody, body)
-    system = text_of(asked.system)
+    asked: _MessagesBody = dialects.read(_MessagesBody, body)
+    system = dialects.text_of(asked.system)
     opening = [Message(role="system", content=system)] if system else []
     return ChatRequest(
         model=asked.model,
-        messages=conversation([*opening, *(message for said in asked.messages for message in _messages(said))]),
-        tools=tuple(schema_of(tool.name, tool.description, tool.input_schema) for tool in asked.tools or ()),
+        messages=dialects.conversation(
+            [*opening, *(message for said in asked.messages for message in _messages(said))]
+        ),
+        tools=tuple(dialects.schema_of(tool.name, tool.description, tool.input_schema) for tool in asked.tools or ()),
         max_tokens=asked.max_tokens,
         sampling=asked.sampling,
         stop=tuple(text for text in asked.stop_sequences or () if text),
@@ -134,7 +121,7 @@ def _stream(reply: ChatReply, asked: ChatRequest) -> Iterator[Event]:
     events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
     for index, (empty, _, kind, text) in enumerate(_blocks(reply)):
         events.append({"type": "content_block_start", "index": index, "content_block": empty})
-        deltas = ({"type": _DELTAS[kind], kind: piece} for piece in pieces(text))
+        deltas = ({"type": _DELTAS[kind], kind: piece} for piece in dialects.pieces(text))
         events += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
         events.append({"type": "content_block_stop", "index": index})
     events.append({"type": "message_delta", "delta": ends, "usage": _usage(reply)})
@@ -143,7 +130,7 @@ def _stream(reply: ChatReply, asked: ChatRequest) -> Iterator[Event]:
 
 
 def _error(error: GatewayError) -> dict[str, Any]:
-    kind = ERROR_KINDS.get(error.status, "api_error")
+    kind = dialects.ERROR_KINDS.get(error.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": None}
 
 

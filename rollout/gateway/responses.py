@@ -8,25 +8,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from rollout.gateway.dialects import (
-    Body,
-    ChatReply,
-    ChatRequest,
-    Content,
-    Dialect,
-    Event,
-    GatewayError,
-    arguments_of,
-    conversation,
-    openai_error,
-    pieces,
-    read,
-    schema_of,
-    text_of,
-)
+from rollout.gateway import dialects
+from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, Dialect, Event, GatewayError, TextFormat
 from rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system"}
+_FIXED: dict[str, Any] = {  # of every response
+    **dict.fromkeys(("error", "instructions", "temperature", "top_p")),
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+}
 
 
 class _Item(BaseModel):
@@ -49,12 +42,8 @@ class _Tool(BaseModel):
     parameters: dict[str, Any] | None = None
 
 
-class _Format(BaseModel):
-    type: Literal["text"]  # nothing here holds a model to a grammar
-
-
 class _Text(BaseModel):
-    format: _Format | None = None
+    format: TextFormat | None = None
 
 
 class _ResponsesBody(Body):
@@ -75,21 +64,23 @@ def _messages(items: list[_Item]) -> list[Message]:
     thought, words, calls = "", "", list[ToolUse]()
     for item in [*items, _Item(type="end")]:
         if item.type == "reasoning":
-            thought += text_of([p.model_copy(update={"type": "text"}) for p in _parts(item.content or item.summary)])
+            thought += dialects.text_of(
+                [p.model_copy(update={"type": "text"}) for p in _parts(item.content or item.summary)]
+            )
         elif item.type == "function_call":
-            calls.append(ToolUse(id=item.call_id, name=item.name, arguments=arguments_of(item.arguments)))
+            calls.append(ToolUse(id=item.call_id, name=item.name, arguments=dialects.arguments_of(item.arguments)))
         elif item.type == "message" and item.role == "assistant" and not calls and not words:
-            words = text_of(item.content)
+            words = dialects.text_of(item.content)
         else:
             if words or calls:
                 messages.append(Message(role="assistant", content=words, reasoning=thought, calls=tuple(calls)))
             thought, words, calls = "", "", []
             if item.type == "function_call_output":
-                messages.append(Message(role="tool", content=text_of(item.output), answers=item.call_id))
+                messages.append(Message(role="tool", content=dialects.text_of(item.output), answers=item.call_id))
             elif item.type == "message" and item.role == "assistant":
-                words = text_of(item.content)
+                words = dialects.text_of(item.content)
             elif item.type == "message":
-                messages.append(Message(role=_ROLES.get(item.role, item.role), content=text_of(item.content)))
+                messages.append(Message(role=_ROLES.get(item.role, item.role), content=dialects.text_of(item.content)))
             elif item.type != "end":
                 raise GatewayError(400, f"an input item of type '{item.type[:40]}', which is not known here")
     return messages
@@ -100,14 +91,14 @@ def _parts(content: Content) -> list[Any]:
 
 
 def _parse(body: bytes) -> ChatRequest:
-    asked: _ResponsesBody = read(_ResponsesBody, body)
+    asked: _ResponsesBody = dialects.read(_ResponsesBody, body)
     items = [_Item(content=asked.input)] if isinstance(asked.input, str) else asked.input
     opening = [Message(role="system", content=asked.instructions)] if asked.instructions else []
     previous = (asked.previous_response_id or "").removeprefix("resp_")
     return ChatRequest(
         model=asked.model,
-        messages=conversation([*opening, *_messages(items)]),
-        tools=tuple(schema_of(tool.name, tool.description, tool.parameters) for tool in asked.tools or ()),
+        messages=dialects.conversation([*opening, *_messages(items)]),
+        tools=tuple(dialects.schema_of(tool.name, tool.description, tool.parameters) for tool in asked.tools or ()),
         max_tokens=asked.max_output_tokens,
         sampling=asked.sampling,
         stream=bool(asked.stream),
@@ -137,19 +128,12 @@ def _render(reply: ChatReply) -> dict[str, Any]:
     return {
         "id": f"resp_{reply.id}",
         "object": "response",
+        **_FIXED,
         "created_at": reply.created,
         "status": "incomplete" if cut else "completed",
-        "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "instructions": None,
-        "metadata": {},
         "model": reply.model,
         "output": _output(reply),
-        "parallel_tool_calls": True,
-        "temperature": None,
-        "tool_choice": "auto",
-        "tools": [],
-        "top_p": None,
         "usage": {
             "input_tokens": reply.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
@@ -185,7 +169,7 @@ def _stream(reply: ChatReply, asked: ChatRequest) -> Iterator[Event]:
         yield event("response.output_item.added", output_index=index, item={**item, "status": "in_progress", **empty})
         if "content_index" in place:
             yield event("response.content_part.added", **place, part={**part, "text": ""})
-        for piece in pieces(text):
+        for piece in dialects.pieces(text):
             yield event(f"{kind}.delta", **place, delta=piece, **logs)
         yield event(f"{kind}.done", **place, **ended, **logs)
         if "content_index" in place:
@@ -195,5 +179,5 @@ def _stream(reply: ChatReply, asked: ChatRequest) -> Iterator[Event]:
 
 
 RESPONSES = Dialect(
-    name="responses", path="/v1/responses", parse=_parse, render=_render, stream=_stream, error=openai_error
+    name="responses", path="/v1/responses", parse=_parse, render=_render, stream=_stream, error=dialects.openai_error
 )

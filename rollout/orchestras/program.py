@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -52,7 +53,31 @@ class Job:
         }
 
 
+def check_program(
+    team: Collection[str],
+    *,
+    call: str | None = None,
+    command: Sequence[str] | None = None,
+    models: Mapping[str, str] | None = None,
+    **others: object,
+) -> None:
+    """Refuse options of `program` that no trajectory of a team with these agents could be played with.
+
+    Raises:
+        ValueError: there is not one of `call` and `command`, `call` is no async function that can be imported, or
+            `models` names an agent who is not there.
+    """
+    if (call is None) is (command is None):
+        raise ValueError("orchestra 'program' needs call (a function's import path) or command, one of them")
+    if call is not None and not inspect.iscoroutinefunction(lookup("agent program", call, _NO_PROGRAMS)):
+        raise ValueError(f"agent program '{call}' is no async function; write `async def` before it")
+    for model, agent in (models or {}).items():
+        if agent not in team:
+            raise ValueError(f"models: '{model}' is agent '{agent}', who is not in the team; agents: {', '.join(team)}")
+
+
 AgentProgram = Callable[[Job], Awaitable[str]]
+_NO_PROGRAMS: Mapping[str, AgentProgram] = {}
 Command = Annotated[Sequence[str], Field(min_length=1)]
 
 
@@ -84,20 +109,17 @@ async def program(
         crash: what becomes of a trajectory whose program fails: `fail`, it is quarantined; `wrong`, its answer is "".
 
     Raises:
-        ValueError: there is not one of `call` and `command`, or `models` names an agent who is not there.
+        ValueError: as `check_program`.
         ProgramFailed: the program failed.
         LateTool: it took too long.
     """
     from rollout.gateway.app import shared_gateway  # a web server, which only this orchestra needs
     from rollout.gateway.sessions import GatewaySession
 
-    aliases = dict(models or {})
-    unknown = set(aliases.values()) - {agent.name for agent in team.agents}
-    if (call is None) is (command is None) or unknown:
-        raise ValueError(f"expected call or command, and models of agents in the team (not {sorted(unknown)})")
+    check_program([agent.name for agent in team.agents], call=call, command=command, models=models)
     problem = env.reset(task)
     async with shared_gateway() as gateway:
-        session = GatewaySession(team, aliases=aliases, most_turns=most_calls)
+        session = GatewaySession(team, aliases=models, most_turns=most_calls)
         async with gateway.opened(session) as (url, key):
             job = Job(task=task, problem=problem, openai_url=f"{url}/v1", anthropic_url=url, key=key)
             if command is not None:
@@ -126,7 +148,6 @@ async def _unless_failed(work: Awaitable[str], failure: asyncio.Future[Exception
         await cancel_tasks([playing])
 
 
-_NO_PROGRAMS: Mapping[str, AgentProgram] = {}
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]] = weakref.WeakKeyDictionary()
 
 

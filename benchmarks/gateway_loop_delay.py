@@ -1,0 +1,77 @@
+"""How late the event loop is while 256 chats of 128k tokens go on through the gateway (99th percentile).
+
+Every call carries its whole chat, is compared with what was said before, tokenised and written down; the clients are
+another process. The reference does the same work on the event loop, in the same run. The first line has the delay of a
+loop that does nothing: on a machine with other work, that is late too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
+
+import rollout.engines
+import rollout.gateway.app
+import rollout.gateway.sessions
+from benchmarks.support.gateway import REPLY_TOKENS, Paced, hold_chats
+from rollout.models.chat_template import Renderer
+from tests.support.gateway import team_of
+from tests.support.templates import renderer_of
+
+CHATS, TURNS, WORDS, REPLY_S, APART_S, GOAL = 256, 4, 42_700, 2.0, 0.5, 3.0  # a word and its space are 3 tokens
+_FAR = {  # from which size on work is done on other threads
+    rollout.engines: "_OFF_LOOP_CHARS",
+    rollout.gateway.sessions: "_OFF_LOOP_CHARS",
+    rollout.gateway.app: "_OFF_LOOP_BYTES",
+}
+
+
+async def watched(work: Coroutine[Any, Any, None]) -> list[float]:
+    """How late sleeps of 5 ms end while the work goes on, in ms, the shortest first."""
+    found, task = [], asyncio.create_task(work)
+    while not task.done():
+        due = time.perf_counter() + 0.005
+        await asyncio.sleep(0.005)
+        found.append((time.perf_counter() - due) * 1e3)
+    task.result()
+    return sorted(found)
+
+
+def p99(what: str, work: Coroutine[Any, Any, None]) -> float:
+    """The 99th percentile of the delays, in ms."""
+    began = time.perf_counter()
+    found = asyncio.run(watched(work))
+    at = [found[int(len(found) * part)] for part in (0.5, 0.9, 0.99, 0.999)]
+    listed = ", ".join(f"{ms:.1f}" for ms in at)
+    print(f"{what}: {listed} ms late (50, 90, 99, 99.9 %), {time.perf_counter() - began:.0f} s", flush=True)
+    return at[2]
+
+
+async def chats(renderer: Renderer, number: int) -> None:
+    """The chats, through the gateway."""
+    engine = Paced(renderer, REPLY_S)
+    await hold_chats(team_of(engine, renderer, max_tokens=REPLY_TOKENS), number, TURNS, WORDS, APART_S)
+    assert engine.longest > 128_000
+
+
+def main() -> None:
+    """Measures both ways once; the reference on an eighth of the chats, as slow as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        renderer = renderer_of("qwen2.5", Path(folder))
+        p99("idle", asyncio.sleep(10))
+        ours = p99(f"{CHATS} chats", chats(renderer, CHATS))
+        for module, name in _FAR.items():
+            setattr(module, name, sys.maxsize)
+        on_the_loop = p99("on the loop", chats(renderer, CHATS // 8))
+    print(f"name=gateway_loop_delay ratio={on_the_loop / ours:.2f} goal={GOAL:.2f} reference=on_the_loop n=1")
+
+
+if __name__ == "__main__":
+    main()
