@@ -48,8 +48,6 @@ class Job:
             "ANTHROPIC_API_KEY": self.key,
             "TASK": self.problem if len(self.problem) < 100_000 and "\0" not in self.problem else "",
             "TASK_ID": self.task.id,
-            "NO_PROXY": "127.0.0.1,localhost",
-            "no_proxy": "127.0.0.1,localhost",
         }
 
 
@@ -178,7 +176,8 @@ async def _run(command: Sequence[str], job: Job, seconds: float) -> str:
         ProgramFailed: it cannot be started, prints too much, or ends with another status than 0.
         LateTool: it has not ended in time.
     """
-    environment = {**os.environ, **job.environment}
+    direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
+    environment = {**os.environ, **job.environment, "NO_PROXY": direct, "no_proxy": direct}
     try:
         async with asyncio.timeout(seconds):
             ended = await run_command(command, job.problem.encode(), env=environment, most_bytes=_MOST_BYTES)

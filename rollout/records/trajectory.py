@@ -148,7 +148,8 @@ class Turn:
     turn, with `undecided` in its place when nobody can say; `branch` is what a tree chose by; `cut` is 1 where the
     prompt was too long and part of it was left out. Of chats: `tool_calls` and `malformed_calls` in the reply;
     `root` is 1 where the chat's tokens begin anew, because its template rewrote what came before or it was made
-    shorter; `folded`, `dropped_results` and `full` say what became of it when it was full.
+    shorter; `folded`, `dropped_results` and `full` say what became of it when it was full. `unread` is 1 where an
+    agent program did not wait for the reply.
     """
 
     index: int  # position in the trajectory, from 0

@@ -23,6 +23,16 @@ async def two_numbers(job: Job) -> str:
     return said[0].choices[0].message.content or ""
 
 
+async def in_turn(job: Job) -> str:
+    """Asks `a`, then `b` about that, and answers with what `b` says."""
+    said = job.problem
+    async with AsyncOpenAI(base_url=job.openai_url, api_key=job.key, max_retries=0) as api:
+        for model in ("a", "b"):
+            asked = await api.chat.completions.create(model=model, messages=[{"role": "user", "content": said}])
+            said = asked.choices[0].message.content or ""
+    return said
+
+
 async def broken(job: Job) -> str:
     """Falls over after a call."""
     await two_numbers(job)

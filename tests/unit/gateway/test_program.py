@@ -20,6 +20,7 @@ from rollout.orchestras.program import program
 from rollout.records.trajectory import Group, Status, Trajectory, Turn
 from rollout.rewards import ALLOCATORS
 from rollout.teams.team import Team
+from rollout.teams.tree import Branching
 from tests.support.agent_programs import alive, script
 from tests.support.chat_server import chat_server, says
 from tests.support.gateway import scripted
@@ -120,6 +121,22 @@ def test_agents_behind_other_peoples_apis_play_beside_trained_ones(tmp_path: Pat
     own, other = sorted(asyncio.run(run()), key=lambda turn: turn.agent)
     assert (own.agent, own.text, own.masked, len(own.completion_ids)) == ("a", "7", False, 2)
     assert (other.agent, other.text, other.masked, other.completion_ids) == ("b", "5", True, ())
+
+
+def test_a_program_that_makes_its_calls_in_one_order_grows_as_a_tree(tmp_path: Path) -> None:
+    """Each of its two calls is sampled twice, and one sample goes on; a branch repeats what came before it."""
+    team, engine = scripted(tmp_path, lambda prompt, n: str(n))
+    orchestra = partial(program, call=f"{PROGRAMS}:in_turn")
+    played = collect([TASK], team, Adder, orchestra, group_size=1, seed=SEED, step=STEP, tree=Branching(width=2))
+    (trajectory,) = asyncio.run(played)[0].trajectories
+    assert trajectory.error == ""
+    assert [(turn.agent, turn.node) for turn in trajectory.turns] == [
+        ("a", "0"),
+        ("a", "1"),
+        *(("b", f"{trajectory.leaf.partition('.')[0]}.{n}") for n in range(2)),
+    ]
+    assert len(engine.calls) == 4
+    assert trajectory.outcome == float(trajectory.path[-1].text)
 
 
 def test_a_crash_may_count_as_a_wrong_answer(tmp_path: Path) -> None:
