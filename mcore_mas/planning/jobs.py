@@ -18,6 +18,8 @@ Stage = Literal["train", "evaluate", "start", "retriever"]
 # Ray's own processes, tokenizers. docs/cluster.md has what was measured.
 _PROCESS_MB: Mapping[Kind, int] = MappingProxyType({"CPU": 600, "GPU": 6_000})
 _DRIVER_MB: Mapping[Kind, int] = MappingProxyType({"CPU": 700, "GPU": 16_000})
+_PROGRAMS_MB = 2_000  # what models wrote, in sandboxes, many at a time
+_WITH_PROGRAMS = ("code", "data_science", "repository")
 _SERVED_MB = 900  # a retriever with an index of its own: encoder and passages of a generator
 _PUBLISHED_MB = 80_000  # one whose index is not here yet: wiki-18, 21 M vectors of 768 float32, and its passages
 
@@ -56,6 +58,7 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
         processes = sum(tenant.devices for tenant in tenants)
     nodes = -(-devices // node_gpus) if stage == "train" and devices else 1
     memory = _DRIVER_MB[kind] + config.cluster.object_store_mb + searched + processes * _PROCESS_MB[kind]
+    memory += _PROGRAMS_MB * (config.env.name in _WITH_PROGRAMS)
     if kind == "GPU" and stage == "train":
         memory += _host_mb(config)
     return JobNeeds(

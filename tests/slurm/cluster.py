@@ -228,6 +228,7 @@ class Slurm(AbstractContextManager["Slurm"]):
             "ProctrackType": "proctrack/linuxproc",
             "TaskPlugin": "task/none",
             "MpiDefault": "none",
+            "EnforcePartLimits": "ALL",  # what fits no machine is refused, and not queued for ever
             "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_Core_Memory",
             "SchedulerParameters": "sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0",

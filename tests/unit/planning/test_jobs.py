@@ -26,6 +26,12 @@ def test_a_run_on_cpus_asks_for_its_processes() -> None:
     assert job_needs(two, "evaluate", 8) == JobNeeds(nodes=1, gpus=0, cpus=3, memory_mb=700 + 256 + 2 * 600)
 
 
+def test_programs_in_sandboxes_take_memory() -> None:
+    code = config("strongermas_t1_code_single")
+    plain = 16_000 + 256 + job_needs(code, "evaluate", 8).gpus * 6_000
+    assert job_needs(code, "evaluate", 8).memory_mb == plain + 2_000
+
+
 def test_a_run_on_gpus_asks_for_those_of_its_placement() -> None:
     run = config("drmas_t1_4b_shared_drmas")
     found = job_needs(run, "train", 8)
