@@ -95,6 +95,7 @@ class OrchestraConfig(Choice):
                 )
         if self.name == "program":
             check_program(team, **self.options)
+            return  # its prompts are the program's own
         templates = {name: build_role(name, agent).user for name, agent in team.items()}
         if self.name == "graph":
             self.arguments["graph"].check_agents(templates)

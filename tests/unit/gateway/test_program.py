@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from mcore_mas.config.compose import resolve
 from rollout.base.errors import EngineError
 from rollout.config.sections import AgentConfig, OrchestraConfig
 from rollout.engines.remote import RemoteConfig
@@ -101,6 +103,19 @@ def test_a_program_that_cannot_play_is_refused_with_the_config(options: dict[str
     team = {name: AgentConfig(policy="p", role="program_agent") for name in ("a", "b")}
     with pytest.raises(ValueError, match=re.escape(error)):
         OrchestraConfig(name="program", options=options).check_agents(team)
+
+
+def test_the_guides_team_and_the_demo_fit_together() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
+    (block,) = re.findall(r"```yaml\n# configs/team/mine.yaml\n(.*?)```", guide, re.S)
+    values = yaml.safe_load(block)
+    team = {name: AgentConfig(policy="p", **agent) for name, agent in values["agents"].items()}
+    orchestra = OrchestraConfig(**values["orchestra"])
+    orchestra.check_agents(team)
+    assert orchestra.arguments["command"] == ["python", "my_agents.py"]
+    assert orchestra.arguments["models"] == {"gpt-4o": "solver", "*": "helper"}
+    demo = resolve(["experiment=demo_program"])
+    assert demo["orchestra"]["options"]["call"] == "rollout.orchestras.example_program:solve_and_check"
 
 
 def test_agents_behind_other_peoples_apis_play_beside_trained_ones(tmp_path: Path) -> None:
