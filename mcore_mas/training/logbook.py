@@ -19,9 +19,11 @@ from mcore_mas.credit.assign import by_place
 from mcore_mas.credit.samples import Sample
 from mcore_mas.reports.pages import drawing
 from mcore_mas.training.joblog import terminal
+from mcore_mas.training.journal import Journal
 from mcore_mas.training.slurm import slurm_job
 from mcore_mas.training.stopping import Stopped
-from mcore_mas.training.tracking import Journal, Traces, TrackedRun, Tracker, chosen
+from mcore_mas.training.traces import Traces, chosen
+from mcore_mas.training.tracking import TrackedRun, Tracker
 from rollout.base.text import shown_line
 from rollout.records.trajectory import Group, read_tasks, tasks_digest
 

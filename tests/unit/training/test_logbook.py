@@ -14,9 +14,9 @@ from mlflow.tracking import MlflowClient
 from mcore_mas import code_commit
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
+from mcore_mas.training.journal import Journal
 from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.stopping import Stopped
-from mcore_mas.training.tracking import Journal
 from rollout.records.trajectory import Group, Task, tasks_digest, write_tasks
 from tests.support.played import TASK, trajectory, turn
 

@@ -13,7 +13,8 @@ import mlflow
 import pytest
 from mlflow.tracking import MlflowClient
 
-from mcore_mas.training.tracking import Traces, TrackedRun, Tracker, chosen
+from mcore_mas.training.traces import Traces, chosen
+from mcore_mas.training.tracking import TrackedRun, Tracker
 from rollout.records.trajectory import Message, Status, ToolEvent, VersionSpan
 from tests.support.played import group, trajectory, turn
 

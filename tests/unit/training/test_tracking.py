@@ -15,7 +15,8 @@ from mlflow.tracking import MlflowClient
 
 from mcore_mas.reports.study import MetricsError, read_metrics
 from mcore_mas.training import tracking
-from mcore_mas.training.tracking import Journal, Sink, TrackedRun, Tracker
+from mcore_mas.training.journal import Journal
+from mcore_mas.training.tracking import Sink, TrackedRun, Tracker
 
 
 def opened(folder: Path, uri: str, warn: Callable[[str], None], **run: object) -> tuple[Journal, Tracker]:
