@@ -9,20 +9,22 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from mcore_mas import SHIPPED
@@ -30,6 +32,7 @@ from mcore_mas.config.models import located
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.config.scale import ScaleError, scaled
 from mcore_mas.equations.advantages import ESTIMATORS
+from rollout.base.files import read_yaml
 
 CONFIGS = SHIPPED / "configs"
 GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking", "experiment", "recipe")
@@ -84,6 +87,7 @@ def _composed(overrides: Sequence[str], folders: Sequence[Path]) -> dict[str, An
     path.append("schema", "structured://")
     version.setbase("1.3")
     loader = ConfigLoaderImpl(path)
+    loader.repository = _Repository(path)
     parsed, repository = loader._parse_overrides_and_create_caching_repo("config", list(map(_forced, overrides)))
     loader.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)
     defaults = create_defaults_list(
@@ -102,15 +106,17 @@ def _forced(override: str) -> str:
     return override if key.startswith("~") or key in GROUPS else f"++{override.lstrip('+')}"
 
 
+class _Repository(ConfigRepository):
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Repository:
+        return self  # Hydra copies it, and all configs that it registers itself, before each composition
+
+
 class Folder(FileConfigSource):
     """A folder of configs, with what has no file of its own: the rows of grids, and estimators without options."""
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
         self._experiments = experiments(Path(self.path))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Folder:
-        return self  # Hydra copies its sources before each composition
 
     @staticmethod
     def scheme() -> str:
@@ -164,17 +170,29 @@ def _content(file: Path) -> tuple[str | None, Any]:
     return _read(file, file.stat().st_mtime_ns if file.is_file() else 0)
 
 
+class _Loader(yaml.cyaml.CParser, get_yaml_loader()):  # type: ignore[misc]
+    """OmegaConf's reader of YAML, parsing in C."""
+
+    def __init__(self, stream: TextIO) -> None:
+        yaml.cyaml.CParser.__init__(self, stream)
+        yaml.constructor.SafeConstructor.__init__(self)
+        yaml.resolver.Resolver.__init__(self)
+
+
 @lru_cache
 def _read(file: Path, modified_ns: int) -> tuple[str | None, Any]:
-    found = FileConfigSource("file", str(file.parent)).load_config(file.name)
-    return found.header["package"], OmegaConf.to_container(found.config)
+    if not file.is_file():
+        raise ConfigLoadError(f"no file {file}")
+    with file.open(encoding="utf-8") as stream:  # whose name stands in errors
+        header = ConfigSource._get_header_dict(stream.read(512))
+        stream.seek(0)
+        return header["package"], yaml.load(stream, Loader=_Loader)  # noqa: S506  (as safe as the one that it extends)
 
 
 @lru_cache
 def _names(file: Path, modified_ns: int) -> list[str]:
     """The experiments in a file, which was `modified_ns` after the epoch: its rows, or without a grid itself."""
-    with file.open(encoding="utf-8") as text:
-        values = yaml.safe_load(text)
+    values = read_yaml(file)
     if not isinstance(values, dict) or "grid" not in values:
         return [file.stem]
     if not isinstance(values["grid"], dict):

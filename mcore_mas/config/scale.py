@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import yaml
-
 from mcore_mas import SHIPPED
+from rollout.base.files import read_yaml
 from rollout.records.trajectory import Turn
 from rollout.tasks.splits import SPLITS
 
@@ -33,7 +33,7 @@ def scaled(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
     """
     if scale == "paper":
         return dict(values)
-    rule = yaml.safe_load((SHIPPED / "workflow" / "scales" / f"{scale}.yaml").read_text(encoding="utf-8"))
+    rule = _rule(scale)
     made = {
         key: {**value, **rule["merged"].get(key, {})} if key in rule["merged"] else value
         for key, value in values.items()
@@ -53,6 +53,12 @@ def scaled(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
         reward |= {"name": "shared_outcome", "options": {}}
     made["reward"] = {**reward, "penalties": {**reward.get("penalties", {}), _DRAWN: {}}}
     return made
+
+
+@cache
+def _rule(scale: str) -> dict[str, Any]:
+    found: dict[str, Any] = read_yaml(SHIPPED / "workflow" / "scales" / f"{scale}.yaml")
+    return found
 
 
 def drawn_reward(turn: Turn) -> float:

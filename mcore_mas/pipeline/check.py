@@ -33,8 +33,8 @@ def check_suite(suite: Suite, *, files: bool = True) -> None:
 def complaints(suite: Suite, *, files: bool = True) -> list[str]:
     """What is known to fail, a line each with the runs that it is of."""
     runs: dict[str, list[str]] = {}
-    for run, values in suite.runs.items():
-        config = RunConfig.check(dict(values), run)
+    for run in suite.runs:
+        config = suite.checked(run)
         for line in (*_models(suite, config, files), *_machine(config), *(_files(suite, run) if files else ())):
             runs.setdefault(line, []).append(run)
     return [f"{_named(own)}: {line}" for line, own in runs.items()]
@@ -53,7 +53,7 @@ def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:
         architecture: Architecture | None = None
         try:
             if made == Path(model):
-                cold_start = RunConfig.check(dict(suite.runs[start or ""]), start or "").cold_start
+                cold_start = suite.checked(start or "").cold_start
                 architecture = cold_started(cold_start.base, f"cold_start of {start}") if cold_start else None
             elif (Path(model) / "config.json").is_file():
                 architecture = read_architecture(model)
@@ -83,10 +83,18 @@ def _from(path: str) -> str:
 
 def _files(suite: Suite, run: str) -> Iterator[str]:
     """The data files of a run that are not there, and that nothing makes."""
-    for file in suite.data_files(run) if suite.scale == "paper" else ():
+    if suite.scale != "paper":
+        return
+    retriever = suite.checked(run).retriever
+    own = [("data", file) for file in suite.data_files(run)]
+    if retriever and retriever.folder and not retriever.url:
+        own.append(("retriever.folder", f"{retriever.folder}/index.json"))
+    if retriever and retriever.encoder_folder:
+        own.append(("retriever.encoder_folder", str(retriever.encoder_folder)))
+    for where, file in own:
         if not Path(file).exists():
-            source = f"; {_from(file)}" if file in known_sources() else "; name another file"
-            yield f"data: {file}: no such file{source}"
+            source = f"; {_from(file)}" if file in known_sources() else "; name another one"
+            yield f"{where}: {file}: not here{source}"
 
 
 def has_gpu() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas import SHIPPED
-from rollout.base.files import write_json
+from rollout.base.files import write_text
 
 _PACKAGES = ("mcore_mas", "rollout", "retrieval")
 _FROM_ENVIRONMENT = "oc.env"  # OmegaConf's resolver of a variable, which may change without any file
@@ -38,6 +39,7 @@ class ConfigCache:
         self._made_with = _digest(_stamps([*shipped, *packages, *own]))
         self._before = self._read()
         self._now: dict[str, Any] = {}
+        self._imports: tuple[int, list[str]] = (0, [])  # as of so many modules
 
     def get(self, settings: Mapping[str, Any], compose: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The config of `settings`, composed where it is not known."""
@@ -55,17 +57,18 @@ class ConfigCache:
     def save(self) -> None:
         """Keep what was asked for, and nothing else, if any of it is new."""
         if self._now.keys() - self._before.keys() or any(self._now[key] != self._before[key] for key in self._now):
-            write_json(self._path, self._now)
+            write_text(self._path, json.dumps(self._now))
 
     def _imported(self) -> list[str]:
-        """The user's modules that this process has imported."""
+        """The user's modules that this process has imported, looked for again where it has imported any."""
+        if len(sys.modules) == self._imports[0]:
+            return self._imports[1]
         others = (module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _PACKAGES)
-        files = [Path(file) for module in others if (file := getattr(module, "__file__", None))]
-        return [
-            str(file)
-            for file in files
-            if "site-packages" not in file.parts and any(file.is_relative_to(folder) for folder in self._code)
-        ]
+        files = (str(getattr(module, "__file__", None) or "") for module in others)
+        folders = tuple(f"{folder}{os.sep}" for folder in self._code)
+        found = [file for file in files if file.startswith(folders) and f"{os.sep}site-packages{os.sep}" not in file]
+        self._imports = len(sys.modules), found
+        return found
 
     def _read(self) -> dict[str, Any]:
         try:

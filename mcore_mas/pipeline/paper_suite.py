@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas import code_commit
+from mcore_mas.pipeline.check import complaints
 from mcore_mas.pipeline.sources import acquirable, listed, size_gb
 from mcore_mas.pipeline.suite import Suite, SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
@@ -92,7 +93,8 @@ def check_there(suite: Suite) -> None:
     """Refuse a suite whose published data or models are not on this machine; the scale `tiny` makes its own.
 
     Raises:
-        SuiteError: what is missing, which runs need it, where it comes from and what to do, a line each.
+        SuiteError: what is missing, which runs need it, where it comes from and what to do, a line each; and what else
+            this machine lacks.
     """
     needed = inputs(suite)
     missing = {path: runs for path, runs in needed.items() if not Path(path).exists()}
@@ -107,6 +109,7 @@ def check_there(suite: Suite) -> None:
     lines = [
         f"{len(missing)} of {len(needed)} inputs are not on this machine:",
         *listed(missing, behind),
+        *(f"  {line}" for line in complaints(suite, files=False)),
         f"`snakemake {target}` fetches them ({size}; docs/tables.md), or try --config scale=tiny, which makes its own",
     ]
     raise SuiteError("\n".join(lines))

@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, TypeAdapter
 
 from mcore_mas import SHIPPED
+from rollout.base.files import read_yaml
 from rollout.base.options import Section
 
 SOURCES_FILE = SHIPPED / "workflow" / "sources.yaml"
@@ -45,7 +45,7 @@ class Source(Section):
 @cache
 def known_sources() -> Mapping[str, Source]:
     """Every entry of workflow/sources.yaml by its path."""
-    return TypeAdapter(dict[str, Source]).validate_python(yaml.safe_load(SOURCES_FILE.read_text(encoding="utf-8")))
+    return TypeAdapter(dict[str, Source]).validate_python(read_yaml(SOURCES_FILE))
 
 
 def choose_hub(config: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from mcore_mas.planning.jobs import JobNeeds, Stage, job_needs
 from rollout.base.errors import ModelError
 from rollout.base.files import write_text
 from rollout.base.text import nearest
-from rollout.config.data import DataConfig
 from rollout.tasks.splits import SPLITS
 
 SNAKEFILE = SHIPPED / "workflow" / "Snakefile"
@@ -56,6 +55,7 @@ class Suite:
     tasks: Mapping[str, str]  # run -> the first run with the same tasks, and the same index if it has one
     scale: str = "paper"  # or tiny
     configs: Path | None = None  # a user's own configs, which are looked through before the shipped ones
+    _checked: dict[str, RunConfig] = field(default_factory=dict, compare=False)
 
     @classmethod
     def load(cls, suite: Mapping[str, Any], folder: Path | None = None, cache: Path | None = None) -> Suite:
@@ -138,7 +138,7 @@ class Suite:
     def data_files(self, run: str) -> list[str]:
         """The data files that the tasks of `run` are read from; none with a generator."""
         passages = (self.runs[run].get("retriever") or {}).get("passages")
-        return [*map(str, self._data(run).paths), *([passages] if passages else [])]
+        return [*map(str, self.checked(run).data.paths), *([passages] if passages else [])]
 
     def models(self, run: str) -> list[str]:
         """The folders that the policies of `run` start from and no rule trains, and its encoder, by config.json."""
@@ -153,14 +153,20 @@ class Suite:
         """What the scale `tiny` makes in place of published files, each with its format or "passages"."""
         found: dict[str, str] = {}
         for run in self.runs if self.scale == "tiny" else ():
-            data = self._data(run)
+            data = self.checked(run).data
             found |= dict.fromkeys(self.data_files(run), "passages")
             found |= {str(file.path): file.format or data.format for split in SPLITS for file in data.files(split)}
         return found
 
     def job_needs(self, run: str, stage: Stage, node_gpus: int) -> JobNeeds:
         """What a stage of `run` asks of a cluster whose machines have `node_gpus` GPUs."""
-        return job_needs(RunConfig.check(dict(self.runs[run]), f"run '{run}'"), stage, node_gpus)
+        return job_needs(self.checked(run), stage, node_gpus)
+
+    def checked(self, run: str) -> RunConfig:
+        """The config of `run`, read once."""
+        if run not in self._checked:
+            self._checked[run] = RunConfig.check(dict(self.runs[run]), f"run '{run}'")
+        return self._checked[run]
 
     def config_path(self, run: str) -> Path:
         """Where the resolved config of `run` is written."""
@@ -184,9 +190,6 @@ class Suite:
         own = Path(".snakemake", "suites", self.name)
         return sorted((inside - {results / name for name in _BY_SUITE}) | outside | {own})
 
-    def _data(self, run: str) -> DataConfig:
-        return DataConfig.model_validate(self.runs[run]["data"])
-
     def pattern(self, *, indexes: bool, shared: bool = False) -> str:
         """A regular expression of the runs that make their tasks and build an index, or that build none.
 
@@ -209,6 +212,26 @@ def check_suite_files(files: Sequence[Path | str]) -> None:
             f"--configfile took {targets[0]} for a suite; name targets before it: "
             f"snakemake {' '.join(targets)} --configfile {files[0]}"
         )
+
+
+def check_command(arguments: Sequence[str]) -> None:
+    """`check_suite_files` for a command line of Snakemake, which its profile calls before Snakemake reads any file.
+
+    Raises:
+        SystemExit: with the error in one line.
+    """
+    files, taken = [], False
+    for word in arguments:
+        if word.startswith("-"):
+            taken = word in ("--configfile", "--configfiles")
+        elif taken:
+            files.append(word)
+    try:
+        check_suite_files(files)
+    except SuiteError as error:
+        raise SystemExit(f"error: {error}") from None
+    if missing := [file for file in files if not Path(file).is_file()]:
+        raise SystemExit(f"error: --configfile {missing[0]}: no such suite file")
 
 
 def _composed(

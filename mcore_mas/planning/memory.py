@@ -1,7 +1,6 @@
 """Memory of trainers and engines on one GPU, by formula, before anything is built; all sizes are bytes.
 
-Of activations there is an upper figure of what the local layers save for the backward pass; everything else is counted
-tensor by tensor, and the tests compare it with the tensors of a real trainer.
+Everything is counted tensor by tensor, and the tests compare it with the tensors of a real trainer.
 """
 
 from __future__ import annotations
@@ -127,21 +126,26 @@ def trainer_memory(a: Architecture, layout: ParallelLayout, kind: TrainerKind) -
 def activation_bytes(a: Architecture, layout: ParallelLayout, kind: TrainerKind) -> float:
     """What the layers of a pipeline stage save of a micro-batch.
 
-    As Korthikanti et al. 2022 (arXiv 2205.05198, §4) count, for gated MLPs, grouped queries, no dropout, and attention
-    that keeps no scores. Per token and layer, in elements: 4 h (inputs of two norms and of the products after them),
-    queries, keys and values before and after their rotation (and before their norms), attention's output, 4 f (two
-    halves, silu of one, their product). Without sequence parallelism the 4 h are on every tensor-parallel rank.
-    Recomputing keeps only a layer's input, and all of the one layer that is computed again. A pipeline holds as many
-    micro-batches as it has stages.
+    As Korthikanti et al. 2022 (arXiv 2205.05198, §4) count, for the local layers, without dropout, and with attention
+    that keeps no scores. Per token and layer, in elements: of each norm its input and what it is scaled to, both in
+    float32, and its output; queries, keys and values, queries and keys again after their rotation (and twice in float32
+    with norms of their own), the rotation's cosines and sines, attention's output, and 5 f (two halves, silu of one and
+    two products). Experts save that of those a token is sent to, and their inputs. The last norm saves as others do.
+    Without sequence parallelism what norms save is on every tensor-parallel rank. Recomputing keeps a layer's input,
+    and all of the one layer that is computed again. A pipeline holds as many micro-batches as it has stages.
     """
-    queries, values = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    ffn = a.ffn if a.experts is None else max(a.experts.ffn * a.experts.per_token, a.ffn * (not all(a.experts.sparse)))
-    whole = 4 * a.hidden / (layout.tp if layout.sp else 1)
-    cut = ((2 + a.qk_norm) * (queries + 2 * values) + queries + 4 * ffn) / layout.tp
-    entry = a.hidden / (layout.tp if layout.sp else 1)
-    layers = a.layers // layout.pp
-    elements = entry * layers * layout.pp + whole + cut if kind.recompute else (whole + cut) * layers * layout.pp
-    return (2 if kind.bf16 else 4) * kind.tokens / layout.cp * elements
+    queries, values, wide = a.heads * a.head_dim, a.kv_heads * a.head_dim, 2 if kind.bf16 else 1
+    whole, cut = (4 * wide + 2) * a.hidden, 3 * queries + 3 * values + 2 * wide * a.qk_norm * (queries + values)
+    mlps = [5 * a.ffn]
+    if a.experts is not None:
+        sent = a.experts.per_token * (5 * a.experts.ffn + a.hidden) + a.hidden
+        mlps = [sent if sparse else 5 * a.ffn for sparse in a.experts.sparse]
+    mlp = max(mlps) if kind.recompute else sum(mlps) / len(mlps)
+    repeated = layout.tp if layout.sp else 1
+    layer = whole / repeated + (cut + mlp) / layout.tp + 4 * a.head_dim
+    layers, entry = a.layers // layout.pp, a.hidden / repeated
+    elements = entry * layers * layout.pp + layer if kind.recompute else layer * layers * layout.pp
+    return (2 if kind.bf16 else 4) * kind.tokens / layout.cp * (elements + 2 * wide * entry)
 
 
 def engine_weights(a: Architecture, tp: int) -> float:

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 from mcore_mas import SHIPPED
 from mcore_mas.config.compose import experiments
 from mcore_mas.config.run import GAIN
+from rollout.base.files import read_yaml
 from rollout.base.options import Section
 
 TABLES = SHIPPED / "workflow" / "tables"
@@ -82,7 +83,7 @@ class PaperTable:
         if not path.is_file():
             raise TableError(f"no table '{name}'; tables: {', '.join(table_names(folder))}")
         try:
-            table = cls(name=name, config=PaperTableConfig.model_validate(yaml.safe_load(path.read_text("utf-8"))))
+            table = cls(name=name, config=PaperTableConfig.model_validate(read_yaml(path)))
             known = experiments()
             unknown = [cell.experiment for cell in table.cells if cell.experiment not in known]
         except ValidationError as error:

@@ -11,11 +11,10 @@ from fnmatch import fnmatch
 from functools import cache
 from typing import Any
 
-import yaml
-
 from mcore_mas.config.compose import CONFIGS, experiments, resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.equations.losses import LOSSES
+from rollout.base.files import read_yaml
 
 EXPERIMENTS_PAGE = CONFIGS.parent / "docs" / "experiments.md"
 UNKNOWN = "unknown"
@@ -123,7 +122,7 @@ class PublishedValue:
 @cache
 def read_published() -> dict[str, Any]:
     """docs/published.yaml: `sources`, `families` and `rows`."""
-    return dict(yaml.safe_load(EXPERIMENTS_PAGE.with_name("published.yaml").read_text(encoding="utf-8")))
+    return dict(read_yaml(EXPERIMENTS_PAGE.with_name("published.yaml")))
 
 
 @cache

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 Digest = dict[str, int | str]  # a file's "bytes" and "sha256"
 
+_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _STRETCH = 16 << 20  # bytes hashed and written at a time
 
 
@@ -56,6 +58,17 @@ def write_text(path: Path, text: str) -> None:
     """Write `text` in UTF-8, complete or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file of plain values, parsed in C where PyYAML has that.
+
+    Raises:
+        OSError: it cannot be read.
+        yaml.YAMLError: it is none.
+    """
+    with path.open(encoding="utf-8") as stream:  # whose name stands in errors
+        return yaml.load(stream, Loader=_YAML)  # noqa: S506  (one of the safe ones)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -85,10 +85,14 @@ def test_missing_data_files_are_named_unless_they_are_to_be_fetched() -> None:
     own = ["data={train: [a.parquet], validation: [a.parquet], test: [b.parquet]}", "cold_start=null"]
     lines = [line for line in said("~data", f"+{own[0]}", own[1]) if "data: " in line]
     assert [line.partition("data: ")[2] for line in lines] == [
-        "a.parquet: no such file; name another file",
-        "b.parquet: no such file; name another file",
+        "a.parquet: not here; name another one",
+        "b.parquet: not here; name another one",
     ]
     assert not said("~data", f"+{own[0]}", own[1], files=False)
+    lines = complaints(load_suite("drmas_t2_3b_shared_drmas"))
+    (index,) = [line for line in lines if "retriever.folder: data/wiki-18/index.json: not here; it is made of" in line]
+    assert "the target `acquire` fetches it" in index
+    assert any("retriever.encoder_folder: models/e5-base-v2: not here; it is intfloat/e5-base-v2" in x for x in lines)
 
 
 def test_a_slot_that_nobody_fills_is_refused_when_the_run_is_composed() -> None:

@@ -54,9 +54,24 @@ def test_what_is_missing_is_said_in_lines(tmp_path: Path) -> None:
         "  data/math/aime_2024.parquet: HuggingFaceH4/aime_2024 of the hub (for marti_single_ttrl and 1 more)",
         "  models/DeepScaleR-1.5B-Preview: agentica-org/DeepScaleR-1.5B-Preview of the hub, 7.1 GB, licence mit "
         "(for marti_single_ttrl and 1 more)",
+        "  run 'marti_single_ttrl' and 1 more: engine.python: .venv-sglang/bin/python: no such interpreter "
+        "(docs/engines.md makes one)",
         "`snakemake acquire_marti_ttrl` fetches them (7.1 GB where known; docs/tables.md), or try --config scale=tiny, "
         "which makes its own",
     ]
+
+
+def test_a_target_behind_configfile_and_a_suite_that_is_not_there_are_a_line(tmp_path: Path) -> None:
+    done = snakemake(tmp_path, "-n", "--configfile", "workflow/suites/tiny.yaml", "table_drmas_1")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: --configfile workflow/suites/tiny.yaml: no such suite file"
+    tiny = str(ROOT / "workflow/suites/tiny.yaml")
+    done = snakemake(tmp_path, "-n", "--configfile", tiny, "tabel_drmas_1", "--quiet")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        1,
+        f"error: --configfile took tabel_drmas_1 for a suite; name targets before it: "
+        f"snakemake tabel_drmas_1 --configfile {tiny}",
+    )
 
 
 def test_a_table_that_searches_needs_its_index_and_encoder(tmp_path: Path) -> None:
