@@ -43,6 +43,7 @@ _TOLERANCE = (
     "than `tolerance`, the part of our 95 % interval over tasks on that side and half a digit of the paper's rounding"
 )
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # of every member, so that equal contents are equal files
+_MOST = 4 << 30  # bytes of all members: several times those of the largest table, by its number of tasks
 _CODE = ("mcore_mas", "rollout", "retrieval", "configs", "workflow")
 
 
@@ -92,9 +93,12 @@ def verify_bundle(path: Path) -> str:
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            _check_size(path, archive)
             contents = {info.filename: archive.read(info) for info in archive.infolist()}
         described = {entity["@id"]: entity for entity in json.loads(contents.pop(METADATA))["@graph"]}
         listed = {name: entity for name, entity in described.items() if entity["@type"] == "File"}
+    except BundleError:
+        raise
     except (OSError, zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError) as error:
         raise BundleError(f"{path}: damaged, or no bundle of a table ({' '.join(str(error).split())})") from error
     for name in listed.keys() ^ contents.keys():
@@ -105,6 +109,13 @@ def verify_bundle(path: Path) -> str:
             raise BundleError(f"{path}, {name}: sha256 is {found}, and {METADATA} says {listed[name].get('sha256')}")
     with tempfile.TemporaryDirectory() as folder:
         return f"{path}: {len(contents)} files as described; {_recomputed(path, contents, Path(folder))}"
+
+
+def _check_size(path: Path, archive: zipfile.ZipFile) -> None:
+    """Refuse what would fill the memory; of a member no more is read than it says to have."""
+    size = sum(info.file_size for info in archive.infolist())
+    if size > _MOST:
+        raise BundleError(f"{path}: {size / 1e9:.1f} GB unpacked, and a bundle has at most {_MOST / 1e9:.1f} GB")
 
 
 def _recomputed(path: Path, contents: Mapping[str, bytes], folder: Path) -> str:

@@ -148,6 +148,18 @@ def test_what_was_changed_is_said(bundle: Path, name: str, old: bytes, new: byte
         verify_bundle(changed(bundle, name, lambda content: content.replace(old, new), described=described))
 
 
+def test_a_member_that_would_fill_the_memory_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    bomb = tmp_path / "b.zip"
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("ro-crate-metadata.json", b"{ }")
+        archive.writestr("scores.json", b"0" * 1000)
+    whole = bomb.read_bytes()  # 1000 in the directory's entry becomes 4,294,967,294
+    at = whole.rindex((1000).to_bytes(4, "little"))
+    bomb.write_bytes(whole[:at] + (2**32 - 2).to_bytes(4, "little") + whole[at + 4 :])
+    with pytest.raises(BundleError, match=r"4\.3 GB unpacked, and a bundle has at most 4\.3 GB"):
+        verify_bundle(bomb)
+
+
 def test_a_member_more_or_less_and_no_bundle_are_refused(bundle: Path) -> None:
     with zipfile.ZipFile(bundle, "a") as archive:
         archive.writestr("more.txt", "")
