@@ -183,10 +183,9 @@ class _Loader(yaml.cyaml.CParser, get_yaml_loader()):  # type: ignore[misc]
 def _read(file: Path, modified_ns: int) -> tuple[str | None, Any]:
     if not file.is_file():
         raise ConfigLoadError(f"no file {file}")
-    with file.open(encoding="utf-8") as stream:  # whose name stands in errors
+    with file.open(encoding="utf-8") as stream:
         header = ConfigSource._get_header_dict(stream.read(512))
-        stream.seek(0)
-        return header["package"], yaml.load(stream, Loader=_Loader)  # noqa: S506  (as safe as the one that it extends)
+    return header["package"], read_yaml(file, _Loader)
 
 
 @lru_cache

@@ -49,11 +49,11 @@ def paper_suite(tables: Sequence[str], config: Mapping[str, Any]) -> dict[str, A
     Raises:
         SuiteError: a table's file cannot be used, or `config` has another key.
     """
-    unknown = config.keys() - {"scale", "results", "seeds", ALL_TABLES}
+    unknown = config.keys() - {"scale", "results", "seeds", "gpus", ALL_TABLES}
     if unknown:
         raise SuiteError(
             f"a table brings its own suite: leave --configfile and --config {min(unknown)}=... out; it takes "
-            "scale=paper or tiny, seeds=3 and results=folder"
+            "scale=paper or tiny, seeds=3, results=folder and gpus=8xH100"
         )
     try:
         loaded = [PaperTable.load(name) for name in tables]
@@ -71,6 +71,8 @@ def paper_suite(tables: Sequence[str], config: Mapping[str, Any]) -> dict[str, A
             for name in names
             for seed in seeds
         },
+        # at the scale `tiny` nothing is placed
+        "overrides": [f"cluster.gpus={config['gpus']}"] if config.get("gpus") and scale == "paper" else [],
         "evaluate": {
             seeded(run, seed): {cell: _reseeded(seats, seed) for cell, seats in own.items()}
             for run, own in cells.items()

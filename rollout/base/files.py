@@ -60,15 +60,19 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def read_yaml(path: Path) -> Any:
-    """The content of a YAML file of plain values, parsed in C where PyYAML has that.
+def read_yaml(path: Path, reader: Any = _YAML) -> Any:
+    """The content of a YAML file of plain values, parsed in C where PyYAML has that, or by another safe reader.
 
     Raises:
         OSError: it cannot be read.
         yaml.YAMLError: it is none.
     """
     with path.open(encoding="utf-8") as stream:  # whose name stands in errors
-        return yaml.load(stream, Loader=_YAML)  # noqa: S506  (one of the safe ones)
+        loader = reader(stream)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
 
 
 def write_json(path: Path, value: Any) -> None:

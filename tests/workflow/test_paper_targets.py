@@ -15,7 +15,7 @@ from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.bundle import verify_bundle
 from mcore_mas.pipeline.paper_suite import asked_tables, asks_inputs, paper_suite
 from mcore_mas.pipeline.sources import choose_hub
-from mcore_mas.pipeline.suite import SuiteError
+from mcore_mas.pipeline.suite import Suite, SuiteError
 from rollout.tasks.tiny_files import write_tiny_file
 from tests.support.hub import COMMIT, FakeHub, running
 
@@ -116,6 +116,13 @@ def test_targets_and_settings_are_checked() -> None:
         paper_suite(["drmas_1"], {"suite": "x", "experiments": {}})
     with pytest.raises(SuiteError, match="seeds=0; expected how many"):
         paper_suite(["drmas_1"], {"seeds": 0})
+
+
+def test_the_runs_of_a_table_are_placed_on_the_gpus_that_are_named(tmp_path: Path) -> None:
+    suite = paper_suite(["drmas_f5"], {"gpus": "8xH100", "results": str(tmp_path)})
+    (hetero, *_) = Suite.load(suite).runs.values()
+    assert (hetero["cluster"]["pool"], hetero["engine"]["sleep"]) == ("shared", True)
+    assert paper_suite(["drmas_f5"], {"gpus": "8xH100", "scale": "tiny"})["overrides"] == []
 
 
 def test_seeds_are_runs_and_policies_are_swapped_within_a_seed() -> None:
