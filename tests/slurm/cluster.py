@@ -61,18 +61,27 @@ def unpacked(folder: Path, packages: Sequence[str]) -> Path:
         raise NoSlurm("Slurm's packages come from Debian or Ubuntu, and there is no apt-get here")
     debs = folder / "debs"
     debs.mkdir(parents=True)
-    sandbox = ["-o", f"APT::Sandbox::User={getpass.getuser()}", "-o", "Acquire::Retries=2"]
-    done = subprocess.run(
-        ["apt-get", "download", *sandbox, *packages], cwd=debs, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = _apt(debs, "download", *packages)
+    if done.returncode:  # nothing is known of packages here, as in a fresh container
+        own = ["-o", f"Dir::State::lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache"]
+        for made in ("lists/partial", "cache/archives/partial"):
+            (folder / made).mkdir(parents=True)
+        _apt(debs, *own, "update")
+        done = _apt(debs, *own, "download", *packages)
     if done.returncode:
-        raise NoSlurm(f"apt-get cannot fetch Slurm's packages: {done.stderr.strip().splitlines()[-1]}")
+        raise NoSlurm(f"apt-get cannot fetch Slurm's packages: {(done.stderr.splitlines() or ['?'])[-1]}")
     for deb in debs.iterdir():
         subprocess.run(["dpkg-deb", "-x", deb, folder / "root"], check=True)
     shutil.rmtree(debs)
     for daemon in (folder / "root/usr/sbin").glob("*-wlm"):  # they ask their own name what they are
         daemon.with_name(daemon.name.removesuffix("-wlm")).symlink_to(daemon.name)
     return folder / "root"
+
+
+def _apt(debs: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    sandbox = ["-o", f"APT::Sandbox::User={getpass.getuser()}", "-o", "Acquire::http::Timeout=20"]
+    command = ["timeout", "180", "apt-get", *sandbox, *words]
+    return subprocess.run(command, cwd=debs, capture_output=True, text=True, check=False)
 
 
 @dataclass(kw_only=True)
