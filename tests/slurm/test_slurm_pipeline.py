@@ -85,7 +85,7 @@ def test_failing_runs_take_none_down_and_jobs_ask_for_what_their_plan_says(clust
     reasons = {line for line in done.stderr.splitlines() if line.startswith("error: ")}
     assert len(reasons) == 3, reasons
     refused = "error: Slurm does not take the job: sbatch: error: Batch job submission failed: "
-    assert f"{refused}Requested node configuration is not available" in reasons
+    assert f"{refused}More processors requested than permitted" in reasons
     assert any("bad/train/checkpoints" in reason for reason in reasons)
 
     jobs = submitted(cluster)
