@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-package test-sglang test-gateway test-nodes test-slurm lint format bench bench-gpu exactness ui lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-package test-sglang test-gateway test-frameworks test-nodes test-slurm lint format bench bench-gpu exactness ui lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,15 @@ test-gateway: $(STAMP) ## play a thousand random agent programs: every sampled t
 
 test-nodes: $(STAMP) ## run trainings on several nodes, network namespaces of this machine (as root)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nodes tests/workflow/test_nodes.py
+
+test-frameworks: $(STAMP) .venv-frameworks/.stamp ## train unchanged programs of agent frameworks and write docs/frameworks.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.frameworks
+
+.venv-frameworks/.stamp: requirements/frameworks.txt
+	$(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/frameworks.txt
+	@touch $@
 
 .venv-sglang/.stamp: requirements/sglang.txt requirements/sglang-cpu.txt tests/sglang/setup.sh tests/sglang/patch_cpu.py
 	tests/sglang/setup.sh $(PYTHON)

@@ -1,0 +1,89 @@
+"""Trains the programs of all frameworks, or of those that are named, and writes docs/frameworks.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.frameworks.training import FRAMEWORKS, PYTHON, ROOT, train
+
+PAGE = ROOT / "docs" / "frameworks.md"
+HEAD = """# Agent programs of published frameworks, trained as they are
+
+Made by `make test-frameworks`. The programs of `tests/frameworks/programs` are written as each framework's
+documentation writes them, for `gpt-4o-mini`, `gpt-4o` or Claude, and no line of them knows of this project: environment
+variables point to the gateway ([gateway.md](gateway.md)). The packages come from the index, at the versions of
+`requirements/frameworks.txt`.
+
+Each task is a sum of two numbers from 1 to 3. A model of two layers with random weights first imitates a careless
+teacher who answers the same programs and is right in 35 % of its replies, and then learns for ten steps from the reward
+of the program's answer: one policy, two agents (smolagents: one), GRPO, 36 trajectories a step. The shares right are
+those of 54 trajectories on the nine sums that it trains on; the interval is one of 95 % over sums.
+
+| framework | package | program | turns | right before | right after | gain | 95 % interval | minutes |
+|---|---|---|---:|---:|---:|---:|---|---:|
+"""
+TAIL = "\nMinutes are those of two shared CPU cores, the environment's imports included.\n"
+
+
+def row(name: str, version: str, found: Mapping[str, float]) -> str:
+    """A framework's line of the table, shares in %."""
+    before, after, low, high = (100 * found[key] for key in ("before", "after", "low", "high"))
+    program = FRAMEWORKS[name].program
+    return (
+        f"| {name} | {FRAMEWORKS[name].package} {version} | [{program}](../tests/frameworks/programs/{program}) | "
+        f"{found['turns']:.1f} | {before:.1f} | {after:.1f} | {after - before:+.1f} | [{low:+.1f}, {high:+.1f}] | "
+        f"{found['minutes']:.1f} |"
+    )
+
+
+def page(rows: Mapping[str, str], before: str = "") -> str:
+    """The page with these rows, and of other frameworks those of the page before."""
+    kept = {line[1]: line[0] for line in re.finditer(r"^\| ([^|]+) \| [a-z0-9-]+ \d.*$", before, re.MULTILINE)}
+    known = {**kept, **rows}
+    return HEAD + "".join(f"{known[name]}\n" for name in FRAMEWORKS if name in known) + TAIL
+
+
+def version_of(package: str) -> str:
+    """The version that requirements/frameworks.txt pins."""
+    pinned = (ROOT / "requirements" / "frameworks.txt").read_text(encoding="utf-8")
+    found = re.search(rf"^{re.escape(package)}==(\S+)$", pinned, re.MULTILINE | re.IGNORECASE)
+    assert found, package
+    return found[1]
+
+
+def main(names: Sequence[str]) -> int:
+    """1 where a framework's team did not learn: each is trained in a process of its own."""
+    if names[:1] == ["--one"]:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(train(names[1], PYTHON, Path(folder))))
+        return 0
+    poor = []
+    for name in names or FRAMEWORKS:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "tests.frameworks", "--one", name],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            cwd=ROOT,
+        )
+        if done.returncode:
+            poor.append(name)
+            continue
+        found = json.loads(done.stdout.splitlines()[-1])
+        poor += [name] if found["low"] <= 0 else []
+        line = row(name, version_of(FRAMEWORKS[name].package), found)
+        print(line, flush=True)
+        before = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
+        PAGE.write_text(page({name: line}, before), encoding="utf-8")
+    print(f"did not learn: {', '.join(poor)}" if poor else f"wrote {PAGE}")
+    return bool(poor)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,43 @@
+"""Unchanged programs of agent frameworks are played through the gateway; how their table is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.frameworks.__main__ import PAGE, page, row, version_of
+from tests.frameworks.training import FRAMEWORKS, PYTHON, RIGHT, Lesson, Teacher, right, warm
+
+FOUND = {"before": 0.25, "after": 0.75, "low": 0.4, "high": 0.6, "turns": 2.0, "minutes": 3.14}
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-frameworks; `make test-frameworks` sets it up")
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_program_of_the_framework_is_played_as_it_is(name: str, tmp_path: Path) -> None:
+    with warm(FRAMEWORKS[name], PYTHON, tmp_path) as command:
+        lesson, teacher = Lesson(command, seed=1), Teacher(FRAMEWORKS[name].reply, Random(1))
+        groups = asyncio.run(lesson.play(teacher, step=0, group_size=2))
+    turns = [turn for group in groups for t in group.trajectories for turn in t.turns]
+    assert len(turns) == len(teacher.said) and {turn.agent for turn in turns} <= {"solver", "checker"}
+    assert all(any("What is " in message.content for message in turn.messages) for turn in turns)
+    assert abs(sum(right(groups)) / len(groups) - RIGHT) < 0.34  # the last agent's answer is the program's
+
+
+def test_the_page_keeps_the_rows_of_frameworks_that_were_not_run() -> None:
+    first = page({"AG2": row("AG2", "0.1", FOUND), "LangGraph": row("LangGraph", "1.0", FOUND)})
+    again = page({"AG2": row("AG2", "0.2", FOUND)}, first)
+    rows = [line for line in again.splitlines() if " | [" in line]
+    assert [line.split(" | ")[1] for line in rows] == ["langgraph 1.0", "ag2 0.2"]  # in the order of FRAMEWORKS
+    assert rows[1].endswith("| 2.0 | 25.0 | 75.0 | +50.0 | [+40.0, +60.0] | 3.1 |")
+
+
+def test_every_framework_of_the_page_has_learnt() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| (\S+) (\S+) \|.*\| \[([+-][\d.]+), .*$", PAGE.read_text(), re.MULTILINE)
+    assert rows
+    for name, package, version, low in rows:
+        assert float(low) > 0
+        assert (package, version) == (FRAMEWORKS[name].package, version_of(package))

@@ -1,0 +1,267 @@
+"""One framework's program trained on sums: a careless teacher, supervised steps on what it said, then rewards.
+
+The program is played as it is by the orchestra `program`, through the gateway. A teacher answers its calls first, right
+in a share of them; a tiny random model learns to imitate that, and reinforcement learning does the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import fmean
+
+from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.config.policy import BaseModelConfig
+from mcore_mas.credit.assign import estimate
+from mcore_mas.credit.samples import Sample, to_samples, weigh
+from mcore_mas.equations.losses import Objective
+from mcore_mas.equations.statistics import mean_interval
+from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
+from mcore_mas.megatron.step.trainer import MegatronTrainer
+from mcore_mas.packing.pack import pack
+from mcore_mas.pipeline.base_model import _init_model, _train_tokenizer
+from rollout.config.sections import (
+    AgentConfig,
+    EnvConfig,
+    OrchestraConfig,
+    RewardConfig,
+    build_allocator,
+    build_env,
+    build_team,
+)
+from rollout.engines import ChatState, EngineClient, PolicyClient, PolicyReply
+from rollout.engines.embedded.batching import LocalEngine
+from rollout.models.chat_template import Renderer
+from rollout.models.tool_calls import in_words
+from rollout.records.trajectory import Completion, Group, Message, Sampling, Task, Trajectory, VersionSpan, derive_seed
+from rollout.teams.collect import collect
+from rollout.teams.team import Team
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PYTHON = ROOT / ".venv-frameworks" / "bin" / "python"
+MODELS = {"gpt-4o-mini": "solver", "gpt-4o": "checker", "claude-haiku-4-5": "solver", "claude-opus-4-5": "checker"}
+NUMBERS = range(1, 4)
+RIGHT = 0.35  # share of the teacher's replies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """A framework, its program and how a reply to it reads."""
+
+    package: str  # in the index
+    program: str  # in tests/frameworks/programs
+    reply: str = "\\boxed{{{0}}}"
+
+
+FRAMEWORKS = {
+    "OpenAI Agents SDK": Framework(package="openai-agents", program="openai_agents.py"),
+    "Anthropic SDK": Framework(package="anthropic", program="anthropic_sdk.py"),
+    "LangGraph": Framework(package="langgraph", program="langgraph_graph.py"),
+    "smolagents": Framework(
+        package="smolagents",
+        program="smolagents_code.py",
+        reply="Thought: I add.\n<code>\nfinal_answer('\\\\boxed{{{0}}}')\n</code>",
+    ),
+    "AG2": Framework(package="ag2", program="ag2_chat.py"),
+    "CrewAI": Framework(
+        package="crewai", program="crewai_crew.py", reply="Thought: I add.\nFinal Answer: \\boxed{{{0}}}"
+    ),
+}
+
+
+def sums() -> list[Task]:
+    """Every sum of two numbers."""
+    return [
+        Task(
+            id=f"{a}+{b}",
+            prompt=f"What is {a}+{b}?",
+            answers=(str(a + b),),
+            env="math",
+            source="sums",
+            split="train",
+        )
+        for a, b in itertools.product(NUMBERS, NUMBERS)
+    ]
+
+
+@dataclass(slots=True)
+class Teacher:
+    """A policy that is often wrong, and keeps what it was asked and said."""
+
+    reply: str
+    random: Random
+    said: list[tuple[tuple[Message, ...], str]] = field(default_factory=list)
+
+    async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
+        asked = in_words(messages, chat.tools if chat else ())
+        a, b = map(int, re.findall(r"What is (\d)\+(\d)\?", "\n".join(message.content for message in asked))[-1])
+        right = self.random.random() < RIGHT
+        text = self.reply.format(a + b if right else self.random.choice([n for n in range(2, 7) if n != a + b]))
+        self.said.append((tuple(asked), text))
+        span = VersionSpan(version=0, start=0, end=0)
+        completion = Completion(token_ids=(), logprobs=(), finish_reason="stop", versions=(span,))
+        return PolicyReply(text=text, raw=text, prompt_ids=(), completion=completion)
+
+
+@contextmanager
+def warm(framework: Framework, python: Path, folder: Path) -> Iterator[tuple[str, ...]]:
+    """The command that runs the program in a fork of a process that has imported the framework."""
+    place = folder / "warm"
+    script, program = str(HERE / "warm.py"), str(HERE / "programs" / framework.program)
+    environment = {
+        **os.environ,
+        "HOME": str(folder),  # some keep files there
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        "OTEL_SDK_DISABLED": "true",
+        "CREWAI_DISABLE_TELEMETRY": "true",
+    }
+    with (folder / "warm.log").open("w") as log:
+        server = subprocess.Popen(
+            [python, "-W", "ignore", script, "serve", str(place), program], env=environment, stdout=log, stderr=log
+        )
+        try:
+            while not place.exists():
+                if server.poll() is not None:
+                    raise RuntimeError((folder / "warm.log").read_text())
+                time.sleep(0.05)
+            os.environ.update({name: environment[name] for name in list(environment)[-4:]})
+            yield (sys.executable, "-I", "-S", script, "ask", str(place), program)
+        finally:
+            server.terminate()
+            server.wait()
+
+
+class Lesson:
+    """A program with its team, its environment and its rewards."""
+
+    def __init__(self, command: Sequence[str], seed: int) -> None:
+        options = {"command": list(command), "models": MODELS, "deadline_s": 120.0, "at_once": 4}
+        self.orchestra = OrchestraConfig(name="program", options=options).call
+        self.env = build_env(EnvConfig(name="math"))
+        self.agents = {
+            name: AgentConfig(policy="p", role="program_agent", max_tokens=32) for name in ("solver", "checker")
+        }
+        self.allocate = build_allocator(RewardConfig(name="shared_outcome"), self.agents)
+        self.seed = seed
+
+    def team(self, player: PolicyClient) -> Team:
+        """The team on one policy."""
+        return build_team(self.agents, {"p": player})
+
+    async def play(self, player: PolicyClient, *, step: int, group_size: int) -> list[Group]:
+        """Every sum `group_size` times.
+
+        Raises:
+            RuntimeError: a trajectory failed.
+        """
+        groups = await collect(
+            sums(), self.team(player), self.env, self.orchestra, group_size=group_size, seed=self.seed, step=step
+        )
+        failed = [t.error for group in groups for t in group.trajectories if t.error]
+        if failed:
+            raise RuntimeError(f"{len(failed)} trajectories failed; the first: {failed[0]}")
+        return [self.allocate(group) for group in groups]
+
+
+def right(groups: Sequence[Group]) -> list[float]:
+    """The share of each task's trajectories that were right."""
+    return [fmean(succeeded(t) for t in group.trajectories) for group in groups]
+
+
+def succeeded(trajectory: Trajectory) -> float:
+    """Whether its answer was right."""
+    return float(trajectory.outcome or 0.0)
+
+
+def base_model(said: Sequence[tuple[tuple[Message, ...], str]], folder: Path) -> None:
+    """A tokenizer of what was said, and random weights."""
+    base = BaseModelConfig(layers=2, hidden=64, heads=4, kv_heads=4, ffn=192, vocab=1024, positions=8192)
+    texts = (text for asked, reply in said for text in (*(f"{m.role}\n{m.content}" for m in asked), reply))
+    tokenizer = _train_tokenizer(texts, base.vocab, "phrases")
+    tokenizer.save_pretrained(str(folder))
+    _init_model(tokenizer, base, derive_seed(1, "framework") % 2**63).save_pretrained(str(folder))
+
+
+def cold_start(said: Sequence[tuple[tuple[Message, ...], str]], folder: Path, out: Path, *, steps: int) -> None:
+    """Supervised steps on what the teacher said."""
+    spec = TrainerSpec(model=str(folder), lr=2e-3, warmup_steps=20, objective=Objective(loss="cross_entropy"))
+    trainer, renderer = MegatronTrainer(spec), Renderer(folder)
+    random = Random(1)
+    for _ in range(steps):
+        batch = []
+        for asked, reply in random.sample(list(said), 32):
+            prompt, completion = renderer.render(asked), renderer.encode_reply(reply)
+            ids, trained = prompt + completion, (False,) * len(prompt) + (True,) * len(completion)
+            batch.append(_supervised(ids, trained))
+        trainer.update(pack(weigh(batch, {"p": 1.0}), 8192))
+    trainer.model.write(out)
+
+
+def _supervised(ids: tuple[int, ...], trained: tuple[bool, ...]) -> Sample:
+    return Sample(
+        policy="p",
+        agent="p",
+        task="",
+        trajectory="",
+        turn=0,
+        prompt_ids=(),
+        completion_ids=ids,
+        trained=trained,
+    )
+
+
+async def learn(lesson: Lesson, model: Path, *, steps: int) -> tuple[list[float], list[float], list[float]]:
+    """Train on every sum in each step; the share right of each sum before and after, and of each step."""
+    trainer = MegatronTrainer(TrainerSpec(model=str(model), lr=1e-3, objective=Objective(loss="ppo_clip")))
+    engine = LocalEngine(model, max_length=8192, rows=64)
+    player = EngineClient(engine=engine, renderer=Renderer(model), max_length=8192)
+    rules = dict.fromkeys(lesson.agents, AdvantageConfig(name="grpo"))
+    before = right(await lesson.play(player, step=-1, group_size=6))
+    curve = []
+    for step in range(steps):
+        groups = await lesson.play(player, step=step, group_size=4)
+        curve.append(fmean(right(groups)))
+        samples = weigh(estimate(to_samples(groups), rules), dict.fromkeys(lesson.agents, 1.0))
+        trainer.update(pack(samples, 8192))
+        await engine.load_weights(trainer.model.weights(), step + 1)
+    return before, right(await lesson.play(player, step=steps, group_size=6)), curve
+
+
+def train(name: str, python: Path, folder: Path, *, steps: int = 10) -> dict[str, object]:
+    """What came of the training of a framework's program: shares right before and after, with the gain's interval."""
+    framework = FRAMEWORKS[name]
+    began, cpu = time.monotonic(), time.process_time()
+    init_process_groups(rank=0, threads=1)
+    try:
+        with warm(framework, python, folder) as command:
+            lesson = Lesson(command, seed=1)
+            teacher = Teacher(framework.reply, Random(1))
+            asyncio.run(lesson.play(teacher, step=-2, group_size=8))
+            base_model(teacher.said, folder / "base")
+            cold_start(teacher.said, folder / "base", folder / "model", steps=250)
+            before, after, curve = asyncio.run(learn(lesson, folder / "model", steps=steps))
+    finally:
+        destroy_process_groups()
+    gains = [b - a for a, b in zip(before, after, strict=True)]
+    low, high = mean_interval(gains, name)
+    return {
+        "before": fmean(before),
+        "after": fmean(after),
+        "low": low,
+        "high": high,
+        "curve": curve,
+        "minutes": (time.monotonic() - began) / 60,
+        "cpu_minutes": (time.process_time() - cpu) / 60,
+        "turns": len(teacher.said) / (8 * len(before)),
+    }

@@ -1,0 +1,79 @@
+"""Runs an agent program in processes of its own for which its framework is imported once, not for every task.
+
+    warm.py serve SOCKET PROGRAM     run the program in forks
+    warm.py ask SOCKET PROGRAM       have it run with this process's environment and streams
+
+The program is unchanged: it starts as `__main__` in a fresh fork. What the first one that ends well has imported is
+imported here too, so that the forks after it need not: that saves seconds a task.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+
+def serve(place: str) -> None:
+    """Answer requests until the process is ended."""
+    imported = Path(f"{place}.modules")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(place)
+        server.listen(128)
+        while True:
+            asked, _ = server.accept()
+            if imported.exists():
+                names = imported.read_text().split()
+                imported.unlink()
+                for name in names:
+                    with contextlib.suppress(Exception):
+                        importlib.import_module(name)
+            if os.fork() == 0:
+                server.close()
+                _play(asked, imported)
+            asked.close()
+
+
+def _play(asked: socket.socket, imported: Path) -> None:
+    given, streams, _, _ = socket.recv_fds(asked, 1 << 20, 3)
+    program, environment = json.loads(given)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    sys.argv, status, before = [program], 0, set(sys.modules)
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    new = set(sys.modules) - before
+    if len(new) > 20 and not status:
+        own = imported.with_suffix(f".{os.getpid()}")
+        own.write_text("\n".join(sorted(name for name in new if name[0] != "_")))  # those, others import by themselves
+        own.rename(imported)
+    asked.send(bytes([status]))
+    os._exit(status)
+
+
+def ask(place: str, program: str) -> int:
+    """The exit status of a program."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
+        asked.connect(place)
+        socket.send_fds(asked, [json.dumps([program, dict(os.environ)]).encode()], [0, 1, 2])
+        status = asked.recv(1)
+    return status[0] if status else 1
+
+
+if __name__ == "__main__":
+    task, where, what = sys.argv[1:]
+    sys.exit(ask(where, what) if task == "ask" else serve(where))
