@@ -119,24 +119,27 @@ def warm(framework: Framework, python: Path, folder: Path) -> Iterator[tuple[str
     """The command that runs the program in a fork of a process that has imported the framework."""
     place = folder / "warm"
     script, program = str(HERE / "warm.py"), str(HERE / "programs" / framework.program)
-    environment = {
-        **os.environ,
+    settings = {
         "HOME": str(folder),  # some keep files there
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "OTEL_SDK_DISABLED": "true",
         "CREWAI_DISABLE_TELEMETRY": "true",
+        "CREWAI_TESTING": "true",  # else it asks whether to look at traces
     }
     with (folder / "warm.log").open("w") as log:
         server = subprocess.Popen(
-            [python, "-W", "ignore", script, "serve", str(place), program], env=environment, stdout=log, stderr=log
+            [python, "-W", "ignore", script, "serve", str(place), program],
+            env=os.environ | settings,
+            stdout=log,
+            stderr=log,
         )
         try:
             while not place.exists():
                 if server.poll() is not None:
                     raise RuntimeError((folder / "warm.log").read_text())
                 time.sleep(0.05)
-            os.environ.update({name: environment[name] for name in list(environment)[-4:]})
-            yield (sys.executable, "-I", "-S", script, "ask", str(place), program)
+            named = [f"{name}={value}" for name, value in settings.items()]
+            yield ("env", *named, sys.executable, "-I", "-S", script, "ask", str(place), program)
         finally:
             server.terminate()
             server.wait()
