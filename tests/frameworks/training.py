@@ -74,9 +74,6 @@ FRAMEWORKS = {
         reply="Thought: I add.\n<code>\nfinal_answer('\\\\boxed{{{0}}}')\n</code>",
     ),
     "AG2": Framework(package="ag2", program="ag2_chat.py"),
-    "CrewAI": Framework(
-        package="crewai", program="crewai_crew.py", reply="Thought: I add.\nFinal Answer: \\boxed{{{0}}}"
-    ),
 }
 
 
@@ -123,8 +120,6 @@ def warm(framework: Framework, python: Path, folder: Path) -> Iterator[tuple[str
         "HOME": str(folder),  # some keep files there
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "OTEL_SDK_DISABLED": "true",
-        "CREWAI_DISABLE_TELEMETRY": "true",
-        "CREWAI_TESTING": "true",  # else it asks whether to look at traces
     }
     with (folder / "warm.log").open("w") as log:
         server = subprocess.Popen(
