@@ -17,21 +17,22 @@ from rollout.models.architecture import Architecture, read_architecture
 from rollout.models.chat_template import has_chat_template
 
 
-def check_suite(suite: Suite, *, files: bool = True) -> None:
+def check_suite(suite: Suite) -> None:
     """Refuse a suite of which something is known to fail.
-
-    Args:
-        files: whether data files and models have to be there already.
 
     Raises:
         SuiteError: everything that is wrong, a line each.
     """
-    if lines := complaints(suite, files=files):
+    if lines := complaints(suite):
         raise SuiteError("\n  ".join(lines))
 
 
 def complaints(suite: Suite, *, files: bool = True) -> list[str]:
-    """What is known to fail, a line each with the runs that it is of."""
+    """What is known to fail, a line each with the runs that it is of.
+
+    Args:
+        files: whether data files and models have to be there already.
+    """
     runs: dict[str, list[str]] = {}
     for run in suite.runs:
         config = suite.checked(run)

@@ -19,8 +19,8 @@ try:
     acquires = paper_suite.asks_inputs(sys.argv[1:])
     if TABLES and not acquires:
         paper_suite.check_there(SUITE)
-    if workflow.is_main_process:  # not in each of its jobs
-        check_suite(SUITE, files=not acquires)
+    if workflow.is_main_process and not acquires:  # not in each of its jobs, nor to fetch what they need
+        check_suite(SUITE)
 except SuiteError as error:  # one line, no traceback, before any job starts
     raise SystemExit(f"error: {error}") from None
 config["experiments"] = SUITE.overrides  # a grid written out, for the report
