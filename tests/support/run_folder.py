@@ -1,5 +1,6 @@
 """A run folder with tasks and a random model, ready to train."""
 
+import json
 from pathlib import Path
 
 import yaml
@@ -27,4 +28,14 @@ def make_run(results: Path, *overrides: str) -> Path:
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     prepare_tasks(folder / "config.yaml", folder / "tasks")
     make_base_model(folder / "config.yaml", folder / "tasks", folder / "base")
+    return folder
+
+
+def describe_model(folder: Path) -> Path:
+    """A folder with as much of a model as a plan looks at: its sizes, and that it has a chat template."""
+    sizes = {"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 2, "vocab_size": 512}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     return folder

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollout.records.trajectory import read_trajectories
-from tests.support.run_folder import make_run
+from tests.support.run_folder import describe_model, make_run
 from tests.workflow.test_dag import planned, snakemake
 
 CELLS = {
@@ -27,6 +27,8 @@ def suite_of(*overrides: str) -> dict[str, Any]:
 
 def test_a_cell_trains_what_it_needs_and_is_in_the_table(tmp_path: Path) -> None:
     suite = suite_of()
+    for run in ("mas", "alone"):
+        describe_model(tmp_path / f"results/{run}/bootstrap/model")
     assert planned(tmp_path, suite, target="results/tables/s.csv")["evaluate"] == 2 * 2 + 3
     one = planned(tmp_path, suite, target="results/mas/evaluation/from_alone.json")
     assert one == {"prepare_tasks": 1, "share_tasks": 1, "train": 1, "evaluate": 1}

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.run_folder import describe_model
+
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = {
     "suite": "demo",
@@ -66,6 +68,7 @@ def test_the_demo_has_every_rule(tmp_path: Path) -> None:
 
 def test_a_run_with_models_of_its_own_needs_no_cold_start(tmp_path: Path) -> None:
     suite = {**DEMO, "experiments": {"real": ["experiment=demo_math", "cold_start=null"]}}
+    describe_model(tmp_path / "results/real/bootstrap/model")
     assert planned(tmp_path, suite) == {
         "prepare_tasks": 1,
         "train": 1,
@@ -80,11 +83,14 @@ def test_data_files_are_inputs(tmp_path: Path) -> None:
     overrides = ["cold_start=null", "data.generator=null", "+data.format=math"]
     overrides += [f"data.{split}=[{{path: {split}.jsonl, limit: 5}}]" for split in ("train", "validation", "test")]
     suite = {**DEMO, "experiments": {"real": ["experiment=demo_math", *overrides]}}
+    describe_model(tmp_path / "results/real/bootstrap/model")
     done = snakemake(tmp_path, suite, "--dry-run")
     assert done.returncode != 0
     said = done.stdout + done.stderr
-    assert "Missing input files for rule prepare_tasks" in said
-    assert all(f"{split}.jsonl" in said for split in ("train", "validation", "test"))
+    assert all(f"data: {split}.jsonl: not here" in said for split in ("train", "validation", "test"))
+    for split in ("train", "validation", "test"):
+        (tmp_path / f"{split}.jsonl").touch()
+    assert planned(tmp_path, suite)["prepare_tasks"] == 1
 
 
 def test_a_typo_is_one_line_before_anything_runs(tmp_path: Path) -> None:
