@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -107,7 +108,8 @@ def test_a_training_whose_time_is_up_is_queued_again_and_comes_to_the_same_bits(
     driver.suspend()  # Slurm looks at limits every 30 s, and this training would be done
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
     time.sleep(45)
-    driver.resume()
+    with suppress(psutil.NoSuchProcess):  # Slurm wakes it before it sends the signal
+        driver.resume()
     wait_until(lambda: cluster.job(job)["Restarts"] == "1" and cluster.job(job)["JobState"] == "PENDING", 300)
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60", "StartTime=now")
     assert cluster.ended(job) == "COMPLETED", cluster.logs()
