@@ -82,8 +82,8 @@ def probe(tiny: bool) -> None:
 def _attention_inputs(layout: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[list[Tensor], Any, Any]:
     """Queries, keys, values and a slope; Triton's layout and torch's."""
     from mcore_mas.megatron.batch import Segment
+    from mcore_mas.megatron.gpu import upload
     from mcore_mas.megatron.layout import PackedTrees, TileSizes
-    from mcore_mas.megatron.upload import upload
 
     heads, kv_heads, dim = shape
     segments = [Segment(tokens=tokens, parent=parent) for tokens, parent, _ in LAYOUTS[layout]]

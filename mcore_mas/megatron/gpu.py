@@ -1,14 +1,18 @@
-"""What megatron-core leaves to Apex and Transformer Engine, by torch alone: it does nothing where there is no CUDA."""
+"""A GPU's side: what megatron-core leaves to Apex and Transformer Engine, and micro-batches to the device."""
 
 # mypy: disable-error-code="attr-defined"
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
+_ALIGNED = 256  # bytes, as the allocator's own: a kernel may read 16 at once
 
 
 def patch_fallbacks() -> None:
@@ -41,6 +45,12 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
+def added(weight: Tensor) -> Tensor:
+    """A gradient that says nothing: Megatron asks for one, but it is in its buffer already."""
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
+
+
 class _WeightGradient:
     """Apex' module of that name."""
 
@@ -62,3 +72,55 @@ def _scale(_chunk: int, _flag: Tensor, tensors: Sequence[list[Tensor]], scale: f
         torch._foreach_copy_(target, source)
     if scale != 1.0:
         torch._foreach_mul_(target, scale)
+
+
+def upload(value: _T, device: torch.device) -> _T:
+    """The same with all its tensors on `device`: those of a tensor, a tuple or a dataclass, and of what is in them.
+
+    They travel together from page-locked memory, beside what the device computes. On the CPU nothing is copied.
+    """
+    if device.type == "cpu":
+        return value
+    found: dict[int, Tensor] = {}  # a tensor that is in several places travels once
+    _replaced(value, lambda tensor: found.setdefault(id(tensor), tensor))
+    sizes = [tensor.nbytes + -tensor.nbytes % _ALIGNED for tensor in found.values()]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    for place, tensor in zip(packed.split(sizes), found.values(), strict=True):
+        place[: tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+    places = dict(zip(found, packed.to(device, non_blocking=True).split(sizes), strict=True))
+
+    def moved(tensor: Tensor) -> Tensor:
+        there: Tensor = places[id(tensor)][: tensor.nbytes]
+        return there.view(tensor.dtype).view(tensor.shape)
+
+    result: _T = _replaced(value, moved)
+    return result
+
+
+def download(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Float32 tensors [n] on the CPU, by one copy, for which the host waits once."""
+    if not tensors:
+        return []
+    together = torch.cat(list(tensors)).cpu()
+    return list(together.split([len(tensor) for tensor in tensors]))
+
+
+def ahead(values: Iterable[_T]) -> Iterator[_T]:
+    """Each value once the one after it has been made as well."""
+    waiting: list[_T] = []
+    for value in values:
+        waiting.append(value)
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(_replaced(item, change) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value)]
+        return replace(value, **{name: _replaced(getattr(value, name), change) for name in names})
+    return value

@@ -16,6 +16,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from rollout.base.options import lookup
 from rollout.base.processes import TooMuchOutput, run_command
 from rollout.base.task_group import LateTool, cancel_tasks
+from rollout.base.text import valid_text
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession
@@ -115,7 +116,7 @@ async def program(
     from rollout.gateway.sessions import GatewaySession
 
     check_program([agent.name for agent in team.agents], call=call, command=command, models=models)
-    problem = env.reset(task)
+    problem = valid_text(env.reset(task))
     async with shared_gateway() as gateway:
         session = GatewaySession(team, aliases=models, most_turns=most_calls)
         async with gateway.opened(session) as (url, key):

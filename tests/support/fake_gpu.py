@@ -178,7 +178,7 @@ class Meter(TorchDispatchMode):
         where = place()
         if to_host:
             self.waits[where] += 1
-        elif "/upload.py" in where:
+        elif "/megatron/gpu.py" in where:
             self.uploads += 1
         else:
             self.copies[where] += 1

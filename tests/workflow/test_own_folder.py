@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.suite import Suite, SuiteError
 from rollout.teams.roles import ROLES
 from tests.support.run_folder import make_run
@@ -114,7 +115,9 @@ def test_configs_may_lie_elsewhere_and_the_shipped_workflow_is_in_the_package(in
     other.mkdir()
     for name in ("configs", "my_pkg"):
         (project / name).rename(other / name)
-    (project / "my_suite.yaml").write_text("suite: own\nexperiments: {mine: [experiment=my_relay]}\n")
+    make_tiny_model(project / "model")
+    suite = "suite: own\nexperiments: {mine: [experiment=my_relay, policy_defaults.model=model]}\n"
+    (project / "my_suite.yaml").write_text(suite)
     done = run(installed, project, "my_suite.yaml", "--config-dir", "../other/configs", "--dry-run", "--quiet", "rules")
     assert done.returncode == 0, done.stderr
     assert str(installed / "mcore_mas" / "shipped" / "workflow") in done.stderr  # its default profile

@@ -84,6 +84,8 @@ def test_a_table_that_searches_needs_its_index_and_encoder(tmp_path: Path) -> No
 
 def test_acquire_makes_a_table_ready(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "made" / "DeepScaleR")
+    config = tmp_path / "made" / "DeepScaleR" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 131072}))  # as published
     files = {path.name: path.read_bytes() for path in (tmp_path / "made" / "DeepScaleR").iterdir()}
     folder = tmp_path / "work"
     write_tiny_file(folder / "data" / "math" / "aime_2024.parquet", "aime_2024")  # a user's own: checked and kept
@@ -96,6 +98,9 @@ def test_acquire_makes_a_table_ready(tmp_path: Path) -> None:
     assert "| data/math/aime_2024.parquet | was there |  | " in page
     assert f"| agentica-org/DeepScaleR-1.5B-Preview of the hub, 7.1 GB, licence mit | {COMMIT[:12]} | " in page
     assert "marti_single_ttrl and 1 more: 14 of 14 test tasks are in train, by id" in page
+    interpreter = folder / ".venv-sglang" / "bin" / "python"
+    interpreter.parent.mkdir(parents=True)
+    interpreter.symlink_to(sys.executable)
     done = snakemake(folder, "table_marti_ttrl", "-n")
     assert done.returncode == 0, done.stderr  # all inputs are there
 

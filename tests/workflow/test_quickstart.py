@@ -42,7 +42,7 @@ def test_every_block_of_the_quickstart_runs_and_the_team_learns(tmp_path: Path) 
     assert told["handlers"] == ["0", "0"]  # SIG_DFL: the process keeps its own
     assert told["page"].startswith("<iframe sandbox srcdoc=")
     assert "continuing from results/letters/train/checkpoints/step_000010" in done.stderr
-    assert "─ 0 writer (shared v" in done.stdout  # the trajectory that was shown
+    assert "│ 0 writer (shared v" in done.stdout  # the trajectory that was shown
     played = read_trajectories(tmp_path / "results/letters/train/trajectories/step_000039.parquet")
     assert len(played) == 8 * 8
     for one in played:  # the reward is what the page says: the share of words with the letter that was asked for

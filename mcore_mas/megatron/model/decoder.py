@@ -23,9 +23,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.gpu import add_product
+from mcore_mas.megatron.gpu import add_product, added
 from mcore_mas.megatron.model.attention import TreeRotary
-from mcore_mas.megatron.model.head_ops import KernelHead, added
+from mcore_mas.megatron.model.head_ops import KernelHead
 
 LAYER = re.compile(r"(?<=layers\.)\d+")  # the layer's number in a parameter's name
 EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+")  # and the expert's

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_mas.megatron.gpu import add_product
+from mcore_mas.megatron.gpu import add_product, added
 
 BLOCK, WARPS = 4096, 8  # columns that a program reads at a time
 
@@ -110,12 +110,6 @@ def _of_weight(weight: Tensor, total: Tensor | None, ctx: Any) -> Tensor | None:
     if total is None or ctx.total is None:
         return None if total is None else total.to(weight.dtype)
     return None if ctx.embeds else added(weight)
-
-
-def added(weight: Tensor) -> Tensor:
-    """A gradient that says nothing: Megatron asks for one, but it is in its buffer already."""
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.empty_like(weight)
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from torch import Tensor
 from mcore_mas.equations.divergence import gap_statistics, histogram_quantile, log_histogram
 from mcore_mas.equations.losses import Tokens, ValueTokens
 from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
+from mcore_mas.megatron.gpu import ahead, download, upload
 from mcore_mas.megatron.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import TrainerSpec, equal_lengths, rank_device, speaks
-from mcore_mas.megatron.upload import ahead, download, upload
 from rollout.models.architecture import Architecture
 
 # by name: sum, number of tokens, minimum, maximum, or of a percentile its histogram; plain, to be sent around

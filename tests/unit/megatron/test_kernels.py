@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment
+from mcore_mas.megatron.gpu import upload
 from mcore_mas.megatron.layout import BlockPlan, PackedTrees, TileSizes
 from mcore_mas.megatron.model.attention import _TreeAttention
 from mcore_mas.megatron.model.decoder import _Head
 from mcore_mas.megatron.model.head_ops import KernelHead
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
-from mcore_mas.megatron.upload import upload
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
 interpreted = pytest.mark.skipif(
