@@ -267,7 +267,7 @@ class Slurm(AbstractContextManager["Slurm"]):
         if self.accounting:
             port = free_port()
             conf += ["AccountingStorageHost=127.0.0.1", f"AccountingStoragePort={port}"]
-            conf += ["AccountingStoreFlags=job_comment"]
+            conf += ["AccountingStoreFlags=job_comment", "AccountingStorageTRES=gres/gpu"]
             conf += [f"AccountingStoragePass={folder / 'munge.sock'}"]
             database = folder / "slurmdbd.conf"
             database.write_text(
