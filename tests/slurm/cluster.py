@@ -148,11 +148,11 @@ class Slurm(AbstractContextManager["Slurm"]):
 
     def train(self, run: Path, *options: str, nodes: int = 1) -> str:
         """Submit a training in one step of a job, as the rule `train` does; gives the job's number."""
-        command = [sys.executable, str(Path(__file__).with_name("training_job.py")), str(run / "config.yaml")]
+        command = [sys.executable, "-m", "tests.slurm.training_job", str(run / "config.yaml")]
         command += [str(run / "logs" / "train.log"), str(nodes), "4"]
         step = ["srun", "-n1", "--cpus-per-task=4", f"--nodes={nodes}", *command]
         size = ["--requeue", f"--nodes={nodes}", f"--ntasks={nodes}", "--cpus-per-task=4", "--mem=4000"]
-        size += [f"--output={run}/slurm.out"]
+        size += [f"--output={run}/slurm.out", f"--chdir={Path(__file__).parents[2]}"]
         return self.run("sbatch", "--parsable", *size, *options, f"--wrap={shlex.join(step)}").strip()
 
     def ended(self, number: str, seconds: float = 600) -> str:

@@ -1,4 +1,7 @@
-"""What the rule `train` runs in a job, without the Snakemake around it: `training_job.py CONFIG LOG NODES CPUS`."""
+"""What the rule `train` runs in a job, without the Snakemake around it.
+
+`python -m tests.slurm.training_job CONFIG LOG NODES CPUS`
+"""
 
 import sys
 from pathlib import Path

@@ -118,7 +118,7 @@ def test_a_file_of_several_is_listed_and_everything_fits_80_columns(capsys, monk
     ]
     write_trajectories(tmp_path / "step_000003.parquet", played)
     text = shown(capsys, monkeypatch, tmp_path / "step_000003.parquet", columns=80)
-    rows = [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
+    rows = [line.split() for line in text.splitlines() if line.strip().partition(" ")[0].isdigit()]
     assert [row[0] for row in rows] == ["0", "1", "2"]  # two trajectories, and how many there are
     assert "0.5" in rows[0] and "completed" in rows[0]  # the mean of 0.25 and 0.75
     assert "failed: EngineError" in " ".join(rows[1])
