@@ -1,4 +1,4 @@
-"""The README's own team, in an empty folder, with the package installed: found, refused where mistyped, and trained."""
+"""The team of docs/own_team.md, in an empty folder, with the package installed: found, refused if mistyped, trained."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with nothing but the README's files."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    """A folder with nothing but the page's files."""
+    text = (ROOT / "docs" / "own_team.md").read_text(encoding="utf-8")
     for body in re.findall(r"```(?:python|yaml)\n(.*?)```", text, flags=re.DOTALL):
         place = re.search(r"^# (\S+\.(?:py|yaml))$", body, flags=re.MULTILINE)
         if place:

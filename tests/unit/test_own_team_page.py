@@ -1,4 +1,4 @@
-"""The README's model, team and reward are written out as it says, and work."""
+"""The model, team and reward of docs/own_team.md are written out as it says, and work."""
 
 import re
 import sys
@@ -12,13 +12,13 @@ from rollout.config.sections import RewardConfig, build_allocator
 from rollout.teams.roles import ROLES
 from tests.support.played import group, trajectory, turn
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "own_team.md"
 
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the README's files."""
-    for body in re.findall(r"```(?:python|yaml)\n(.*?)```", README.read_text(), flags=re.DOTALL):
+    """A folder with the page's files."""
+    for body in re.findall(r"```(?:python|yaml)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL):
         place = re.search(r"^# (\S+\.(?:py|yaml))$", body, flags=re.MULTILINE)
         if place:
             path = tmp_path / place[1]
@@ -33,14 +33,14 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_the_model_of_the_readme_composes_with_its_suite(written: Path) -> None:
+def test_the_model_of_the_page_composes_with_its_suite(written: Path) -> None:
     values = resolve(["experiment=my_math", "advantage=grpo"], written / "configs")
     assert values["cold_start"] is None
     assert values["policies"]["solver"]["model"] == "/models/Qwen2.5-0.5B-Instruct"
     assert "my_math_grpo: [experiment=my_math, advantage=grpo]" in (written / "my_suite.yaml").read_text()
 
 
-def test_the_team_and_the_reward_of_the_readme_are_taken_up(written: Path) -> None:
+def test_the_team_and_the_reward_of_the_page_are_taken_up(written: Path) -> None:
     values = resolve(["experiment=my_relay"], written / "configs")
     assert values["orchestra"] == {"name": "my_pkg.teams:relay", "options": {"rounds": 2}}
     allocate = build_allocator(RewardConfig.model_validate(values["reward"]), {})
