@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-package test-sglang test-gateway test-frameworks test-nodes test-slurm lint format bench bench-gpu exactness ui lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-package test-sglang test-gateway test-frameworks test-nodes test-slurm lint format site bench bench-gpu exactness ui lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,6 +97,10 @@ exactness: $(STAMP) ## measure every layout against a Hugging Face model and wri
 
 ui: $(STAMP) ## open MLflow on the runs (PORT=5000)
 	@$(BIN)/mcore-mas ui --store $(STORE) --port $(PORT)
+
+site: $(STAMP) ## build the documents as a site in build/site, every link checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
 
 lock: $(STAMP) ## write requirements/lock.txt from .venv
 	@{ sed -n 1p requirements/lock.txt; $(BIN)/python -m pip list --format=freeze --exclude pip --exclude-editable \

@@ -1,0 +1,39 @@
+"""The site of the documents is built with every link checked, and what is outside docs/ is in it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--config-file", str(config), "--site-dir", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    done = build(tmp_path)
+    assert done.returncode == 0, done.stderr
+    pages = {path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")}
+    docs = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages == docs | {"index", "contributing", "changelog", "404"}
+    start = (tmp_path / "index.html").read_text()
+    assert 'href="quickstart.html"' in start and 'href="source/mcore_mas/training/step.py"' in start
+    step = "mcore_mas/training/step.py"
+    assert (tmp_path / "source" / step).read_bytes() == (ROOT / step).read_bytes()
+    assert "fonts.googleapis" not in start
+
+
+@pytest.mark.parametrize("link", ["gone.md", "quickstart.md#gone"])
+def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path, link: str) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# A page\n\n[there]({link})\n")
+    (tmp_path / "docs" / "quickstart.md").write_text("# Quick\n")
+    settings = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0].replace("docs/site/links.py", "")
+    config = tmp_path / "mkdocs.yml"
+    config.write_text(settings)
+    done = build(tmp_path / "site", config)
+    assert done.returncode == 1 and "gone" in done.stderr
