@@ -6,6 +6,8 @@ index     inner-product search over a verified folder, of one's own passages or 
 batcher   many concurrent requests -> few searches, on one thread
 app       the HTTP routes, limits and statuses
 server    `python -m retrieval.server`
-client    what agents import, without torch or FAISS; the server as a child process
+client    what agents import, without torch or FAISS
+endpoints the servers that a client asks, with circuit breakers
+sidecar   the server as a child process
 wire      limits and JSON shapes that server and client share
 """

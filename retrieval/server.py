@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ipaddress
 import os
+import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,35 +17,52 @@ import uvicorn
 
 from retrieval.corpus import RetrievalError
 from rollout.base.files import write_json
+from rollout.base.http import is_loopback
 from rollout.base.http_server import bind, server_config, token_of, url_of
 from rollout.base.processes import die_with_parent
 
 DRAIN_S = 10
+BEAT_TICKS = 50  # of 0.1 s between two heartbeats
 
 
 class ReadyServer(uvicorn.Server):
-    """A uvicorn server that says when it is listening."""
+    """A uvicorn server that writes a file when it is listening, and touches it as long as it lives."""
 
-    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, ready_file: Path | None, said: dict[str, object]) -> None:
         super().__init__(config)
-        self._on_listening = on_listening
+        self._ready_file, self._said = ready_file, said
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
-            self._on_listening()
+            self._announce()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second: the heartbeat, which also writes a file anew that was removed."""
+        if counter % BEAT_TICKS == 0 and self._ready_file:
+            try:
+                os.utime(self._ready_file)
+            except OSError:
+                self._announce()
+        return await super().on_tick(counter)
+
+    def _announce(self) -> None:
+        if self._ready_file:
+            # its file system may be away for a while: no reason to end
+            with contextlib.suppress(OSError):
+                write_json(self._ready_file, self._said)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The parsed command line."""
     parser = argparse.ArgumentParser(prog="python -m retrieval.server", description=__doc__)
     parser.add_argument("--index", type=Path, required=True, help="folder with an index.json")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 for clients on other machines, with a token")
     parser.add_argument("--port", type=int, default=0, help="0: any free port, see --ready-file")
-    parser.add_argument("--ready-file", type=Path, help='gets {"url", "pid"} once requests are answered')
+    parser.add_argument("--ready-file", type=Path, help="gets url, host, pid, token once requests are answered")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads for encoding and search")
     parser.add_argument("--encoder-folder", type=Path, help="local Hugging Face folder, if not the packaged MiniLM")
-    parser.add_argument("--token-file", type=Path, help="bearer token; required for a host that is not loopback")
+    parser.add_argument("--token-file", type=Path, help="bearer token; not on loopback it is needed, or made")
     parser.add_argument("--max-batch", type=int, default=64, help="queries searched together")
     parser.add_argument("--max-wait-ms", type=float, default=2.0, help="how long a query waits for company")
     parser.add_argument("--max-queue", type=int, default=4096, help="waiting queries beyond which requests get 503")
@@ -57,7 +76,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def run_server(args: argparse.Namespace) -> None:
     """Loads, checks, listens and answers until SIGTERM or SIGINT; raises RetrievalError if it cannot start."""
     try:
-        token = token_of(args.host, args.token_file)
+        token = token_of(args.host, args.token_file) if args.token_file or not args.ready_file else None
+        if token is None and not is_loopback(args.host):  # the file says it to those who may read it
+            token = secrets.token_urlsafe(32)
     except ValueError as error:
         raise RetrievalError(str(error)) from None
     try:
@@ -78,16 +99,19 @@ def run_server(args: argparse.Namespace) -> None:
         cache_size=args.cache_size,
     )
 
-    def announce() -> None:
-        if args.ready_file:
-            write_json(args.ready_file, {"url": url_of(listener), "pid": os.getpid()})
-
+    said = {"url": _url(listener), "host": socket.getfqdn(), "pid": os.getpid(), "token": token}
     config = server_config(app, drain_s=DRAIN_S, lifespan=True)
     try:
-        ReadyServer(config, announce).run(sockets=[listener])
+        ReadyServer(config, args.ready_file, said).run(sockets=[listener])
     finally:
         if args.ready_file:
             args.ready_file.unlink(missing_ok=True)
+
+
+def _url(listener: socket.socket) -> str:
+    """Where clients ask, by this machine's name if it listens everywhere."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{socket.getfqdn()}:{port}" if ipaddress.ip_address(host).is_unspecified else url_of(listener)
 
 
 def _end(_signal: int, _frame: object) -> NoReturn:
@@ -97,6 +121,7 @@ def _end(_signal: int, _frame: object) -> NoReturn:
 def main(argv: list[str] | None = None) -> None:
     """The command line: exit code 0 after a signal, 2 with one line on standard error if it cannot start."""
     args = parse_arguments(argv)
+    os.umask(0o077)  # the ready file holds a token
     # uvicorn drains on these signals, then raises them again for whoever had them before: exit with 0.
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGINT, _end)

@@ -88,7 +88,7 @@ def _files(suite: Suite, run: str) -> Iterator[str]:
         return
     retriever = suite.checked(run).retriever
     own = [("data", file) for file in suite.data_files(run)]
-    if retriever and retriever.folder and not retriever.url:
+    if retriever and retriever.folder:
         own.append(("retriever.folder", f"{retriever.folder}/index.json"))
     if retriever and retriever.encoder_folder:
         own.append(("retriever.encoder_folder", str(retriever.encoder_folder)))

@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 
 from mcore_mas.config.run import RunConfig
-from retrieval.client import RetrieverSidecar, probe
 from retrieval.corpus import Corpus, Passage, write_corpus
+from retrieval.sidecar import RetrieverSidecar, probe
 from rollout.base.files import write_json
 from rollout.base.options import lookup
 from rollout.config.data import make_tasks

@@ -21,7 +21,7 @@ _COLD = ("seed", "data", "env", "orchestra", "agents", "engine", "cold_start", "
 # what the score of an untrained team depends on besides its agents and the models that they play
 _PLAYED = ("seed", "data", "env", "orchestra", "engine", "evaluation", "collection", "retriever", "cold_start")
 _VOICE = ("model", "remote", "chat_template", "chat_template_kwargs")
-_SERVING = ("url", "key_file", "threads")  # of a retriever: not in what is indexed
+_SERVING = ("urls", "members", "key_file", "balance", "patience_s", "threads")  # of a retriever: not in what is indexed
 
 
 def same_tasks(runs: Runs) -> dict[str, str]:

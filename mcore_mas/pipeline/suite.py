@@ -126,14 +126,15 @@ class Suite:
 
     def indexes(self, run: str) -> bool:
         """Whether `run` builds an index of its own: its team searches, with no server or index that is there."""
-        retriever = self.runs[run].get("retriever")
-        return retriever is not None and not retriever.get("url") and not retriever.get("folder")
+        return self.index(run) == f"{self.runs[run]['results']}/{run}/index/index.json"
 
     def index(self, run: str) -> str | None:
         """The manifest of the index that a server beside `run` searches; None where there is no such server."""
-        retriever = self.runs[run].get("retriever") or {"url": "none"}
+        retriever = self.runs[run].get("retriever")
+        if retriever is None or retriever.get("urls") or retriever.get("members"):
+            return None
         folder = retriever.get("folder") or f"{self.runs[run]['results']}/{run}/index"
-        return None if retriever.get("url") else f"{folder}/index.json"
+        return f"{folder}/index.json"
 
     def data_files(self, run: str) -> list[str]:
         """The data files that the tasks of `run` are read from; none with a generator."""

@@ -42,7 +42,7 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     """
     engines = [for_policy(config, policy).engine for policy in config.models]
     kind: Kind = "GPU" if any(e.name == "sglang" or e.device == "cuda" for e in engines) else "CPU"
-    searched = _retriever_mb(config.retriever) if config.retriever and not config.retriever.url else 0
+    searched = _retriever_mb(config.retriever) if config.retriever and not config.retriever.elsewhere else 0
     if stage == "retriever":
         return JobNeeds(nodes=1, gpus=0, cpus=1, memory_mb=1_000 + searched)
     tenants = tenants_of(config, kind)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.run import RunConfig, for_policy
-from retrieval.client import RetrievalClient, RetrieverSidecar
+from retrieval.client import RetrievalClient
+from retrieval.sidecar import RetrieverSidecar
 from rollout.base.errors import ModelError
 from rollout.config.sections import EngineConfig, build_env, build_player
 from rollout.engines import PolicyClient, engine_class
@@ -152,16 +153,23 @@ def world(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
     if config.retriever is None:
         yield build_env(config.env)
         return
-    server = (
-        nullcontext(config.retriever.url)
-        if config.retriever.url
-        else RetrieverSidecar(
-            config.retriever.folder or config.folder / "index",
-            log_path=config.folder / f"{log}.log",
-            threads=config.retriever.threads,
-            encoder_folder=config.retriever.encoder_folder,
+    asked = config.retriever
+    with ExitStack() as stack:
+        urls, revive = asked.urls, None
+        if not asked.elsewhere:
+            sidecar = RetrieverSidecar(
+                asked.folder or config.folder / "index",
+                log_path=config.folder / f"{log}.log",
+                threads=asked.threads,
+                encoder_folder=asked.encoder_folder,
+            )
+            urls, revive = (stack.enter_context(sidecar),), sidecar.revive
+        client = RetrievalClient(
+            *urls,
+            members=asked.members,
+            balance=asked.balance,
+            patience_s=asked.patience_s,
+            token_file=asked.key_file,
+            revive=revive,
         )
-    )
-    with server as url:
-        client = RetrievalClient(url, token_file=config.retriever.key_file)
         yield build_env(config.env, retriever=client)

@@ -144,8 +144,11 @@ class EnvConfig(Choice):
 class RetrieverConfig(Section):
     """The search engine that the team's environment asks."""
 
-    url: str | None = None  # of a server that runs elsewhere; None starts one beside the run
-    key_file: Path | None = None  # bearer token of a server on another machine
+    urls: tuple[str, ...] = ()  # of servers that run elsewhere; without them and `members` one starts beside the run
+    members: Path | None = None  # folder where servers that run elsewhere say where they are
+    key_file: Path | None = None  # bearer token of `urls`
+    balance: Literal["least_loaded", "random", "round_robin"] = "least_loaded"  # who is asked first
+    patience_s: float = Field(1800.0, ge=0)  # that the run waits when no server answers, before it ends
     passages: Path | None = None  # corpus of a server beside the run; None: that of the task generator
     folder: Path | None = None  # of a published index with its index.json, in place of one of the run's own
     encoder: Literal["minilm", "e5", "bge"] = "minilm"  # of the run's own index
@@ -155,15 +158,21 @@ class RetrieverConfig(Section):
 
     @model_validator(mode="after")
     def _elsewhere(self) -> RetrieverConfig:
-        check_url("url", self.url, secret=False)
-        places = [key for key in ("url", "passages", "folder") if getattr(self, key) is not None]
-        if len(places) > 1:
+        for url in self.urls:
+            check_url("urls", url, secret=False)
+        places = [key for key in ("urls", "members", "passages", "folder") if getattr(self, key)]
+        if len(places) > 1 and places != ["urls", "members"]:
             raise ValueError(f"{' and '.join(places)} say where passages are; set one of them")
         if self.encoder != "minilm" and self.encoder_folder is None:
             raise ValueError(f"encoder {self.encoder} has no folder; set encoder_folder, such as models/e5-base-v2")
-        if self.key_file is not None and self.url is None:
-            raise ValueError("key_file is the token of a server that runs elsewhere; set url too, or leave it out")
+        if self.key_file is not None and not self.urls:
+            raise ValueError("key_file is the token of servers that run elsewhere; set urls too, or leave it out")
         return self
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether its servers run elsewhere."""
+        return bool(self.urls or self.members)
 
 
 class RewardConfig(Choice):

@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 
 from pydantic import PositiveInt
 
-from retrieval.client import BadRequest, RetrievalError
-from rollout.base.errors import EnvError
+from retrieval.client import BadRequest, NoRetriever, RetrievalError
+from rollout.base.errors import EnvError, Unusable
 from rollout.environments.protocol import Step, ToolCall, last_tag
 from rollout.records.trajectory import Task
 
@@ -109,6 +109,7 @@ class SearchEnv:
 
         Raises:
             EnvError: the retriever failed; nothing of its message reaches a model.
+            Unusable: no retriever answers, and none did for as long as the run waits.
         """
         answer = last_tag(action, "answer")
         if answer is not None:
@@ -120,6 +121,8 @@ class SearchEnv:
             hits = await self.retriever.search(query, self.top_k)
         except BadRequest:
             return self._nothing()
+        except NoRetriever as failure:
+            raise Unusable(f"{failure}; start it, and the run again, which goes on where it was") from failure
         except RetrievalError as failure:
             raise EnvError(f"the retriever failed: {failure}") from failure
         self._searches += 1

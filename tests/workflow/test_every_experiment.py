@@ -27,7 +27,8 @@ from mcore_mas.pipeline.suite import Suite
 from mcore_mas.planning.tenants import tenants_of
 from mcore_mas.reports.paper_tables import table_names
 from mcore_mas.training import crew, logbook, train
-from retrieval.client import RetrievalClient, RetrieverSidecar
+from retrieval.client import RetrievalClient
+from retrieval.sidecar import RetrieverSidecar
 from rollout.config.sections import build_env
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task

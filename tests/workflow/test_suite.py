@@ -33,7 +33,7 @@ def test_a_run_knows_its_name_and_folder() -> None:
 
 
 def test_what_a_run_needs_follows_from_its_config() -> None:
-    external = [*SEARCH, "++retriever.url=http://127.0.0.1:9"]
+    external = [*SEARCH, "++retriever.urls=[http://127.0.0.1:9]"]
     loaded = Suite.load(suite(plain=MATH, search=SEARCH, external=external, real=[*MATH, "cold_start=null"]))
     assert {run: loaded.indexes(run) for run in loaded.runs} == {
         "plain": False,

@@ -34,6 +34,9 @@ def test_a_search_run_by_hand() -> None:
         "encoder": "minilm",
         "index": "flat",
         "threads": 1,
+        "urls": [],
+        "balance": "least_loaded",
+        "patience_s": 1800.0,
     }
     for same in ("advantage", "loss", "orchestra", "env"):
         if same != "orchestra":

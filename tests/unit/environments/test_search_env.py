@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from retrieval.client import BadRequest, RetrievalError
-from rollout.base.errors import EnvError
+from retrieval.client import BadRequest, NoRetriever, RetrievalError
+from rollout.base.errors import EnvError, Unusable
 from rollout.environments.protocol import Step
 from rollout.environments.search import SearchEnv
 from rollout.records.trajectory import Task
@@ -94,6 +94,11 @@ def test_answer_ends_and_is_scored(action: str, answer: str, match: float, f1: f
 def test_failed_retriever_is_an_error() -> None:
     with pytest.raises(EnvError, match="the retriever failed: no answer in 30 s"):
         play(SearchEnv(TASK, retriever=Shelf(RetrievalError("no answer in 30 s"))), "<search> alpha </search>")
+
+
+def test_no_retriever_at_all_ends_the_run_and_is_no_failed_trajectory() -> None:
+    with pytest.raises(Unusable, match="nobody answers; start it, and the run again"):
+        play(SearchEnv(TASK, retriever=Shelf(NoRetriever("nobody answers"))), "<search> alpha </search>")
 
 
 def test_refused_query_is_the_searchers_fault() -> None:

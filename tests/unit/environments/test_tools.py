@@ -126,6 +126,18 @@ def test_search_is_the_environments_own() -> None:
     assert [call.result for call in made] == ["<information> Alice 1 </information>", "<information> </information>"]
 
 
+def test_a_search_that_waits_for_its_retriever_is_no_result() -> None:
+    class Away(Library):
+        async def search(self, query: str, k: int) -> Any:
+            await asyncio.sleep(0.2)
+            return await super().search(query, k)
+
+    task = Task(id="t", prompt="?", answers=("x",), env="search", source="s", split="train")
+    env = SearchEnv(task, retriever=Away(), top_k=1, style="text")
+    (made,) = calls(TOOLS["search"], ("search", {"query": "Alice"}), call_s=0.05, env=env)
+    assert (made.failed, made.result) == (False, "<information> Alice 1 </information>")
+
+
 def test_tools_of_an_mcp_server_have_its_schemas() -> None:
     servers = {"plain": McpServer(command=sys.executable, args=[str(PLAIN)])}
     made = calls(TOOLS["mcp"], ("add", {"a": 40, "b": 2}), ("add", {"a": "x"}), servers=servers)

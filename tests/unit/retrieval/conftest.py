@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from retrieval.client import RetrieverSidecar
 from retrieval.corpus import Passage, write_corpus
 from retrieval.encoder import Encoder
 from retrieval.index import build_index
+from retrieval.sidecar import RetrieverSidecar
 
 FACTS = [
     ("Alice Walker", "Alice Walker lives in Amber Falls and works as a weaver."),

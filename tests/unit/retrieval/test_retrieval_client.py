@@ -1,6 +1,7 @@
 """The client and the sidecar: batching, retries, deadlines and typed failure."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -10,24 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from retrieval.client import (
-    BadRequest,
-    Passage,
-    RetrievalClient,
-    RetrievalError,
-    RetrievalUnavailable,
-    RetrieverSidecar,
-    probe,
-)
+from retrieval import client as client_module
+from retrieval import endpoints as endpoints_module
+from retrieval.client import BadRequest, NoRetriever, Passage, RetrievalClient, RetrievalError, RetrievalUnavailable
+from retrieval.endpoints import BALANCES, Endpoint, EndpointPool
+from retrieval.sidecar import RetrieverSidecar, probe
 
 ONE_HIT = b'{"result": [[{"document": {"id": "0", "contents": "x"}, "score": 0.5}]]}'
 
 
 @contextmanager
-def scripted(*replies: tuple[int, bytes]) -> Iterator[str]:
+def scripted(*replies: tuple[int, bytes], headers: dict[str, str] | None = None) -> Iterator[str]:
     """A server that gives these replies in turn, then the last one for ever."""
     left = list(replies)
 
@@ -36,7 +34,8 @@ def scripted(*replies: tuple[int, bytes]) -> Iterator[str]:
             self.rfile.read(int(self.headers["Content-Length"]))
             status, body = left.pop(0) if len(left) > 1 else left[0]
             self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
+            for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
 
@@ -54,9 +53,9 @@ def scripted(*replies: tuple[int, bytes]) -> Iterator[str]:
         thread.join()
 
 
-def search(url: str, query: str = "q", k: int = 1, **options: float) -> tuple[list[Passage], RetrievalClient]:
+def search(url: str, query: str = "q", k: int = 1, **options: Any) -> tuple[list[Passage], RetrievalClient]:
     async def body() -> tuple[list[Passage], RetrievalClient]:
-        async with RetrievalClient(url, **options) as client:  # type: ignore[arg-type]
+        async with RetrievalClient(url, **options) as client:
             return await client.search(query, k), client
 
     return asyncio.run(body())
@@ -145,10 +144,11 @@ def test_a_refusal_is_not_retried() -> None:
     assert not isinstance(caught.value, RetrievalUnavailable)
 
 
-def test_a_silent_server_meets_the_deadline() -> None:
+def test_a_silent_server_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints_module, "HEALTH_S", 0.2)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
-        pytest.raises(RetrievalUnavailable, match=r"deadline of 0\.2 s passed"),
+        pytest.raises(NoRetriever, match=r"deadline of 0\.2 s passed"),
     ):
         search(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
 
@@ -195,3 +195,132 @@ def test_a_sidecar_that_cannot_start_says_why(index_dir: Path, tmp_path: Path) -
         pass
     with pytest.raises(RetrievalError, match=r"not ready after 0\.1 s"), RetrieverSidecar(index_dir, timeout_s=0.1):
         pass
+
+
+def free_url() -> str:
+    """An address where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_a_dead_server_is_passed_over_and_then_left_alone() -> None:
+    dead = free_url()
+    with scripted((200, ONE_HIT)) as url:
+
+        async def body() -> tuple[int, int]:
+            async with RetrievalClient(dead, url, balance="round_robin") as client:
+                for _ in range(6):
+                    assert [hit.id for hit in await client.search("q", 1)] == ["0"]
+                return client.posts, client.retried
+
+        # the first request goes to the dead one and then to the other; its circuit is open for the next five
+        assert asyncio.run(body()) == (7, 0)
+
+
+def test_balances_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c = (Endpoint(f"http://127.0.0.1:{port}") for port in (1, 2, 3))
+    a.under_way, b.under_way, c.under_way = 2, 0, 1
+    assert BALANCES["round_robin"]([a, b, c], 4) == [b, c, a]
+    assert BALANCES["least_loaded"]([a, b, c], 0) == [b, c, a]
+    assert {endpoint.url for endpoint in BALANCES["random"]([a, b, c], 0)} == {a.url, b.url, c.url}
+    c.under_way = 0
+    assert [BALANCES["least_loaded"]([a, b, c], turn)[0] for turn in range(3)] == [b, b, c]  # equal ones take turns
+
+
+def test_a_circuit_opens_after_three_failures_and_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(endpoints_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(endpoints_module.random, "uniform", lambda low, high: 1.0)
+    one = Endpoint("http://127.0.0.1:1")
+    rests = []
+    for _ in range(5):
+        one._failed()
+        rests.append(one._rests_until - now[0] if one.resting else 0.0)
+    assert rests == [0.0, 0.0, 0.5, 1.0, 2.0]
+    now[0] += 2.0
+    assert not one.resting
+    one._failed(unreachable=True)
+    assert one._rests_until == now[0] + 4.0
+    assert EndpointPool(["http://127.0.0.1:1"], balance="random").order()  # all rest: one is tried all the same
+
+
+def test_a_busy_server_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[Endpoint] = []
+    monkeypatch.setattr(Endpoint, "_failed", lambda self, **_: failed.append(self))
+    with scripted((503, b"busy"), (200, ONE_HIT), headers={"Retry-After": "0.01"}) as url:
+        found, client = search(url)
+    assert (len(found), client.retried, failed) == (1, 1, [])
+
+
+def test_members_come_go_and_stop_beating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(endpoints_module.time, "monotonic", lambda: now[0])
+    pool = EndpointPool([], members=tmp_path, balance="round_robin")
+
+    def urls(after: float) -> list[str]:
+        now[0] += after
+        return [endpoint.url for endpoint in pool.endpoints]
+
+    assert urls(0) == []
+    assert str(pool) == f"{tmp_path} (no server has written its file there)"
+    for name, said in (
+        ("a", '{"url": "http://a:1", "token": "t"}'),
+        ("b", '{"url": "http://b:1"}'),
+        ("c", "{"),
+        ("d", "[]"),
+    ):
+        (tmp_path / f"{name}.json").write_text(said)
+    assert urls(2) == ["http://a:1", "http://b:1"]
+    first = pool.endpoints[0]
+    os.utime(tmp_path / "a.json", (1, 1))  # a heartbeat is a change, whatever the clocks say
+    assert urls(25) == ["http://a:1", "http://b:1"]
+    assert urls(10) == ["http://a:1"]  # b's last heartbeat was seen 35 s ago
+    assert pool.endpoints == [first]
+    (tmp_path / "a.json").unlink()
+    assert urls(2) == []
+
+
+@pytest.mark.slow
+def test_a_killed_server_comes_back_and_the_callers_have_waited(
+    index_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client_module, "POLL_S", 0.2)
+    sidecar = RetrieverSidecar(index_dir)
+    with sidecar as url:
+
+        async def body() -> RetrievalClient:
+            async with RetrievalClient(url, retries=0, patience_s=120, revive=sidecar.revive) as client:
+                assert (await client.search("Alice Walker", 1))[0].id == "0"
+                assert sidecar.pid is not None
+                os.kill(sidecar.pid, signal.SIGKILL)
+                found = await asyncio.gather(*(client.search(title, 1) for title in ("Alice Walker", "Hugo Brandt")))
+                assert [hits[0].id for hits in found] == ["0", "2"]
+                again = asyncio.gather(*(client.search("Clara Dawson", k) for k in (1, 2)))
+                assert [hits[0].id for hits in await again] == ["4", "4"]
+                return client
+
+        assert asyncio.run(body()).outages == 1
+    said = capfd.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in said if line.startswith("retriever: no server answers")] == ["retriever"]
+    assert sum("answers again after" in line for line in said) == 1
+    assert sum("it is started again" in line for line in said) == 1
+
+
+@pytest.mark.slow
+def test_one_of_two_servers_killed_under_load_loses_nothing(
+    server_url: str, index_dir: Path, passages: list[Passage]
+) -> None:
+    with RetrieverSidecar(index_dir) as dying:
+
+        async def body() -> tuple[int, int]:
+            async with RetrievalClient(dying, server_url, balance="round_robin", retries=2) as client:
+                wrong = 0
+                for step in range(30):
+                    if step == 10:
+                        info = client._pool.endpoints[0].ask("GET", "/info", None, json.loads, timeout_s=30)
+                        os.kill((await info)["pid"], signal.SIGKILL)
+                    hits = await asyncio.gather(*(client.search(p.title, 1 + step % 3) for p in passages))
+                    wrong += sum(found[0].id != passage.id for found, passage in zip(hits, passages, strict=True))
+                return wrong, client.outages
+
+        assert asyncio.run(body()) == (0, 0)

@@ -16,10 +16,11 @@ import httpx
 import pytest
 import uvicorn
 
-from retrieval.client import RetrieverSidecar
+from retrieval.client import RetrievalClient
 from retrieval.corpus import Passage, RetrievalError
 from retrieval.encoder import Encoder, minilm_folder
 from retrieval.index import Index, check_canary
+from retrieval.sidecar import RetrieverSidecar
 from rollout.base import http_server as serving_module
 from rollout.base.http import is_loopback
 from rollout.base.http_server import TimedProtocol, bind
@@ -161,6 +162,40 @@ def test_a_token_guards_all_but_health(index_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_server_of_another_machine_is_found_by_its_file(index_dir: Path, tmp_path: Path) -> None:
+    """It makes a token and writes it, for this user alone; a heartbeat writes a lost file anew."""
+    file = tmp_path / "servers/one.json"
+    command = [sys.executable, "-m", "retrieval.server", "--index", str(index_dir), "--host", "0.0.0.0"]
+    child = subprocess.Popen([*command, "--ready-file", str(file), "--die-with-parent"], cwd=ROOT)
+
+    def comes() -> None:
+        deadline = time.monotonic() + 120
+        while not file.exists():
+            assert child.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+
+    async def ask() -> list[Passage]:
+        async with RetrievalClient(members=file.parent) as client:
+            return await client.search("Alice Walker", 1)
+
+    try:
+        comes()
+        said = json.loads(file.read_text())
+        assert (said["host"], said["pid"], file.stat().st_mode & 0o777) == (socket.getfqdn(), child.pid, 0o600)
+        here = said["url"].replace(socket.getfqdn(), "127.0.0.1")  # the machine's name may not resolve where tests run
+        assert len(said["token"]) > 40
+        assert httpx.get(f"{here}/info", trust_env=False).status_code == 401
+        file.unlink()
+        comes()
+        file.write_text(json.dumps({**said, "url": here}))
+        assert asyncio.run(ask())[0].id == "0"
+    finally:
+        child.terminate()
+        assert child.wait(20) == 0
+    assert not file.exists()
+
+
+@pytest.mark.slow
 def test_sigterm_drains_and_exits_0(index_dir: Path, tmp_path: Path) -> None:
     ready = tmp_path / "ready.json"
     command = [sys.executable, "-m", "retrieval.server", "--index", str(index_dir), "--ready-file", str(ready)]
@@ -193,7 +228,7 @@ def test_sigterm_drains_and_exits_0(index_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_server_dies_with_its_parent(index_dir: Path) -> None:
     code = (
-        "import sys, time; from retrieval.client import RetrieverSidecar; "
+        "import sys, time; from retrieval.sidecar import RetrieverSidecar; "
         "s = RetrieverSidecar(sys.argv[1]); s.__enter__(); print(s.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(index_dir)], cwd=ROOT, stdout=subprocess.PIPE)

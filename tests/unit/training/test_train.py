@@ -65,13 +65,13 @@ def test_a_retriever_elsewhere_is_asked_with_its_token(tmp_path: Path) -> None:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = [f"+retriever.url=http://127.0.0.1:{server.server_port}", f"+retriever.key_file={token}"]
+        url = [f"+retriever.urls=[http://127.0.0.1:{server.server_port}]", f"+retriever.key_file={token}"]
         config = RunConfig.check(resolve(["experiment=demo_search", *url]), "a test")
         with world(config, "unused") as make_env, pytest.raises(RetrievalError, match="400"):
             asyncio.run(make_env.keywords["retriever"].search("who?"))
         server.shutdown()
     assert asked == ["Bearer 0123456789abcdef"]
-    with pytest.raises(ConfigError, match="retriever: key_file is the token of a server that runs elsewhere; set url"):
+    with pytest.raises(ConfigError, match="retriever: key_file is the token of servers that run elsewhere; set urls"):
         resolve(["experiment=demo_search", url[1]])
 
 
@@ -82,7 +82,7 @@ def test_a_retriever_inherits_no_key_even_where_no_coach_is_asked(monkeypatch: p
         seen.update(os.environ)
         raise _NothingStarts
 
-    monkeypatch.setattr("retrieval.client.RetrieverSidecar.__enter__", start)
+    monkeypatch.setattr("retrieval.sidecar.RetrieverSidecar.__enter__", start)
     config = RunConfig.check(resolve(["experiment=demo_search", *COACHED]), "a test")
     with pytest.raises(_NothingStarts), world(config, "evaluation/base-retriever"):
         pass

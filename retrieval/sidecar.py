@@ -1,0 +1,145 @@
+"""The server as a child process of a run, and a probe of a server with passages that it should find."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from retrieval.client import RetrievalClient
+from retrieval.corpus import Passage, RetrievalError
+from retrieval.wire import DEFAULT_TOPK
+from rollout.base.processes import say, start_group, stop_group
+
+_READ_PER_S = 1e8  # bytes of an index that are read and verified in a second, at least
+RESTARTS = 3  # of a server that died, at most
+
+
+class RetrieverSidecar:
+    """`with RetrieverSidecar(index_dir) as url:` runs a server on a free loopback port for as long as the block.
+
+    The child has its own process group, which is killed on the way out, and it dies with the thread that started it:
+    enter, revive and leave on a thread that lives as long as the block.
+    """
+
+    def __init__(
+        self,
+        index_dir: Path | str,
+        *,
+        log_path: Path | str | None = None,
+        threads: int = 1,
+        encoder_folder: Path | str | None = None,
+        timeout_s: float | None = None,
+        extra_args: tuple[str, ...] = (),
+    ) -> None:
+        """`log_path` gets the server's output (default: a temporary file); `timeout_s` bounds the start.
+
+        It is two minutes by default, and one more for every 6 GB of the index's folder, which is read and verified.
+        """
+        self.index_dir = Path(index_dir).resolve()
+        self.url: str | None = None  # set while the server runs
+        self.pid: int | None = None
+        self._log_path = Path(log_path).resolve() if log_path else None
+        self._options = ["--threads", str(threads), *extra_args]
+        if encoder_folder:
+            self._options += ["--encoder-folder", str(Path(encoder_folder).resolve())]
+        size = sum(path.stat().st_size for path in self.index_dir.glob("*"))
+        self._timeout_s = 120.0 + size / _READ_PER_S if timeout_s is None else timeout_s
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._restarts = RESTARTS
+
+    def __enter__(self) -> str:
+        """Starts the server, returns its URL; raises RetrievalError with the server's last line if it cannot start."""
+        self._folder = tempfile.TemporaryDirectory(prefix="retriever-")
+        ready_file = Path(self._folder.name) / "ready.json"
+        log_path = self._log_path or Path(self._folder.name) / "server.log"
+        log_path.unlink(missing_ok=True)
+        try:
+            self._start(0, ready_file, log_path)
+            self.url = self._wait(ready_file, log_path)
+        except BaseException:
+            self._stop()
+            raise
+        return self.url
+
+    def revive(self) -> None:
+        """Start the server again at its port if it has died, and do not wait for it; at most RESTARTS times."""
+        if self.url is None or self._child is None or self._child.poll() is None or not self._restarts:
+            return
+        self._restarts -= 1
+        say(f"retrieval server for {self.index_dir} ended with code {self._child.returncode}; it is started again")
+        folder = Path(str(self._folder and self._folder.name))
+        self._start(int(self.url.rpartition(":")[2]), folder / "ready.json", self._log_path or folder / "server.log")
+
+    def _start(self, port: int, ready_file: Path, log_path: Path) -> None:
+        command = [sys.executable, "-m", "retrieval.server", "--index", str(self.index_dir), "--port", str(port)]
+        command += ["--ready-file", str(ready_file), *self._options]
+        # in the folder where `-m retrieval.server` is found, installed or not
+        self._child = start_group(command, log=log_path, cwd=Path(__file__).resolve().parents[1])
+        self.pid = self._child.pid
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def _wait(self, ready_file: Path, log_path: Path) -> str:
+        assert self._child is not None
+        deadline = time.monotonic() + self._timeout_s
+        while not ready_file.exists():
+            code = self._child.poll()
+            if code is not None or time.monotonic() > deadline:
+                happened = f"ended with code {code}" if code is not None else f"not ready after {self._timeout_s:g} s"
+                lines = log_path.read_text(errors="replace").strip().splitlines()
+                last = lines[-1] if lines else "nothing"
+                kept = f" (log: {log_path})" if self._log_path else ""
+                raise RetrievalError(f"retrieval server for {self.index_dir} {happened}; it last said: {last}{kept}")
+            time.sleep(0.02)
+        return str(json.loads(ready_file.read_bytes())["url"])
+
+    def _stop(self) -> None:
+        if self._child is not None:
+            stop_group(self._child)
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._child = self._folder = self.url = self.pid = None
+
+
+def probe(server: str | RetrieverSidecar, sample: Sequence[Passage], k: int = DEFAULT_TOPK) -> dict[str, Any]:
+    """Asks a server for each sample passage by its title, one after the other.
+
+    Returns `n`, `k`, `recall_at_1` and `recall_at_k` (fractions; a hit is a passage with that title),
+    `latency_ms_median`, `latency_ms_max`, `ntotal` and `encoder` (its name). Raises RetrievalUnavailable, and
+    RetrievalError on an empty sample or a sidecar that is not running.
+    """
+    url = server.url if isinstance(server, RetrieverSidecar) else server
+    if url is None or not sample:
+        raise RetrievalError("probe needs a running server and at least one passage")
+    return asyncio.run(_probe(url, sample, k))
+
+
+async def _probe(url: str, sample: Sequence[Passage], k: int) -> dict[str, Any]:
+    latency_ms, ranks = [], []
+    async with RetrievalClient(url) as client:
+        info = await client.info()
+        for passage in sample:
+            start = time.perf_counter()
+            titles = [found.title for found in await client.search(passage.title, k)]
+            latency_ms.append(1000 * (time.perf_counter() - start))
+            ranks.append(titles.index(passage.title) if passage.title in titles else k)
+    return {
+        "n": len(sample),
+        "k": k,
+        "recall_at_1": sum(rank == 0 for rank in ranks) / len(ranks),
+        "recall_at_k": sum(rank < k for rank in ranks) / len(ranks),
+        "latency_ms_median": round(statistics.median(latency_ms), 3),
+        "latency_ms_max": round(max(latency_ms), 3),
+        "ntotal": info["ntotal"],
+        "encoder": info["encoder"]["name"],
+    }
