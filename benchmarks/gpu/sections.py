@@ -82,7 +82,7 @@ def probe(tiny: bool) -> None:
 def _attention_inputs(layout: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[list[Tensor], Any, Any]:
     """Queries, keys, values and a slope; Triton's layout and torch's."""
     from mcore_mas.megatron.batch import Segment
-    from mcore_mas.megatron.gpu import upload
+    from mcore_mas.megatron.device import upload
     from mcore_mas.megatron.layout import PackedTrees, TileSizes
 
     heads, kv_heads, dim = shape

@@ -21,7 +21,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.prepare import prepare_tasks
 from rollout.base.files import json_lines, write_text
 from rollout.base.text import nearest
-from rollout.records.trajectory import read_trajectories, write_tasks
+from rollout.records.files import read_trajectories, write_tasks
 
 StepRow = dict[str, float]  # a step's metrics by name, with the number of the step
 _T = TypeVar("_T")

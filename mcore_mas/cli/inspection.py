@@ -71,7 +71,7 @@ def show_trajectory(
     from mcore_mas.reports.pages import draw_games, find_trajectory, trajectory_page
     from mcore_mas.reports.terminal import advantages_of, print_trajectories, print_trajectory
     from rollout.base.files import write_text
-    from rollout.records.trajectory import read_trajectories
+    from rollout.records.files import read_trajectories
 
     if picture is not None:
         print("\n".join(map(str, draw_games(file, picture, index=index or 0, trajectory_id=trajectory))))

@@ -1,7 +1,7 @@
 """Training one policy with megatron-core; the only package that imports `megatron.core`.
 
 spec: what a trainer is told, and its process groups · batch: micro-batches and load balancing · layout: theirs in
-attention · upload: their way to the device · cpu, gpu: what a machine without CUDA lacks, or one without Apex ·
+attention · device: their way to the device, and what a machine without Apex lacks · cpu: what one without CUDA lacks ·
 model/: the GPT model · state/: its weights, in and out of any layout, and its optimizer · step/:
 passes, updates, and the worker group of one trainer
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 
 from mcore_mas.megatron.cpu import patch_cuda, patch_release
-from mcore_mas.megatron.gpu import patch_fallbacks
+from mcore_mas.megatron.device import patch_fallbacks
 
 # Training without Transformer Engine or Apex is a supported way, not an accident to be warned of at every import.
 warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex).*")

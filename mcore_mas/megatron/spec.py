@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -107,37 +106,3 @@ def destroy_process_groups() -> None:
     """Leave the process group."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-def rank_device() -> torch.device:
-    """Where this rank's tensors live."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def speaks() -> bool:
-    """Whether this rank knows what the head put out and no other of its data-parallel rank is to say it too."""
-    first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
-    return bool(first and parallel_state.is_pipeline_last_stage())
-
-
-def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of `group` (None: all) gave, in rank order, on every rank; numbers, strings, lists and dicts."""
-    ranks = dist.get_world_size(group)
-    if ranks == 1:
-        return [value]
-    written = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=rank_device())
-    sizes = [torch.empty(1, dtype=torch.int64, device=rank_device()) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([len(written)], device=rank_device()), group=group)
-    longest = int(max(sizes))
-    texts = [torch.empty(longest, dtype=torch.uint8, device=rank_device()) for _ in range(ranks)]
-    dist.all_gather(texts, torch.nn.functional.pad(written, (0, longest - len(written))), group=group)
-    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
-
-
-def equal_lengths(spec: ParallelLayout) -> bool:
-    """Whether the micro-batches of one pass must have the same number of tokens.
-
-    Interleaved stages send activations and gradients between the same two ranks at once; Megatron's messages about
-    their lengths, unlike those with the data, do not keep the two apart.
-    """
-    return spec.vpp > 1

@@ -26,7 +26,7 @@ from rollout.base.files import atomic_path, write_json, write_text
 from rollout.config.data import DataConfig, make_tasks
 from rollout.models.architecture import read_config
 from rollout.models.tensors import tensor_shapes
-from rollout.records.trajectory import RecordError
+from rollout.records.files import RecordError
 from rollout.tasks.fields import BadRow
 from rollout.tasks.files import FORMATS, problem_task, read_rows
 from rollout.tasks.splits import SPLITS, find_leaks, tokenise

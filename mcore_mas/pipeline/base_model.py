@@ -14,7 +14,8 @@ from retrieval.corpus import Corpus
 from rollout.base.options import lookup
 from rollout.config.sections import build_team
 from rollout.models.chat_template import CHAT_TEMPLATES
-from rollout.records.trajectory import Demonstration, derive_seed, read_tasks
+from rollout.records.files import read_tasks
+from rollout.records.trajectory import Demonstration, derive_seed
 from rollout.tasks import GENERATORS
 from rollout.tasks.arithmetic import arithmetic_tasks
 from rollout.teams.roles import ROLES

@@ -14,7 +14,7 @@ from rollout.base.files import write_json
 from rollout.base.options import lookup
 from rollout.config.data import make_tasks
 from rollout.config.sections import RetrieverConfig
-from rollout.records.trajectory import write_tasks
+from rollout.records.files import write_tasks
 from rollout.tasks import GENERATORS
 from rollout.tasks.encyclopedia import passages as encyclopedia_passages
 from rollout.tasks.tiny_files import write_tiny_file

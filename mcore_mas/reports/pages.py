@@ -14,7 +14,8 @@ from rollout.base.text import shown_text
 from rollout.environments.games import GAMES
 from rollout.environments.games.game import BadPuzzle
 from rollout.orchestras.replies import parse_decided, parse_listed
-from rollout.records.trajectory import RecordError, Task, ToolEvent, Trajectory, Turn, read_tasks, read_trajectories
+from rollout.records.files import RecordError, read_tasks, read_trajectories
+from rollout.records.trajectory import Task, ToolEvent, Trajectory, Turn
 
 TurnAdvantages = Mapping[tuple[str, str, int], float]  # (trajectory, node, turn) -> its advantage
 _HUES = 7  # agents that have a colour of their own

@@ -15,7 +15,8 @@ import pandas as pd
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.tables import markdown_table
 from rollout.base.files import json_lines, write_text
-from rollout.records.trajectory import Status, Trajectory, read_trajectories
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Status, Trajectory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,7 +22,8 @@ from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.pages import TurnAdvantages
 from rollout.base.schema_words import invalid
 from rollout.base.text import shown_text
-from rollout.records.trajectory import Group, Status, Task, Trajectory, Turn, read_trajectories
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Group, Status, Task, Trajectory, Turn
 
 
 def plain(text: str, style: str = "") -> Text:

@@ -24,7 +24,8 @@ from mcore_mas.training.stopping import TrainingError
 from rollout.base.task_group import Wait, Waiting, Watchdog, cancel_tasks, together
 from rollout.config.sections import build_allocator
 from rollout.environments.protocol import Env
-from rollout.records.trajectory import Group, Status, Task, Turn, derive_seed, write_trajectories
+from rollout.records.files import write_trajectories
+from rollout.records.trajectory import Group, Status, Task, Turn, derive_seed
 from rollout.rewards.allocation import judge_undecided
 from rollout.teams.collect import CollectOptions, Collector, collect
 from rollout.teams.episode import Orchestra

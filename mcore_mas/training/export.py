@@ -16,7 +16,8 @@ from mcore_mas.training.recipe import identity_of
 from rollout.base.files import write_json, write_text
 from rollout.models.architecture import read_architecture, read_config
 from rollout.models.chat_template import CHAT_TEMPLATES, Renderer, has_chat_template
-from rollout.records.trajectory import Sampling, Turn, read_trajectories
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Sampling, Turn
 
 _TURNS = 32  # of the newest step, that are replayed
 _ANSWERED_BYTES = 4 << 30  # of weights, up to which answers are compared too

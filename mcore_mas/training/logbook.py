@@ -25,7 +25,8 @@ from mcore_mas.training.stopping import Stopped
 from mcore_mas.training.traces import Traces, chosen
 from mcore_mas.training.tracking import TrackedRun, Tracker
 from rollout.base.text import shown_line
-from rollout.records.trajectory import Group, read_tasks, tasks_digest
+from rollout.records.files import read_tasks, tasks_digest
+from rollout.records.trajectory import Group
 
 _SHOWN = {
     "reward": "reward/mean",

@@ -10,7 +10,7 @@ from typing import Any
 from mcore_mas.config.run import RunConfig
 from mcore_mas.training.checkpoint import Identity
 from rollout.models.architecture import read_architecture
-from rollout.records.trajectory import read_tasks, tasks_digest
+from rollout.records.files import read_tasks, tasks_digest
 
 
 def identity_of(config: RunConfig) -> Identity:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from mcore_mas.config.run import RunConfig
 from rollout.base.files import FolderError, sha256, write_json
-from rollout.records.trajectory import Trajectory, read_trajectories, write_trajectories
+from rollout.records.files import read_trajectories, write_trajectories
+from rollout.records.trajectory import Trajectory
 
 _SIZE = 128  # trajectories of a file
 

@@ -1,43 +1,23 @@
-"""Text that others wrote: made valid Unicode where it enters a record, and harmless where a person sees it."""
+"""Text that others wrote, made harmless where a person sees it; and the known names that are like a wrong one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
-
-
-def valid_text(text: str) -> str:
-    """The text with U+FFFD for every lone surrogate, which no tokenizer, file or message can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
-def clean_fields(record: Any, *names: str) -> None:
-    """Make text fields of a frozen record valid, also tuples of texts, in its `__post_init__`."""
-    for name in names:
-        value = getattr(record, name)
-        if isinstance(value, str) and not value.isascii():
-            object.__setattr__(record, name, valid_text(value))
-        elif isinstance(value, tuple):
-            object.__setattr__(record, name, tuple(map(valid_text, value)))
-
 
 # control characters but tab and newline (ESC and the C1 range begin a terminal's commands, CR overwrites a line), and
-# the marks that reorder or hide what stands beside them (Unicode's bidirectional and invisible format characters)
+# the marks that reorder or hide what stands beside them (Unicode's bidirectional and invisible format characters), and
+# lone surrogates, which no terminal or page can hold
 _HIDDEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
-    r"\U000e0000-\U000e007f]"
+    r"\ud800-\udfff\U000e0000-\U000e007f]"
 )
 
 
 def shown_text(text: str) -> str:
     """The text with control, bidirectional and invisible characters written out as `\\x1b` or `\\u202e`."""
-    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), valid_text(text))
+    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def shown_line(text: str) -> str:

@@ -12,7 +12,8 @@ from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator, mod
 
 from rollout.base.options import STRICT, OptionsError, Section, UnknownName, checked, lookup, options_model
 from rollout.environments import ENVS
-from rollout.records.trajectory import RecordError, Task, read_tasks
+from rollout.records.files import RecordError, read_tasks
+from rollout.records.trajectory import Task
 from rollout.tasks import GENERATORS
 from rollout.tasks.files import OWN, READABLE, Placed, distinct, read_task_file
 from rollout.tasks.splits import SPLITS, Split

@@ -135,8 +135,8 @@ class CodeEnv(SandboxedEnv):
     _runs: int = field(default=0, init=False)
 
     def reset(self, task: Task) -> str:
-        self._runs = 0
-        return super().reset(task)
+        self.task, self._runs = task, 0
+        return task.prompt
 
     async def step(self, action: str) -> Step:
         """Try a program, or score the last one of the text.

@@ -10,6 +10,7 @@ from rollout.base.errors import EnvError, Undecided
 from rollout.environments.math_equality import AnswerComparison, AnswerRefused, Comparer, ComparerError, check_answer
 from rollout.environments.protocol import Step
 from rollout.environments.running import CalculatingEnv
+from rollout.records.trajectory import Task
 
 _BOX = "\\boxed{"
 _THOUGHT = "</think>"
@@ -60,6 +61,10 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
 
 class MathEnv(CalculatingEnv):
     """A math task in one step: the text's boxed answer is compared with the task's answers."""
+
+    def reset(self, task: Task) -> str:
+        self.task = task
+        return task.prompt
 
     async def step(self, action: str) -> Step:
         """Score the solver's text: reward 1 for the right answer, 0 otherwise.

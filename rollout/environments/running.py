@@ -36,11 +36,6 @@ class SandboxedEnv:
     cpu_s: PositiveInt = 20
     memory_mb: PositiveInt = 512
 
-    def reset(self, task: Task) -> str:
-        """Start `task`; returns its prompt."""
-        self.task = task
-        return task.prompt
-
     @property
     def runner(self) -> Runner:
         """What runs its programs."""

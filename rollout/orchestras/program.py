@@ -16,9 +16,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from rollout.base.options import lookup
 from rollout.base.processes import TooMuchOutput, run_command
 from rollout.base.task_group import LateTool, cancel_tasks
-from rollout.base.text import valid_text
 from rollout.environments.protocol import Env
-from rollout.records.trajectory import Task
+from rollout.records.trajectory import Task, valid_text
 from rollout.teams.team import TeamSession
 
 _MOST_BYTES = 1 << 20  # of a program's output

@@ -1,4 +1,4 @@
-"""Records of rollouts: tasks, completions, turns, trajectories and groups, with seeds and Arrow schemas.
+"""Records of rollouts: tasks, completions, turns, trajectories and groups, and the seeds of all that is drawn.
 
 Records are frozen, and their texts are valid Unicode: what others wrote is cleaned on its way in. Tokens are written
 once, by the engine that sampled them, and never re-tokenised. Every row carries every id, so any grouping is one key
@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from rollout.base.text import clean_fields
 
 _COUNTED = ("overlong", "undecided", "quarantined")  # why a trajectory failed, as its metrics name it
 
 
-class RecordError(ValueError):
-    """A file of records cannot be read: says which file, what is wrong and what to do."""
+def valid_text(text: str) -> str:
+    """The text with U+FFFD for every lone surrogate, which no tokenizer, file or message can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def clean_fields(record: Any, *names: str) -> None:
+    """Make text fields of a frozen record valid, also tuples of texts, in its `__post_init__`."""
+    for name in names:
+        value = getattr(record, name)
+        if isinstance(value, str) and not value.isascii():
+            object.__setattr__(record, name, valid_text(value))
+        elif isinstance(value, tuple):
+            object.__setattr__(record, name, tuple(map(valid_text, value)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,177 +269,3 @@ class Group:
 
     task: Task
     trajectories: tuple[Trajectory, ...]
-
-
-_TYPES = {
-    "string": pa.string(),
-    "strings": pa.list_(pa.string()),
-    "bool": pa.bool_(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "uint64": pa.uint64(),
-    "float32": pa.float32(),
-    "float64": pa.float64(),
-    "tokens": pa.list_(pa.int32()),
-    "logprobs": pa.list_(pa.float32()),
-    "scores": pa.map_(pa.string(), pa.float64()),
-}
-
-
-def _columns(text: str) -> list[tuple[str, pa.DataType]]:
-    """Columns written as `name:type`, in their order; a type is one of `_TYPES`."""
-    return [(name, _TYPES[kind]) for name, _, kind in (column.partition(":") for column in text.split())]
-
-
-_TYPES["spans"] = pa.list_(pa.struct(_columns("version:int64 start:int32 end:int32")))
-_TYPES["calls"] = pa.list_(pa.struct(_columns("id:string name:string arguments:string")))
-_TYPES["messages"] = pa.list_(
-    pa.struct(_columns("role:string content:string reasoning:string calls:calls answers:string raw:string"))
-)
-_TYPES["turns"] = pa.list_(
-    pa.struct(
-        _columns("""
-            index:int32 round:int32 agent:string policy:string policy_version:int64 versions:spans node:string
-            state_key:string anchor:string messages:messages prompt_ids:tokens completion_ids:tokens logprobs:logprobs
-            temperature:float32 text:string finish_reason:string valid:bool seed:uint64 scores:scores reward:float64
-            masked:bool chat:string started_s:float64 took_s:float64
-        """)
-    )
-)
-_TYPES["tools"] = pa.list_(
-    pa.struct(
-        _columns("""
-            after_turn:int32 node:string tool:string query:string result:string failed:bool started_s:float64
-            took_s:float64
-        """)
-    )
-)
-TASK_SCHEMA = pa.schema(_columns("id:string prompt:string answers:strings env:string source:string split:string"))
-TRAJECTORY_SCHEMA = pa.schema(
-    _columns("""
-        id:string task_id:string source:string sample:int32 step:int64 turns:turns tools:tools outcome:float64
-        answer:string leaf:string metrics:scores status:string error:string
-    """)
-)
-
-
-def write_tasks(path: Path, tasks: Sequence[Task]) -> None:
-    """Write tasks with their digest as parquet, complete or not at all."""
-    rows = [asdict(task) for task in tasks]
-    _write(path, pa.Table.from_pylist(rows, schema=TASK_SCHEMA.with_metadata({_DIGEST: tasks_digest(tasks)})))
-
-
-def read_tasks(path: Path) -> list[Task]:
-    """Read tasks written by `write_tasks`, or by anyone with the same columns.
-
-    Raises:
-        RecordError: the file is missing, is not parquet, lacks a column, is not what `write_tasks` wrote, or has a task
-            without an id, a prompt or a value of another column.
-    """
-    rows = _read(path, TASK_SCHEMA)
-    for number, row in enumerate(rows):
-        if fault := _fault(row):
-            raise RecordError(f"{path}: row {number}: {fault}; make the file again")
-    tasks = [Task(**{**row, "answers": tuple(row["answers"])}) for row in rows]
-    written = (pq.read_schema(path).metadata or {}).get(_DIGEST)
-    if written is not None and written != tasks_digest(tasks).encode():
-        raise RecordError(f"{path}: not what was written (its digest is another); make the file again")
-    return tasks
-
-
-def tasks_digest(tasks: Sequence[Task]) -> str:
-    """What tells tasks from others, in their order: SHA-256, in hexadecimal."""
-    return hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()
-
-
-_DIGEST = b"mcore_mas.sha256"
-_PATH_LIKE = re.compile(r"^[/~]|(^|/)\.\.?(/|$)|[\x00-\x1f\x7f\\]")
-
-
-def _fault(row: Mapping[str, Any]) -> str:
-    """What is wrong with a task's row, "" if nothing is."""
-    if missing := [name for name, value in row.items() if value is None or (name == "answers" and None in value)]:
-        return f"no {missing[0]}"
-    if not row["id"] or _PATH_LIKE.search(row["id"]):
-        return f"id {row['id'][:100]!r}; expected a name without `..`, backslashes and control characters"
-    return ""
-
-
-def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write trajectories as parquet with every id and token, complete or not at all."""
-    rows = []
-    for trajectory in trajectories:
-        row = asdict(trajectory)
-        row["metrics"] = list(trajectory.metrics.items())
-        for turn in row["turns"]:
-            turn["scores"] = list(turn["scores"].items())
-        rows.append(row)
-    _write(path, pa.Table.from_pylist(rows, schema=TRAJECTORY_SCHEMA))
-
-
-def read_trajectories(path: Path) -> list[Trajectory]:
-    """Read trajectories written by `write_trajectories`, also of a version that recorded less of turns and tools.
-
-    Of a folder of such files, all of them in the order of their names.
-
-    Raises:
-        RecordError: the file is missing, is not parquet, or lacks a column.
-    """
-    files = sorted(path.glob("*.parquet")) or [path]
-    return [_trajectory(row) for file in files for row in _read(file, TRAJECTORY_SCHEMA)]
-
-
-def _trajectory(row: dict[str, Any]) -> Trajectory:
-    turns = tuple(
-        Turn(
-            **{
-                **_known(turn),
-                "versions": tuple(VersionSpan(**span) for span in turn["versions"] or ()),
-                "messages": tuple(_message(message) for message in turn["messages"]),
-                "prompt_ids": tuple(turn["prompt_ids"]),
-                "completion_ids": tuple(turn["completion_ids"]),
-                "logprobs": tuple(turn["logprobs"]),
-                "scores": dict(turn["scores"]),
-            }
-        )
-        for turn in row["turns"]
-    )
-    tools = tuple(ToolEvent(**_known(tool)) for tool in row["tools"])
-    rest = {"turns": turns, "tools": tools, "metrics": dict(row["metrics"]), "status": Status(row["status"])}
-    return Trajectory(**{**row, **rest})
-
-
-def _message(row: Mapping[str, Any]) -> Message:
-    calls = tuple(ToolUse(**call) for call in row["calls"] or ())
-    return Message(**{**_known(row), "calls": calls})
-
-
-def _known(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what an older file does not have, for which the record has a default."""
-    return {name: value for name, value in row.items() if value is not None}
-
-
-def _write(path: Path, table: pa.Table) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
-    pq.write_table(table, temporary, compression="zstd")
-    temporary.replace(path)
-
-
-def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise RecordError(f"{path}: no such file; expected a parquet file with columns {', '.join(schema.names)}")
-    try:
-        table = pq.read_table(path)
-    except (pa.ArrowException, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise RecordError(f"{path}: not a readable parquet file ({reason}); name another, or make it again") from error
-    missing = [name for name in schema.names if name not in table.column_names]
-    if missing:
-        raise RecordError(f"{path}: no column {', '.join(missing)}; expected {', '.join(schema.names)}")
-    try:
-        rows: list[dict[str, Any]] = table.select(schema.names).cast(schema).to_pylist()
-    except (pa.ArrowException, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise RecordError(f"{path}: a column has another type than expected ({reason}); make the file again") from error
-    return rows

@@ -17,7 +17,8 @@ from rollout.environments.games import GAMES
 from rollout.environments.games.game import PuzzleSource
 from rollout.orchestras.acting import game_team, single
 from rollout.orchestras.replies import DECIDED, LISTED
-from rollout.records.trajectory import Demonstration, Message, RecordError, Task, derive_seed
+from rollout.records.files import RecordError
+from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
 from rollout.tasks.splits import digest, draw_different, draw_listed, split_of
 from rollout.teams.roles import AgentReply, Role
 from rollout.teams.team import Team, TeamSession

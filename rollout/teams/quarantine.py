@@ -12,18 +12,9 @@ from typing import Any
 
 from rollout.base.errors import EngineError
 from rollout.base.files import write_json
-from rollout.base.text import valid_text
 from rollout.engines import ChatState, Heard, PolicyReply
-from rollout.records.trajectory import (
-    Completion,
-    Message,
-    RecordError,
-    Sampling,
-    Task,
-    ToolUse,
-    Trajectory,
-    VersionSpan,
-)
+from rollout.records.files import RecordError
+from rollout.records.trajectory import Completion, Message, Sampling, Task, ToolUse, Trajectory, VersionSpan, valid_text
 from rollout.teams.team import Team
 
 

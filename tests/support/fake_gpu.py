@@ -178,7 +178,7 @@ class Meter(TorchDispatchMode):
         where = place()
         if to_host:
             self.waits[where] += 1
-        elif "/megatron/gpu.py" in where:
+        elif "/megatron/device.py" in where:
             self.uploads += 1
         else:
             self.copies[where] += 1
@@ -364,10 +364,10 @@ def measure(
 def main(cases: list[str]) -> None:
     """Measure each case, a JSON object of `measure`'s arguments, and print a line of JSON for it."""
     pretend()
-    from mcore_mas.megatron import spec
+    from mcore_mas.megatron import device
 
-    spec.rank_device = lambda: META  # before others take them from there
-    spec.exchange = lambda value, group=None: [value] * dist.get_world_size(group)
+    device.rank_device = lambda: META  # before others take them from there
+    device.exchange = lambda value, group=None: [value] * dist.get_world_size(group)
     from mcore_mas.megatron.model import attention, head_ops, tree_ops
     from mcore_mas.megatron.state import weight_import
     from mcore_mas.megatron.step import trainer

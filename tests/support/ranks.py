@@ -19,8 +19,9 @@ from torch.multiprocessing import start_processes
 
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import Objective, ValueObjective
+from mcore_mas.megatron.device import exchange
 from mcore_mas.megatron.model import decoder
-from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, exchange, init_process_groups
+from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.state.sharded_model import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack

@@ -16,7 +16,8 @@ from mcore_mas.training.export import export
 from mcore_mas.training.train import train
 from rollout.base.files import sha256
 from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.records.trajectory import Turn, read_trajectories
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Turn
 from tests.support import precision
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.replay import sample_again

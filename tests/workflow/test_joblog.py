@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from mcore_mas.training.joblog import cause, failure_message, success_message
-from rollout.records.trajectory import RecordError
+from rollout.records.files import RecordError
 
 
 def run_job(log: Path, body: str) -> subprocess.CompletedProcess[str]:

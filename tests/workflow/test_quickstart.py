@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.records.trajectory import read_trajectories
+from rollout.records.files import read_trajectories
 
 ROOT = Path(__file__).parents[2]
 TOLD = """

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rollout.base.files import sha256
-from rollout.records.trajectory import read_trajectories
+from rollout.records.files import read_trajectories
 from tests.slurm.cluster import Slurm, wait_until
 from tests.support.run_folder import make_run
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
 from mcore_mas.megatron.model.decoder import ColumnLinear, PackedGPTModel, RMSNorm, RowLinear
-from mcore_mas.megatron.spec import TrainerSpec, equal_lengths
+from mcore_mas.megatron.spec import TrainerSpec
 from rollout.models.architecture import Architecture
 
 
@@ -150,8 +150,9 @@ def _layout(spec: TrainerSpec) -> dict[str, Any]:
         "context_parallel_size": spec.cp,
         "cp_comm_type": "a2a",
         "batch_p2p_comm": False,
-        # micro-batches differ in length; Megatron asks for this dispatcher with that, of dense models too
-        "variable_seq_lengths": not equal_lengths(spec),
+        # micro-batches differ in length, unless stages are interleaved (`Pipeline`); Megatron asks for this dispatcher
+        # with that, of dense models too
+        "variable_seq_lengths": spec.vpp == 1,
         "moe_token_dispatcher_type": "alltoall",
     }
 
@@ -172,7 +173,7 @@ def _arithmetic(spec: TrainerSpec) -> dict[str, Any]:
         "init_method": _leave,
         "output_layer_init_method": _leave,
         "embedding_init_method": _leave,
-        "gradient_accumulation_fusion": torch.cuda.is_available(),  # into float32, see gpu.py
+        "gradient_accumulation_fusion": torch.cuda.is_available(),  # into float32, see device.py
         "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,

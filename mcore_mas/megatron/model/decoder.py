@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.gpu import add_product, added
+from mcore_mas.megatron.device import add_product, added
 from mcore_mas.megatron.model.attention import TreeRotary
 from mcore_mas.megatron.model.head_ops import KernelHead
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_mas.megatron.gpu import add_product, added
+from mcore_mas.megatron.device import add_product, added
 
 BLOCK, WARPS = 4096, 8  # columns that a program reads at a time
 

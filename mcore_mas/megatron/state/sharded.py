@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from mcore_mas.megatron.spec import exchange
+from mcore_mas.megatron.device import exchange
 from mcore_mas.megatron.state.optimizer import OptimizerState
 from mcore_mas.megatron.state.weight_import import LazyTensor, WeightMapping, tensor_parallel, weight_mappings
 from rollout.base.errors import ModelError

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from mcore_mas.megatron.device import exchange, rank_device
 from mcore_mas.megatron.model.build import build_model
 from mcore_mas.megatron.model.decoder import EXPERT, renumbered
-from mcore_mas.megatron.spec import TrainerSpec, exchange, rank_device
+from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.lora import (
     Adapter,
     AdapterFolder,

@@ -19,10 +19,10 @@ from torch import Tensor
 from mcore_mas.equations.divergence import gap_statistics, histogram_quantile, log_histogram
 from mcore_mas.equations.losses import Tokens, ValueTokens
 from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
-from mcore_mas.megatron.gpu import ahead, download, upload
+from mcore_mas.megatron.device import ahead, download, rank_device, upload
 from mcore_mas.megatron.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.decoder import PackedGPTModel
-from mcore_mas.megatron.spec import TrainerSpec, equal_lengths, rank_device, speaks
+from mcore_mas.megatron.spec import TrainerSpec
 from rollout.models.architecture import Architecture
 
 # by name: sum, number of tokens, minimum, maximum, or of a percentile its histogram; plain, to be sent around
@@ -193,7 +193,9 @@ class Pipeline:
         """To how many tokens each micro-batch is padded."""
         multiple = self._spec.cp * (self._spec.tp if self._spec.sp else 1)
         lengths = [-(-len(batch.token_ids) // multiple) * multiple for batch in batches]
-        return [max(lengths)] * len(lengths) if equal_lengths(self._spec) else lengths
+        # Interleaved stages send activations and gradients between the same two ranks at once; Megatron's messages
+        # about their lengths, unlike those with the data, do not keep the two apart: there all have one length.
+        return [max(lengths)] * len(lengths) if self._spec.vpp > 1 else lengths
 
     def _step(
         self,
@@ -252,6 +254,12 @@ class Pipeline:
         assert batch.values is not None and batch.returns is not None, "a critic's samples carry values and returns"
         tokens = ValueTokens(values=predicted[0], old_values=batch.values, returns=batch.returns)
         return self._spec.objective(tokens)  # type: ignore[arg-type]
+
+
+def speaks() -> bool:
+    """Whether this rank knows what the head put out and no other of its data-parallel rank is to say it too."""
+    first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+    return bool(first and parallel_state.is_pipeline_last_stage())
 
 
 class _Join(torch.autograd.Function):

@@ -18,12 +18,13 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Microbatch
+from mcore_mas.megatron.device import exchange
 from mcore_mas.megatron.model.decoder import PackedGPTModel
-from mcore_mas.megatron.spec import TrainerSpec, exchange, speaks
+from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.optimizer import Offload, OptimizerState, gathers_late, make_optimizer
 from mcore_mas.megatron.state.sharded import ShardedCheckpoint
 from mcore_mas.megatron.state.sharded_model import ShardedModel
-from mcore_mas.megatron.step.pipeline import Pipeline, summarise
+from mcore_mas.megatron.step.pipeline import Pipeline, speaks, summarise
 from rollout.base.files import Digest
 
 _POLICY = ""  # the spike monitor of the whole gradient, beside those of the agents

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mcore_mas.megatron.batch import CostModel, Microbatch
-from mcore_mas.megatron.spec import TrainerSpec, exchange, init_process_groups
+from mcore_mas.megatron.device import exchange
+from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from rollout.base.files import Digest
 from rollout.base.processes import interface_of

@@ -11,7 +11,8 @@ import yaml
 
 from mcore_mas.cli.main import main
 from mcore_mas.config.compose import resolve
-from rollout.records.trajectory import Task, write_tasks
+from rollout.records.files import write_tasks
+from rollout.records.trajectory import Task
 
 
 def write(path: Path, *pairs: tuple[str, str]) -> str:

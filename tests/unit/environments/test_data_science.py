@@ -16,7 +16,8 @@ from rollout.base.errors import EnvError
 from rollout.environments.data_science import DataScienceEnv, pack_file, pack_target, unpack_files
 from rollout.environments.predictions import Target
 from rollout.environments.protocol import Step
-from rollout.records.trajectory import RecordError, Status, Task, Trajectory, read_trajectories, write_trajectories
+from rollout.records.files import RecordError, read_trajectories, write_trajectories
+from rollout.records.trajectory import Status, Task, Trajectory
 from rollout.sandbox import Sandbox, SandboxFusion
 from rollout.tasks import GENERATORS
 from rollout.tasks.tabular import TableModel, metric_of

@@ -20,7 +20,8 @@ from rollout.base.errors import EnvError
 from rollout.environments import text_world
 from rollout.environments.protocol import Env, Step
 from rollout.environments.text_world import AlfworldEnv, BadAction, GymnasiumEnv, Scene, WebshopEnv, WorldEnv
-from rollout.records.trajectory import RecordError, Status, Task
+from rollout.records.files import RecordError
+from rollout.records.trajectory import Status, Task
 from rollout.tasks import GENERATORS
 from tests.support.casts import grow, play, validity
 from tests.support.worlds import FakeAlfred, FakeShop, modules

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-STATISTICS, NORMS = "/mcore_mas/megatron/gpu.py", "/core/optimizer/clip_grads.py"
+STATISTICS, NORMS = "/mcore_mas/megatron/device.py", "/core/optimizer/clip_grads.py"
 SPEED = {  # estimated share of an H200's peak that an update has at least, and launches that it has at most
     "4b groups": ({"model": "4b", "layout": "groups", "recompute": True}, 0.305, 9_400),
     "4b turns": ({"model": "4b", "layout": "turns", "recompute": True}, 0.3, 9_350),

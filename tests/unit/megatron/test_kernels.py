@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment
-from mcore_mas.megatron.gpu import upload
+from mcore_mas.megatron.device import upload
 from mcore_mas.megatron.layout import BlockPlan, PackedTrees, TileSizes
 from mcore_mas.megatron.model.attention import _TreeAttention
 from mcore_mas.megatron.model.decoder import _Head

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment
-from mcore_mas.megatron.gpu import upload
+from mcore_mas.megatron.device import upload
 from mcore_mas.megatron.layout import PackedTrees
 from mcore_mas.megatron.model.attention import TreeAttention, attend, attend_backward
 from tests.support.precision import FACTOR

@@ -7,22 +7,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.records.trajectory import (
+from rollout.records.files import (
     TASK_SCHEMA,
-    Message,
     RecordError,
-    Status,
-    Task,
-    ToolEvent,
-    ToolUse,
-    Trajectory,
-    Turn,
-    VersionSpan,
     read_tasks,
     read_trajectories,
     write_tasks,
     write_trajectories,
 )
+from rollout.records.trajectory import Message, Status, Task, ToolEvent, ToolUse, Trajectory, Turn, VersionSpan
 
 TASKS = [
     Task(id="a:1+2", prompt="What is 1+2?", answers=("3",), env="math", source="a", split="train"),

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from mcore_mas.reports.costs import run_costs
-from rollout.records.trajectory import Status, Trajectory, Turn, write_trajectories
+from rollout.records.files import write_trajectories
+from rollout.records.trajectory import Status, Trajectory, Turn
 
 
 def turn(agent: str, tokens: int, started: float, took: float) -> Turn:

@@ -16,7 +16,8 @@ from mcore_mas.reports.pages import actions_of, draw_games, drawing, picture
 from rollout.environments import ENVS
 from rollout.environments.games import GAMES, PUZZLES
 from rollout.orchestras import ORCHESTRAS
-from rollout.records.trajectory import RecordError, Task, Trajectory, write_tasks, write_trajectories
+from rollout.records.files import RecordError, write_tasks, write_trajectories
+from rollout.records.trajectory import Task, Trajectory
 from rollout.tasks.games import draw_tasks
 from rollout.teams.collect import collect
 from tests.support.canned import Canned

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollout.environments.code import pack_solution, unpack_test
-from rollout.records.trajectory import RecordError, Task
+from rollout.records.files import RecordError
+from rollout.records.trajectory import Task
 from rollout.sandbox.judge import CallTest, StdinTest
 from rollout.tasks.files import read_task_file
 from rollout.tasks.programs import parse_tests, unpack_private

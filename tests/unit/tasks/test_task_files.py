@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.records.trajectory import RecordError, Task, write_tasks
+from rollout.records.files import RecordError, write_tasks
+from rollout.records.trajectory import Task
 from rollout.tasks.fields import Fields
 from rollout.tasks.files import FORMATS, distinct, read_rows, read_task_file
 

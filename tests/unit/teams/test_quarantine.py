@@ -17,14 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.base.errors import EnvError
-from rollout.base.text import shown_text, valid_text
+from rollout.base.text import shown_text
 from rollout.config.sections import OrchestraConfig
 from rollout.environments import ENVS
 from rollout.environments.games import GAMES
 from rollout.environments.mcp import McpEnv, McpServer
 from rollout.environments.protocol import Step, ToolCall
 from rollout.orchestras import ORCHESTRAS
-from rollout.records.trajectory import Message, Status, Task, read_trajectories, write_trajectories
+from rollout.records.files import read_trajectories, write_trajectories
+from rollout.records.trajectory import Message, Status, Task, valid_text
 from rollout.tasks import GENERATORS
 from rollout.teams.quarantine import Quarantined
 from tests.support import casts

@@ -14,7 +14,8 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity, _read_manifest, _write_manifest
 from mcore_mas.training.recipe import identity_of, recipe_of
 from rollout.base.files import Digest, write_chunks
-from rollout.records.trajectory import Task, write_tasks
+from rollout.records.files import write_tasks
+from rollout.records.trajectory import Task
 from tests.support.tiny import make_model
 
 MODELS = {"policy": {"vocab": 512, "layers": 2, "rope_factor": None}}

@@ -25,7 +25,7 @@ from mcore_mas.training.shards import Shards
 from rollout.base.files import FolderError
 from rollout.engines.sglang.server import Replica, Server, visible_gpus
 from rollout.models.chat_template import Renderer
-from rollout.records.trajectory import read_tasks, read_trajectories
+from rollout.records.files import read_tasks, read_trajectories
 from tests.support.run_folder import make_run
 from tests.support.slotted_sglang import slotted_server
 from tests.unit.training.test_measure import trajectory

@@ -13,7 +13,8 @@ from mcore_mas.training.stopping import TrainingError
 from rollout.base.errors import EngineError, PromptTooLong
 from rollout.environments import math
 from rollout.environments.math import last_boxed
-from rollout.records.trajectory import Group, Status, read_trajectories
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Group, Status
 from rollout.rewards.allocation import allocate
 from tests.support.scripted_run import box, make_run, task_of
 

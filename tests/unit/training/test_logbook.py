@@ -17,7 +17,8 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.training.journal import Journal
 from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.stopping import Stopped
-from rollout.records.trajectory import Group, Task, tasks_digest, write_tasks
+from rollout.records.files import tasks_digest, write_tasks
+from rollout.records.trajectory import Group, Task
 from tests.support.played import TASK, trajectory, turn
 
 

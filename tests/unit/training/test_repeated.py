@@ -13,7 +13,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import TrainingSession
 from rollout.engines.embedded.batching import Ask, EmbeddedEngine, LocalEngine, Outcome
-from rollout.records.trajectory import Trajectory, read_trajectories
+from rollout.records.files import read_trajectories
+from rollout.records.trajectory import Trajectory
 from rollout.sync import SyncRoute, WeightUpdate
 from tests.support.replay import sample_again
 from tests.support.simulated import TOKEN_S, simulated_run, with_engines

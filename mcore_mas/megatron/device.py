@@ -1,14 +1,16 @@
-"""A GPU's side: what megatron-core leaves to Apex and Transformer Engine, and micro-batches to the device."""
+"""A rank's device: micro-batches to it, values between ranks, and what megatron-core leaves to Apex on a GPU."""
 
 # mypy: disable-error-code="attr-defined"
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _T = TypeVar("_T")
@@ -72,6 +74,25 @@ def _scale(_chunk: int, _flag: Tensor, tensors: Sequence[list[Tensor]], scale: f
         torch._foreach_copy_(target, source)
     if scale != 1.0:
         torch._foreach_mul_(target, scale)
+
+
+def rank_device() -> torch.device:
+    """Where this rank's tensors live."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of `group` (None: all) gave, in rank order, on every rank; numbers, strings, lists and dicts."""
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return [value]
+    written = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=rank_device())
+    sizes = [torch.empty(1, dtype=torch.int64, device=rank_device()) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(written)], device=rank_device()), group=group)
+    longest = int(max(sizes))
+    texts = [torch.empty(longest, dtype=torch.uint8, device=rank_device()) for _ in range(ranks)]
+    dist.all_gather(texts, torch.nn.functional.pad(written, (0, longest - len(written))), group=group)
+    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
 
 def upload(value: _T, device: torch.device) -> _T:
