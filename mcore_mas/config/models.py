@@ -33,7 +33,8 @@ def cold_started(base: BaseModelConfig, where: str) -> Architecture:
     keys = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
     keys |= {"kv_heads": "num_key_value_heads", "ffn": "intermediate_size", "vocab": "vocab_size"}
     values = {key: getattr(base, name) for name, key in keys.items()}
-    return architecture_of({"model_type": "qwen2", "max_position_embeddings": base.positions, **values}, where)
+    values |= {"model_type": "qwen2", "max_position_embeddings": base.positions, "tie_word_embeddings": True}
+    return architecture_of(values, where)
 
 
 def check_layouts(config: RunConfig) -> None:

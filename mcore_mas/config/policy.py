@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue, PositiveFloat, model_validator
 from mcore_mas.equations.divergence import Figure
 from rollout.base.options import Section
 from rollout.engines.remote import RemoteConfig
+from rollout.teams.tree import Branching
 
 
 class RateConfig(Section):
@@ -157,21 +158,13 @@ class AlternateConfig(Section):
         return self.order[step // self.steps % len(self.order)]
 
 
-class BranchingConfig(Section):
-    """Tree sampling: branches from every state, scored, of which one goes on (AT-GRPO)."""
-
-    width: int = Field(ge=1)  # K branches
-    alpha: float = 1.0  # weight of the team's reward in a branch's score
-    select: Literal["greedy", "sampled"] = "greedy"
-
-
 class TrainerConfig(Section):
     """The shape of a training run."""
 
     steps: int = Field(ge=1)
     tasks_per_step: int = Field(ge=1)
     group_size: int = Field(ge=1)  # trajectories per task, trees with branching
-    branching: BranchingConfig | None = None
+    branching: Branching | None = None
     oversample: float = Field(1.0, ge=1)  # times group_size that are started; the slowest are given up
     staleness: int = Field(0, ge=0)  # steps that collection may be ahead of training; 0 trains what it samples
     updates_per_step: int = Field(1, ge=1)  # optimizer steps, each on its share of a step's samples

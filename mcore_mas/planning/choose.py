@@ -12,10 +12,11 @@ from typing import Any
 
 import yaml
 
+from mcore_mas.config.models import cold_started, layout_of
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.estimate import GPU, GPUS, Placement, RunEstimate, estimate_run
 from rollout.base.errors import ModelError
-from rollout.models.architecture import Architecture, architecture_of, planned_architecture
+from rollout.models.architecture import Architecture, planned_architecture
 from rollout.models.layout import ParallelLayout, check_fit
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # GPUs among which the nearest that fits is looked for
@@ -87,15 +88,7 @@ def shapes_of(config: RunConfig) -> dict[str, Architecture]:
     """
     if config.cold_start is None:
         return {policy: planned_architecture(folder) for policy, folder in config.models.items()}
-    base = config.cold_start.base
-    shape: dict[str, Any] = {
-        "hidden_size": base.hidden,
-        "num_hidden_layers": base.layers,
-        "num_attention_heads": base.heads,
-    }
-    shape |= {"num_key_value_heads": base.kv_heads, "intermediate_size": base.ffn, "vocab_size": base.vocab}
-    shape |= {"model_type": "qwen2", "max_position_embeddings": base.positions, "tie_word_embeddings": True}
-    return dict.fromkeys(config.models, architecture_of(shape, "cold_start.base"))
+    return dict.fromkeys(config.models, cold_started(config.cold_start.base, "cold_start.base"))
 
 
 def choose_placement(config: RunConfig, cluster: Cluster) -> tuple[Placement, RunEstimate]:
@@ -224,10 +217,9 @@ def placed(values: Mapping[str, Any]) -> dict[str, Any]:
 def placement_of(config: RunConfig) -> Placement:
     """The placement that a config spells out."""
     trained = {policy: config.policies[policy] for policy in config.trained}
-    sizes = ("tp", "pp", "vpp", "cp", "dp", "ep", "sp")
     return Placement(
         pool=config.cluster.pool,
-        layouts={name: ParallelLayout(**{size: getattr(p, size) for size in sizes}) for name, p in trained.items()},
+        layouts={name: ParallelLayout(**layout_of(policy)) for name, policy in trained.items()},
         replicas=config.engine.replicas,
         engine_tp=config.engine.tp,
         colocated=any(policy.offload for policy in trained.values()),

@@ -30,7 +30,6 @@ from rollout.rewards.allocation import judge_undecided
 from rollout.teams.collect import CollectOptions, Collector, collect
 from rollout.teams.episode import Orchestra
 from rollout.teams.team import Team
-from rollout.teams.tree import Branching
 
 if TYPE_CHECKING:
     from rollout.engines.remote.caller import RemoteClient
@@ -155,7 +154,7 @@ class AsyncRollouts:
                 step,
                 trainer.group_size,
                 began=began,
-                tree=Branching(**trainer.branching.model_dump()) if trainer.branching else None,
+                tree=trainer.branching,
                 # of 10 at 1.1 one more, whatever binary fractions say
                 surplus=math.ceil(trainer.group_size * (trainer.oversample - 1.0) - 1e-9),
             )

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.equations.divergence import AdaptiveKL
 from mcore_mas.megatron.step.trainer_group import TrainerGroup, TrainerTurns
-from mcore_mas.planning.tenants import GroupKey
+from mcore_mas.planning.jobs import GroupKey
 from mcore_mas.training.checkpoint import CheckpointError
 from mcore_mas.training.cluster import alive_nodes, lost_nodes, node_here
 from mcore_mas.training.engine_factory import close_engines, make_engines

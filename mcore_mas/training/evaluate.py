@@ -25,9 +25,9 @@ from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
 from mcore_mas.training.logbook import Reporter
-from mcore_mas.training.measure import Scoreboard, measure, score_rows
+from mcore_mas.training.measure import Scoreboard, Shards, measure, score_rows
 from mcore_mas.training.placement import gpus_of_servers
-from mcore_mas.training.shards import Shards, identity_of_play
+from mcore_mas.training.recipe import identity_of_play
 from rollout.base.files import FolderError, owned, writable, write_json
 from rollout.base.task_group import Watchdog
 from rollout.config.data import prepared_tasks
@@ -35,7 +35,6 @@ from rollout.config.sections import build_team
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.collect import CollectOptions, Collector
 from rollout.teams.quarantine import Quarantined
-from rollout.teams.tree import Branching
 
 _EVALUATION, _CHAT = -2, -3  # the step in the seeds of trajectories of an evaluation, and of a chat
 NO_SEATS: Mapping[str, Any] = MappingProxyType({})
@@ -263,9 +262,7 @@ def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:
             orchestra=config.orchestra.call,
             seed=found.seed,
             step=found.step,
-            options=CollectOptions(
-                tree=Branching(**branching.model_dump()) if branching else None, quarantine=Path(again)
-            ),
+            options=CollectOptions(tree=branching, quarantine=Path(again)),
         )
         played = asyncio.run(collector.play(found.task, found.sample))
         traces = [json.loads(path.read_text())["traceback"] for path in Path(again).glob("*.json")]

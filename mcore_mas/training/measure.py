@@ -1,15 +1,23 @@
-"""Scores of a team on tasks, for validation and evaluation alike: k trajectories a task, avg@k, pass@k and maj@k."""
+"""Scores of a team on tasks, for validation and evaluation alike: k trajectories a task, avg@k, pass@k and maj@k.
+
+What is played is kept in files of a fixed size, from which an evaluation that was ended goes on.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from mcore_mas.equations.statistics import majority_score, mean_interval, pass_at
+from rollout.base.files import write_json
 from rollout.base.task_group import together
+from rollout.records.files import read_trajectories, write_trajectories
 from rollout.records.trajectory import Task, Trajectory
 from rollout.teams.collect import Collector
 
@@ -196,3 +204,44 @@ async def _work(
         trajectory = await collector.play(task, sample)
         board.add(trajectory)
         await keep(trajectory)
+
+
+_SIZE = 128  # trajectories of a file
+
+
+class Shards:
+    """A folder of trajectories, of which no more than those of one file are in memory."""
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        """Go on with the files in `folder` if they are of the same `identity`; else remove them."""
+        self._folder, said = folder, folder / "identity.json"
+        if not said.is_file() or json.loads(said.read_text()) != {"identity": identity}:
+            for file in folder.glob("part_*.parquet"):
+                file.unlink()
+            write_json(said, {"identity": identity})
+        # several may be under way when a process is killed, and a later one is there without an earlier one
+        self._earlier = sorted(folder.glob("part_*.parquet"))
+        self._next_number = int(self._earlier[-1].stem.removeprefix("part_")) + 1 if self._earlier else 0
+        self._waiting: list[Trajectory] = []
+
+    def read(self) -> Iterator[Trajectory]:
+        """What earlier starts have played, file by file."""
+        for file in self._earlier:
+            yield from read_trajectories(file)
+
+    async def keep(self, trajectory: Trajectory) -> None:
+        """Take a trajectory; with the last of a file, write it."""
+        self._waiting.append(trajectory)
+        if len(self._waiting) == _SIZE:
+            await asyncio.to_thread(write_trajectories, *self._next())
+
+    def flush(self) -> None:
+        """Write what has not filled a file."""
+        if self._waiting:
+            write_trajectories(*self._next())
+
+    def _next(self) -> tuple[Path, list[Trajectory]]:
+        taken, self._waiting = self._waiting, []
+        path = self._folder / f"part_{self._next_number:06d}.parquet"
+        self._next_number += 1
+        return path, taken

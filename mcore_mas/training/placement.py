@@ -14,7 +14,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig, for_policy
-from mcore_mas.planning.tenants import GroupKey, Kind, Pool, Tenant, needed, tenants_of
+from mcore_mas.planning.jobs import GroupKey, Kind, Pool, Tenant, needed, tenants_of
 from mcore_mas.training.cluster import KEEP_PAGES, Node
 from rollout.engines.sglang.server import visible_gpus
 

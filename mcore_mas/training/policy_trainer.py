@@ -6,14 +6,13 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from mcore_mas.config.models import layout_of
-from mcore_mas.config.policy import RateConfig
+from mcore_mas.config.policy import PolicyConfig, RateConfig
 from mcore_mas.config.run import RunConfig, for_policy, places_in_schedule, step_places
 from mcore_mas.credit.assign import penalise, reference_kl
 from mcore_mas.credit.samples import Sample, align, deal, split, weigh
@@ -254,29 +253,14 @@ def _lora(name: str, config: RunConfig, adapter: str | None) -> LoraSpec | None:
     return LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, adapter=adapter, seed=seed)
 
 
+# settings that a trainer has by the names that they have in a config
+_OF_RATE = frozenset(RateConfig.model_fields)
+_OF_POLICY = {field.name for field in fields(TrainerSpec)} & PolicyConfig.model_fields.keys() - _OF_RATE - {"lora"}
+
+
 def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> TrainerSpec:
     """What a policy's trainer and its critic's have in common, and their `own` settings."""
     policy = config.policies[name]
-    return TrainerSpec(
-        model=policy.model,
-        lr=rate.lr,
-        warmup_steps=rate.warmup_steps,
-        schedule=rate.schedule,
-        min_lr=rate.min_lr,
-        decay_steps=rate.decay_steps or places_in_schedule(config, name),
-        **layout_of(policy),
-        distributed_optimizer=policy.distributed_optimizer,
-        overlap=policy.overlap,
-        host_moments=policy.host_moments,
-        recompute=policy.recompute,
-        layers=policy.layers,
-        attention=policy.attention,
-        bf16=policy.bf16,
-        betas=policy.betas,
-        eps=policy.eps,
-        weight_decay=policy.weight_decay,
-        clip_grad=policy.clip_grad,
-        spike_factor=policy.spike_factor,
-        skip_spikes=policy.skip_spikes,
-        **own,
-    )
+    settings = {key: getattr(policy, key) for key in _OF_POLICY} | {key: getattr(rate, key) for key in _OF_RATE}
+    settings["decay_steps"] = rate.decay_steps or places_in_schedule(config, name)
+    return TrainerSpec(**settings, **own)

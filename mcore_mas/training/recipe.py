@@ -1,7 +1,9 @@
-"""Identity of a run's checkpoints: its models, and the recipe, which is what decides what is learnt."""
+"""Identity of checkpoints (models, and the recipe: what decides what is learnt) and of what evaluations have played."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Set
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.training.checkpoint import Identity
+from rollout.base.files import FolderError, sha256
 from rollout.models.architecture import read_architecture
 from rollout.records.files import read_tasks, tasks_digest
 
@@ -80,3 +83,28 @@ def _leaves(key: str, value: Any, free: Set[str]) -> Iterator[tuple[str, Any]]:
                 yield from _leaves(f"{key}.{name}", inner, free)
     else:
         yield key, value
+
+
+def identity_of_play(config: RunConfig) -> str:
+    """A digest of all that decides what a team says to the test tasks: the tasks, the models' files, the settings.
+
+    How many samples there are is not of it, nor how long things may take: an evaluation goes on when these change.
+
+    Raises:
+        FolderError: there is no such model folder.
+    """
+    models = {policy: [folder, *_files(Path(folder))] for policy, folder in config.models.items()}
+    decides = {"seed", "env", "orchestra", "agents", "policies", "retriever"}
+    settings = config.model_dump(mode="json", include=decides) | {"sampling": config.evaluation.sampling}
+    engine = config.engine.model_dump(mode="json", include={"max_length", "overlong_prompts"})
+    tasks = sha256(config.folder / "tasks" / "test.parquet")
+    told = json.dumps([settings, engine, models, tasks], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _files(folder: Path) -> list[tuple[str, int, int]]:
+    """(Name, bytes, time of the last change in ns) of each file."""
+    if not folder.is_dir():
+        raise FolderError(f"{folder}: no such model folder; name one that is on this machine")
+    stats = ((file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file())
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

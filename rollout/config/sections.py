@@ -27,8 +27,7 @@ from rollout.orchestras.program import check_program
 from rollout.records.trajectory import Group, Sampling, Task, Turn
 from rollout.rewards import ALLOCATORS
 from rollout.rewards.penalties import PENALTIES, apply_penalties
-from rollout.teams.roles import ROLES, Agent, ChatRules, Role, WhenFull
-from rollout.teams.slots import filled_slots, template_slots
+from rollout.teams.roles import ROLES, Agent, ChatRules, Role, filled_slots, template_slots
 from rollout.teams.team import Team
 
 
@@ -207,23 +206,6 @@ class RewardConfig(Choice):
                         )
 
 
-class ChatConfig(Section):
-    """What an agent's chats keep to: calls of tools, and what becomes of a chat that is full."""
-
-    when_full: WhenFull = "stop"  # a prompt leaves no room for its reply
-    summariser: str | None = None  # the agent that sums up, of when_full: fold
-    calls_per_turn: int = Field(8, ge=1)  # of tools
-    calls: int = Field(64, ge=1)  # of tools, in a trajectory
-    call_s: float = Field(30.0, gt=0)  # of a call; one that takes longer has failed
-    result_chars: int = Field(4000, ge=2)  # shown of a result
-
-    @model_validator(mode="after")
-    def _folds(self) -> ChatConfig:
-        if (self.when_full == "fold") != (self.summariser is not None):
-            raise ValueError("when_full: fold and summariser, the agent that sums up, come together")
-        return self
-
-
 class AgentConfig(Section):
     """What changes behaviour or credit belongs to an agent."""
 
@@ -237,7 +219,7 @@ class AgentConfig(Section):
     max_tokens: int = Field(256, ge=1)  # of one reply
 
     tools: dict[str, dict[str, Any]] = Field(default_factory=dict)  # that its chats may call: options by name
-    chats: ChatConfig = ChatConfig()
+    chats: ChatRules = ChatRules()
 
     @field_validator("tools")
     @classmethod
@@ -354,7 +336,7 @@ def _build_agent(name: str, config: AgentConfig) -> Agent:
             top_k=config.top_k,
             max_tokens=config.max_tokens,
         ),
-        chats=ChatRules(**config.chats.model_dump()),
+        chats=config.chats,
         tools={
             tool: partial(TOOLS[tool], **TOOL_REGISTRY.arguments(tool, options))
             for tool, options in config.tools.items()

@@ -1,27 +1,41 @@
-"""Roles and agents: prompts with the parser of the reply, and who plays them with which policy."""
+"""Roles and agents: prompts with their slots and the parser of the reply, and who plays them with which policy."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import lru_cache
+from string import Formatter
+from typing import Any, Literal
 
+from pydantic import Field, model_validator
+
+from rollout.base.options import Section
 from rollout.environments.tools import ToolMaker
 from rollout.records.trajectory import Message, Sampling, ToolUse
 
 WhenFull = Literal["stop", "fold", "drop_oldest_results"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRules:
-    """What an agent's chats keep to."""
+class ChatRules(Section):
+    """What an agent's chats keep to: calls of tools, and what becomes of a chat that is full."""
 
     when_full: WhenFull = "stop"  # a prompt leaves no room for its reply
-    summariser: str | None = None  # the agent that is asked for a summary, of `fold`
-    calls_per_turn: int = 8  # of tools
-    calls: int = 64  # of tools, in a trajectory
-    call_s: float = 30.0  # of a call
-    result_chars: int = 4000  # of a result
+    summariser: str | None = None  # the agent that sums up, of when_full: fold
+    calls_per_turn: int = Field(8, ge=1)  # of tools
+    calls: int = Field(64, ge=1)  # of tools, in a trajectory
+    call_s: float = Field(30.0, gt=0)  # of a call; one that takes longer has failed
+    result_chars: int = Field(4000, ge=2)  # shown of a result
+
+    @model_validator(mode="after")
+    def _folds(self) -> ChatRules:
+        if (self.when_full == "fold") != (self.summariser is not None):
+            raise ValueError("when_full: fold and summariser, the agent that sums up, come together")
+        return self
 
 
 Parser = Callable[[str], str | None]  # reply text -> its value, None when the reply is malformed
@@ -73,7 +87,7 @@ class Agent:
     role: Role
     policy: str
     sampling: Sampling  # stop and seed are filled in per call
-    chats: ChatRules = ChatRules()
+    chats: ChatRules = field(default_factory=ChatRules)
     tools: Mapping[str, ToolMaker] = field(default_factory=dict)  # by name, opened for each trajectory
 
 
@@ -91,3 +105,49 @@ class AgentReply:
     def calls(self) -> tuple[ToolUse, ...]:
         """The tools that it calls, in their order."""
         return self.message.calls if self.message else ()
+
+
+def template_slots(agent: str, template: str) -> list[str]:
+    """The slots of an agent's user template.
+
+    Raises:
+        ValueError: it is no template, or a slot has no name.
+    """
+    try:
+        found = [re.split(r"[.\[]", name)[0] for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"agent '{agent}': its user template: {error}; write a brace itself twice") from None
+    if not all(name.isidentifier() for name in found):
+        raise ValueError(f"agent '{agent}': its user template has a slot without a name; write a brace itself twice")
+    return found
+
+
+@lru_cache(maxsize=256)
+def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | None:
+    """The slots that an orchestra may fill for an agent, by the source of its module: too many rather than too few.
+
+    Where a call names the agent and writes every slot out, these are its slots. Else it is every keyword and every text
+    of the module. None where that says nothing: there is no source, or slots come from another module.
+    """
+    module = inspect.getmodule(inspect.unwrap(getattr(orchestra, "func", orchestra)))
+    try:
+        tree = ast.parse(inspect.getsource(module))  # type: ignore[arg-type]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    nodes = list(ast.walk(tree))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    own = [call for call in calls if any(isinstance(a, ast.Constant) and a.value == agent for a in call.args)]
+    written = {keyword.arg for call in own for keyword in call.keywords}
+    chats = any(isinstance(call.func, ast.Attribute) and call.func.attr == "chat" for call in own)  # slots come later
+    if written and None not in written and not chats:
+        return frozenset(name for name in written if name)
+    words = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
+    words |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    imported = any(isinstance(node, ast.ImportFrom) and not _ours(node) for node in nodes)
+    ours = (module.__name__ if module else "").startswith("rollout.")
+    return frozenset(filter(str.isidentifier, words)) if ours or not imported else None
+
+
+def _ours(node: ast.ImportFrom) -> bool:
+    first = (node.module or "").split(".")[0]
+    return first in ("rollout", "mcore_mas") or first in sys.stdlib_module_names

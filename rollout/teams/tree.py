@@ -14,7 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pydantic import Field
+
 from rollout.base.errors import EngineError, EnvError, Undecided
+from rollout.base.options import Section
 from rollout.base.task_group import Late, Wait, cancel_tasks, together
 from rollout.environments.protocol import Env
 from rollout.records.trajectory import Task, ToolEvent, Turn, derive_seed
@@ -26,23 +29,12 @@ _SETTLE = 8  # turns of the event loop in which nested gathers start their calls
 CallKey = tuple[int, str, str]  # turn, agent, state key: what a call asks for
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Branching:
-    """How a tree grows.
+class Branching(Section):
+    """Tree sampling: branches from every state, scored, of which one goes on (AT-GRPO)."""
 
-    Raises:
-        ValueError: the width or the choice is out of range.
-    """
-
-    width: int  # branches of every round; 1 plays what is played without a tree
-    alpha: float = 1.0  # share of the team's reward in a branch's score
+    width: int = Field(ge=1)  # branches of every round; 1 plays what is played without a tree
+    alpha: float = 1.0  # weight of the team's reward in a branch's score
     select: Literal["greedy", "sampled"] = "greedy"  # the best branch goes on (the first of equals), or any
-
-    def __post_init__(self) -> None:
-        if self.width < 1:
-            raise ValueError(f"a tree of width {self.width}; expected at least 1")
-        if self.select not in ("greedy", "sampled"):
-            raise ValueError(f"a tree selects '{self.select}'; expected greedy or sampled")
 
 
 class Tree:

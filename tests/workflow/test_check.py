@@ -11,7 +11,7 @@ from mcore_mas.cli.main import main
 from mcore_mas.config.models import located
 from mcore_mas.pipeline.check import check_suite, complaints
 from mcore_mas.pipeline.suite import SuiteError, load_suite
-from rollout.teams.slots import filled_slots, template_slots
+from rollout.teams.roles import filled_slots, template_slots
 from tests.support import reference
 
 NO_START = ["cold_start=null", "engine.max_length=256"]

@@ -24,7 +24,7 @@ from mcore_mas.pipeline import prepare
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.paper_suite import paper_suite
 from mcore_mas.pipeline.suite import Suite
-from mcore_mas.planning.tenants import tenants_of
+from mcore_mas.planning.jobs import tenants_of
 from mcore_mas.reports.paper_tables import table_names
 from mcore_mas.training import crew, logbook, train
 from retrieval.client import RetrievalClient

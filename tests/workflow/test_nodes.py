@@ -97,7 +97,7 @@ from pathlib import Path
 import psutil, ray
 from mcore_mas.packing.pack import pack
 from mcore_mas.megatron.step.trainer_group import TrainerGroup
-from mcore_mas.planning.tenants import Tenant
+from mcore_mas.planning.jobs import Tenant
 from mcore_mas.training.cluster import ClusterError, joined_ray
 from mcore_mas.training.placement import DevicePlacement, Room
 from rollout.base.files import owned

@@ -11,7 +11,7 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig, for_policy, places_in_schedule
 from mcore_mas.credit.samples import Sample
-from mcore_mas.planning.tenants import tenants_of
+from mcore_mas.planning.jobs import tenants_of
 from mcore_mas.training import engine_factory
 from mcore_mas.training.policy_trainer import PolicyTrainer, policy_spec
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -226,12 +225,6 @@ def test_tool_calls_belong_to_their_branch():
         ("0.0", 1, "look 3"),
         ("0.1", 1, "look 4"),
     ]
-
-
-@pytest.mark.parametrize("options", [{"width": 0}, {"width": 2, "select": "worst"}], ids=["width", "select"])
-def test_a_tree_that_cannot_grow_is_refused(options):
-    with pytest.raises(ValueError, match="a tree "):
-        Branching(**options)
 
 
 MOVES = st.lists(st.tuples(st.sampled_from("ab*"), st.booleans()), min_size=1, max_size=5)

@@ -20,8 +20,8 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.training import placement
 from mcore_mas.training.engine_factory import make_engines
 from mcore_mas.training.evaluate import EvaluationError, evaluate, seated
+from mcore_mas.training.measure import Shards
 from mcore_mas.training.placement import PlacementError, gpus_of_servers
-from mcore_mas.training.shards import Shards
 from rollout.base.files import FolderError
 from rollout.engines.sglang.server import Replica, Server, visible_gpus
 from rollout.models.chat_template import Renderer

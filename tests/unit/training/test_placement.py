@@ -5,7 +5,7 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.megatron.step.trainer_group import meeting_address
-from mcore_mas.planning.tenants import Tenant, needed, tenants_of
+from mcore_mas.planning.jobs import Tenant, needed, tenants_of
 from mcore_mas.training.cluster import Node
 from mcore_mas.training.placement import PlacementError, check_fits, devices_here, room_for, strategies
 
