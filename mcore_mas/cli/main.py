@@ -286,12 +286,14 @@ def write_plan() -> None:
 def write_outcomes(
     results: Annotated[Path, typer.Argument(help="What `make tables-tiny` left.")] = Path("results/tiny"),
 ) -> None:
-    """Write docs/tables_tiny.md: which papers' tables were made at the scale tiny, and how long it took."""
-    from mcore_mas.reports.outcomes import OUTCOMES, outcomes_page
+    """Write docs/tables_tiny.md, which papers' tables were made at the scale tiny, and one of them beside it."""
+    from mcore_mas.reports.outcomes import OUTCOMES, SAMPLE, outcomes_page, sample_page
     from rollout.base.files import write_text
 
-    write_text(OUTCOMES, outcomes_page(results))
-    print(OUTCOMES)
+    for file, page in ((OUTCOMES, outcomes_page(results)), (SAMPLE, sample_page(results))):
+        if page is not None:
+            write_text(file, page)
+            print(file)
 
 
 @document_commands.command("api")

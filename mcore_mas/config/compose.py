@@ -18,6 +18,7 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
@@ -79,7 +80,8 @@ def experiments(folder: Path = CONFIGS) -> dict[str, Path]:
 def _composed(overrides: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
     """What Hydra makes of `config.yaml`; of a file in several folders it takes the first.
 
-    These are the steps of `load_configuration` without Hydra's own section, which nobody reads and which takes as long.
+    These are the steps of `load_configuration` without Hydra's own section, which nobody reads and which takes as long,
+    and with plain values in place of OmegaConf's, which take as long again, until all files are merged.
     """
     path = ConfigSearchPathImpl()
     for folder in folders:
@@ -93,10 +95,22 @@ def _composed(overrides: Sequence[str], folders: Sequence[Path]) -> dict[str, An
     defaults = create_defaults_list(
         repo=repository, config_name="config", overrides_list=parsed, prepend_hydra=False, skip_missing=False
     )
-    composed = loader._compose_config_from_defaults_list(defaults.defaults, repository)
+    parts = (_in_package(default, loader.repository) for default in defaults.defaults)
+    composed = OmegaConf.create(_merged(*parts))
     OmegaConf.set_struct(composed, True)
     loader._apply_overrides_to_config(defaults.config_overrides, composed)
     values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    return values
+
+
+def _in_package(default: ResultDefault, repository: ConfigRepository) -> dict[str, Any]:
+    """The values of a config that Hydra chose, in the section that they set."""
+    path = str(default.config_path)
+    folder = repository._find_object_source(path, ObjectType.CONFIG)
+    _, made = folder.content(path) if isinstance(folder, Folder) else (None, {})
+    values = {key: value for key, value in made.items() if key != "defaults"}
+    for section in reversed(default.package.split(".") if default.package else ()):
+        values = {section: values}
     return values
 
 
@@ -131,17 +145,24 @@ class Folder(FileConfigSource):
         return super().is_config(config_path) or (group == "advantage" and name in ESTIMATORS)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """A config with the section that it sets."""
+        """The section that a config sets, and the configs that it is made of; `content` has its values."""
+        package, made = self.content(config_path)
+        header = {"package": package or ("_global_" if _place(config_path)[0] in _GLOBAL else None)}
+        config = OmegaConf.create({"defaults": made["defaults"]} if "defaults" in made else {})
+        return ConfigResult(provider=self.provider, path=self.path, config=config, header=header)
+
+    def content(self, config_path: str) -> tuple[str | None, dict[str, Any]]:
+        """(the package that its header names, its values).
+
+        Raises:
+            ConfigLoadError: there is no such file, or it is no mapping.
+        """
         group, name = _place(config_path)
-        package = None
         if group == "experiment" and self._experiments[name].stem != name:
-            made: Any = _row(self._experiments[name], name)
-        elif group == "advantage" and not super().is_config(config_path):
-            made = {"name": name}
-        else:
-            package, made = _content(Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml"))
-        header = {"package": package or ("_global_" if group in _GLOBAL else None)}
-        return ConfigResult(provider=self.provider, path=self.path, config=OmegaConf.create(made), header=header)
+            return None, _row(self._experiments[name], name)
+        if group == "advantage" and not super().is_config(config_path):
+            return None, {"name": name}
+        return _content(Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml"))
 
     def is_group(self, config_path: str) -> bool:
         """Whether there is such a group of configs."""
@@ -161,7 +182,7 @@ def _place(config_path: str) -> tuple[str, str]:
     return group, name
 
 
-def _content(file: Path) -> tuple[str | None, Any]:
+def _content(file: Path) -> tuple[str | None, dict[str, Any]]:
     """(the package that a file names in its header, its content).
 
     Raises:
@@ -180,12 +201,15 @@ class _Loader(yaml.cyaml.CParser, get_yaml_loader()):  # type: ignore[misc]
 
 
 @lru_cache
-def _read(file: Path, modified_ns: int) -> tuple[str | None, Any]:
+def _read(file: Path, modified_ns: int) -> tuple[str | None, dict[str, Any]]:
     if not file.is_file():
         raise ConfigLoadError(f"no file {file}")
     with file.open(encoding="utf-8") as stream:
         header = ConfigSource._get_header_dict(stream.read(512))
-    return header["package"], read_yaml(file, _Loader)
+    values = read_yaml(file, _Loader)
+    if not isinstance(values, dict | None):
+        raise ConfigLoadError(f"{file}: {type(values).__name__}; expected a mapping of keys")
+    return header["package"], values or {}
 
 
 @lru_cache

@@ -159,11 +159,8 @@ class RunConfig(Section):
     @property
     def trained(self) -> tuple[str, ...]:
         """The policies that an agent with a loss weight plays; the others are frozen."""
-        return tuple(
-            name
-            for name in self.policies
-            if any(agent.policy == name and agent.loss_weight for agent in self.agents.values())
-        )
+        played = {agent.policy for agent in self.agents.values() if agent.loss_weight}
+        return tuple(name for name in self.policies if name in played)
 
     def in_turn(self, step: int) -> tuple[str, ...]:
         """The policies that are trained in `step`."""
@@ -280,7 +277,8 @@ def places_in_schedule(config: RunConfig, policy: str) -> int:
     With mini-batches, whose number nobody knows beforehand, it is the policy's training steps.
     """
     trainer = for_policy(config, policy).trainer
-    steps = sum(policy in config.in_turn(step) for step in range(trainer.steps))
+    every = config.trainer.alternate is None and policy in config.trained
+    steps = trainer.steps if every else sum(policy in config.in_turn(step) for step in range(trainer.steps))
     return steps if trainer.minibatch else trainer.passes * trainer.updates_per_step * steps
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from mcore_mas.config.models import cold_started, layout_of
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.estimate import GPU, GPUS, Placement, RunEstimate, estimate_run
+from mcore_mas.planning.estimate import GPU, GPUS, Placement, RunEstimate, estimate_run, fits, workloads
 from rollout.base.errors import ModelError
 from rollout.models.architecture import Architecture, planned_architecture
 from rollout.models.layout import ParallelLayout, check_fit
@@ -121,13 +121,16 @@ def _best(
 ) -> tuple[Placement, RunEstimate] | None:
     """The fastest placement that fits, or the one that lacks least; None where nothing divides."""
     found: tuple[Placement, RunEstimate] | None = None
+    works = workloads(config)
     sizes = dict.fromkeys((config.trainer.microbatch_tokens, config.engine.max_length))
     for one_by_one, tokens in itertools.product((False, True), sizes):
         for placement in _placements(config, models, cluster):
             if one_by_one and not placement.colocated:
                 continue
             tried = replace(placement, tokens=tokens, one_by_one=one_by_one)
-            estimate = estimate_run(config, models, tried, cluster.gpu)
+            if found is not None and not found[1].lack and not fits(config, models, tried, cluster.gpu):
+                continue
+            estimate = estimate_run(config, models, tried, cluster.gpu, works=works)
             if found is None or (estimate.lack, estimate.step_s) < (found[1].lack, found[1].step_s):
                 found = tried, estimate
         if found is not None and not found[1].lack:

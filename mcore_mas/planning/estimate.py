@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mcore_mas.config.run import RunConfig, for_policy
-from mcore_mas.megatron.spec import LoraSpec
 from mcore_mas.planning.memory import (
     TrainerKind,
     TrainerMemory,
@@ -84,6 +83,8 @@ class Workload:
     depth: float  # of those, how many of one trajectory follow each other
     prompt: float  # tokens of a turn
     reply: float
+    updates: float  # optimizer steps
+    passes: int  # over the turns
 
     @property
     def tokens(self) -> float:
@@ -131,8 +132,16 @@ def workloads(config: RunConfig, assumed: Assumptions = ASSUMED) -> dict[str, Wo
             depth=each * len(own),
             prompt=assumed.prompt * room,
             reply=reply,
+            updates=_updates(config, policy, trajectories * width * each * len(own)),
+            passes=for_policy(config, policy).trainer.passes,
         )
     return found
+
+
+def _updates(config: RunConfig, policy: str, turns: float) -> float:
+    """Optimizer steps of a policy in a training step."""
+    trainer = for_policy(config, policy).trainer
+    return trainer.passes * (max(1.0, turns / trainer.minibatch) if trainer.minibatch else trainer.updates_per_step)
 
 
 def trainer_kinds(config: RunConfig, policy: str, placement: Placement) -> dict[str, TrainerKind]:
@@ -145,7 +154,7 @@ def trainer_kinds(config: RunConfig, policy: str, placement: Placement) -> dict[
         tokens=placement.tokens,
         host_moments=placement.one_by_one,
         agents=sum(agent.policy == policy and agent.loss_weight > 0 for agent in config.agents.values()),
-        lora=LoraSpec(rank=own.lora.rank, alpha=own.lora.alpha, targets=own.lora.targets) if own.lora else None,
+        lora=own.lora,
     )
     return {"trainer": kind, **({"critic": replace(kind, value_head=True)} if own.critic is not None else {})}
 
@@ -167,17 +176,17 @@ def estimate_run(
     placement: Placement,
     gpu: GPU,
     assumed: Assumptions = ASSUMED,
+    works: Mapping[str, Workload] | None = None,
 ) -> RunEstimate:
     """What a run takes in a placement on GPUs of one kind.
 
     Args:
         models: the shape of every policy's model.
+        works: `workloads` of the run, for who compares many placements.
     """
-    trainers = memory_of_trainers(config, models, placement)
-    weights = {policy: engine_weights(a, placement.engine_tp) for policy, a in models.items()}
-    kv, update, rollout = _phases(config, models, placement, gpu, assumed, trainers, weights)
-    usable = assumed.usable * gpu.memory * _GB
-    seconds = step_seconds(config, models, placement, gpu, kv=max(kv, 1.0), assumed=assumed)
+    works = works or workloads(config, assumed)
+    trainers, weights, (kv, update, rollout) = _held(config, models, placement, gpu, assumed)
+    seconds = step_seconds(config, models, placement, gpu, kv=max(kv, 1.0), assumed=assumed, works=works)
     kinds = {policy: trainer_kinds(config, policy, placement) for policy in config.trained}
     kept = config.trainer.keep_checkpoints + config.trainer.keep_best + 1  # and the one that is being written
     disk = sum(
@@ -190,13 +199,34 @@ def estimate_run(
         kv=kv,
         update=update,
         rollout=rollout,
-        tokens=sum(work.tokens for name, work in workloads(config, assumed).items() if name in config.trained),
+        tokens=sum(work.tokens for name, work in works.items() if name in config.trained),
         seconds=seconds,
         hours=config.trainer.steps * sum(seconds.values()) / 3600,
         host=host_bytes(config, placement, trainers),
         disk=disk,
-        lack=max(0.0, update - usable, rollout - usable),
+        lack=max(0.0, max(update, rollout) - assumed.usable * gpu.memory * _GB),
     )
+
+
+def fits(
+    config: RunConfig,
+    models: Mapping[str, Architecture],
+    placement: Placement,
+    gpu: GPU,
+    assumed: Assumptions = ASSUMED,
+) -> bool:
+    """Whether a placement has room on GPUs of one kind: `estimate_run` without what takes long."""
+    _, _, (_, update, rollout) = _held(config, models, placement, gpu, assumed)
+    return max(update, rollout) <= assumed.usable * gpu.memory * _GB
+
+
+def _held(
+    config: RunConfig, models: Mapping[str, Architecture], placement: Placement, gpu: GPU, assumed: Assumptions
+) -> tuple[dict[tuple[str, str], TrainerMemory], dict[str, float], tuple[float, float, float]]:
+    """(memory of each trainer's rank, weights of each engine's GPU, `_phases`)."""
+    trainers = memory_of_trainers(config, models, placement)
+    weights = {policy: engine_weights(a, placement.engine_tp) for policy, a in models.items()}
+    return trainers, weights, _phases(config, models, placement, gpu, assumed, trainers, weights)
 
 
 def host_bytes(config: RunConfig, placement: Placement, trainers: Mapping[tuple[str, str], TrainerMemory]) -> float:
@@ -250,13 +280,14 @@ def step_seconds(
     *,
     kv: float,
     assumed: Assumptions = ASSUMED,
+    works: Mapping[str, Workload] | None = None,
 ) -> dict[str, float]:
     """Seconds of a step by part; tools, validations and waiting for a slow environment are not in it.
 
     Policies on GPUs of their own work side by side, those that share them one after the other. What staleness hides
     is not taken off.
     """
-    works = workloads(config, assumed)
+    works = works or workloads(config, assumed)
     joined = max if placement.pool == "split" else sum
     acting = joined(_rollout_s(config, models[p], works[p], placement, gpu, kv, assumed) for p in models)
     depth = sum(works[p].depth * _turn_s(models[p], works[p], placement, gpu, assumed) for p in models)
@@ -264,7 +295,7 @@ def step_seconds(
     moved = joined(engine_weights(models[p], 1) / placement.layouts[p].tp for p in config.trained)
     if placement.colocated:  # out and in again
         for policy in config.trained:
-            kinds, updates = trainer_kinds(config, policy, placement), _updates(config, policy, works[policy])
+            kinds, updates = trainer_kinds(config, policy, placement), works[policy].updates
             # policy and critic take turns at every update, and once before to score
             times = 1 + updates if placement.one_by_one and len(kinds) > 1 else 1 + placement.one_by_one
             for kind in kinds.values():
@@ -302,13 +333,6 @@ def _exchanges_s(a: Architecture, placement: Placement, assumed: Assumptions) ->
     return 2 * a.layers * assumed.latency * (placement.engine_tp > 1)
 
 
-def _updates(config: RunConfig, policy: str, work: Workload) -> float:
-    """Optimizer steps of a policy in a training step."""
-    trainer = for_policy(config, policy).trainer
-    batches = max(1.0, work.turns / trainer.minibatch) if trainer.minibatch else trainer.updates_per_step
-    return trainer.passes * batches
-
-
 def _update_s(
     config: RunConfig,
     policy: str,
@@ -323,19 +347,16 @@ def _update_s(
     A forward pass and a backward pass of twice as much (Kaplan et al. 2020, arXiv 2001.08361, §2.1), recomputing makes
     it four; the reference and a critic score once more.
     """
-    trainer = for_policy(config, policy).trainer
-    forward, updates = work.turns * _forward_flops(a, work.prompt + work.reply), _updates(config, policy, work)
+    forward, updates = work.turns * _forward_flops(a, work.prompt + work.reply), work.updates
     models = 2 if config.policies[policy].critic is not None else 1
     scores = (1 if config.loss.kl.coef else 0) + (models - 1)
     scores += 1 if updates > 1 and config.loss.correction.name != "none" else 0
     # on GPUs of their own a critic works beside its policy
     beside = 1 if placement.pool == "split" else models
     layout, tokens = placement.layouts[policy], work.tokens
-    passes = (
-        beside * trainer.passes * (4 if placement.recompute else 3) / assumed.train_mfu + scores / assumed.score_mfu
-    )
+    passes = beside * work.passes * (4 if placement.recompute else 3) / assumed.train_mfu + scores / assumed.score_mfu
     computing = forward * passes / (layout.ranks * gpu.flops * 1e12)
-    microbatches = max(1.0, tokens / (placement.tokens * layout.dp * layout.cp * updates / trainer.passes))
+    microbatches = max(1.0, tokens / (placement.tokens * layout.dp * layout.cp * updates / work.passes))
     bubble = 1 + (layout.pp - 1) / microbatches  # Narayanan et al. 2021 (arXiv 2104.04473, §2.2)
     # two sums a layer and pass over the hidden states of a token (Shoeybi et al. 2019, arXiv 1909.08053, §3), of which
     # a ring sends each rank's part twice; gradients likewise, once an update

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mcore_mas.megatron.spec import LoraSpec
+from mcore_mas.config.policy import LoraConfig
 from rollout.models.architecture import Architecture
 from rollout.models.layout import ParallelLayout
 
@@ -48,10 +48,11 @@ class TrainerKind:
     tokens: int  # of a micro-batch
     host_moments: bool = False
     agents: int = 1  # that share the policy: with several, their gradients are added up in a buffer of its own
-    lora: LoraSpec | None = None
+    lora: LoraConfig | None = None
     value_head: bool = False  # of a critic, in place of the output layer
 
 
+@lru_cache(maxsize=256)
 def count_parameters(a: Architecture, *, value_head: bool = False) -> int:
     """Parameters of a model, its embedding unpadded and counted once if it is the output layer too."""
     return rank_parameters(a, ParallelLayout(), value_head=value_head)
@@ -87,7 +88,7 @@ def _layer_parameters(a: Architecture, layer: int, layout: ParallelLayout) -> in
     return (cut + 3 * a.hidden * a.ffn) // layout.tp + whole
 
 
-def adapter_parameters(a: Architecture, layout: ParallelLayout, lora: LoraSpec) -> int:
+def adapter_parameters(a: Architecture, layout: ParallelLayout, lora: LoraConfig) -> int:
     """Parameters of adapters on a rank: B is cut where rows are, A where inputs are (o and down)."""
     per_layer = 0
     for target in lora.targets:
@@ -148,6 +149,7 @@ def activation_bytes(a: Architecture, layout: ParallelLayout, kind: TrainerKind)
     return (2 if kind.bf16 else 4) * kind.tokens / layout.cp * (elements + 2 * wide * entry)
 
 
+@lru_cache(maxsize=256)
 def engine_weights(a: Architecture, tp: int) -> float:
     """Weights of a server's GPU, in bfloat16."""
     return 2 * rank_parameters(a, ParallelLayout(tp=tp))

@@ -17,6 +17,7 @@ from mcore_mas.reports.paper_tables import PaperTable, table_names
 from mcore_mas.reports.tables import markdown_table
 
 OUTCOMES = SHIPPED / "docs" / "tables_tiny.md"
+SAMPLE = OUTCOMES.with_name("tables_drmas_1_tiny.md")
 _HEAD = """# The papers' tables at the scale tiny
 
 Written by `mcore-mas write tables-tiny` from the results of `make tables-tiny`, as far as that ran. **At this scale
@@ -51,6 +52,13 @@ def outcomes_page(results: Path) -> str:
     parts = [head, "## Tables\n", markdown_table(pd.DataFrame([_table(table, made, rows) for table in tables]))]
     own = [{"experiment": f"`{name}`", **row} for name, row in rows.items()]
     return "\n".join([*parts, "\n## Experiments\n", markdown_table(pd.DataFrame(own).fillna(""))]) + "\n"
+
+
+def sample_page(results: Path) -> str | None:
+    """Dr.MAS' Table 1 as that run made it, its head and all; None where it did not."""
+    table = results / "tables" / "drmas_1.md"
+    note = "Copied by `mcore-mas write tables-tiny` from results/tiny/tables/drmas_1.md, as `make tables-tiny` left it."
+    return f"{table.read_text(encoding='utf-8').rstrip()}\n\n{note}\n" if table.is_file() else None
 
 
 def _table(table: PaperTable, made: dict[str, Any], rows: dict[str, dict[str, str]]) -> dict[str, str]:

@@ -136,7 +136,9 @@ class Registry:
             near = nearest(name, self.known)
             raise UnknownName(f"unknown {self.kind} '{name}'; known: {', '.join(sorted(self.known))}{near}")
         found = lookup(self.kind, name, self.known)
-        trouble = self._trouble(found)
+        trouble: str | None = f"; it is of type {type(found).__name__}"
+        if callable(found):
+            trouble = _trouble(found, len(self.takes), self.coroutine)
         if trouble is not None:
             raise OptionsError(f"{self.kind} '{name}' must take ({', '.join((*self.takes, '*', '...'))}){trouble}")
         return found
@@ -170,20 +172,20 @@ class Registry:
         parameters = inspect.signature(self.find(name)).parameters
         return frozenset(k for k in self.supplied & parameters.keys() if parameters[k].default is parameters[k].empty)
 
-    def _trouble(self, found: object) -> str | None:
-        """Why `found` cannot be called as this kind is; None when it can."""
-        if not callable(found):
-            return f"; it is of type {type(found).__name__}"
-        try:
-            parameters = inspect.signature(found).parameters.values()
-        except (TypeError, ValueError):
-            return "; its signature cannot be read"
-        positional = sum(parameter.kind in _POSITIONAL for parameter in parameters)
-        if positional != len(self.takes):
-            return f", not {inspect.Signature([p.replace(annotation=p.empty) for p in parameters])}"
-        if inspect.iscoroutinefunction(_function(found)) is not self.coroutine:
-            return " as an async function" if self.coroutine else " and may not be async"
-        return None
+
+@cache
+def _trouble(found: Callable[..., Any], takes: int, coroutine: bool) -> str | None:
+    """Why `found` cannot be called with so many positional arguments, or awaited; None when it can."""
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):
+        return "; its signature cannot be read"
+    positional = sum(parameter.kind in _POSITIONAL for parameter in parameters)
+    if positional != takes:
+        return f", not {inspect.Signature([p.replace(annotation=p.empty) for p in parameters])}"
+    if inspect.iscoroutinefunction(_function(found)) is not coroutine:
+        return " as an async function" if coroutine else " and may not be async"
+    return None
 
 
 @cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from mcore_mas.pipeline import suite as suites
 from mcore_mas.pipeline.suite import Suite
 
+ROOT = Path(__file__).resolve().parents[2]
 RUNS = {
     "one": ["experiment=drmas_t1_4b_shared_drmas"],
     "two": ["experiment=drmas_t1_4b_shared_drmas", "seed=2"],
@@ -80,3 +83,28 @@ def test_what_reads_the_environment_is_composed_again(
         monkeypatch.setenv("URI_OF_TEST", uri)
         assert load(tmp_path, **runs).runs["one"]["tracking"]["uri"] == uri
     assert composed == ["one"] * 2
+
+
+def test_planning_all_tables_composes_each_run_once_without_torch(tmp_path: Path) -> None:
+    """A dry run of every table, each run placed on GPUs, is a matter of seconds: see benchmarks/dry_run.py."""
+    program = """
+import sys
+from pathlib import Path
+from hydra._internal import defaults_list
+from mcore_mas.config import compose
+from mcore_mas.pipeline.paper_suite import paper_suite
+from mcore_mas.pipeline.suite import Suite
+from mcore_mas.reports.paper_tables import table_names
+made = []
+create = compose.create_defaults_list
+compose.create_defaults_list = lambda **own: made.append(own) or create(**own)
+suite = Suite.load(paper_suite(table_names(), {"gpus": "8xH100", "results": "here"}), cache=Path("cache"))
+assert len(suite.runs) == len(made), (len(suite.runs), len(made))
+assert all(config["cluster"]["gpus"] == "8xH100" for config in suite.runs.values())
+print(len(made), sorted({"torch", "megatron", "transformers", "ray", "pandas"} & set(sys.modules)))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "92 []\n"), done.stderr

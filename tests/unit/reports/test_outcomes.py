@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mcore_mas.reports.outcomes import OUTCOMES, outcomes_page
+from mcore_mas.reports.outcomes import OUTCOMES, SAMPLE, outcomes_page, sample_page
 from mcore_mas.reports.paper_tables import PaperTable, table_names
 
 
@@ -48,3 +48,14 @@ def test_the_shipped_page_has_every_table_and_experiment() -> None:
     for name in table_names():
         assert f"| `table_{name}` " in page
         assert all(f"| `{experiment}` " in page for experiment in PaperTable.load(name).experiments)
+
+
+def test_a_finished_table_is_shown_with_a_head_that_says_how_small_it_is(tmp_path: Path) -> None:
+    assert sample_page(tmp_path) is None
+    write(tmp_path / "tables" / "drmas_1.md", "# Dr.MAS", "", "**Scale tiny.**")
+    assert (sample_page(tmp_path) or "").startswith("# Dr.MAS\n\n**Scale tiny.**\n\nCopied by `mcore-mas write ")
+    shown = SAMPLE.read_text(encoding="utf-8").splitlines()
+    assert shown[0] == "# Dr.MAS, Table 1, mathematics"
+    assert shown[2].startswith("**Scale tiny: random models, generated tasks, two steps. These scores say that the ")
+    (row,) = {line for line in shown if line.startswith("| Avg ") and "(55.9)" in line}
+    assert row.count("0.0 [0.0, 0.0]") == 7  # five of the paper's columns and two untrained teams
