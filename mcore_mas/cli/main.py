@@ -204,6 +204,22 @@ def serve_run(
         raise typer.Exit(0) from None
 
 
+@app.command("studio", rich_help_panel=_PANEL)
+def studio(
+    results: Annotated[Path, typer.Argument(help="Folder of the runs.")] = Path("results"),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free port.")] = 8001,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Bearer token; required for a host that is not loopback.")
+    ] = None,
+) -> None:
+    """Look at runs in a browser, live: curves by agent and policy, conversations, credit, two runs side by side."""
+    from mcore_mas.reports.studio import open_studio
+    from rollout.base.processes import say
+
+    open_studio(results, host=host, port=port, token_file=token_file, say=say)
+
+
 @app.command("export", rich_help_panel=_PANEL)
 def export_policy(
     run: Annotated[Path, typer.Argument(help="A run's folder: results/{run}.")],

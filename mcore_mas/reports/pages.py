@@ -18,6 +18,10 @@ from rollout.records.files import RecordError, read_tasks, read_trajectories
 from rollout.records.trajectory import Task, ToolEvent, Trajectory, Turn
 
 TurnAdvantages = Mapping[tuple[str, str, int], float]  # (trajectory, node, turn) -> its advantage
+TurnPieces = Mapping[
+    tuple[str, int], Sequence[tuple[str, float]]
+]  # (node, turn) -> text, log-probability of each token
+_NO_PIECES: TurnPieces = {}
 _HUES = 7  # agents that have a colour of their own
 
 
@@ -47,8 +51,11 @@ _TEMPLATES = Environment(
 )
 
 
-def trajectory_page(trajectory: Trajectory, advantages: TurnAdvantages) -> str:
-    """The page of one trajectory; of a tree, with the branches that did not go on folded where they left the path."""
+def trajectory_page(trajectory: Trajectory, advantages: TurnAdvantages, pieces: TurnPieces = _NO_PIECES) -> str:
+    """The page of one trajectory; of a tree, with the branches that did not go on folded where they left the path.
+
+    Turns that have `pieces` show their tokens, shaded by how unlikely each was.
+    """
     agents: dict[str, list[Turn]] = {}
     nodes: dict[str, list[Turn]] = {}
     tools: dict[tuple[str, int], list[ToolEvent]] = {}
@@ -71,6 +78,7 @@ def trajectory_page(trajectory: Trajectory, advantages: TurnAdvantages) -> str:
         path=path,
         tools=tools,
         advantages=own,
+        pieces=pieces,
         largest=max(map(abs, own.values()), default=0.0),
     )
 

@@ -72,6 +72,9 @@ TRAJECTORY_SCHEMA = pa.schema(
 )
 
 
+_ROW_GROUP = 256  # rows that are read together, where one is looked at
+
+
 def write_tasks(path: Path, tasks: Sequence[Task]) -> None:
     """Write tasks with their digest as parquet, complete or not at all."""
     rows = [asdict(task) for task in tasks]
@@ -138,6 +141,15 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     return [_trajectory(row) for file in files for row in _read(file, TRAJECTORY_SCHEMA)]
 
 
+def trajectory_of(path: Path, table: pa.Table) -> Trajectory:
+    """The trajectory of a table of one row, read from file `path`.
+
+    Raises:
+        RecordError: a column is missing, or has another type.
+    """
+    return _trajectory(_rows_of(path, table, TRAJECTORY_SCHEMA)[0])
+
+
 def _trajectory(row: dict[str, Any]) -> Trajectory:
     turns = tuple(
         Turn(
@@ -171,7 +183,7 @@ def _known(row: Mapping[str, Any]) -> dict[str, Any]:
 def _write(path: Path, table: pa.Table) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
-    pq.write_table(table, temporary, compression="zstd")
+    pq.write_table(table, temporary, compression="zstd", row_group_size=_ROW_GROUP)
     temporary.replace(path)
 
 
@@ -183,6 +195,10 @@ def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
     except (pa.ArrowException, ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise RecordError(f"{path}: not a readable parquet file ({reason}); name another, or make it again") from error
+    return _rows_of(path, table, schema)
+
+
+def _rows_of(path: Path, table: pa.Table, schema: pa.Schema) -> list[dict[str, Any]]:
     missing = [name for name in schema.names if name not in table.column_names]
     if missing:
         raise RecordError(f"{path}: no column {', '.join(missing)}; expected {', '.join(schema.names)}")

@@ -1,0 +1,248 @@
+"""The studio: a local web page on the runs of a results folder, live while they train; it only reads."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache, lru_cache
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.reports.pages import TurnAdvantages, TurnPieces, render_page, trajectory_page
+from mcore_mas.reports.runs import config_differences, run_states, score_differences
+from mcore_mas.reports.terminal import advantages_of
+from rollout.base.files import FolderError, json_lines
+from rollout.base.http import is_loopback
+from rollout.base.http_server import bears, bind, server_config, token_of, url_of
+from rollout.base.text import shown_text
+from rollout.records.files import RecordError, read_trajectories
+from rollout.records.trajectory import Trajectory
+from rollout.records.trajectory_list import TrajectoryFilter, count_trajectories, list_trajectories, trajectory_at
+
+_PAGE_ROWS, _LOG_BYTES = 100, 20_000
+_MOST_COMPARED = 4096  # trajectories of a file whose advantages are computed to show one
+
+
+class Studio:
+    """What the page asks for, by the names of runs and of files in them; nothing else can be named.
+
+    Args:
+        results: folder of the runs.
+    """
+
+    def __init__(self, results: Path) -> None:
+        self._results = results
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Every run's name, steps, rewards and scores."""
+        return [asdict(state) for state in run_states(self._results)]
+
+    def metrics(self, run: str, start: int) -> dict[str, Any]:
+        """The rows of metrics.jsonl from byte `start` on, and where the last ends."""
+        path = self._run(run) / "train" / "metrics.jsonl"
+        rows, end = json_lines(path, start) if path.is_file() else ([], 0)
+        return {"rows": rows, "end": end}
+
+    def files(self, run: str) -> list[str]:
+        """A run's files of trajectories, those of training steps first."""
+        folder = self._run(run)
+        found = [*sorted(folder.glob("train/trajectories/*.parquet")), *sorted(folder.glob("evaluation/*/*.parquet"))]
+        return [path.relative_to(folder).as_posix() for path in found]
+
+    def trajectories(self, run: str, file: str, first: int, shown: TrajectoryFilter) -> dict[str, Any]:
+        """A page of a file's list, from index `first` on."""
+        path = self._file(run, file)
+        rows = list_trajectories(path, shown, first=first, limit=_PAGE_ROWS)
+        return {"rows": [asdict(row) for row in rows], "of": count_trajectories(path), "page": _PAGE_ROWS}
+
+    def trajectory(self, run: str, file: str, index: int) -> str:
+        """The page of one trajectory: tokens shaded by log-probability, advantages where they can be computed."""
+        path = self._file(run, file)
+        trajectory = trajectory_at(path, index)
+        return trajectory_page(trajectory, _advantages(path, path.stat().st_mtime_ns), self._pieces(run, trajectory))
+
+    def log(self, run: str) -> str:
+        """The end of the training's log: what it reports, and who waits for whom where it stalls."""
+        path = self._run(run) / "logs" / "train.log"
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+            return shown_text(file.read().decode("utf-8", errors="replace"))
+
+    def compare(self, first: str, second: str) -> dict[str, Any]:
+        """How two runs differ, in settings and scores."""
+        one, other = self._run(first), self._run(second)
+        scores = [asdict(row) for row in score_differences(one, other)]
+        return {"settings": config_differences(one, other), "scores": scores}
+
+    def _run(self, name: str) -> Path:
+        folder = self._results / name
+        if "/" in name or name in ("", ".", "..") or not (folder / "config.yaml").is_file():
+            raise HTTPException(404, f"no run '{name[:80]}' in {self._results}")
+        return folder
+
+    def _file(self, run: str, name: str) -> Path:
+        if name not in self.files(run):
+            raise HTTPException(404, f"run '{run}' has no file of trajectories '{name[:80]}'")
+        return self._run(run) / name
+
+    def _pieces(self, run: str, trajectory: Trajectory) -> TurnPieces:
+        """The text and log-probability of each sampled token, by turn; none of a policy whose tokenizer is not here."""
+        folder = self._run(run)
+        files = {policy: _tokenizer_file(folder, policy) for policy in {turn.policy for turn in trajectory.turns}}
+        return {
+            (turn.node, turn.index): list(zip(_spelled(file, turn.completion_ids), turn.logprobs, strict=True))
+            for turn in trajectory.turns
+            if (file := files[turn.policy])
+        }
+
+
+def _tokenizer_file(run: Path, policy: str) -> Path | None:
+    """Of a policy's finished model, or of the one that it starts from."""
+    homes = [run / "train" / "models" / policy]
+    with suppress(ConfigError, KeyError):
+        homes.append(Path(RunConfig.load(run / "config.yaml").policies[policy].model))
+    return next((home / "tokenizer.json" for home in homes if (home / "tokenizer.json").is_file()), None)
+
+
+@lru_cache(maxsize=8)
+def _advantages(path: Path, _changed: int) -> TurnAdvantages:
+    small = count_trajectories(path) <= _MOST_COMPARED and path.parent.name == "trajectories"
+    return advantages_of(path, read_trajectories(path)) if small else {}
+
+
+@cache
+def _tokenizer(file: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(file))
+
+
+def _spelled(file: Path, ids: tuple[int, ...]) -> list[str]:
+    """The text that each token adds; a character of several tokens comes with its last."""
+    from tokenizers.decoders import DecodeStream
+
+    stream, tokenizer = DecodeStream(skip_special_tokens=False), _tokenizer(file)
+    return [stream.step(tokenizer, one) or "" for one in ids]
+
+
+def studio_app(studio: Studio, token: str | None) -> Starlette:
+    """The studio's pages: GET only, for this machine's own browser or who has the token.
+
+    Args:
+        token: asked for as a bearer's, or as `?token=` of the first page; None where only this machine can ask.
+    """
+    nonce = secrets.token_urlsafe(16)
+    policy = (
+        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; "
+        "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+    )
+    safe = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+
+    def guarded(answer: Callable[[Mapping[str, str]], Any]) -> Callable[[Request], Any]:
+        async def reply(request: Request) -> Response:
+            _admit(request, token)
+            try:
+                found = await asyncio.to_thread(answer, request.query_params)
+            except (FolderError, RecordError, ConfigError) as error:
+                raise HTTPException(404, str(error)) from None
+            response = found if isinstance(found, Response) else JSONResponse(_finite(found))
+            for name, value in safe.items():
+                response.headers.setdefault(name, value)
+            return response
+
+        return reply
+
+    def conversation(asked: Mapping[str, str]) -> Response:
+        html = studio.trajectory(asked.get("run", ""), asked.get("file", ""), _whole(asked.get("index", "")))
+        return HTMLResponse(html, headers={"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"})
+
+    def listed(asked: Mapping[str, str]) -> dict[str, Any]:
+        first = _whole(asked.get("first", "0"))
+        return studio.trajectories(asked.get("run", ""), asked.get("file", ""), first, _filter(asked))
+
+    answers: dict[str, Callable[[Mapping[str, str]], Any]] = {
+        "/": lambda _: HTMLResponse(render_page("studio.html.jinja", nonce=nonce)),
+        "/trajectory": conversation,
+        "/api/runs": lambda _: studio.runs(),
+        "/api/metrics": lambda asked: studio.metrics(asked.get("run", ""), _whole(asked.get("start", "0"))),
+        "/api/files": lambda asked: studio.files(asked.get("run", "")),
+        "/api/log": lambda asked: studio.log(asked.get("run", "")),
+        "/api/compare": lambda asked: studio.compare(asked.get("a", ""), asked.get("b", "")),
+        "/api/trajectories": listed,
+    }
+    return Starlette(routes=[Route(path, guarded(answer), methods=["GET"]) for path, answer in answers.items()])
+
+
+def _admit(request: Request, token: str | None) -> None:
+    host = request.url.hostname or ""
+    if token is None and not is_loopback(host):  # a page elsewhere whose name was made to lead here
+        raise HTTPException(403, "the studio answers to its address on this machine only")
+    if (
+        token is not None
+        and not bears(request, token)
+        and not secrets.compare_digest(request.query_params.get("token", "").encode(), token.encode())
+    ):
+        raise HTTPException(401, "a bearer token is required")
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or len(text) > 15:
+        raise HTTPException(400, f"'{text[:20]}': expected a whole number")
+    return int(text)
+
+
+def _filter(asked: Mapping[str, str]) -> TrajectoryFilter:
+    try:
+        low, high = (float(asked[name]) if asked.get(name) else None for name in ("low", "high"))
+    except ValueError:
+        raise HTTPException(400, "low, high: expected numbers") from None
+    return TrajectoryFilter(
+        text=asked.get("text", ""), agent=asked.get("agent", ""), status=asked.get("status", ""), low=low, high=high
+    )
+
+
+def _finite(value: Any) -> Any:
+    """Without what JSON has no number for."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def open_studio(results: Path, *, host: str, port: int, token_file: Path | None, say: Callable[[str], None]) -> None:
+    """Answer until interrupted.
+
+    Args:
+        results: folder of the runs.
+        token_file: has a bearer token; needed for a host that is not loopback.
+        say: told where the studio is.
+
+    Raises:
+        ConfigError: the token cannot be used, or nobody may listen there.
+        FolderError: there is no such folder.
+    """
+    if not results.is_dir():
+        raise FolderError(f"{results}: no such folder; name the folder of the runs")
+    try:
+        token = token_of(host, token_file)
+        listener = bind(host, port)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot serve on {host}:{port}: {error}") from None
+    server = uvicorn.Server(server_config(studio_app(Studio(results), token), drain_s=1, lifespan=False))
+    say(f"studio of {results}: {url_of(listener)}; Ctrl-C ends it")
+    server.run(sockets=[listener])
