@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from rollout.config.sections import build_team
 from rollout.environments.protocol import Env, Step
 from rollout.gateway.app import Entrance, gateway_app
 from rollout.gateway.dialects import ChatReply, ChatRequest, GatewayError
-from rollout.gateway.sessions import GatewaySession
+from rollout.gateway.sessions import GatewayCall, GatewaySession
 from rollout.records.trajectory import Task
 from rollout.teams.episode import Episode, Orchestra
 from rollout.teams.team import Team
@@ -80,49 +79,44 @@ class ServedTeam:
         """The whole team and its agents."""
         return [self.name, *self.team.agents]
 
-    async def ask(self, asked: ChatRequest) -> tuple[bytes, asyncio.Task[ChatReply]]:
+    async def ask(self, asked: ChatRequest) -> GatewayCall:
         """Have the team, or one of its agents, reply.
 
         Raises:
             GatewayError: nobody can.
         """
         if asked.model == self.name:
-            return b"", asyncio.create_task(self._play(asked))
+            call = GatewayCall(b"", str(next(self.numbers)), asked.model)
+            return call.start(self._play(asked, call.head))
         if asked.model not in self.team.agents:
             known = ", ".join(self.models)
             raise GatewayError(404, f"no model '{asked.model[:80]}'; the models here: {known}", "model_not_found")
         return await GatewaySession(self._seat(), own_sampling=True).ask(asked)
 
-    def unread(self, key: bytes, task: asyncio.Task[ChatReply]) -> None:
+    def unread(self, call: GatewayCall) -> None:
         """Nobody waits for the reply any more: it is given up."""
-        task.cancel()
+        call.task.cancel()
 
     def _seat(self) -> Any:
         return self.team.seat("served", secrets.randbits(63))  # the same call again is another sample
 
-    async def _play(self, asked: ChatRequest) -> ChatReply:
+    async def _play(self, asked: ChatRequest, head: ChatReply) -> ChatReply:
         if asked.tools:
             raise GatewayError(400, f"'{self.name}' is a whole team, which takes no tools; its agents do")
         texts = [message.text for message in asked.messages]
         said = texts if len(texts) == 1 else [f"{m.role}: {m.text}" for m in asked.messages]
-        number = next(self.numbers)
         task = Task(
-            id=f"served-{number}", prompt="\n\n".join(said), answers=(), env=self.env, source="served", split="test"
+            id=f"served-{head.id}", prompt="\n\n".join(said), answers=(), env=self.env, source="served", split="test"
         )
         env, seat = HandedIn(self.make_env(task)), self._seat()
         episode = Episode(task, seat, env, self.orchestra)
         await episode.play()
         if env.handed_in is None:
             raise GatewayError(503, f"the team came to no answer: {episode.error}")
-        return ChatReply(
-            id=str(number),
-            model=asked.model,
-            created=int(time.time()),
+        return replace(
+            head,
             text=env.handed_in,
-            reasoning="",
-            calls=(),
             finish="stop",
-            stop=None,
             prompt_tokens=sum(len(turn.prompt_ids) for turn in seat.turns),
             completion_tokens=sum(len(turn.completion_ids) for turn in seat.turns),
         )

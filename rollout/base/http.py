@@ -130,8 +130,16 @@ class HttpClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: list[httpx.AsyncClient] = []  # of the loop, one connection each: a pool looks through all of its
 
-    async def send(self, method: str, path: str, body: object = None, *, timeout_s: float | None = None) -> HttpReply:
-        """Send one request with a JSON body, and read its answer whole.
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        timeout_s: float | None = None,
+        heard: Callable[[bytes], None] | None = None,
+    ) -> HttpReply:
+        """Send one request with a JSON body, and read its answer whole, or give its parts to `heard` as they come.
 
         Raises:
             Unanswered: no connection, it broke, or the answer is too long.
@@ -144,7 +152,7 @@ class HttpClient:
             async with slots, asyncio.timeout(timeout_s):
                 http = free.pop() if free else self._open()
                 try:
-                    return await self._exchange(http, method, path, body)
+                    return await self._exchange(http, method, path, body, heard)
                 finally:
                     free.append(http)
         except TimeoutError:
@@ -155,10 +163,15 @@ class HttpClient:
     def _open(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(trust_env=False, verify=_trusted(), **self._settings)
 
-    async def _exchange(self, http: httpx.AsyncClient, method: str, path: str, body: object) -> HttpReply:
+    async def _exchange(
+        self, http: httpx.AsyncClient, method: str, path: str, body: object, heard: Callable[[bytes], None] | None
+    ) -> HttpReply:
         content = bytearray()
         async with http.stream(method, self.url + path, json=body) as reply:  # json=None: no body
             async for part in reply.aiter_bytes():
+                if heard is not None and reply.status_code == 200:
+                    heard(part)
+                    continue
                 content += part
                 if len(content) > self._most_bytes:
                     raise Unanswered(f"a reply of more than {self._most_bytes} bytes")

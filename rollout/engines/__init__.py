@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from rollout.base.errors import EngineError, PromptTooLong
 from rollout.base.options import lookup
 from rollout.base.task_group import LateCall, within
-from rollout.models.chat_template import Renderer, render_within
+from rollout.models.chat_template import Renderer, WordStream, render_within
 from rollout.models.tool_calls import ToolFormat, ToolSchema
 from rollout.records.trajectory import Completion, Message, Sampling, Turn
 from rollout.sync import SyncRoute, WeightUpdate, make_sender
@@ -64,6 +64,19 @@ class Engine(Protocol):
         Raises:
             EngineError: a tensor is missing, unknown or of another shape; the old weights stay.
         """
+
+
+# Told of further token ids of a reply and the place of the first of them (an earlier one again where an engine had to
+# begin anew); whether to go on. Where it says no, the reply ends with what there is, and finish reason `abort`.
+Hear = Callable[[int, Sequence[int]], bool]
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """An engine that can tell tokens as they are sampled."""
+
+    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+        """As `Engine.generate`, telling `hear` of the tokens before the completion is whole."""
 
 
 class TrainedEngine(Engine, Protocol):
@@ -140,6 +153,8 @@ class ChatState:
     id: str  # in its trajectory
     tools: tuple[ToolSchema, ...] = ()  # the same in every turn
     before: Turn | None = None  # its latest turn
+    # told the text of the reply so far, with calls of tools and thoughts as they are; whether to go on (see `Hear`)
+    hear: Callable[[str, ToolFormat], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,10 +210,7 @@ class EngineClient:
         else:
             shown, prompt_ids = render_within(self.renderer, messages, room, self.overlong_prompts)
         sampling = replace(sampling, stop=self.renderer.stop)
-        async with self.slots:
-            completion = await within(self.deadline_s, self.engine.generate(prompt_ids, sampling), LateCall)
-        if completion.finish_reason == "abort":
-            raise EngineError(f"the engine gave the reply up after {len(completion.token_ids)} tokens")
+        completion = await self._completion(prompt_ids, sampling, chat)
         said = PolicyReply(
             text=self.renderer.decode(completion.token_ids),
             prompt_ids=tuple(prompt_ids),
@@ -209,6 +221,26 @@ class EngineClient:
             return said
         raw = self.renderer.decode_raw(completion.token_ids)
         return replace(said, raw=raw, tool_format=self.renderer.tool_format, root=root)
+
+    async def _completion(self, prompt_ids: tuple[int, ...], sampling: Sampling, chat: ChatState | None) -> Completion:
+        """The engine's completion, of which the chat hears as it grows where the engine can tell."""
+        given_up = False
+        async with self.slots:
+            if chat is not None and (tell := chat.hear) is not None and isinstance(self.engine, StreamingEngine):
+                words = WordStream(self.renderer, prompt_ids, calls=bool(chat.tools))
+
+                def hear(place: int, ids: Sequence[int]) -> bool:
+                    nonlocal given_up
+                    given_up = not tell(words.add(place, ids), self.renderer.tool_format)
+                    return not given_up
+
+                asked = self.engine.stream(prompt_ids, sampling, hear)
+            else:
+                asked = self.engine.generate(prompt_ids, sampling)
+            completion = await within(self.deadline_s, asked, LateCall)
+        if completion.finish_reason == "abort" and not given_up:
+            raise EngineError(f"the engine gave the reply up after {len(completion.token_ids)} tokens")
+        return completion
 
     async def _chat_prompt(
         self, messages: Sequence[Message], chat: ChatState, room: int | None

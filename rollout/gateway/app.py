@@ -15,14 +15,16 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Message as ASGIMessage
+from starlette.types import Receive, Scope, Send
 
 from rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
 from rollout.base.http_server import BodyTooLarge, answering, bears, bind, read_body, url_of
 from rollout.gateway.completions import COMPLETIONS
-from rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, openai_error
+from rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth, openai_error
 from rollout.gateway.messages import MESSAGES
 from rollout.gateway.responses import RESPONSES
-from rollout.gateway.sessions import GatewaySession
+from rollout.gateway.sessions import GatewayCall, GatewaySession
 
 DIALECTS = (COMPLETIONS, RESPONSES, MESSAGES)
 MAX_CALL_BYTES = 16 << 20
@@ -37,10 +39,10 @@ class Answering(Protocol):
     def models(self) -> list[str]:
         """The names that calls may ask for."""
 
-    async def ask(self, asked: ChatRequest) -> tuple[bytes, asyncio.Task[ChatReply]]:
-        """The reply's key and the task that it comes from (see `GatewaySession`)."""
+    async def ask(self, asked: ChatRequest) -> GatewayCall:
+        """Have somebody reply (see `GatewaySession`)."""
 
-    def unread(self, key: bytes, task: asyncio.Task[ChatReply]) -> None:
+    def unread(self, call: GatewayCall) -> None:
         """Nobody waits for the reply any more."""
 
 
@@ -67,37 +69,44 @@ class Entrance:
             asked = replace(asked, model=agent)
         if self.calls >= self.most_calls:
             raise GatewayError(429, f"{self.calls} calls are under way, which is as many as may be")
+        call = None
         self.calls += 1
         try:
-            key, task = await session.ask(asked)
-            reply = await _awaited(request, session, key, task)
+            call = await session.ask(asked)
+            if not await _awaited(request, session, call, asked.stream):
+                return Response(status_code=499)  # nobody is there to read it
         finally:
-            self.calls -= 1
-        if reply is None:
-            return Response(status_code=499)  # nobody is there to read it
+            if call is not None and asked.stream and not call.task.done():
+                call.task.add_done_callback(self._ended)
+            else:
+                self.calls -= 1
         if not asked.stream:
-            return JSONResponse(dialect.render(reply))
-        return StreamingResponse(
-            _streamed(dialect, reply, asked, lambda: session.unread(key, task)), media_type="text/event-stream"
-        )
+            return JSONResponse(dialect.render(call.whole()))
+        if call.task.done():
+            call.whole()  # what is wrong with it is a status
+        return _Stream(_streamed(dialect, call, asked), session, call)
+
+    def _ended(self, task: asyncio.Task[ChatReply]) -> None:
+        self.calls -= 1
 
 
-async def _awaited(request: Request, session: Answering, key: bytes, task: asyncio.Task[ChatReply]) -> ChatReply | None:
-    """The reply of a task; None where the caller has gone before it came."""
+async def _awaited(request: Request, session: Answering, call: GatewayCall, stream: bool) -> bool:
+    """Wait until a reply is whole, or of a stream begins; False where the caller has gone before."""
     gone = asyncio.create_task(_gone(request))
+    ready = asyncio.create_task(call.begun.wait()) if stream else call.task
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        session.unread(key, task)
-        return None
-    except asyncio.CancelledError:
-        if not task.cancelled():  # it is the caller's connection that ends
-            session.unread(key, task)
-            raise
-        raise GatewayError(503, "the trajectory has ended") from None
+        await asyncio.wait({ready, gone}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:  # it is the caller's connection that ends
+        session.unread(call)
+        raise
     finally:
         gone.cancel()
+        if stream:
+            ready.cancel()
+    if call.task.done() or call.begun.is_set():
+        return True
+    session.unread(call)
+    return False
 
 
 async def _gone(request: Request) -> None:
@@ -105,19 +114,47 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _streamed(
-    dialect: Dialect, reply: ChatReply, asked: ChatRequest, unread: Callable[[], None]
-) -> AsyncIterator[str]:
-    """The events of a stream; `unread` is called where the caller leaves before its end."""
-    whole = False
+class _Stream(StreamingResponse):
+    """A reply as it grows; the caller may leave before its end."""
+
+    def __init__(self, events: AsyncIterator[str], session: Answering, call: GatewayCall) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._session, self._call = session, call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        read = False
+
+        async def noting(message: ASGIMessage) -> None:
+            nonlocal read
+            await send(message)
+            read |= message["type"] == "http.response.body" and not message.get("more_body")
+
+        try:
+            await super().__call__(scope, receive, noting)
+        finally:
+            if not read:
+                self._session.unread(self._call)
+
+
+async def _streamed(dialect: Dialect, call: GatewayCall, asked: ChatRequest) -> AsyncIterator[str]:
+    """The events of a stream; a failure is the last of them."""
+
+    def written(name: str, data: object) -> str:
+        return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+    before, sent = None, 0
     try:
-        for name, data in dialect.stream(reply, asked):
-            yield (f"event: {name}\n" if name else "") + f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+        async for reply in call.replies():
+            growth = Growth(before=before, now=reply, sent=sent)
+            if not growth.goes_on:
+                raise GatewayError(503, "the reply does not go on as it began")
+            for name, data in dialect.stream(growth, asked):
+                sent += 1
+                yield written(name, data)
+            before = reply
         yield dialect.last
-        whole = True
-    finally:
-        if not whole:
-            unread()
+    except Exception as error:
+        yield written("error", {"type": "error", **dialect.error(_told(error))})
 
 
 def _told(error: Exception) -> GatewayError:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from rollout.gateway import dialects
-from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, Dialect, Event, TextFormat
+from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, Dialect, Event, Growth, TextFormat
 from rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system", "function": "tool"}
@@ -102,6 +102,10 @@ def _calls(reply: ChatReply) -> list[dict[str, Any]]:
     ]
 
 
+def _finish(reply: ChatReply) -> str | None:
+    return _FINISH.get(reply.finish or "", reply.finish)
+
+
 def _head(reply: ChatReply, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": reply.model}
 
@@ -110,28 +114,32 @@ def _render(reply: ChatReply) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
     message |= {"reasoning_content": reply.reasoning} if reply.reasoning else {}
     message |= {"content": reply.text or None, "tool_calls": _calls(reply)} if reply.calls else {}
-    finish = _FINISH.get(reply.finish, reply.finish)
+    finish = _finish(reply)
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
     return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
 
-def _stream(reply: ChatReply, asked: ChatRequest) -> Iterator[Event]:
+def _stream(growth: Growth, asked: ChatRequest) -> Iterator[Event]:
+    reply = growth.now
     head = _head(reply, "chat.completion.chunk")
 
     def chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
         return "", {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]}
 
-    yield chunk({"role": "assistant", "content": ""})
-    for piece in dialects.pieces(reply.reasoning):
+    if growth.before is None:
+        yield chunk({"role": "assistant", "content": ""})
+    for piece in dialects.pieces(growth.reasoning):
         yield chunk({"reasoning_content": piece})
-    for piece in dialects.pieces(reply.text):
+    for piece in dialects.pieces(growth.text):
         yield chunk({"content": piece})
+    if reply.finish is None:
+        return
     for number, call in enumerate(_calls(reply)):
         opening = {**call, "index": number, "function": {"name": call["function"]["name"], "arguments": ""}}
         yield chunk({"tool_calls": [opening]})
         for piece in dialects.pieces(call["function"]["arguments"]):
             yield chunk({"tool_calls": [{"index": number, "function": {"arguments": piece}}]})
-    yield chunk({}, _FINISH.get(reply.finish, reply.finish))
+    yield chunk({}, _finish(reply))
     if asked.usage:
         yield "", {**head, "choices": [], "usage": _usage(reply)}
 

@@ -45,23 +45,49 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """An agent's reply, as the dialects write it."""
+    """An agent's reply, as the dialects write it, or as much of one as is known while it is sampled."""
 
     id: str
     model: str
     created: int  # Unix time
-    text: str
-    reasoning: str
-    calls: tuple[ToolUse, ...]
-    finish: Finish
-    stop: str | None  # of the call's stops the one that cut the text
-    prompt_tokens: int
-    completion_tokens: int
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolUse, ...] = ()
+    finish: Finish | None = None  # None: it is not whole
+    stop: str | None = None  # of the call's stops the one that cut the text
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
     @property
     def message(self) -> Message:
         """As a program will repeat it."""
         return Message(role="assistant", content=self.text, calls=self.calls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What a stream goes on by: thoughts, which come whole, then text, then calls, which come whole at its end."""
+
+    before: ChatReply | None  # what was streamed; None: nothing, not even that there is a reply
+    now: ChatReply
+    sent: int  # events so far
+
+    @property
+    def reasoning(self) -> str:
+        """Further thoughts."""
+        return self.now.reasoning[len(self.before.reasoning) if self.before else 0 :]
+
+    @property
+    def text(self) -> str:
+        """Further text."""
+        return self.now.text[len(self.before.text) if self.before else 0 :]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was streamed is how the reply begins."""
+        old, new = self.before, self.now
+        same = old is None or (new.reasoning if old.text or old.reasoning else "") == old.reasoning
+        return same and (old is None or new.text.startswith(old.text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +98,7 @@ class Dialect:
     path: str  # below a session's address
     parse: Callable[[bytes], ChatRequest]  # raises GatewayError
     render: Callable[[ChatReply], dict[str, Any]]
-    stream: Callable[[ChatReply, ChatRequest], Iterator[Event]]
+    stream: Callable[[Growth, ChatRequest], Iterator[Event]]
     error: Callable[[GatewayError], dict[str, Any]]
     last: str = ""  # what ends a stream
 

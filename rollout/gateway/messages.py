@@ -9,10 +9,20 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from rollout.gateway import dialects
-from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, ContentPart, Dialect, Event, GatewayError
+from rollout.gateway.dialects import (
+    Body,
+    ChatReply,
+    ChatRequest,
+    Content,
+    ContentPart,
+    Dialect,
+    Event,
+    GatewayError,
+    Growth,
+)
 from rollout.records.trajectory import Message, ToolUse
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _THOUGHTS = ("thinking", "redacted_thinking")
 
 
@@ -114,18 +124,26 @@ def _render(reply: ChatReply) -> dict[str, Any]:
 _DELTAS = {"thinking": "thinking_delta", "text": "text_delta", "partial_json": "input_json_delta"}
 
 
-def _stream(reply: ChatReply, asked: ChatRequest) -> Iterator[Event]:
-    whole = _render(reply)
+def _stream(growth: Growth, asked: ChatRequest) -> Iterator[Event]:
+    whole, events = _render(growth.now), list[dict[str, Any]]()
     ends = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-    start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-    events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
-    for index, (empty, _, kind, text) in enumerate(_blocks(reply)):
-        events.append({"type": "content_block_start", "index": index, "content_block": empty})
-        deltas = ({"type": _DELTAS[kind], kind: piece} for piece in dialects.pieces(text))
+    if growth.before is None:
+        start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
+        events.append({"type": "message_start", "message": start})
+    blocks, begun = list(_blocks(growth.now)), list(_blocks(growth.before)) if growth.before else []
+    for index, (empty, _, kind, text) in enumerate(blocks):
+        if index < len(begun) - 1:
+            continue  # it has ended
+        if index >= len(begun):
+            events.append({"type": "content_block_start", "index": index, "content_block": empty})
+        news = text[len(begun[index][3]) if index < len(begun) else 0 :]
+        deltas = ({"type": _DELTAS[kind], kind: piece} for piece in dialects.pieces(news))
         events += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
-        events.append({"type": "content_block_stop", "index": index})
-    events.append({"type": "message_delta", "delta": ends, "usage": _usage(reply)})
-    events.append({"type": "message_stop"})
+        if growth.now.finish or index < len(blocks) - 1:
+            events.append({"type": "content_block_stop", "index": index})
+    if growth.now.finish:
+        events.append({"type": "message_delta", "delta": ends, "usage": _usage(growth.now)})
+        events.append({"type": "message_stop"})
     yield from ((event["type"], event) for event in events)
 
 

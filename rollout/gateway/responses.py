@@ -9,7 +9,17 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from rollout.gateway import dialects
-from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, Dialect, Event, GatewayError, TextFormat
+from rollout.gateway.dialects import (
+    Body,
+    ChatReply,
+    ChatRequest,
+    Content,
+    Dialect,
+    Event,
+    GatewayError,
+    Growth,
+    TextFormat,
+)
 from rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system"}
@@ -113,7 +123,7 @@ def _output(reply: ChatReply) -> list[dict[str, Any]]:
     if reply.reasoning:
         thought = [{"type": "reasoning_text", "text": reply.reasoning}]
         items.append({"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": thought})
-    if reply.text or not reply.calls:
+    if reply.text or (reply.finish and not reply.calls):
         part = {"type": "output_text", "text": reply.text, "annotations": []}
         head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "status": "completed"}
         items.append({**head, "content": [part]})
@@ -144,17 +154,22 @@ def _render(reply: ChatReply) -> dict[str, Any]:
     }
 
 
-def _stream(reply: ChatReply, asked: ChatRequest) -> Iterator[Event]:
-    numbers = count()
+def _stream(growth: Growth, asked: ChatRequest) -> Iterator[Event]:
+    numbers, reply = count(growth.sent), growth.now
 
     def event(kind: str, **fields: Any) -> Event:
         return kind, {"type": kind, "sequence_number": next(numbers), **fields}
 
     whole = _render(reply)
-    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield event("response.created", response=begun)
-    yield event("response.in_progress", response=begun)
+    if growth.before is None:
+        begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        yield event("response.created", response=begun)
+        yield event("response.in_progress", response=begun)
+    known = _output(growth.before) if growth.before else []
     for index, item in enumerate(whole["output"]):
+        if index < len(known) - 1:
+            continue  # it has ended
+        begins, ends = index >= len(known), reply.finish or index < len(whole["output"]) - 1
         place: dict[str, Any] = {"output_index": index, "item_id": item["id"]}
         empty: dict[str, Any]
         if item["type"] == "function_call":
@@ -166,16 +181,21 @@ def _stream(reply: ChatReply, asked: ChatRequest) -> Iterator[Event]:
             place |= {"content_index": 0}
             ended = {"text": text}
         logs: dict[str, Any] = {"logprobs": []} if kind == "response.output_text" else {}
-        yield event("response.output_item.added", output_index=index, item={**item, "status": "in_progress", **empty})
-        if "content_index" in place:
-            yield event("response.content_part.added", **place, part={**part, "text": ""})
-        for piece in dialects.pieces(text):
+        if begins:
+            added = {**item, "status": "in_progress", **empty}
+            yield event("response.output_item.added", output_index=index, item=added)
+            if "content_index" in place:
+                yield event("response.content_part.added", **place, part={**part, "text": ""})
+        for piece in dialects.pieces(text if begins else text[len(known[index]["content"][0]["text"]) :]):
             yield event(f"{kind}.delta", **place, delta=piece, **logs)
+        if not ends:
+            return
         yield event(f"{kind}.done", **place, **ended, **logs)
         if "content_index" in place:
             yield event("response.content_part.done", **place, part=part)
         yield event("response.output_item.done", output_index=index, item=item)
-    yield event("response.incomplete" if reply.finish == "length" else "response.completed", response=whole)
+    if reply.finish:
+        yield event("response.incomplete" if reply.finish == "length" else "response.completed", response=whole)
 
 
 RESPONSES = Dialect(

@@ -12,7 +12,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from rollout.base.task_group import cancel_tasks
 from rollout.environments.protocol import after_thought
 from rollout.environments.tools import Tool
 from rollout.gateway.dialects import ChatReply, ChatRequest, Finish, GatewayError
+from rollout.models.tool_calls import CALL_MARKS
 from rollout.records.trajectory import Message
 from rollout.teams.chat import Chat
 from rollout.teams.roles import Agent, AgentReply
@@ -48,6 +49,87 @@ class _Place:
     key: bytes  # digest of all that is asked
     said: _Said | None  # the latest reply that it goes on from
     read: int  # messages up to that, itself included
+
+
+class GatewayCall:
+    """A call that is being answered.
+
+    Attributes:
+        key: digest of all that is asked.
+        head: what is known of the reply before it is whole.
+        task: what the whole reply comes from.
+        begun: set as soon as there is anything to stream.
+        wanted: whether somebody waits for it; sampling of a stream that nobody wants ends.
+        ended: whether it was ended so.
+        turn: its number in the trajectory, once it is whole.
+    """
+
+    task: asyncio.Task[ChatReply]
+
+    def __init__(self, key: bytes, id: str, model: str) -> None:
+        self.key, self.turn = key, -1
+        self.head = ChatReply(id=id, model=model, created=int(time.time()))
+        self.wanted, self.ended = True, False
+        self.begun = asyncio.Event()
+        self._grown = asyncio.Event()
+
+    def start(self, work: Coroutine[Any, Any, ChatReply]) -> GatewayCall:
+        """Have the reply come from `work`."""
+        self.task = asyncio.create_task(work)
+        self.task.add_done_callback(lambda _: self._tell())
+        return self
+
+    def _tell(self) -> None:
+        self.begun.set()
+        self._grown.set()
+
+    def hear(self, raw: str, stops: Sequence[str]) -> bool:
+        """Take the reply so far, which has been sampled up to `raw`; whether to go on."""
+        reasoning, text = settled(raw, stops)
+        if len(text) > len(self.head.text) or len(reasoning) > len(self.head.reasoning):
+            self.head = replace(self.head, reasoning=reasoning, text=text)
+            self._tell()
+        self.ended |= not self.wanted
+        return not self.ended
+
+    def whole(self) -> ChatReply:
+        """The reply, which is there.
+
+        Raises:
+            GatewayError: the trajectory has ended.
+        """
+        if self.task.cancelled():
+            raise GatewayError(503, "the trajectory has ended")
+        return self.task.result()
+
+    async def replies(self) -> AsyncIterator[ChatReply]:
+        """The reply as it grows, the last time whole.
+
+        Raises:
+            GatewayError: the trajectory has ended, or the reply does not go on as it began.
+        """
+        while not self.task.done():
+            self._grown.clear()
+            yield self.head
+            await self._grown.wait()
+        yield self.whole()
+
+
+def settled(raw: str, marks: Sequence[str]) -> tuple[str, str]:
+    """Thoughts and text of a reply that is not whole, as far as they are sure to stay.
+
+    Args:
+        raw: as sampled.
+        marks: what ends the text that is sure: the caller's stops, and what calls begin with.
+    """
+    thought, closed, text = raw.rpartition("</think>")
+    if not closed and "<think>".startswith(raw.lstrip()[:7]):
+        return "", ""  # a thought, or nothing yet
+    text, ends = text.lstrip(), list[int]()
+    for mark in (*marks, "</think>"):
+        part = next(size for size in range(len(mark) - 1, -1, -1) if text.endswith(mark[:size]))
+        ends.append(text.find(mark) if mark in text else len(text) - part)
+    return thought.strip().removeprefix("<think>").strip(), text[: min(ends)].rstrip()
 
 
 class GatewaySession:
@@ -84,7 +166,8 @@ class GatewaySession:
         self._said: dict[bytes, _Said] = {}  # by digest of the conversation up to the reply, as the program knows it
         self._given: dict[str, tuple[Message, ...]] = {}  # by a reply's id, the conversation up to it
         self._running: set[asyncio.Task[ChatReply]] = set()
-        self._unread: dict[bytes, list[asyncio.Task[ChatReply]]] = {}  # by what was asked
+        self._unread: dict[bytes, list[GatewayCall]] = {}  # by what was asked
+        self._asked = 0  # calls so far
 
     @property
     def models(self) -> list[str]:
@@ -103,13 +186,11 @@ class GatewaySession:
             raise GatewayError(404, f"no model '{model[:80]}'; the agents here: {known}", "model_not_found")
         return self._agents[name]
 
-    async def ask(self, asked: ChatRequest) -> tuple[bytes, asyncio.Task[ChatReply]]:
+    async def ask(self, asked: ChatRequest) -> GatewayCall:
         """Have an agent reply; the same call again gets the reply that nobody has read, if there is one.
 
-        The reply is sampled to its end and written down, also where the program does not wait for it.
-
-        Returns:
-            The call's key, for `unread`, and the task that the reply comes from.
+        The reply is sampled to its end and written down, also where the program does not wait for it, unless that
+        leaves a stream.
 
         Raises:
             GatewayError: nobody can answer it.
@@ -123,27 +204,31 @@ class GatewaySession:
                 earlier, news = (news[0], *(m for m in earlier if m.role != "system")), news[1:]
             asked = replace(asked, messages=earlier + news)
         place = await _maybe_far(self._place, agent.name, asked)
-        waiting = self._unread.get(place.key)
-        if waiting:
-            return place.key, waiting.pop()
+        waiting = self._unread.get(place.key, [])
+        while waiting:
+            if not (call := waiting.pop()).ended:
+                call.wanted = True
+                return call
         if self._left < 1:
             raise GatewayError(429, "this session has had all the calls that it may make", "turns_exhausted")
         self._left -= 1
-        task = asyncio.create_task(self._reply(asked, agent, place))
-        self._running.add(task)
-        task.add_done_callback(self._ended)
-        return place.key, task
+        call = GatewayCall(place.key, f"{self._name}_{self._asked}", asked.model)
+        self._asked += 1
+        self._running.add(call.start(self._reply(asked, agent, place, call)).task)
+        call.task.add_done_callback(self._ended)
+        return call
 
-    def unread(self, key: bytes, task: asyncio.Task[ChatReply]) -> None:
-        """Keep a reply that its caller did not wait for, for whoever asks the same again."""
-        self._unread.setdefault(key, []).append(task)
+    def unread(self, call: GatewayCall) -> None:
+        """Keep a reply that its caller did not wait for, for whoever asks the same again; of a stream, end it."""
+        call.wanted = False
+        self._unread.setdefault(call.key, []).append(call)
 
     async def close(self) -> None:
         """End the calls that are under way; replies that nobody has read do not train, and have the score `unread`."""
         await cancel_tasks(self._running)
-        for task in (task for tasks in self._unread.values() for task in tasks):
-            if task.done() and not task.cancelled() and task.exception() is None:
-                self._team.mask(int(task.result().id.rpartition("_")[2]))
+        for call in (call for calls in self._unread.values() for call in calls):
+            if call.turn >= 0:
+                self._team.mask(call.turn)
 
     def _ended(self, task: asyncio.Task[ChatReply]) -> None:
         self._running.discard(task)
@@ -162,8 +247,10 @@ class GatewaySession:
         own = repr((asked.max_tokens, asked.stop, asked.sampling))
         return _Place(hashlib.blake2b(digest + own.encode(), digest_size=16).digest(), found, read)
 
-    async def _reply(self, asked: ChatRequest, agent: Agent, place: _Place) -> ChatReply:
+    async def _reply(self, asked: ChatRequest, agent: Agent, place: _Place, call: GatewayCall) -> ChatReply:
         chat, news = self._chat(asked, agent, place)
+        if asked.stream:
+            chat.hear = lambda raw, form: call.hear(raw, (*asked.stop, *(CALL_MARKS[form] if asked.tools else ())))
         try:
             reply = await chat.go_on(news)
         except Defect as error:
@@ -174,7 +261,11 @@ class GatewaySession:
             raise
         if any(message.role == "assistant" for message in news):
             self._team.score(reply.turn, root=1.0)
-        given, cut = self._give(asked, reply)
+        call.turn = reply.turn
+        given, cut = self._give(asked, reply, call.head)
+        if call.ended:
+            self._team.mask(reply.turn)
+            return given
         whole = replace(asked, messages=(*asked.messages, given.message))
         if asked.kept:
             self._given[given.id] = whole.messages
@@ -202,7 +293,7 @@ class GatewaySession:
         ids = {their.id: our.id for their, our in zip(theirs, ours, strict=True)}
         return chat, [replace(message, answers=ids.get(message.answers, message.answers)) for message in news]
 
-    def _give(self, asked: ChatRequest, reply: AgentReply) -> tuple[ChatReply, bool]:
+    def _give(self, asked: ChatRequest, reply: AgentReply, head: ChatReply) -> tuple[ChatReply, bool]:
         """A reply as the program gets it, and whether that is cut at one of its stops."""
         turn = self._team.turn(reply.turn)
         message = reply.message or Message(role="assistant", content=reply.text)
@@ -211,10 +302,8 @@ class GatewaySession:
         end, stop = min(ends, default=(len(text), None))
         calls = tuple(replace(call, id=f"call_{call.id.replace('.', '_')}") for call in message.calls if call.name)
         finish: Finish = "length" if turn.finish_reason == "length" else "tool_calls" if calls else "stop"
-        given = ChatReply(
-            id=f"{self._name}_{reply.turn}",
-            model=asked.model,
-            created=int(time.time()),
+        given = replace(
+            head,
             text=text[:end],
             reasoning=message.reasoning,
             calls=calls,

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
 from rollout.base.errors import ModelError, PromptTooLong
 from rollout.models.tool_calls import PYTHON_TAG, ToolSchema, in_words, tool_format_of
 from rollout.records.trajectory import Message, Turn
@@ -89,7 +91,8 @@ class Renderer:
         self.stop = _ends(model, self._turn_end(model, template), self._tokenizer.eos_token_id)  # end a reply
         self._end_texts = [str(self._tokenizer.convert_ids_to_tokens(end)) for end in self.stop]
         self.tool_format = tool_format_of(self._tokenizer.get_chat_template())
-        special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        specials = {number: t.content for number, t in self._tokenizer.added_tokens_decoder.items() if t.special}
+        self._special_ids, special = frozenset(specials), set(specials.values())
         self._special = _any_of(special)
         self._special_but_own = _any_of(special - {PYTHON_TAG})  # a sampled reply calls its tools by that token
         self._marks = _any_of(set(mark_control_tokens("|", _any_of("|"))) - {"|"})
@@ -177,6 +180,12 @@ class Renderer:
         own = token_ids[:-1] if token_ids and token_ids[-1] in self.stop else token_ids
         return str(self._tokenizer.decode(list(own), skip_special_tokens=False))
 
+    def word(self, stream: DecodeStream, token: int) -> str | None:
+        """The text that a reply's next token completes, "" for its end and where there is none; None: it is special."""
+        if token in self.stop:
+            return ""
+        return None if token in self._special_ids else stream.step(self._tokenizer.backend_tokenizer, token) or ""
+
     def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
         if self.tool_format == "fenced":
             messages, tools = in_words(messages, tools), ()
@@ -207,6 +216,35 @@ class Renderer:
     @cached_property
     def _speller(self) -> Any:
         return deepcopy(self._tokenizer)
+
+
+class WordStream:
+    """The text of a reply as its tokens come; a thought that the prompt has begun begins with its mark."""
+
+    def __init__(self, renderer: Renderer, prompt_ids: Sequence[int], *, calls: bool) -> None:
+        """`calls`: whether special tokens of the reply may be of a call of tools; what follows one is then not told."""
+        self._renderer, self._calls = renderer, calls
+        self._thinks = renderer.decode_raw(prompt_ids[-8:]).rstrip().endswith("<think>")
+        self._ids: list[int] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stream, self._held = DecodeStream(skip_special_tokens=True), False
+        self._text = "<think>" if self._thinks else ""
+
+    def add(self, place: int, ids: Sequence[int]) -> str:
+        """The text so far with the token `ids` from `place` on, which need not be behind those that were there."""
+        news = ids[len(self._ids) - place :]
+        if list(ids[: len(self._ids) - place]) != self._ids[place:]:  # an engine that began again has sampled others
+            self._begin()
+            news = (*self._ids[:place], *ids)
+            self._ids.clear()
+        for token in news:
+            word = self._renderer.word(self._stream, token)
+            self._held |= word is None and self._calls
+            self._text += "" if self._held else word or ""
+        self._ids += news
+        return self._text
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:

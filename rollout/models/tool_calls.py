@@ -79,6 +79,14 @@ TOOL_FORMATS: dict[ToolFormat, Callable[[str], tuple[str, list[str]]]] = {
 }
 
 
+# with which calls begin: what follows one in a reply may be part of a call
+CALL_MARKS: dict[ToolFormat, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "llama3": ("{", PYTHON_TAG),
+    "fenced": ("```tool",),
+}
+
+
 def tool_format_of(template: str) -> ToolFormat:
     """The format that a chat template teaches its model; `fenced` where it is none that is known here."""
     if re.search(r"<tool_call>.*<args-(json-object|dict)>", template, re.DOTALL):

@@ -11,6 +11,7 @@ from rollout.base.task_group import together
 from rollout.engines import ChatState
 from rollout.environments.protocol import ToolCall
 from rollout.environments.tools import Tool, call_tool
+from rollout.models.tool_calls import ToolFormat
 from rollout.records.trajectory import Message, ToolUse, Turn
 from rollout.teams.roles import Agent, AgentReply, WhenFull
 
@@ -56,6 +57,7 @@ class Chat:
         self.messages = [Message(role="system", content=system)] if system else []
         self.latest: AgentReply | None = None
         self.full = False
+        self.hear: Callable[[str, ToolFormat], bool] | None = None  # told of replies as they grow (see `ChatState`)
         self._host = host
         self._agent = agent
         self._tools = {tool.schema.name: tool for tool in tools}
@@ -160,7 +162,8 @@ class Chat:
             return self.latest
         while True:
             try:
-                turn, reply = await self._host.take_turn(self._agent, tuple(self.messages), self._state)
+                state = replace(self._state, hear=self.hear)
+                turn, reply = await self._host.take_turn(self._agent, tuple(self.messages), state)
                 break
             except PromptTooLong:
                 if not await WHEN_FULL[self._agent.chats.when_full](self):

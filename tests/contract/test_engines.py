@@ -85,6 +85,31 @@ def ask(engine: Any, requests: Sequence[tuple[list[int], Sampling]]) -> list[Com
     return asyncio.run(run())
 
 
+def test_a_stream_tells_the_tokens_of_the_reply_and_ends_when_nobody_listens(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.engines.embedded.engine._BUDGET_S", 0.0)  # each call to the actor is one token
+    heard: list[list[int]] = []
+
+    def hear(place: int, ids: Sequence[int]) -> bool:
+        heard.append([*(heard[-1][:place] if heard else []), *ids])
+        return len(heard) < most
+
+    most = 10**6
+    sampling = subject.same(3, max_tokens=60)
+    (whole,) = ask(subject.engine, [([5, 6, 7], sampling)])
+    told = asyncio.run(subject.engine.stream([5, 6, 7], sampling, hear))
+    assert (told.token_ids, told.finish_reason) == (whole.token_ids, "length")
+    assert np.abs(np.array(told.logprobs) - whole.logprobs).max() < LOGPROB_TOLERANCE
+    assert heard and all(tuple(ids) == whole.token_ids[: len(ids)] for ids in heard)
+    heard.clear()
+    most = 1
+    long = subject.same(3, max_tokens=MAX_LENGTH - 3)
+    cut = asyncio.run(subject.engine.stream([5, 6, 7], long, hear))
+    assert cut.finish_reason == "abort" and len(heard[0]) <= len(cut.token_ids) < MAX_LENGTH - 3
+    assert cut.token_ids[: len(heard[0])] == tuple(heard[0])
+
+
 def prompts(count: int, seed: int, low: int = 1, high: int = 90) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, VOCAB, rng.integers(low, high)).tolist() for _ in range(count)]

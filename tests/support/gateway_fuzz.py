@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import torch
 
+from rollout.engines import Hear
 from rollout.records.trajectory import Completion, Sampling, Turn
 from tests.support.gateway import opened, sampling_team
 
@@ -46,6 +47,11 @@ class Recorder:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         completion: Completion = await self._engine.generate(prompt_ids, sampling)
+        self.given[tuple(prompt_ids), completion.token_ids, completion.logprobs] += 1
+        return completion
+
+    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+        completion: Completion = await self._engine.stream(prompt_ids, sampling, hear)
         self.given[tuple(prompt_ids), completion.token_ids, completion.logprobs] += 1
         return completion
 
@@ -117,7 +123,10 @@ class Player:
 
     async def streams(self) -> None:
         body: dict[str, Any] = {"model": "a", "stream": True, "max_tokens": 5}
-        path, text = self._random.choice([("responses", {"input": "q"}), ("messages", {"messages": [self._user()]})])
+        ways = [("responses", {"input": "q"}), ("messages", {"messages": [self._user()]})]
+        path, text = self._random.choice(
+            [*ways, ("chat/completions", {"messages": [self._user()], "stop": ["a", "}}"]})]
+        )
         await self._post(f"/v1/{path}", json.dumps({**body, **text}).encode(), self._random.choice([60.0, 0.01]))
 
     async def other_dialects(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError
 from rollout.base.task_group import settle
-from rollout.engines import BUSY, Tag, problem_of
+from rollout.engines import BUSY, Hear, Tag, problem_of
 from rollout.engines.embedded.decoder import Cache, CachedDecoder, Span
 from rollout.engines.embedded.rows import CacheRows, GenerationRequest
 from rollout.models.architecture import read_architecture
@@ -26,8 +26,10 @@ from rollout.records.trajectory import Completion, Sampling, VersionSpan
 
 _PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
 
-Ask = tuple[int, Sequence[int], Sampling]  # request id, prompt ids, how to sample
+Ask = tuple[int, Sequence[int], Sampling, bool]  # request id, prompt ids, how to sample, whether to tell of News
+News = tuple[int, tuple[int, ...]]  # of a completion that grows: place of the first of its further tokens, and these
 Outcome = Completion | EngineError
+Report = tuple[int, Outcome | News]  # request id, and what there is of it
 
 
 @dataclass(slots=True)
@@ -92,33 +94,33 @@ class EmbeddedEngine:
         """Whether `step` has something to compute or to hand out."""
         return bool(self._waiting or self._done or self._rows.live.any())
 
-    def submit(self, request_id: int, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+    def submit(self, request_id: int, prompt_ids: Sequence[int], sampling: Sampling, stream: bool = False) -> None:
         """Queue one generation. What is wrong with it comes back from `step` as its EngineError."""
-        problem = "the engine sleeps; wake it first" if self._asleep else ""
-        if problem := problem or problem_of(prompt_ids, sampling, self.decoder.shape.vocab, self.max_length):
+        asleep = "the engine sleeps; wake it first" if self._asleep else ""
+        if problem := asleep or problem_of(prompt_ids, sampling, self.decoder.shape.vocab, self.max_length):
             self._done.append((request_id, EngineError(problem)))
         else:
             prompt = np.asarray(prompt_ids, dtype=np.int64)
-            self._waiting.append(GenerationRequest(id=request_id, prompt=prompt, sampling=sampling))
+            self._waiting.append(GenerationRequest(id=request_id, prompt=prompt, sampling=sampling, stream=stream))
 
-    def exchange(self, asks: list[Ask], aborts: list[int], budget_s: float = 0.0) -> list[tuple[int, Outcome]]:
+    def exchange(self, asks: list[Ask], aborts: list[int], budget_s: float = 0.0) -> list[Report]:
         """Take new requests, end `aborts`, decode for about `budget_s`, at least a step; returns what has ended.
 
-        As long as nothing has ended it goes on, for at most five times as long.
+        While nothing has ended and nobody streams it goes on, for at most five times as long. Streams' News come last.
         """
-        for request_id, prompt_ids, sampling in asks:
-            self.submit(request_id, prompt_ids, sampling)
+        for ask in asks:
+            self.submit(*ask)
         self.abort(aborts)
-        began, done = time.monotonic(), []
+        began, done = time.monotonic(), list[Report]()
         try:
             while self.has_work:
                 done += self.step()
-                if time.monotonic() - began >= (budget_s if done else 5 * budget_s):
+                if time.monotonic() - began >= (budget_s if done or self._rows.streams else 5 * budget_s):
                     break
         except Exception:
             self.reset()
             raise
-        return done
+        return [*done, *self._rows.news()]
 
     def step(self) -> list[tuple[int, Outcome]]:
         """Admit what fits, decode one token for every running request, and return what has ended."""
@@ -285,7 +287,7 @@ class Dispatcher:
     """Dispatch loop: concurrent `generate` calls go to `exchange` together, and get their outcomes as they end."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion]]] = {}
+        self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion], Hear | None]] = {}
         self._new: list[Ask] = []
         self._aborts: list[int] = []
         self._ids = itertools.count()
@@ -297,10 +299,14 @@ class Dispatcher:
         Raises:
             EngineError: the request cannot be served (too long, bad token ids or sampling), or the engine broke.
         """
+        return await self.stream(prompt_ids, sampling, None)
+
+    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+        """As `generate`, telling `hear` of tokens as they come (see `StreamingEngine`)."""
         request_id = next(self._ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        ask = (request_id, list(prompt_ids), sampling)
-        self._waiting[request_id] = (ask, future)
+        ask = (request_id, list(prompt_ids), sampling, hear is not None)
+        self._waiting[request_id] = (ask, future, hear)
         self._new.append(ask)
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._run())
@@ -312,14 +318,14 @@ class Dispatcher:
         finally:
             self._waiting.pop(request_id, None)
 
-    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:
-        """Hand over what is new and what is not wanted any more; what has ended since the last call."""
+    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[Report]:
+        """Hand over what is new and what is not wanted any more; what has ended, and News, since the last call."""
         raise NotImplementedError
 
     def unanswered(self) -> list[Ask]:
         """All requests that wait, to be asked again of an engine that lost them."""
         self._new.clear()
-        return [ask for ask, _ in self._waiting.values()]
+        return [ask for ask, _, _ in self._waiting.values()]
 
     async def idle(self) -> bool:
         """Whether nothing waits; the engine has then heard of the last aborts."""
@@ -334,16 +340,23 @@ class Dispatcher:
                 aborts, self._aborts = self._aborts, []
                 for request_id, outcome in await self.exchange(asks, aborts):
                     if request_id in self._waiting:
-                        settle(self._waiting[request_id][1], outcome)
+                        self._take(request_id, outcome)
                 await asyncio.sleep(0)  # whoever got an answer leaves, and may ask again
         except Exception as error:  # nobody awaits this task: whatever broke must reach those who wait
             known = isinstance(error, EngineError)
             failure = error if known else EngineError(f"the engine failed: {type(error).__name__}: {error}")
             self._new.clear()
-            for _, future in self._waiting.values():
+            for _, future, _ in self._waiting.values():
                 settle(future, failure)
             if not known:
                 raise
+
+    def _take(self, request_id: int, found: Outcome | News) -> None:
+        _, future, hear = self._waiting[request_id]
+        if not isinstance(found, tuple):
+            settle(future, found)
+        elif hear is not None and not future.done() and not hear(*found):
+            self._aborts.append(request_id)
 
 
 class LocalEngine(Dispatcher):
@@ -358,6 +371,6 @@ class LocalEngine(Dispatcher):
         """Replace all weights (see `Engine`); running generations go on with the new ones."""
         self.core.load_weights(tensors, version)
 
-    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:
+    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[Report]:
         """One step of the engine."""
         return self.core.exchange(asks, aborts)

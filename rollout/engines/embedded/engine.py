@@ -18,7 +18,7 @@ from rollout.base.errors import EngineError
 from rollout.base.files import memory_path
 from rollout.base.processes import say
 from rollout.engines import BUSY, TRANSPORTS, Tag, TrainedEngine
-from rollout.engines.embedded.batching import Ask, Dispatcher, EmbeddedEngine, Outcome
+from rollout.engines.embedded.batching import Ask, Dispatcher, EmbeddedEngine, Report
 from rollout.engines.embedded.decoder import CachedDecoder
 from rollout.models.architecture import read_architecture
 from rollout.models.tensors import compare, read_tensors
@@ -233,12 +233,12 @@ class HostedEngine(Dispatcher, TrainedEngine):
             self._file.unlink(missing_ok=True)
         shutil.rmtree(self._weights_folder, ignore_errors=True)
 
-    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[tuple[int, Outcome]]:
-        """What has ended since the last call; an actor that has died is asked for all that waits again."""
+    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[Report]:
+        """What has ended, and News, since the last call; an actor that has died is asked for all that waits again."""
         while True:
             self.exchanges += 1
             starts = self.starts
-            done: list[tuple[int, Outcome]] = await self._call("exchange", asks, aborts, _BUDGET_S, again=False)
+            done: list[Report] = await self._call("exchange", asks, aborts, _BUDGET_S, again=False)
             if self.starts == starts:
                 return done
             asks, aborts = self.unanswered(), []

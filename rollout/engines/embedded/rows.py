@@ -22,6 +22,8 @@ class GenerationRequest:
     sampling: Sampling
     versions: list[tuple[int, int]] = field(default_factory=list)  # (weights version, its first completion token)
     cached: int = 0  # prompt tokens that were not computed again
+    stream: bool = False  # whether its tokens are told of before it is whole
+    told: int = 0  # completion tokens that were
 
 
 class CacheRows:
@@ -121,6 +123,22 @@ class CacheRows:
         broken = ~np.isfinite(logprobs)
         stopped = (self.stop[placed] == tokens[:, None]).any(1)
         return stopped, (stopped | (size + 1 >= self.limit[placed])) & ~broken, broken
+
+    @property
+    def streams(self) -> bool:
+        """Whether a request that runs is told of its tokens."""
+        return any(request is not None and request.stream for request in self.requests)
+
+    def news(self) -> list[tuple[int, tuple[int, tuple[int, ...]]]]:
+        """Request id, place and ids of further tokens, of every request that is told of them; they are told once."""
+        found = []
+        for row in np.flatnonzero(self.live):
+            request: GenerationRequest = self.requests[row]
+            start, end = int(self.prompt[row]), int(self.size[row])
+            if request.stream and (told := request.told) < end - start:
+                found.append((request.id, (told, tuple(self.tokens[row, start + told : end].tolist()))))
+                request.told = end - start
+        return found
 
     def renew(self, version: int) -> None:
         """Forget what was cached with other weights; what runs goes on with those of `version`."""

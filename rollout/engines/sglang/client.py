@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollout.base.errors import EngineError
 from rollout.base.http import HttpClient, HttpReply, TimedOut, Unanswered, retried
+from rollout.engines import Hear
 from rollout.records.trajectory import Completion, Sampling, VersionSpan
 
 RETRIES = 3  # of a connection that broke
@@ -27,9 +28,15 @@ class SGLangClient:
         self._http = HttpClient(url, token=key, connections=connections, timeout_s=timeout_s)
 
     async def call(
-        self, path: str, body: Mapping[str, Any] | None = None, *, method: str = "POST", timeout_s: float | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        method: str = "POST",
+        timeout_s: float | None = None,
+        stream: StreamedReply | None = None,
     ) -> Any:
-        """The JSON of the answer, None if it has no body.
+        """The JSON of the answer, None if it has no body; of one that comes in events, what `stream` makes of them.
 
         Raises:
             Lost: no connection within the retries.
@@ -38,12 +45,14 @@ class SGLangClient:
 
         async def attempt() -> HttpReply:
             try:
-                return await self._http.send(method, path, body, timeout_s=timeout_s)
+                heard = stream.begin() if stream is not None else None
+                return await self._http.send(method, path, body, timeout_s=timeout_s, heard=heard)
             except TimedOut as error:
                 raise EngineError(f"SGLang {path}: {error}") from None
 
         try:
-            return _parse(path, await retried(attempt, retries=RETRIES))
+            parsed = _parse(path, await retried(attempt, retries=RETRIES))
+            return stream.whole(path) if stream is not None else parsed
         except Unanswered as error:
             raise Lost(str(error)) from None
 
@@ -72,6 +81,50 @@ def _parse(path: str, reply: HttpReply) -> Any:
     if reply.status != 200 or failed:
         raise EngineError(f"SGLang {path}: status {reply.status}: {_words(body, reply.text)}")
     return body
+
+
+class StreamedReply:
+    """A completion that a server sends in events, each with all tokens so far or, if it is `incremental`, with news."""
+
+    def __init__(self, hear: Hear, end: Callable[[], None]) -> None:
+        """`end` is called once where `hear` does not want more; the last event then comes soon."""
+        self._hear, self._end = hear, end
+        self._wanted = True
+
+    def begin(self) -> Callable[[bytes], None]:
+        """What takes the answer's bytes; another attempt begins anew."""
+        self._rest, self._last = b"", dict[str, Any]()
+        self._ids, self._logprobs = list[int](), list[Any]()
+        return self._take
+
+    def whole(self, path: str) -> dict[str, Any]:
+        """The answer as it would have come at once.
+
+        Raises:
+            EngineError: the server failed meanwhile, or stopped before the end.
+        """
+        if "error" in self._last or not (self._last.get("meta_info") or {}).get("finish_reason"):
+            raise EngineError(f"SGLang {path}: {_words(self._last, 'the stream ended before its reply')}")
+        meta = {**self._last["meta_info"], "output_token_logprobs": self._logprobs}
+        return {**self._last, "output_ids": self._ids, "meta_info": meta}
+
+    def _take(self, part: bytes) -> None:
+        *events, self._rest = (self._rest + part).split(b"\n\n")
+        for event in events:
+            data = event.removeprefix(b"data:").strip()
+            if data == b"[DONE]" or not data.startswith(b"{"):
+                continue
+            self._last = json.loads(data)
+            if "error" not in self._last:
+                self._add(self._last["output_ids"], self._last["meta_info"])
+
+    def _add(self, ids: list[int], meta: Mapping[str, Any]) -> None:
+        place = max(0, meta["completion_tokens"] - len(ids))
+        self._ids[place:] = ids
+        self._logprobs[place:] = meta["output_token_logprobs"][-len(ids) :] if ids else []
+        if self._wanted and not meta["finish_reason"] and not self._hear(place, ids):
+            self._wanted = False
+            self._end()
 
 
 def _words(body: Any, text: str) -> str:

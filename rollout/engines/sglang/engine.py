@@ -7,16 +7,17 @@ import hashlib
 import shutil
 import struct
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollout.base.errors import EngineError
 from rollout.base.files import memory_path
 from rollout.base.processes import say
-from rollout.engines import Tag, TrainedEngine, problem_of
-from rollout.engines.sglang.client import Lost, body_of, completion_of
+from rollout.engines import Hear, Tag, TrainedEngine, problem_of
+from rollout.engines.sglang.client import Lost, StreamedReply, body_of, completion_of
 from rollout.engines.sglang.fleet import Checks, Fleet, Left, LostWeights
 from rollout.engines.sglang.server import Replica
 from rollout.engines.sglang.settings import PUSHED, SGLangSettings
@@ -59,7 +60,7 @@ class SGLangEngine(TrainedEngine):
         self._new: list[Replica] = []  # servers that join with the update under way
         self._update: _Update | None = None  # under way, between `begin_update` and `commit_update`
         self._lost = LostWeights(self._fleet)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def starts(self) -> int:  # type: ignore[override]
@@ -67,7 +68,11 @@ class SGLangEngine(TrainedEngine):
         return sum(replica.starts for replica in self._replicas) + self._fleet.left
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion.
+        """Sample one completion (see `stream`)."""
+        return await self.stream(prompt_ids, sampling, None)
+
+    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+        """Sample one completion, telling `hear` of tokens as they come (see `StreamingEngine`).
 
         Raises:
             EngineError: the request cannot be served, the deadline passed, or the server is gone for good.
@@ -75,17 +80,18 @@ class SGLangEngine(TrainedEngine):
         problem = problem_of(prompt_ids, sampling, self._settings.vocab, self._settings.max_length)
         if problem:
             raise EngineError(problem)
-        body = body_of(prompt_ids, sampling, seeded=self._settings.seeded)
+        body = body_of(prompt_ids, sampling, seeded=self._settings.seeded) | ({"stream": True} if hear else {})
         while True:
             replica = _route(prompt_ids, sampling.session, self._replicas, self._settings.rows)
+            end = partial(_abort, replica, body["rid"], self._tasks)
+            stream = StreamedReply(hear, end) if hear else None
             try:
                 with replica.decoding():
-                    reply = await self._fleet.call(replica, "/generate", body, weighed=True)
+                    reply = await self._fleet.call(replica, "/generate", body, weighed=True, stream=stream)
             except Left:
                 continue  # another one is asked
             except asyncio.CancelledError:
-                if replica.ready:
-                    self._later(replica.client.call("/abort_request", {"rid": body["rid"]}))
+                end()
                 raise
             return completion_of(reply, self.version)
 
@@ -218,14 +224,18 @@ class SGLangEngine(TrainedEngine):
         self._fleet.close()
         shutil.rmtree(self._place, ignore_errors=True)
 
-    def _later(self, work: Coroutine[Any, Any, Any]) -> None:
-        async def quietly() -> None:
-            with suppress(Lost, EngineError):  # nobody waits for what is aborted
-                await work
 
-        task = asyncio.create_task(quietly())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+def _abort(replica: Replica, rid: str, tasks: set[asyncio.Task[None]]) -> None:
+    """Tell a server to end a request; `tasks` keeps what does."""
+
+    async def tell() -> None:
+        with suppress(Lost, EngineError):  # nobody waits for what is aborted
+            await replica.client.call("/abort_request", {"rid": rid})
+
+    if replica.ready:
+        task = asyncio.create_task(tell())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
 
 class _Update(NamedTuple):

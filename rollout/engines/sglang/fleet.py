@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.base.errors import EngineError
 from rollout.base.task_group import settle
 from rollout.engines import Tag
-from rollout.engines.sglang.client import Lost
+from rollout.engines.sglang.client import Lost, StreamedReply
 from rollout.engines.sglang.server import Replica, attached_replica, owned_replica
 from rollout.engines.sglang.settings import SGLangSettings
 from rollout.models.tensors import TensorFiles, compare
@@ -104,11 +104,13 @@ class Fleet:
         *,
         method: str = "POST",
         weighed: bool = False,
+        stream: StreamedReply | None = None,
     ) -> Any:
         """A server's answer; one that dies of the question is started again and asked again.
 
         Args:
             weighed: ask for an update first if the server waits for one.
+            stream: what takes an answer in events.
 
         Raises:
             EngineError: it refuses, or is gone for good.
@@ -119,7 +121,7 @@ class Fleet:
                 await self._restore()
             starts = replica.starts
             try:
-                return await replica.client.call(path, body, method=method)
+                return await replica.client.call(path, body, method=method, stream=stream)
             except Lost as error:
                 await self.revive(replica, starts, error)
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -401,3 +401,23 @@ def test_where_ray_runs_a_server_ends_with_its_actor_and_closing_again_does_noth
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "a server outlives its actor"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("options", [{}, {"incremental-streaming-output": True}], ids=["so far", "news"])
+def test_a_reply_is_told_as_it_is_sampled_and_ends_when_nobody_listens(make: Make, options: dict[str, Any]) -> None:
+    async def run() -> None:
+        engine, heard = make(options=options), list[int]()
+
+        def hear(place: int, ids: Sequence[int]) -> bool:
+            heard[place:] = ids
+            return len(heard) < 3
+
+        whole = await engine.stream([1], Sampling(max_tokens=3), hear)
+        assert heard == [whole.token_ids[0]] * 2  # the last comes with the reply
+        assert whole == await engine.generate([1], Sampling(max_tokens=3))
+        heard.clear()
+        cut = await engine.stream([1], Sampling(max_tokens=50), hear)
+        assert cut.finish_reason == "abort"
+        assert 3 <= len(cut.token_ids) == len(cut.logprobs) < 50
+
+    asyncio.run(run())
