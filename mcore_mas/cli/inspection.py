@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rollout.base.options import offered
 from rollout.base.text import nearest, shown_line, shown_text
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs, so that --help is there at once
@@ -24,20 +25,20 @@ inspection_commands = typer.Typer()
 _TRAJECTORIES = "Look at trajectories"
 _DATA = "Look at data and names"
 
-REGISTRIES = {  # where the names that a config may use stand, by what they are
-    "orchestras": "rollout.orchestras:ORCHESTRAS",
-    "envs": "rollout.environments:ENVS",
-    "roles": "rollout.config.sections:ROLES",
-    "tasks": "rollout.tasks:GENERATORS",
-    "formats": "rollout.tasks.files:READABLE",
-    "allocators": "rollout.rewards:ALLOCATORS",
-    "penalties": "rollout.rewards.penalties:PENALTIES",
-    "estimators": "mcore_mas.equations.advantages:ESTIMATORS",
-    "filters": "mcore_mas.equations.filters:FILTERS",
-    "losses": "mcore_mas.equations.losses:LOSSES",
-    "corrections": "mcore_mas.equations.divergence:CORRECTIONS",
-    "aggregations": "mcore_mas.equations.losses:AGGREGATIONS",
-    "engines": "rollout.engines:ENGINES",
+REGISTRIES = {  # where the names that a config may use stand, and the kind by which packages offer further ones
+    "orchestras": ("rollout.orchestras:ORCHESTRAS", "orchestra"),
+    "envs": ("rollout.environments:ENVS", "env"),
+    "roles": ("rollout.config.sections:ROLES", "agent role"),
+    "tasks": ("rollout.tasks:GENERATORS", "task generator"),
+    "formats": ("rollout.tasks.files:READABLE", "data format"),
+    "allocators": ("rollout.rewards:ALLOCATORS", "reward"),
+    "penalties": ("rollout.rewards.penalties:PENALTIES", "penalty"),
+    "estimators": ("mcore_mas.equations.advantages:ESTIMATORS", "advantage"),
+    "filters": ("mcore_mas.equations.filters:FILTERS", "filter"),
+    "losses": ("mcore_mas.equations.losses:LOSSES", ""),
+    "corrections": ("mcore_mas.equations.divergence:CORRECTIONS", ""),
+    "aggregations": ("mcore_mas.equations.losses:AGGREGATIONS", ""),
+    "engines": ("rollout.engines:ENGINES", "engine"),
 }
 
 _SHOWN_CHARS = 60  # of a prompt
@@ -243,8 +244,11 @@ def _line(leak: Leak, match: Match) -> str:
 def list_names(
     registry: Annotated[str, typer.Argument(help=", ".join(REGISTRIES))],
 ) -> None:
-    """Print the names a config may use, one a line."""
+    """Print the names a config may use, one a line; what an installed package offers, with the package."""
     if registry not in REGISTRIES:
         raise UsageError(f"no registry '{registry}'; there are: {', '.join(REGISTRIES)}{nearest(registry, REGISTRIES)}")
-    module, _, attribute = REGISTRIES[registry].partition(":")
-    print("\n".join(sorted(getattr(import_module(module), attribute))))
+    place, kind = REGISTRIES[registry]
+    module, _, attribute = place.partition(":")
+    own = [*getattr(import_module(module), attribute)]
+    theirs = [f"{entry.name}  (of {entry.dist.name if entry.dist else '?'})" for entry in offered(kind)] if kind else []
+    print("\n".join(sorted([*own, *theirs])))

@@ -7,6 +7,7 @@ import pytest
 
 from mcore_mas.cli.inspection import REGISTRIES
 from mcore_mas.cli.main import main, snakemake_command
+from rollout.base.options import offered
 
 HELPED = "Usage: "  # what a command's own parser refuses comes with where to find help
 
@@ -83,6 +84,24 @@ def test_every_registry_is_listed_and_the_readme_names_them_all(
         assert called(monkeypatch, "list", registry) == 0
         names = capsys.readouterr().out.splitlines()
         assert names == sorted(names) and len(names) > 1, registry
+
+
+def test_names_of_installed_packages_are_listed_with_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    told = tmp_path / "theirs-1.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (told / "entry_points.txt").write_text("[mcore_mas.env]\nchess = theirs:Chess\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    offered.cache_clear()
+    try:
+        assert called(monkeypatch, "list", "envs") == 0
+        assert "chess  (of theirs)" in capsys.readouterr().out.splitlines()
+        assert called(monkeypatch, "list", "losses") == 0
+        assert "(of" not in capsys.readouterr().out
+    finally:
+        offered.cache_clear()
 
 
 def test_a_suite_is_run_with_overrides_and_one_config(tmp_path: Path) -> None:
