@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rollout.records.files import read_trajectories
+from tests.slurm.cluster import wait_until
 
 ROOT = Path(__file__).parents[2]
 TOLD = """
@@ -51,3 +54,28 @@ def test_every_block_of_the_quickstart_runs_and_the_team_learns(tmp_path: Path) 
         assert one.outcome == pytest.approx(sum(letter in word for word in words) / max(1, len(words)))
         assert [t.reward for t in one.turns] == [one.outcome] * 2
     assert (tmp_path / "exported" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_ctrl_c_in_a_script_saves_and_leaves_no_process(tmp_path: Path) -> None:
+    """As a terminal does it: to all processes of the script at once."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), flags=re.DOTALL)
+    made = [*blocks[:3], blocks[3].partition("for row in run:")[0], "run.train()"]
+    script, folder = tmp_path / "mine.py", tmp_path / "results" / "letters" / "train"
+    script.write_text("\n".join(made))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, script], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        journal = folder / "metrics.jsonl"
+        wait_until(lambda: process.poll() or (journal.is_file() and '"step": 2,' in journal.read_text()), 300)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode != 0 and said.splitlines()[-1] == "KeyboardInterrupt", said[-2000:]
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert [one.cmdline() for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    steps = [json.loads(line)["step"] for line in journal.read_text().splitlines()]
+    assert (folder / "checkpoints" / f"step_{steps[-1] + 1:06d}" / "manifest.json").is_file()
