@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -268,34 +269,34 @@ def write_results(
     print(readme)
 
 
-@document_commands.command("catalogue")
-def write_catalogue() -> None:
-    """Write docs/catalogue.md, the teams that ship."""
-    from mcore_mas.reports.catalogue import CATALOGUE, render_catalogue
-    from rollout.base.files import write_text
-
-    write_text(CATALOGUE, render_catalogue())
-    print(CATALOGUE)
-
-
-@document_commands.command("experiments")
-def write_experiments() -> None:
-    """Write the table of docs/experiments.md: what is published, and how our settings differ."""
-    from mcore_mas.reports.published import EXPERIMENTS_PAGE, experiments_page
-    from rollout.base.files import write_text
-
-    write_text(EXPERIMENTS_PAGE, experiments_page())
-    print(EXPERIMENTS_PAGE)
+# pages made by a function alone, by command: its module, the page's path in it, the function, and what is written
+_PAGES = {
+    "api": ("mcore_mas.api.page", "API_PAGE", "render_api", "docs/api.md, the Python API"),
+    "catalogue": ("mcore_mas.reports.catalogue", "CATALOGUE", "render_catalogue", "docs/catalogue.md, all teams"),
+    "experiments": (
+        *("mcore_mas.reports.published", "EXPERIMENTS_PAGE", "experiments_page"),
+        "the table of docs/experiments.md: what is published, and how our settings differ",
+    ),
+    "plan": (
+        *("mcore_mas.planning.page", "PLAN", "render_plan"),
+        "docs/plan.md, what the published experiments get of 4, 8 and 16 GPUs",
+    ),
+}
 
 
-@document_commands.command("plan")
-def write_plan() -> None:
-    """Write docs/plan.md, what the published experiments get of 4, 8 and 16 GPUs."""
-    from mcore_mas.planning.page import PLAN, render_plan
-    from rollout.base.files import write_text
+def _writer(module: str, path: str, render: str) -> Callable[[], None]:
+    def write() -> None:
+        from rollout.base.files import write_text
 
-    write_text(PLAN, render_plan())
-    print(PLAN)
+        found = import_module(module)
+        write_text(getattr(found, path), getattr(found, render)())
+        print(getattr(found, path))
+
+    return write
+
+
+for _command, (*_made_by, _about) in _PAGES.items():
+    document_commands.command(_command, help=f"Write {_about}.")(_writer(*_made_by))
 
 
 @document_commands.command("tables-tiny")
@@ -310,16 +311,6 @@ def write_outcomes(
         if page is not None:
             write_text(file, page)
             print(file)
-
-
-@document_commands.command("api")
-def write_api() -> None:
-    """Write docs/api.md, the Python API."""
-    from mcore_mas.api.page import API_PAGE, render_api
-    from rollout.base.files import write_text
-
-    write_text(API_PAGE, render_api())
-    print(API_PAGE)
 
 
 @document_commands.command("options")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field, JsonValue, PositiveFloat, model_validator
+from pydantic_core import to_json
 
 from mcore_mas.equations.divergence import Figure
 from rollout.base.options import Section
+from rollout.config.sections import EngineConfig
 from rollout.engines.remote import RemoteConfig
 from rollout.teams.tree import Branching
 
@@ -87,6 +89,26 @@ class OwnConfig(Section):
                 if key not in allowed:
                     raise ValueError(f"{section}.{key} is the run's; a policy's own can be {', '.join(allowed)}")
         return self
+
+    def over(self, name: str, section: Section) -> Section:
+        """The run's section `name` with these settings in place of its own.
+
+        Raises:
+            ValidationError: they do not go with the others.
+        """
+        changed = getattr(self, name)
+        if not changed:
+            return section
+        values = section.model_dump(mode="json", exclude={"options"} if "name" in changed else set())
+        return section.model_validate_json(to_json(_merged(values, changed), inf_nan_mode="constants"), strict=True)
+
+
+def _merged(values: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    own = {
+        key: _merged(values[key], new) if isinstance(new, dict) and isinstance(values.get(key), dict) else new
+        for key, new in changed.items()
+    }
+    return {**values, **own}
 
 
 class PolicyConfig(RateConfig):
@@ -285,3 +307,37 @@ class ClusterConfig(Section):
         if self.address != "local" and self.cpus is not None:
             raise ValueError("cpus is for a Ray of the run's own; the nodes at an address count theirs: leave it out")
         return self
+
+    def check_transport(self, engine: EngineConfig) -> None:
+        """Refuse a hand-over that the placement rules out: memory is handed over on one GPU, NCCL takes none twice.
+
+        Raises:
+            ValueError: which transport goes with which pool.
+        """
+        if engine.name != "sglang" or engine.urls:
+            return
+        if engine.transport == "tensor" and self.pool == "split":
+            raise ValueError(
+                "engine.transport: tensor hands over memory of the engine's own GPUs, and with cluster.pool: split "
+                "its trainer is on others; use cluster.pool: shared, or transport distributed"
+            )
+        if engine.transport == "distributed" and self.pool == "shared":
+            raise ValueError(
+                "engine.transport: distributed joins trainer and engine in an NCCL group, which takes no GPU twice, "
+                "and with cluster.pool: shared they are on the same; use cluster.pool: split, or transport tensor"
+            )
+
+    def check_one_by_one(self, keeping: Sequence[str]) -> None:
+        """Refuse trainers that have memory one by one where they need not, or where policies are `keeping` theirs.
+
+        Raises:
+            ValueError: what is in the way.
+        """
+        if self.one_by_one and (keeping or self.pool == "split"):
+            what = (
+                f"policy '{keeping[0]}' keeps its memory" if keeping else "cluster.pool: split gives each its own GPUs"
+            )
+            raise ValueError(
+                f"cluster.one_by_one: trainers that share GPUs have memory in turn, and {what}; use cluster.pool: "
+                "shared and offload: true of every policy that trains, or one_by_one: false"
+            )

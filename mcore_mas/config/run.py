@@ -83,10 +83,8 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         for name, agent in self.agents.items():
             if agent.policy not in self.policies:
-                known = ", ".join(self.policies)
-                raise ValueError(
-                    f"agent '{name}' plays policy '{agent.policy}', which is not defined; policies: {known}"
-                )
+                what = f"agent '{name}' plays policy '{agent.policy}', which is not defined"
+                raise ValueError(f"{what}; policies: {', '.join(self.policies)}")
             lookup("agent role", agent.role or name, ROLES)
             self._check_policy(name, agent)
         self.orchestra.check_agents(self.agents)
@@ -118,8 +116,8 @@ class RunConfig(Section):
         _check_room(self)
         _check_credit(self)
         _check_turns(self)
-        _check_transport(self)
-        _check_one_by_one(self)
+        self.cluster.check_transport(self.engine)
+        self.cluster.check_one_by_one([name for name in self.trained if not self.policies[name].offload])
         _check_ahead(self)
         return self
 
@@ -251,15 +249,10 @@ def for_policy(config: RunConfig, policy: str) -> RunConfig:
     own = config.policies[policy].own
     sections: dict[str, Section] = {"engine": config.engine, "loss": config.loss, "trainer": config.trainer}
     for name, section in sections.items():
-        changed = getattr(own, name)
-        if changed:
-            values = section.model_dump(mode="json", exclude={"options"} if "name" in changed else set())
-            try:
-                sections[name] = type(section).model_validate_json(
-                    to_json(_merged(values, changed), inf_nan_mode="constants"), strict=True
-                )
-            except ValidationError as error:
-                raise ValueError(f"policies.{policy}.own.{name}.{invalid(error, type(section))}") from None
+        try:
+            sections[name] = own.over(name, section)
+        except ValidationError as error:
+            raise ValueError(f"policies.{policy}.own.{name}.{invalid(error, type(section))}") from None
     mine = config.model_copy(update=sections)
     tokens, length = mine.trainer.microbatch_tokens, mine.engine.max_length
     if tokens < length:
@@ -287,14 +280,6 @@ def step_places(config: RunConfig, policy: str) -> list[int] | None:
     trainer = for_policy(config, policy).trainer
     trained = (int(policy in config.in_turn(step)) for step in range(trainer.steps))
     return [0, *accumulate(trained)] if trainer.minibatch else None
-
-
-def _merged(values: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
-    own = {
-        key: _merged(values[key], new) if isinstance(new, dict) and isinstance(values.get(key), dict) else new
-        for key, new in changed.items()
-    }
-    return {**values, **own}
 
 
 def _check_room(config: RunConfig) -> None:
@@ -355,32 +340,6 @@ def _check_ahead(config: RunConfig) -> None:
                 f"policy '{name}': offload gives the trainer's memory away while the team acts, and with a "
                 f"staleness of {most} the team acts while it trains; choose one of them"
             )
-
-
-def _check_one_by_one(config: RunConfig) -> None:
-    keeping = [name for name in config.trained if not config.policies[name].offload]
-    if config.cluster.one_by_one and (keeping or config.cluster.pool == "split"):
-        what = f"policy '{keeping[0]}' keeps its memory" if keeping else "cluster.pool: split gives each its own GPUs"
-        raise ValueError(
-            f"cluster.one_by_one: trainers that share GPUs have memory in turn, and {what}; use cluster.pool: shared "
-            "and offload: true of every policy that trains, or one_by_one: false"
-        )
-
-
-def _check_transport(config: RunConfig) -> None:
-    """Memory is handed over on one GPU, and NCCL takes none twice."""
-    if config.engine.name != "sglang" or config.engine.urls:
-        return
-    if config.engine.transport == "tensor" and config.cluster.pool == "split":
-        raise ValueError(
-            "engine.transport: tensor hands over memory of the engine's own GPUs, and with cluster.pool: split "
-            "its trainer is on others; use cluster.pool: shared, or transport distributed"
-        )
-    if config.engine.transport == "distributed" and config.cluster.pool == "shared":
-        raise ValueError(
-            "engine.transport: distributed joins trainer and engine in an NCCL group, which takes no GPU twice, "
-            "and with cluster.pool: shared they are on the same; use cluster.pool: split, or transport tensor"
-        )
 
 
 def _check_turns(config: RunConfig) -> None:

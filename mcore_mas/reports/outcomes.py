@@ -15,6 +15,7 @@ import pandas as pd
 from mcore_mas import SHIPPED
 from mcore_mas.reports.paper_tables import PaperTable, table_names
 from mcore_mas.reports.tables import markdown_table
+from rollout.base.files import json_lines
 
 OUTCOMES = SHIPPED / "docs" / "tables_tiny.md"
 SAMPLE = OUTCOMES.with_name("tables_drmas_1_tiny.md")
@@ -110,6 +111,4 @@ def _failure(run: Path) -> str:
 
 
 def _jobs(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return json_lines(path)[0] if path.is_file() else []
