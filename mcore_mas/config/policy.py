@@ -64,7 +64,10 @@ class CriticConfig(RateConfig):
     head_start: int = Field(0, ge=0)  # training steps in which it is trained, and its policy not yet
 
 
-_OWN_ENGINE = ("slots", "max_length", "overlong_prompts", "urls", "replicas", "tp", "options", "environment")
+_OWN_ENGINE = (
+    *("slots", "max_length", "overlong_prompts", "urls", "members", "replicas", "joining", "tp"),
+    *("options", "environment"),
+)
 # settings of the run's sections that a policy may have of its own
 OWN_SETTINGS: Mapping[str, Collection[str]] = MappingProxyType(
     {
@@ -283,6 +286,13 @@ class TrackingConfig(Section):
     traces: int = Field(2, ge=0)  # trajectories of each step with a validation that go there as traces
 
 
+class NodesConfig(Section):
+    """The nodes of a cluster that a policy's processes go to, by the value of their label `pool`; None: any."""
+
+    train: str | None = Field(None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")  # of trainer and critic
+    rollout: str | None = Field(None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")  # of the engine
+
+
 class ClusterConfig(Section):
     """What of a machine, or of the nodes of a Ray that runs already, a run takes."""
 
@@ -291,6 +301,7 @@ class ClusterConfig(Section):
     threads_per_process: int = Field(1, ge=1)
     object_store_mb: int = Field(256, ge=80)
     pool: Literal["split", "shared"] = "split"  # a device for each process, or the same devices for all policies
+    nodes: dict[str, NodesConfig] = Field(default_factory=dict)  # by policy; of an `address`
     one_by_one: bool = False  # of trainers with offload, only the one that works has its memory
     cpus: int | None = Field(None, ge=1)  # devices of a machine without GPUs; None: as many as are needed
     gpus: str | None = None  # such as 8xH100: a suite then gives the run the placement that makes the most of them
@@ -306,6 +317,8 @@ class ClusterConfig(Section):
             raise ValueError(f"address: {self.address!r}; expected local, auto, or host:port of a running Ray's head")
         if self.address != "local" and self.cpus is not None:
             raise ValueError("cpus is for a Ray of the run's own; the nodes at an address count theirs: leave it out")
+        if self.nodes and (self.address == "local" or self.pool == "shared"):
+            raise ValueError("nodes tells apart those of a Ray that runs already: set address, and pool: split")
         return self
 
     def check_transport(self, engine: EngineConfig) -> None:

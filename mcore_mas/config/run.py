@@ -118,6 +118,7 @@ class RunConfig(Section):
         _check_turns(self)
         self.cluster.check_transport(self.engine)
         self.cluster.check_one_by_one([name for name in self.trained if not self.policies[name].offload])
+        _check_cluster(self)
         _check_ahead(self)
         return self
 
@@ -339,6 +340,21 @@ def _check_ahead(config: RunConfig) -> None:
             raise ValueError(
                 f"policy '{name}': offload gives the trainer's memory away while the team acts, and with a "
                 f"staleness of {most} the team acts while it trains; choose one of them"
+            )
+
+
+def _check_cluster(config: RunConfig) -> None:
+    """The nodes are those of policies, and what joins and leaves has devices of its own."""
+    for name in config.cluster.nodes:
+        if name not in config.policies:
+            raise ValueError(f"cluster.nodes: no policy is called '{name}'; policies: {', '.join(config.policies)}")
+    for name in config.models:
+        engine = for_policy(config, name).engine
+        several = engine.name == "embedded" and engine.replicas + engine.joining > 1
+        if several and (config.cluster.pool == "shared" or engine.transport not in (None, "disk")):
+            raise ValueError(
+                f"policies.{name}: several actors of its engine have a device each and read weights from a folder; use "
+                "cluster.pool: split and no engine.transport, or engine.replicas: 1 and engine.joining: 0"
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from mcore_mas.config.run import RunConfig, for_policy
 from rollout.base.errors import ModelError
@@ -25,24 +25,34 @@ class Tenant:
     part: Part
     devices: int
     unit: int = 1  # so many of them, one after the other, must lie on one node
+    label: str | None = None  # `pool` of the nodes that they may be on; None: any
+
+    @property
+    def pieces(self) -> list[int]:
+        """Devices of each part that is placed by itself: engines need not be near each other."""
+        return [self.unit] * (self.devices // self.unit) if self.part == "engine" else [self.devices]
 
 
 def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
     """Everything of a run that needs devices, policy by policy."""
     tenants = []
     for name, policy in config.policies.items():
+        nodes = config.cluster.nodes.get(name)
+        train, rollout = (nodes.train, nodes.rollout) if nodes else (None, None)
         if name in config.trained:
-            tenants.append(Tenant(policy=name, part="trainer", devices=policy.ranks, unit=policy.tp))
+            ranks: dict[str, Any] = {"devices": policy.ranks, "unit": policy.tp, "label": train}
+            tenants.append(Tenant(policy=name, part="trainer", **ranks))
             if policy.critic is not None:
-                tenants.append(Tenant(policy=name, part="critic", devices=policy.ranks, unit=policy.tp))
+                tenants.append(Tenant(policy=name, part="critic", **ranks))
         if policy.remote is not None:
             continue
         engine = for_policy(config, name).engine
         if engine.name == "sglang" and not engine.urls and kind == "GPU":
             devices = engine.replicas * engine.tp
-            tenants.append(Tenant(policy=name, part="engine", devices=devices, unit=engine.tp))
+            tenants.append(Tenant(policy=name, part="engine", devices=devices, unit=engine.tp, label=rollout))
         if kind == "CPU" or engine.device == "cuda":  # else the embedded engine takes none of the GPUs
-            tenants.append(Tenant(policy=name, part="engine", devices=1))
+            actors = engine.replicas if engine.name == "embedded" else 1
+            tenants.append(Tenant(policy=name, part="engine", devices=actors, label=rollout))
     return tenants
 
 

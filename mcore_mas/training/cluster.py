@@ -44,6 +44,7 @@ class Node:
     id: str  # Ray's
     gpus: int
     cpus: int
+    pool: str | None = None  # its label of this name
 
 
 @contextmanager
@@ -154,6 +155,7 @@ def alive_nodes() -> list[Node]:
             id=str(node["NodeID"]),
             gpus=int(node["Resources"].get("GPU", 0)),
             cpus=int(node["Resources"].get("CPU", 0)),
+            pool=node["Labels"].get("pool"),
         )
         for node in ray.nodes()
         if node["Alive"]

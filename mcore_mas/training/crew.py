@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from ray.exceptions import RayError
@@ -59,6 +60,7 @@ class Crew:
             trained=True,
             places={policy: places[policy, "engine"] for policy in models if (policy, "engine") in places},
             far={policy: self._is_far(policy) for policy in models} if self._joined else None,
+            berths=self._berths,
         )
         turns = TrainerTurns() if self._config.cluster.one_by_one else None
         self.trainers = {name: self._trainer(name, kl.get(name), turns) for name in self._config.trained}
@@ -98,9 +100,11 @@ class Crew:
             for group in trainer.groups.values():
                 group.close()
         alive = {node.id for node in alive_nodes()}
+        devices = {(tenant.policy, tenant.part): tenant.devices for tenant in self.room.tenants}
         ended: list[GroupKey] = [key for key in self._placement.nodes if key[1] != "engine"]
         for key, nodes in self._placement.nodes.items():
-            if key[1] == "engine" and (self.room.pool == "shared" or not alive.issuperset(nodes)):
+            grown = len(nodes) > devices.get(key, 0)  # trainers have the first choice of what there is
+            if key[1] == "engine" and (self.room.pool == "shared" or grown or not alive.issuperset(nodes)):
                 close_engines({key[0]: self.engines.pop(key[0])})
                 ended.append(key)
         self._placement.drop(ended)
@@ -121,6 +125,11 @@ class Crew:
     def close(self) -> None:
         """End the engines; trainers end with their Ray."""
         close_engines(self.engines)
+
+    def _berths(self, policy: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+        """What takes one more place for a policy's engine, and gives one back."""
+        key: GroupKey = (policy, "engine")
+        return partial(self._placement.take, key), partial(self._placement.give, key)
 
     def _is_far(self, policy: str) -> bool:
         """Whether an engine is asked from other nodes than its own."""

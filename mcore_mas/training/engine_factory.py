@@ -38,11 +38,13 @@ def make_engines(
     places: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     gpus: Mapping[str, Sequence[Sequence[str]]] | None = None,
     far: Mapping[str, bool] | None = None,
+    berths: Callable[[str], Any] | None = None,
 ) -> dict[str, Any]:
     """An engine for each policy's model folder; servers log below `log`.
 
     With `trained` the engines take weights from trainers, and Ray must be running; `places` are then actor options of
-    each engine's devices, and `far` says in a cluster which engines have a part on another node than this process.
+    each engine's devices, and `far` says in a cluster which engines have a part on another node than this process;
+    `berths` gives what takes and gives places of actors that join a policy's engine (`ReplicatedEngine`).
     Without it `gpus` are those of each server, by policy.
     """
     engines = {}
@@ -58,9 +60,15 @@ def make_engines(
             settings |= {"transport": "disk"} if far[policy] and engine.name == "embedded" else {}
         if gpus is not None and engine.name == "sglang":
             settings |= {"replicas": len(gpus[policy]), "gpus": gpus[policy]}
-        if places and policy in places:
-            settings |= {"places": places[policy]} if engine.name == "sglang" else {"place": places[policy][0]}
         name = engine.name if trained or engine.name != "embedded" else "embedded_local"
+        own = places.get(policy) if places else None
+        if name == "embedded" and engine.replicas + engine.joining > 1:
+            name = "embedded_replicas"
+            settings = {"weights_folder": (log / policy).resolve()} | settings
+            settings |= {"places": own or [{}] * engine.replicas, "joining": engine.joining}
+            settings |= {"berths": berths(policy)} if berths and own else {}
+        elif own:
+            settings |= {"places": own} if name == "sglang" else {"place": own[0]}
         engines[policy] = engine_class(name)(model, **settings)
     return engines
 

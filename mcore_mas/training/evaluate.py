@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
@@ -28,6 +29,7 @@ from mcore_mas.training.logbook import Reporter
 from mcore_mas.training.measure import Scoreboard, Shards, measure, score_rows
 from mcore_mas.training.placement import gpus_of_servers
 from mcore_mas.training.recipe import identity_of_play
+from mcore_mas.training.stopping import Abandoned, Stopped, StopSignal
 from rollout.base.files import FolderError, owned, writable, write_json
 from rollout.base.task_group import Watchdog
 from rollout.config.data import prepared_tasks
@@ -58,6 +60,7 @@ def evaluate(config_path: Path, state: str, out_path: Path, seats: Mapping[str, 
         FolderError: a run whose trained policies play has not finished its training, or another process evaluates.
         PlacementError: there are fewer GPUs than the engines need.
         EvaluationError: more than `evaluation.max_failed` of the trajectories failed, each time they were played.
+        Stopped: it was told to stop.
     """
     measure_run(RunConfig.load(config_path), state, out_path, seats)
 
@@ -152,13 +155,19 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard) -> None:
             await shards.keep(trajectory)
 
         async def play() -> None:
+            stop = StopSignal(signals=threading.current_thread() is threading.main_thread())
+            stop.listen()
             async with AsyncExitStack() as closing:
                 for remote in remotes.values():
                     closing.push_async_callback(remote.aclose)
                 in_flight = config.trajectories_in_flight(sum(map(len, gpus.values())))
-                await measure(board, collector, in_flight=in_flight, retries=config.evaluation.retries, keep=keep)
+                retries = config.evaluation.retries
+                await stop.unless(measure(board, collector, in_flight=in_flight, retries=retries, keep=keep))
 
-        asyncio.run(play())
+        try:
+            asyncio.run(play())
+        except Abandoned:
+            raise Stopped("stopped by a signal; the same command goes on from what was played") from None
 
 
 def seated(config: RunConfig, state: str, seats: Mapping[str, Any]) -> RunConfig:

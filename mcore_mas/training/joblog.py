@@ -106,7 +106,9 @@ def _slurm_says(event: str) -> str | None:
     own = re.search(rf"[^\s,]*/{ended[1]}\.log", event)
     if own and not Path(own[0]).is_file():
         return f"{CAUSE}Slurm job {ended[1]}: {ended[2]}, and its log is not here; do all machines share this folder?"
-    return f"{CAUSE}Slurm job {ended[1]}: {ended[2]}{f'; see {own[0]}' if own else ''}"
+    killed = re.search(r"^slurmstepd[^:]*: error: (.*)", _text(Path(own[0])), re.MULTILINE) if own else None
+    why = f"{ended[2]}, {killed[1]}" if killed else ended[2]
+    return f"{CAUSE}Slurm job {ended[1]}: {why}{f'; see {own[0]}' if own else ''}"
 
 
 def _why(log: Path, lines: int, told: str | None, *, written: bool) -> str:

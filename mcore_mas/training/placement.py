@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import ray
 import torch
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -21,6 +23,7 @@ from rollout.engines.sglang.server import visible_gpus
 Options = dict[str, Any]  # of a Ray actor
 
 _WAIT_S = 60.0
+_FREE_S = 1.0  # in which a device that is free is set aside
 _FINEST = 10_000  # parts of a device that Ray tells apart
 
 
@@ -36,6 +39,7 @@ class Room:
     pool: Pool
     tenants: Sequence[Tenant]
     nodes: Mapping[str, int]  # devices by Ray's id of the node
+    labels: Mapping[str, str | None] = field(default_factory=dict)  # what of them are told apart by, the same way
 
     @property
     def cpus(self) -> int:
@@ -62,7 +66,24 @@ def room_for(config: RunConfig, nodes: Sequence[Node] = ()) -> Room:
     own = {"": devices_here(kind, config.cluster.cpus or needed(tenants, pool))}
     devices = {node.id: node.gpus if kind == "GPU" else node.cpus for node in nodes} or own
     check_fits(tenants, pool, kind, list(devices.values()))
-    return Room(kind=kind, pool=pool, tenants=tenants, nodes=devices)
+    _check_labels(tenants, kind, devices, nodes)
+    return Room(kind=kind, pool=pool, tenants=tenants, nodes=devices, labels={node.id: node.pool for node in nodes})
+
+
+def _check_labels(tenants: Sequence[Tenant], kind: Kind, devices: Mapping[str, int], nodes: Sequence[Node]) -> None:
+    for label in dict.fromkeys(tenant.label for tenant in tenants if tenant.label):
+        own = [tenant for tenant in tenants if tenant.label == label]
+        there = [devices[node.id] for node in nodes if node.pool == label]
+        if not there:
+            known = ", ".join(sorted({node.pool for node in nodes if node.pool})) or "none"
+            raise PlacementError(
+                f"cluster.nodes.{own[0].policy}: no node has the label pool={label} for its {own[0].part} (there are "
+                f"{known}); start one with `ray start --labels pool={label}`"
+            )
+        try:
+            check_fits(own, "split", kind, there)
+        except PlacementError as error:
+            raise PlacementError(f"nodes with the label pool={label}: {error}") from None
 
 
 def kind_here() -> Kind:
@@ -122,17 +143,24 @@ def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, nodes: Sequenc
     )
 
 
-def strategies(groups: Sequence[int], nodes: Sequence[int]) -> list[str]:
+def strategies(
+    groups: Sequence[int],
+    nodes: Sequence[int],
+    wanted: Sequence[str | None] = (),
+    labels: Sequence[str | None] = (),
+) -> list[str]:
     """How the bundles of each group are to lie: on one node where one has room for them, else on as few as may be.
 
     Args:
         groups: devices of each, in the order in which they are placed.
         nodes: devices of each.
+        wanted: the label that each group's nodes are to have, None for any; (): any for all.
+        labels: of each node.
     """
     free = list(nodes)
     found = []
-    for size in groups:
-        fitting = [node for node, room in enumerate(free) if room >= size]
+    for size, label in itertools.zip_longest(groups, wanted):
+        fitting = [node for node, room in enumerate(free) if room >= size and label in (None, *labels[node : node + 1])]
         if fitting:
             free[min(fitting, key=lambda node: free[node])] -= size
         found.append("STRICT_PACK" if fitting else "PACK")
@@ -146,7 +174,7 @@ class DevicePlacement:
         """Nothing is set aside before `fill`. In a Ray that was `joined`, actors are given what a run's own Ray has."""
         self.room = room
         self._actor = {"runtime_env": {"env_vars": KEEP_PAGES}} if joined and room.kind == "CPU" else {}
-        self._groups: dict[GroupKey, Any] = {}
+        self._groups: dict[GroupKey, list[Any]] = {}
         self.options: dict[GroupKey, list[Options]] = {}
         self.nodes: dict[GroupKey, list[str]] = {}  # Ray's id of each process's node
 
@@ -165,39 +193,70 @@ class DevicePlacement:
             group = _group([1] * most, strategies([most], free)[0], room.kind)
             part = _FINEST // len(missing) / _FINEST  # rounded down, so that all of them fit
             for tenant in missing:
-                self._settle(tenant, group, 1, part)
+                self._settle(tenant, [group], 1, part)
             return
-        largest_first = sorted(missing, key=lambda tenant: -tenant.devices)
-        for t, strategy in zip(largest_first, strategies([t.devices for t in largest_first], free), strict=True):
-            self._settle(t, _group([t.unit] * (t.devices // t.unit), strategy, room.kind), t.unit, 1)
+        hardest_first = sorted(missing, key=lambda tenant: (tenant.label is None, -max(tenant.pieces)))
+        pieces = [(tenant, size) for tenant in hardest_first for size in tenant.pieces]
+        labels = [room.labels.get(node) for node in room.nodes]
+        hows = strategies([size for _, size in pieces], free, [tenant.label for tenant, _ in pieces], labels)
+        made: dict[GroupKey, list[Any]] = {}
+        for (t, size), how in zip(pieces, hows, strict=True):
+            group = _group([t.unit] * (size // t.unit), how, room.kind, t.label)
+            made.setdefault((t.policy, t.part), []).append(group)
+        for t in hardest_first:
+            self._settle(t, made[t.policy, t.part], t.unit, 1)
 
     def drop(self, keys: Collection[GroupKey]) -> None:
         """Give the devices of these back; what still runs on them ends."""
-        dropped = {id(group): group for key in keys if (group := self._groups.pop(key, None)) is not None}
+        dropped = {id(group): group for key in keys for group in self._groups.pop(key, ())}
         for key in keys:
             self.options.pop(key, None)
             self.nodes.pop(key, None)
         for group in dropped.values():
             remove_placement_group(group)
 
-    def _settle(self, tenant: Tenant, group: Any, size: int, part: float) -> None:
-        """Give a tenant its places in a group whose bundles have `size` devices; neighbours are on one node."""
-        key, node_of = (tenant.policy, tenant.part), placement_group_table(group)["bundles_to_node_id"]
-        by_node = sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
-        bundles = [bundle for bundle in by_node for _ in range(size)]
-        own = bundles[: tenant.devices]
-        if any(count % tenant.unit for count in Counter(node_of[bundle] for bundle in own).values()):
+    def take(self, key: GroupKey) -> Options | None:
+        """One more device for an engine that has one each, None where none is free."""
+        kind, label = self.room.kind, next(t.label for t in self.room.tenants if (t.policy, t.part) == key)
+        if ray.available_resources().get(kind, 0) < 1:
+            return None
+        try:
+            group = _group([1], "PACK", kind, label, wait_s=_FREE_S)
+        except PlacementError:
+            return None
+        self._groups[key].append(group)
+        self.nodes[key] += placement_group_table(group)["bundles_to_node_id"].values()
+        self.options[key].append(self._actor | _options(group, 0, kind, 1))
+        return self.options[key][-1]
+
+    def give(self, key: GroupKey, place: Options) -> None:
+        """Give one device of an engine that has one each back; what still runs on it ends."""
+        number = next(n for n, own in enumerate(self.options[key]) if own is place)
+        del self.options[key][number], self.nodes[key][number]
+        remove_placement_group(self._groups[key].pop(number))
+
+    def _settle(self, tenant: Tenant, groups: Sequence[Any], size: int, part: float) -> None:
+        """Give a tenant its places in groups whose bundles have `size` devices; neighbours are on one node."""
+        key, own = (tenant.policy, tenant.part), []
+        for group in groups:
+            node_of = placement_group_table(group)["bundles_to_node_id"]
+            own += [(node_of[b], group, b) for b in sorted(node_of, key=lambda b: (node_of[b], b)) for _ in range(size)]
+        del own[tenant.devices :]
+        if any(count % tenant.unit for count in Counter(node for node, _, _ in own).values()):
             raise PlacementError(
                 f"{tenant.policy}: {tenant.part} needs every {tenant.unit} {self.room.kind}s on one node (tp), and the "
                 "nodes' free ones do not divide so; use a smaller tp, or cluster.pool: split"
             )
-        self._groups[key], self.nodes[key] = group, [node_of[bundle] for bundle in own]
-        self.options[key] = [self._actor | _options(group, bundle, self.room.kind, part) for bundle in own]
+        self._groups[key], self.nodes[key] = list(groups), [node for node, _, _ in own]
+        self.options[key] = [self._actor | _options(group, bundle, self.room.kind, part) for _, group, bundle in own]
 
 
-def _group(bundles: Sequence[int], strategy: str, kind: Kind) -> Any:
-    group = placement_group([{kind: size} for size in bundles], strategy=strategy)
-    deadline = time.monotonic() + _WAIT_S
+def _group(
+    bundles: Sequence[int], strategy: str, kind: Kind, label: str | None = None, *, wait_s: float = _WAIT_S
+) -> Any:
+    wanted = [{"pool": label}] * len(bundles) if label else None
+    group = placement_group([{kind: size} for size in bundles], strategy=strategy, bundle_label_selector=wanted)
+    deadline = time.monotonic() + wait_s
     while placement_group_table(group)["state"] != "CREATED":
         if time.monotonic() > deadline:
             remove_placement_group(group)

@@ -24,18 +24,19 @@ def slurm_job() -> str | None:
 
 
 @contextmanager
-def queued_again(checkpoints: Path) -> Iterator[None]:
-    """Have a training that is told to stop saved and queued again, in a job of Slurm; elsewhere this does nothing.
+def queued_again(folder: Path, saved: str = "step_*") -> Iterator[None]:
+    """Have a stage that is told to stop saved and queued again, in a job of Slurm; elsewhere this does nothing.
 
     Slurm sends its signals to all processes of a job's steps, and Ray's own end at SIGTERM, with them the ranks that
-    are to save. So both signals are blocked before any child is started, children inherit that, and the training lets
+    are to save. So both signals are blocked before any child is started, children inherit that, and the stage lets
     them in when it can listen: what comes while models are loaded is not lost.
 
-    A job that has taken a step asks for its place in the queue. One that has not waits for what Slurm has in mind,
+    A job that has saved something asks for its place in the queue. One that has not waits for what Slurm has in mind,
     which queues a preempted job itself and ends one whose time is up: else too short a limit would be tried for ever.
 
     Args:
-        checkpoints: folder of the run's.
+        folder: what has the stage's checkpoints, or its trajectories.
+        saved: what one of them is called.
 
     Raises:
         Stopped: Slurm does not queue this job again.
@@ -45,11 +46,11 @@ def queued_again(checkpoints: Path) -> Iterator[None]:
         yield
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    before = _steps(checkpoints)
+    before = set(folder.glob(saved))
     try:
         yield
     except Stopped as stopped:
-        if _steps(checkpoints) - before:
+        if set(folder.glob(saved)) - before:
             command = ["scontrol", "requeue", job]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode and "completing" not in done.stderr:  # that one is queued again by somebody else
@@ -107,7 +108,3 @@ def _wait_for_machines(address: str, nodes: int, log: Path) -> None:
             joined = 0
         ray.shutdown()
         time.sleep(1)
-
-
-def _steps(checkpoints: Path) -> set[str]:
-    return {folder.name for folder in checkpoints.glob("step_*")}

@@ -249,12 +249,13 @@ class EngineConfig(Section):
     weights_folder: Path | None = None  # folder that trainer and engine see; None: one in shared memory
     sleep: bool = False  # give memory away while policies are trained
     restarts: int = Field(2, ge=0)  # of an engine that dies, in a run
+    replicas: int = Field(1, ge=1)  # servers per policy, or actors of the embedded engine
+    joining: int = Field(0, ge=0)  # further actors, which join where nodes have room and leave with their nodes
     # of name: sglang
     python: Path | None = None  # interpreter of SGLang's own environment ...
     urls: tuple[str, ...] = ()  # ... or servers that run already
     members: Path | None = None  # file with the URLs of further servers, which may change while a run trains
     key_file: Path | None = None  # of servers on other machines
-    replicas: int = Field(1, ge=1)  # servers per policy
     tp: int = Field(1, ge=1)  # GPUs of each
     options: dict[str, JsonValue] = Field(default_factory=dict)  # further arguments of sglang.launch_server
     environment: dict[str, str] = Field(default_factory=dict)  # variables of the servers
@@ -276,6 +277,8 @@ class EngineConfig(Section):
             )
         if self.name == "embedded" and (self.python or self.urls or self.members or self.options):
             raise ValueError("python, urls, members and options are settings of sglang; set name: sglang")
+        if self.joining and self.name == "sglang":
+            raise ValueError("joining is a setting of the embedded engine; servers that join are named in members")
         if self.name == "sglang" and self.device != "cpu":
             raise ValueError("device is a setting of the embedded engine; sglang takes the GPUs there are")
         for url in self.urls:

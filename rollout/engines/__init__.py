@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Import paths, so that naming an engine imports neither torch nor Ray.
 ENGINES = {
     "embedded": "rollout.engines.embedded.engine:HostedEngine",
+    "embedded_replicas": "rollout.engines.embedded.replicas:ReplicatedEngine",
     "embedded_local": "rollout.engines.embedded.batching:LocalEngine",
     "sglang": "rollout.engines.sglang.engine:SGLangEngine",
 }

@@ -400,7 +400,9 @@ def test_scripted_replies() -> None:
 
 
 def test_engines_are_found_by_name() -> None:
-    classes = {"HostedEngine", "LocalEngine", "SGLangEngine"}
+    classes = {"HostedEngine", "LocalEngine", "ReplicatedEngine", "SGLangEngine"}
     assert {engine_class(name).__name__ for name in ENGINES} == classes
-    with pytest.raises(UnknownName, match="unknown engine 'sglong'; known: embedded, embedded_local, sglang"):
+    with pytest.raises(
+        UnknownName, match="unknown engine 'sglong'; known: embedded, embedded_local, embedded_replicas"
+    ):
         engine_class("sglong")

@@ -212,8 +212,14 @@ class Slurm(AbstractContextManager["Slurm"]):
         self.env["MYSQL_UNIX_PORT"] = str(sql)
         self._daemon(stack, "slurmdbd", ["slurmdbd", "-D"])
         wait_until(lambda: "error" not in self.run("sacctmgr", "-n", "show", "cluster", check=False), 60)
-        for words in ("cluster c", "account lab", f"user {user} account=lab"):
-            self.run("sacctmgr", "-i", "add", *words.split())
+        for words in (
+            "add cluster c",
+            "add account lab",
+            "add qos urgent preempt=normal",
+            "modify qos normal set gracetime=60",
+            f"add user {user} account=lab qos=normal,urgent defaultqos=normal",
+        ):
+            self.run("sacctmgr", "-i", *words.split())
 
     def _end_jobs(self) -> None:
         self.run("scancel", "--full", "-s", "KILL", "-u", getpass.getuser(), check=False)
@@ -245,7 +251,7 @@ class Slurm(AbstractContextManager["Slurm"]):
             "ReturnToService": 2,
             "SlurmdParameters": "config_overrides",
             "KillWait": self.kill_wait,
-            "PreemptType": "preempt/partition_prio",
+            "PreemptType": "preempt/qos" if self.accounting else "preempt/partition_prio",
             "PreemptMode": "REQUEUE",
             "AccountingStorageType": "accounting_storage/slurmdbd" if self.accounting else "accounting_storage/none",
         }

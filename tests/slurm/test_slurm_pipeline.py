@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+from rollout.records.trajectory import read_trajectories
 from tests.slurm.cluster import GPUS, NoSlurm, Slurm, wait_until
 from tests.support.run_folder import make_run
 from tests.workflow.test_training import SETTINGS, assert_same, finished_steps, start
@@ -34,14 +35,29 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Confi
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was trained without Slurm, and without a stop."""
+    run = make_run(tmp_path_factory.mktemp("unbroken"), *SETTINGS)
+    assert start(run).wait() == 0
+    return run
+
+
 def snakemake(slurm: Slurm, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The pipeline from a folder of its own, asking Slurm's database every few seconds."""
+    """The pipeline from a folder of its own, asking Slurm every few seconds."""
+    pipeline = begun(slurm, folder, *words)
+    said = pipeline.communicate(timeout=3000)
+    return subprocess.CompletedProcess(pipeline.args, pipeline.returncode, *said)
+
+
+def begun(slurm: Slurm, folder: Path, *words: str) -> subprocess.Popen[str]:
+    """As `snakemake`, not waited for."""
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--workflow-profile", "slurm"]
-    command += ["--slurm-status-command", "sacct", "--slurm-init-seconds-before-status-checks", "2"]
+    command += ["--slurm-status-command", "sacct" if slurm.accounting else "squeue"]
+    command += ["--slurm-init-seconds-before-status-checks", "2", "--latency-wait", "5", *words]
     env = slurm.env | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(
-        [*command, "--latency-wait", "5", *words], cwd=folder, env=env, capture_output=True, text=True, timeout=3000
-    )
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
 def driver_of(run: Path) -> psutil.Process:
@@ -97,11 +113,10 @@ def test_failing_runs_take_none_down_and_jobs_ask_for_what_their_plan_says(clust
     assert [job["State"] for job in jobs if "small" in job["Comment"]] == ["COMPLETED"]
 
 
-def test_a_training_whose_time_is_up_is_queued_again_and_comes_to_the_same_bits(cluster: Slurm, tmp_path: Path) -> None:
-    (tmp_path / "unbroken").mkdir()
-    (tmp_path / "limited").mkdir()
-    unbroken, run = make_run(tmp_path / "unbroken", *SETTINGS), make_run(tmp_path / "limited", *SETTINGS)
-    assert start(unbroken).wait() == 0
+def test_a_training_whose_time_is_up_is_queued_again_and_comes_to_the_same_bits(
+    cluster: Slurm, unbroken: Path, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, *SETTINGS)
     job = cluster.train(run, "--time=60", "--signal=URG@600")
     wait_until(lambda: 1 in finished_steps(run), 300)
     driver = driver_of(run)
@@ -111,22 +126,82 @@ def test_a_training_whose_time_is_up_is_queued_again_and_comes_to_the_same_bits(
     with suppress(psutil.NoSuchProcess):  # Slurm wakes it before it sends the signal
         driver.resume()
     wait_until(lambda: cluster.job(job)["Restarts"] == "1" and cluster.job(job)["JobState"] == "PENDING", 300)
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60", "StartTime=now")
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60", "StartTime=now+5")
     assert cluster.ended(job) == "COMPLETED", cluster.logs()
     assert "stopped by a signal after step" in (run / "logs" / "train.log").read_text()
     assert_same(run, unbroken)
 
 
-def test_a_job_of_two_machines_trains_over_both_to_the_same_bits(cluster: Slurm, tmp_path: Path) -> None:
-    (tmp_path / "unbroken").mkdir()
-    (tmp_path / "over_two").mkdir()
-    unbroken, run = make_run(tmp_path / "unbroken", *SETTINGS), make_run(tmp_path / "over_two", *SETTINGS)
-    assert start(unbroken).wait() == 0
+def test_a_job_of_two_machines_trains_over_both_to_the_same_bits(
+    cluster: Slurm, unbroken: Path, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, *SETTINGS)
     job = cluster.train(run, "--gres=gpu:1", nodes=2)
     assert cluster.ended(job) == "COMPLETED", (run / "logs" / "train.log").read_text()[-3000:]
     assert cluster.job(job)["NodeList"] == "n[0-1]"
     assert json.loads((run / "train" / "done.json").read_text())["devices"]["count"] == 8  # four of each machine
     assert_same(run, unbroken)
+
+
+def test_a_training_and_an_evaluation_that_a_qos_preempts_go_on(cluster: Slurm, unbroken: Path, tmp_path: Path) -> None:
+    for folder in ("trained", "evaluated"):
+        (tmp_path / folder).mkdir()
+    run = make_run(tmp_path / "trained", *SETTINGS)
+    job = cluster.train(run)
+    wait_until(lambda: 0 in finished_steps(run), 300)
+    driver_of(run).suspend()  # until the evaluation has something to lose; Slurm wakes it before it sends a signal
+    own = [*TINY, "evaluation.samples=300", "engine.slots=8", f"policies.solver.model={run / 'base'}"]
+    suite = {"experiments": {"one": ["experiment=demo_math", *own, f"policies.verifier.model={run / 'base'}"]}}
+    (tmp_path / "evaluated/one.yaml").write_text(yaml.safe_dump({"suite": "one", **suite}))
+    scores = tmp_path / "evaluated/results/one/evaluation/base.json"
+    target = str(scores.relative_to(tmp_path / "evaluated"))
+    pipeline = begun(cluster, tmp_path / "evaluated", target, "--configfile", "one.yaml")
+    wait_until(lambda: any(scores.with_suffix("").glob("*.parquet")) or pipeline.poll() is not None, 300)
+    assert pipeline.poll() is None, pipeline.communicate()
+
+    queue = [line.split() for line in cluster.run("squeue", "-h", "-o", "%i %k").splitlines()]
+    evaluation = next(number for number, comment in queue if "evaluate" in comment)
+    urgent = cluster.run("sbatch", "--parsable", "--qos=urgent", "--nodes=2", "--exclusive", "--wrap=true").strip()
+    assert cluster.ended(urgent, 300) == "COMPLETED"
+    first = {shard: shard.read_bytes() for shard in scores.with_suffix("").glob("*.parquet")}
+    assert not scores.is_file()
+    for number in (job, evaluation):
+        wait_until(lambda number=number: cluster.job(number)["Restarts"] == "1", 60)
+        cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now+5")
+    said = pipeline.communicate(timeout=900)
+    assert pipeline.returncode == 0, said
+    assert cluster.ended(job) == "COMPLETED", cluster.logs()
+    assert_same(run, unbroken)
+
+    assert [j["State"] for j in submitted(cluster) if "evaluate_wildcards_one" in j["Comment"]] == ["COMPLETED"]
+    assert {shard: shard.read_bytes() for shard in first} == first  # nothing that was written was played again
+    played = [t.id for shard in scores.with_suffix("").glob("*.parquet") for t in read_trajectories(shard)]
+    assert (len(played), len(set(played))) == (600, 600)
+
+
+def test_a_job_that_is_killed_for_memory_is_submitted_again_with_twice_as_much(
+    pytestconfig: pytest.Config, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if not pytestconfig.getoption("--slurm"):
+        pytest.skip("takes minutes; `make test-slurm` runs it")
+    model = make_run(tmp_path, *SETTINGS) / "base"
+    own = [*TINY, "policies.solver.tp=1", "trainer.steps=1", f"policies.solver.model={model}"]
+    own += [f"policies.verifier.model={model}", "reward.name=tests.support.rewards:hungry", "~reward.penalties"]
+    suite = {"suite": "one", "experiments": {"hungry": ["experiment=demo_math", *own]}}
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(suite))
+    polling = ["JobAcctGatherType=jobacct_gather/linux", "JobAcctGatherFrequency=task=1"]
+    polling += ["JobAcctGatherParams=OverMemoryKill,UsePss"]
+    asked = ["--set-resources", "train:runtime=77", "prepare_tasks:mem_mb=1234", "--configfile", "one.yaml"]
+    with Slurm(folder=tmp_path_factory.mktemp("killing"), nodes=1, settings=polling) as slurm:
+        done = snakemake(slurm, tmp_path, "results/hungry/train/done.json", *asked)
+        assert done.returncode == 0, done.stderr[-5000:]
+        jobs = [slurm.job(number) for number in slurm.run("squeue", "-h", "-t", "all", "-o", "%i").split()]
+    tasks, killed, finished = sorted(jobs, key=lambda job: int(job["JobId"]))
+    assert (killed["JobState"], finished["JobState"]) == ("FAILED", "COMPLETED")  # control groups: OUT_OF_MEMORY
+    log = tmp_path / f"logs/slurm/rule_train/hungry/{killed['JobId']}.log"
+    assert "exceeded memory limit" in log.read_text()
+    assert (tasks["MinMemoryNode"], killed["MinMemoryNode"], finished["MinMemoryNode"]) == ("1234M", "3356M", "6712M")
+    assert (tasks["TimeLimit"], killed["TimeLimit"], finished["TimeLimit"]) == ("00:30:00", "01:17:00", "01:17:00")
 
 
 def test_a_papers_table_is_made_by_jobs(cluster: Slurm, tmp_path: Path) -> None:

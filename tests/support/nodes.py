@@ -66,11 +66,12 @@ class Nodes:
             time.sleep(0.02)
         return number
 
-    def start_ray(self, number: int, cpus: int) -> None:
-        """Have a node start the Ray, or join that of the first."""
+    def start_ray(self, number: int, cpus: int, pool: str | None = None) -> None:
+        """Have a node start the Ray, or join that of the first, with a label `pool` where it has one."""
         head = ["--head", "--port", "6379", "--include-dashboard=false"] if number == 1 else ["--address", self.ray]
         size = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--disable-usage-stats"]
-        words = ["start", *head, "--node-ip-address", self.address(number), *size]
+        label = ["--labels", f"pool={pool}"] if pool else []
+        words = ["start", *head, "--node-ip-address", self.address(number), *size, *label]
         with (self._folder / f"node{number}.log").open("wb") as log:
             command = [sys.executable, "-m", "ray.scripts.scripts", *words]
             subprocess.run(

@@ -1,5 +1,6 @@
-"""A reward that a random model gets by chance."""
+"""Rewards that a random model gets by chance."""
 
+import time
 from dataclasses import replace
 
 from rollout.records.trajectory import Group, Status
@@ -14,3 +15,14 @@ def by_first_token(group: Group) -> Group:
         for t in group.trajectories
     )
     return replace(group, trajectories=tuple(trajectories))
+
+
+_held: list[bytes] = []
+
+
+def hungry(group: Group) -> Group:
+    """As `by_first_token`, by a process that then holds 3.6 GB."""
+    if not _held:
+        _held.append(b"x" * 3_600_000_000)
+        time.sleep(10)  # Slurm looks every second
+    return by_first_token(group)

@@ -97,6 +97,10 @@ def test_a_job_that_died_without_a_word_has_what_slurm_says(tmp_path: Path) -> N
     assert f"error: a.parquet: no such file\n  logs: {said}" in text  # its own word comes first
     assert f"error: Slurm job 15: TIMEOUT; see {kept}\n  logs: {silent}" in text
     assert "error: Slurm does not take the job: sbatch: error: Requested node configuration is not available\n" in text
+    kept.write_text("slurmstepd-n0: error: StepId=15.0 exceeded memory limit (9 > 8), being killed\nsrun: error\n")
+    workflow.write_text(event("15", "FAILED", silent, kept))
+    text = failure_message([str(silent)], 2.0, [workflow])
+    assert f"error: Slurm job 15: FAILED, StepId=15.0 exceeded memory limit (9 > 8), being killed; see {kept}" in text
     workflow.write_text(event("16", "FAILED", refused, gone))
     assert (
         "error: Slurm job 16: FAILED, and its log is not here; do all machines share this folder?"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import yaml
 
 from tests.support import precision, ranks, reference
 from tests.support.nodes import Nodes, missing, nodes_of
@@ -55,17 +58,30 @@ def trained_here(run: Path, results: Path) -> tuple[dict[str, str], list[dict[st
     """What the run comes to on one node, in a copy of its folder."""
     copy = results / "alone" / run.name
     shutil.copytree(run, copy)
-    text = (run / "config.yaml").read_text()
-    (copy / "config.yaml").write_text(text.replace(f"results: {results}", f"results: {results / 'alone'}"))
+    values = yaml.safe_load((run / "config.yaml").read_text()) | {"results": str(results / "alone")}
+    values["cluster"] |= {"address": "local", "nodes": {}}
+    (copy / "config.yaml").write_text(yaml.safe_dump(values))
     subprocess.run([sys.executable, "-c", TRAIN.format(""), str(copy / "config.yaml")], check=True, cwd=ROOT)
     return digests(copy), rows(copy)
+
+
+def train_on(nodes: Nodes, run: Path, log: Path) -> subprocess.Popen[bytes]:
+    """Start the run from the first node."""
+    command = [sys.executable, "-c", TRAIN.format(", sys.argv[2]"), str(run / "config.yaml"), nodes.ray]
+    return nodes.start(1, command, ROOT, log)
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Ctrl-C for what nsenter runs on the node, and wait for its end."""
+    [python] = [p for p in psutil.Process(process.pid).children() if "python" in p.name()]
+    python.send_signal(signal.SIGINT)
+    process.wait(60)
 
 
 @contextmanager
 def training(nodes: Nodes, run: Path, log: Path) -> Iterator[Callable[[], str]]:
     """The run trains, from the first node; what it gives waits for its end and says what it wrote."""
-    command = [sys.executable, "-c", TRAIN.format(", sys.argv[2]"), str(run / "config.yaml"), nodes.ray]
-    process = nodes.start(1, command, ROOT, log)
+    process = train_on(nodes, run, log)
 
     def ended() -> str:
         assert process.wait(400) == 0, log.read_text()[-3000:]
@@ -193,3 +209,87 @@ def test_engines_elsewhere_go_on_when_trainers_lose_their_node(tmp_path: Path) -
         said = ended()
     assert f"lost node {nodes.address(lost)}; trainers start again" in said
     assert (digests(run), rows(run)) == trained_here(run, tmp_path)
+
+
+@pytest.mark.usefixtures("long")
+def test_engines_join_and_are_lost_with_their_nodes_and_training_goes_on(tmp_path: Path) -> None:
+    apart = [f"+cluster.nodes.{policy}={{train: big, rollout: small}}" for policy in ("solver", "verifier")]
+    apart += ["+cluster.address=auto", "+policies.solver.own.engine.joining=1", "+engine.deterministic=true"]
+    run, log = make_run(tmp_path, *SETTINGS, *apart, "policies.solver.tp=1", "trainer.steps=4"), tmp_path / "log"
+    with ExitStack() as stack:
+        nodes = Nodes(tmp_path)
+        stack.callback(nodes.close)
+        nodes.start_ray(nodes.add(), 3, "big")
+        process = train_on(nodes, run, tmp_path / "refused")
+        assert process.wait(120) == 1
+        nodes.start_ray(nodes.add(), 2, "small")
+        ended = stack.enter_context(training(nodes, run, log))
+        until(lambda: len(rows(run)) == 2, 250, "the first step")
+        assert [len(nodes.running(number, "_Rank")) for number in (1, 2)] == [2, 0]
+        assert [len(nodes.running(number, "Host")) for number in (1, 2)] == [0, 2]
+        nodes.start_ray(nodes.add(), 2, "small")
+        until(lambda: "there are 2" in log.read_text(), 120, "an actor joins")
+        nodes.kill(2)
+        said = ended()
+        assert len(nodes.running(3, "Host")) == 0  # the run has ended them
+    last = (tmp_path / "refused").read_text().splitlines()[-1]
+    assert last.endswith(
+        "cluster.nodes.solver: no node has the label pool=small for its engine (there are big); start one with "
+        "`ray start --labels pool=small`"
+    )
+    assert "an actor of the engine joined with version" in said
+    assert "an actor of the engine left, there are 1: the engine's actor failed" in said
+    assert "the engine's actor died; started again with version" in said  # the verifier's, where there is room
+    assert "trainers start again" not in said
+    assert (digests(run), rows(run)) == trained_here(run, tmp_path)
+
+
+LEFT = """
+import json, sys, ray
+from ray.util.placement_group import placement_group_table
+ray.init(address=sys.argv[1], log_to_driver=False)
+groups = [group["state"] for group in placement_group_table().values()]
+free, there = ray.available_resources(), ray.cluster_resources()
+print(json.dumps([{*groups} <= {"REMOVED"}, free["CPU"], there["CPU"], sum(node["Alive"] for node in ray.nodes())]))
+"""
+
+
+@pytest.mark.usefixtures("long")
+def test_two_runs_share_a_cluster_and_one_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    runs = []
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+        own = ["policies.solver.tp=1", "+cluster.pool=shared", "trainer.steps=3", "+engine.deterministic=true"]
+        if name == "third":
+            server = tmp_path / "python"
+            server.write_text("#!/bin/sh\nexec sleep 599\n")
+            server.chmod(0o755)
+            own += ["engine=sglang", "engine.max_length=512", f"engine.python={server}", "engine.deterministic=false"]
+        runs.append(make_run(tmp_path / name, *SETTINGS, *own))
+    first, second, third = runs
+    with nodes_of(tmp_path, [1, 1]) as nodes, training(nodes, second, tmp_path / "second.log") as ended:
+        process = train_on(nodes, first, tmp_path / "first.log")
+        until(lambda: len(rows(first)) == 2, 250, "the first step")
+        interrupt(process)
+        process = train_on(nodes, first, tmp_path / "first.log")  # the same command goes on
+        assert process.wait(250) == 0, (tmp_path / "first.log").read_text()[-3000:]
+        ended()
+        process = train_on(nodes, third, tmp_path / "third.log")
+        until(lambda: bool(servers()), 120, "a server starts")
+        interrupt(process)
+        until(lambda: not servers(), 30, "no server is left")
+        command = [sys.executable, "-c", LEFT, nodes.ray]
+        nodes.start(1, command, ROOT, tmp_path / "left").wait(60)
+        for number in (1, 2):
+            assert [nodes.running(number, name) for name in ("_Rank", "Host", "Server")] == [[], [], []]
+            assert not subprocess.check_output(nodes.on(number, ["find", "/dev/shm", "-name", "mcore*"], ROOT))
+    assert json.loads((tmp_path / "left").read_text().splitlines()[-1]) == [True, 2.0, 2.0, 2]
+    assert "continuing from" in (tmp_path / "first.log").read_text()
+    assert (digests(first), rows(first)) == (digests(second), rows(second))
+    assert (digests(first), rows(first)) == trained_here(first, tmp_path)
+
+
+def servers() -> list[int]:
+    """The servers that run on the nodes."""
+    found = psutil.process_iter(["cmdline"])
+    return [process.pid for process in found if process.info["cmdline"] == ["sleep", "599"]]

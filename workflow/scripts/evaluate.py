@@ -3,13 +3,15 @@
 from pathlib import Path
 
 from mcore_mas.training.joblog import logged
+from mcore_mas.training.slurm import queued_again
 
-with logged(snakemake.log[0]):
+scores = Path(snakemake.output.scores)
+with logged(snakemake.log[0]), queued_again(scores.with_suffix(""), "part_*"):
     from mcore_mas.training.evaluate import evaluate
 
     evaluate(
         Path(snakemake.params.config),
         snakemake.wildcards.state,
-        Path(snakemake.output.scores),
+        scores,
         snakemake.params.seats,
     )

@@ -31,6 +31,12 @@ _BUDGET_S = 0.02  # of decoding per call: new requests wait at most this long, o
 Held = tuple[int, int | None]  # version of the weights, and the shared half they are in; None: they are the folder's
 
 
+class ActorDied(EngineError):
+    """An engine's actor is gone and is not started again; `at_start`, it never was there."""
+
+    at_start = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostedSettings:
     """Settings of an embedded engine in an actor.
@@ -120,12 +126,19 @@ class HostedEngine(Dispatcher, TrainedEngine):
     """
 
     def __init__(
-        self, folder: Path | str, *, version: int = 0, tell: Callable[[str], None] = say, **settings: Any
+        self,
+        folder: Path | str,
+        *,
+        version: int = 0,
+        source: str = "",
+        tell: Callable[[str], None] = say,
+        **settings: Any,
     ) -> None:
         """Start the actor on the Hugging Face model in `folder`.
 
         Args:
-            version: of the weights in `folder`.
+            version: of the weights in `folder`, or in `source`.
+            source: folder with weights in place of the model's.
             tell: called with one line when the actor is started again.
             settings: the fields of `HostedSettings`.
 
@@ -147,7 +160,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         self._actor = ray.remote(num_cpus=0)(Host).options(**self._settings.place or {})
         self._file = None if self._settings.far else memory_path()
         self._shared = self._mapped() if self._file else None
-        self._source = self._folder  # what an actor reads that does not find its weights in shared memory
+        self._source = source or self._folder  # what an actor reads that does not find its weights in shared memory
         self._half: int | None = None  # the one that the weights are in; None: they are the folder's
         self._free = 0  # the one that the next weights go into
         self._host: Any = self._start()
@@ -225,10 +238,19 @@ class HostedEngine(Dispatcher, TrainedEngine):
         counters: dict[str, float] = await self._call("counters")
         return counters
 
-    def close(self) -> None:
-        """End the actor and remove the shared weights; what still waits gets an EngineError."""
+    @property
+    def waiting(self) -> int:
+        """How many completions it is asked for."""
+        return len(self._waiting)
+
+    def end(self) -> None:
+        """End the actor; what still waits gets an EngineError."""
         self._closed = True
         ray.kill(self._host)
+
+    def close(self) -> None:
+        """End the actor and remove the weights on their way to it."""
+        self.end()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
         shutil.rmtree(self._weights_folder, ignore_errors=True)
@@ -266,7 +288,9 @@ class HostedEngine(Dispatcher, TrainedEngine):
             return  # another call was faster
         started = not isinstance(error, ray.exceptions.ActorUnschedulableError) and "__init__" not in str(error)
         if self._closed or not started or not self._restarts:
-            raise _failure(error) from error
+            died = ActorDied(str(_failure(error)))
+            died.at_start = not started
+            raise died from error
         self._restarts -= 1
         self._tell(f"the engine's actor died; started again with version {self.version}, {self._restarts} starts left")
         self._host = self._start()

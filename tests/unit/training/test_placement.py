@@ -1,5 +1,7 @@
 """What a run needs of a machine's devices, and where each process goes."""
 
+from dataclasses import replace
+
 import pytest
 
 from mcore_mas.config.compose import resolve
@@ -113,6 +115,49 @@ def test_groups_lie_on_one_node_where_there_is_room() -> None:
     # 4 goes where it fits best, so that 8 has a node of its own
     assert strategies([4, 8], [8, 4]) == ["STRICT_PACK", "STRICT_PACK"]
     assert strategies([16], [8, 8]) == ["PACK"]
+
+
+def test_a_policys_nodes_are_those_with_its_label() -> None:
+    assert strategies([2, 2], [8, 2], ["small", None], ["big", "small"]) == ["STRICT_PACK", "STRICT_PACK"]
+    assert strategies([4, 2], [8, 2], ["small", "small"], ["big", "small"]) == ["PACK", "STRICT_PACK"]
+    nodes = [Node(address=f"10.0.0.{n}", id=f"n{n}", gpus=0, cpus=4, pool=pool) for n, pool in ((1, None), (2, "a"))]
+    apart = ["+cluster.address=auto", "+cluster.nodes.solver={train: a, rollout: b}"]
+    apart += ["policies.verifier.pp=1", "policies.verifier.cp=1", "policies.verifier.overlap=false"]
+    assert [(t.policy, t.part, t.label) for t in tenants_of(config(*apart), "CPU")] == [
+        *(("solver", "trainer", "a"), ("solver", "engine", "b")),
+        *(("verifier", "trainer", None), ("verifier", "engine", None)),
+    ]
+    with pytest.raises(PlacementError) as caught:
+        room_for(config(*apart), nodes)
+    assert str(caught.value) == (
+        "cluster.nodes.solver: no node has the label pool=b for its engine (there are a); start one with "
+        "`ray start --labels pool=b`"
+    )
+    apart[1] = "+cluster.nodes.solver={train: a, rollout: a}"
+    assert room_for(config(*apart), nodes).labels == {"n1": None, "n2": "a"}
+    with pytest.raises(
+        PlacementError, match=r"^nodes with the label pool=a: cluster.pool: split needs 5 CPUs and there"
+    ):
+        room_for(config(*apart, "+policies.solver.own.engine.replicas=3"), [*nodes, replace(nodes[0], id="n3")])
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["+cluster.nodes.sover.train=a", "+cluster.address=auto"], "cluster.nodes: no policy is called 'sover'; "),
+        (["+cluster.nodes.solver.train=a"], "nodes tells apart those of a Ray that runs already: set address"),
+        (["+cluster.nodes.solver.train='a b'", "+cluster.address=auto"], "cluster.nodes.solver.train: "),
+        (["+engine.replicas=2", "+cluster.pool=shared"], "policies.solver: several actors of its engine have a device"),
+        (["+engine.joining=1", "+engine.transport=shared"], "use cluster.pool: split and no engine.transport, or "),
+        (
+            ["engine=sglang", "+engine.urls=['http://127.0.0.1:1']", "+engine.joining=1"],
+            "servers that join are named in",
+        ),
+    ],
+)
+def test_nodes_and_replicas_that_cannot_be_are_refused(settings: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        config(*settings)
 
 
 def test_a_machine_without_gpus_gives_what_it_is_told_to() -> None:

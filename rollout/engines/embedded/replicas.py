@@ -1,0 +1,163 @@
+"""The embedded engine in several Ray actors, which join and leave while a run trains."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout.base.processes import say
+from rollout.engines import Tag, TrainedEngine
+from rollout.engines.embedded.engine import ActorDied, HostedEngine
+from rollout.records.trajectory import Completion, Sampling
+from rollout.sync import SyncRoute, WeightUpdate
+
+Place = Mapping[str, Any]  # options of an actor
+
+
+class ReplicatedEngine(TrainedEngine):
+    """Actors of one policy on any nodes, which take their weights from a folder that all of them see.
+
+    A call goes to the actor that has the fewest. One that dies leaves, and what it was asked the others are asked; the
+    last one is started again, `restarts` times in all. After each update of the weights actors join, where there are
+    fewer than there may be and `take` has a place for one.
+    """
+
+    transport = "disk"
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        places: Sequence[Place],
+        weights_folder: Path | str,
+        joining: int = 0,
+        berths: tuple[Callable[[], Place | None], Callable[[Place], None]] | None = None,
+        restarts: int = 2,
+        tell: Callable[[str], None] = say,
+        **settings: Any,
+    ) -> None:
+        """Start an actor in each of `places` on the Hugging Face model in `folder`.
+
+        Args:
+            joining: how many more there may be.
+            berths: gives one more place, or None where nothing is free; and takes one back. None: none are to be had.
+            restarts: of the last one.
+            tell: called with one line when one joins or leaves.
+            settings: further fields of `HostedSettings`.
+        """
+        self.version, self.pause_s, self.starts = 0, 0.0, 0
+        self._folder, self._weights_folder, self._source = str(folder), Path(weights_folder), str(folder)
+        self._take, self._give = berths or (lambda: None, lambda place: None)
+        self._most, self._restarts, self._tell = len(places) + joining, restarts, tell
+        settings |= {"far": True, "transport": self.transport, "weights_folder": weights_folder, "restarts": 0}
+        self._make = functools.partial(HostedEngine, folder, **settings)
+        self._actors: dict[HostedEngine, Place] = {}
+        for place in places:
+            self._add(place)
+
+    def __len__(self) -> int:
+        """How many actors there are."""
+        return len(self._actors)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion (see `Engine`), by whichever actor is left.
+
+        Raises:
+            EngineError: the request cannot be served, or the last actor has died once too often.
+        """
+        while True:
+            actor = min(self._actors, key=lambda actor: actor.waiting)
+            try:
+                return await actor.generate(prompt_ids, sampling)
+            except ActorDied as error:
+                self._leave(actor, error)
+
+    async def begin_update(self) -> SyncRoute:
+        """A folder below that of the weights, once all actors have answered or left."""
+        await self._each(lambda actor: actor.stats())
+        place, state = str(self._weights_folder), {"base": self.version}
+        return SyncRoute(transport=self.transport, place=place, model=self._folder, state=state)
+
+    async def commit_update(self, update: WeightUpdate) -> None:
+        """Have every actor compute from the weights of `update`, and others join.
+
+        Raises:
+            EngineError: the bytes that one has read are not the trainer's.
+        """
+        began, self.version, self._source = time.perf_counter(), update.version, update.place
+        await self._each(lambda actor: actor.commit_update(update))
+        self.pause_s = time.perf_counter() - began
+        while len(self._actors) < self._most and (place := await asyncio.to_thread(self._take)) is not None:
+            self._add(place)
+            self._tell(f"an actor of the engine joined with version {self.version}; there are {len(self)}")
+
+    def abort_update(self, error: Exception) -> None:
+        """Nothing waits for an update: the old weights are served until it is there."""
+
+    async def weights_lost(self) -> None:
+        """Never: an actor that is started reads the weights that were handed over last."""
+        await asyncio.Event().wait()
+
+    async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
+        """Have every actor give memory back (see `HostedEngine`)."""
+        await self._each(lambda actor: actor.sleep(tags))
+
+    async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
+        """Have every actor take memory again."""
+        await self._each(lambda actor: actor.wake(tags))
+
+    async def stats(self) -> dict[str, float]:
+        """The counters of all actors that are there, summed."""
+        counted: Counter[str] = Counter()
+        for counters in await self._each(lambda actor: actor.stats()):
+            counted.update(counters)
+        return dict(counted)
+
+    def close(self) -> None:
+        """End the actors and remove what was handed over."""
+        for actor in self._actors:
+            actor.end()
+        shutil.rmtree(self._weights_folder, ignore_errors=True)
+
+    def _add(self, place: Place) -> None:
+        self.starts += 1
+        self._actors[self._make(version=self.version, source=self._source, place=place)] = place
+
+    async def _each(self, call: Callable[[HostedEngine], Any]) -> list[Any]:
+        """What `call` gives for every actor that does not die of it."""
+
+        async def one(actor: HostedEngine) -> list[Any]:
+            try:
+                return [await call(actor)]
+            except ActorDied as error:
+                self._leave(actor, error)
+                return []
+
+        return list(itertools.chain.from_iterable(await asyncio.gather(*map(one, list(self._actors)))))
+
+    def _leave(self, actor: HostedEngine, error: ActorDied) -> None:
+        """Go on without an actor; without the last one with another in its place.
+
+        Raises:
+            ActorDied: it was the last, and cannot be started or was started too often.
+        """
+        if actor not in self._actors:
+            return
+        if len(self._actors) > 1:
+            self._tell(f"an actor of the engine left, there are {len(self) - 1}: {error}")
+            self._give(self._actors[actor])
+        elif error.at_start or not self._restarts:
+            raise error
+        else:
+            self._restarts -= 1
+            self._tell(f"{error}; started again with version {self.version}, {self._restarts} starts left")
+            self._add(self._actors[actor])
+        del self._actors[actor]
+        actor.end()
