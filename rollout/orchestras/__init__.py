@@ -38,13 +38,12 @@ import yaml
 
 from rollout.orchestras.ab_mcts import ab_mcts
 from rollout.orchestras.acting import game_team, self_verify, single
-from rollout.orchestras.chatting import memory_search, tool_coder
-from rollout.orchestras.coding import code_reflect, coder_tester, dsbench
+from rollout.orchestras.coding import code_reflect, coder_tester, dsbench, tool_coder
 from rollout.orchestras.graph import graph
 from rollout.orchestras.parallel import debate, ensemble_judge, mixture, reason_tool
 from rollout.orchestras.program import program
 from rollout.orchestras.replies import PARSERS
-from rollout.orchestras.search import m_ask, qa_decompose, qa_evidence, qa_rewrite, search_team
+from rollout.orchestras.search import m_ask, memory_search, qa_decompose, qa_evidence, qa_rewrite, search_team
 from rollout.orchestras.sequential import chain, math_refine, mathchat, solver_verifier
 from rollout.teams.roles import register_agent
 

@@ -1,4 +1,4 @@
-"""Teams that write programs: UnityMAS-O's and Stronger-MAS's coding teams, MAPPA's data scientists."""
+"""Teams that write programs: UnityMAS-O's and Stronger-MAS's coding teams, one with chats, MAPPA's data scientists."""
 
 from __future__ import annotations
 
@@ -101,6 +101,43 @@ async def coder_tester(
             break
         history += f"{fenced(coded.value)}\n{tried.observation}\n\n"
     await env.step(fenced(coded.value))
+
+
+async def tool_coder(
+    task: Task, team: TeamSession, env: GradedEnv, *, max_turns: PositiveInt = 3, max_calls: PositiveInt = 6
+) -> None:
+    """Let `coder` work with its tools and hand in programs, which `reviewer` comments on, until one passes the visible
+    tests or `max_turns` programs are spent. The last program is final, and nobody reviews it.
+
+    Both hold one chat. The coder's template may use the slot `problem`; it is then told the review, of a malformed one
+    the visible tests alone. The reviewer's template may use `problem`, `program` and `outcome` (on the visible tests);
+    it is then told each further program and its outcome.
+
+    Score `pass_rate` of every turn in which the coder hands in: the share of the task's tests that its program passes.
+
+    Args:
+        max_turns: programs, at most.
+        max_calls: replies of an agent in a row that may call tools.
+
+    Raises:
+        EnvError: the environment cannot grade single programs.
+    """
+    problem = env.reset(task)
+    coder, reviewer = team.chat("coder"), team.chat("reviewer")
+    await coder.ask(problem=problem)
+    for turn in range(1, max_turns + 1):
+        reply = await coder.run(max_turns=max_calls)
+        program = fenced(reply.value)
+        team.score(reply.turn, pass_rate=await pass_rate(env, reply.value))
+        tried = await env.step(f"<run>\n{program}\n</run>")
+        if turn == max_turns or coder.full or (reply.value and tried.metrics["visible_rate"] == 1):
+            break
+        if reviewer.latest is None:
+            review = await reviewer.ask(problem=problem, program=program, outcome=tried.observation)
+        else:
+            review = await reviewer.say(f"{program}\n\n{tried.observation}")
+        await coder.say(f"{tried.observation}\n\n{review.value or ''}".strip())
+    await env.step(program)
 
 
 async def pass_rate(env: Previewing, program: str | None) -> float:

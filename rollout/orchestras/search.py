@@ -1,4 +1,4 @@
-"""Teams with a search tool: Dr.MAS's search team, UnityMAS-O's question answering, M-ASK."""
+"""Teams with a search tool: Dr.MAS's search team, UnityMAS-O's question answering, M-ASK, one with memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from rollout.environments.protocol import Env
+from rollout.environments.protocol import Env, after_thought, last_tag
 from rollout.orchestras.replies import END, NONE, GradedEnv, Steps, read_plan
 from rollout.records.trajectory import Task
 from rollout.teams.team import TeamSession
@@ -212,3 +212,29 @@ async def m_ask(task: Task, team: TeamSession, env: GradedEnv, *, max_turns: Pos
         answer = reply.value or ""
         await measure(reply.turn, answer)
     await env.step(f"<answer> {answer} </answer>")
+
+
+async def memory_search(
+    task: Task, team: TeamSession, env: Env, *, max_turns: PositiveInt = 4, max_calls: PositiveInt = 4
+) -> None:
+    """Let `lead` ask `scout` what it wants to know, until it answers or `max_turns` questions are spent.
+
+    Both hold one chat: the lead remembers every report, the scout what it searched for and found. Templates may use
+    the slot `question`, the scout's also `wanted`, the lead's first question to it. A malformed report is passed on as
+    it was said, without thoughts. A lead that is malformed ends the play without an answer.
+
+    Args:
+        max_turns: questions to the scout, at most.
+        max_calls: replies of an agent in a row that may call tools.
+    """
+    question = env.reset(task)
+    lead, scout = team.chat("lead"), team.chat("scout")
+    reply = await lead.ask(question=question)
+    for _ in range(max_turns):
+        wanted = last_tag(reply.value or "", "search")
+        if wanted is None or lead.full:
+            break
+        await (scout.say(wanted) if scout.latest else scout.ask(question=question, wanted=wanted))
+        report = await scout.run(max_turns=max_calls)
+        reply = await lead.say(report.value or after_thought(report.text))
+    await env.step(f"<answer> {last_tag(reply.value or '', 'answer') or ''} </answer>")

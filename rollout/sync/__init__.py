@@ -52,6 +52,10 @@ class WeightSender:
 
     def __init__(self, route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> None:
         self._route, self._leads, self._exchange = route, rank == 0, exchange
+        self._open()
+
+    def _open(self) -> None:
+        """Get ready to send over the route."""
 
     def send(self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
         """Drain a stream of (Hugging Face name, full tensor or its blocks) into the route's place.

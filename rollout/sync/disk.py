@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from rollout.base.errors import EngineError
 from rollout.base.files import atomic_folder
 from rollout.models.tensors import RowBlocks, tensor_shapes
-from rollout.sync import SyncRoute, WeightSender, alone
+from rollout.sync import WeightSender
 from rollout.sync.digests import WeightDigest, digest_of, digested
 
 _FILE_BYTES = 1 << 30  # of one file: what a rank holds of the model besides its shard
@@ -28,9 +28,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 class FolderSender(WeightSender):
     """Rank 0 writes every version into a folder of its own below the route's place; the one before it goes."""
 
-    def __init__(self, route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> None:
-        super().__init__(route, rank=rank, exchange=exchange)
-        self._manifest = tensor_shapes(route.model)
+    def _open(self) -> None:
+        self._manifest = tensor_shapes(self._route.model)
         self._version: int | None = None  # that was sent last, whole
 
     def _write(
@@ -69,8 +68,8 @@ class FolderSender(WeightSender):
 class ChangedSender(FolderSender):
     """Writes only tensors that differ from the last version sent, if the engine holds that one; else all."""
 
-    def __init__(self, route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> None:
-        super().__init__(route, rank=rank, exchange=exchange)
+    def _open(self) -> None:
+        super()._open()
         self._last: dict[str, Tensor] = {}
 
     def _part(self, name: str, tensor: Tensor, base: int | None) -> dict[str, Tensor]:

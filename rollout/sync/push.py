@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rollout.base.errors import EngineError
 from rollout.models.tensors import RowBlocks, tensor_shapes
-from rollout.sync import SyncRoute, WeightSender, alone
+from rollout.sync import WeightSender
 from rollout.sync.digests import WeightDigest, digest_of, digested
 
 _TIMEOUT_S = 600.0
@@ -36,11 +36,11 @@ class _Push(WeightSender):
     that went on would gather with nobody, or with the next update.
     """
 
-    def __init__(self, route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> None:
-        super().__init__(route, rank=rank, exchange=exchange)
+    def _open(self) -> None:
+        route = self._route
         self._urls = route.place.split()
         self._tp = int(route.options.get("tp", 1))
-        self._manifest = tensor_shapes(route.model)
+        self._manifest = tensor_shapes(self._route.model)
         headers = {"Authorization": f"Bearer {route.options['key']}"} if route.options.get("key") else {}
         self._http = httpx.Client(headers=headers, trust_env=False, timeout=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(max_workers=len(self._urls) + 1)

@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rollout.base.errors import EngineError
 from rollout.models.architecture import Architecture, read_architecture
 from rollout.models.fused_weights import Weights
 from rollout.models.tensors import Checksum, RowBlocks, blocks_of, copy, flat_bytes, shape_of
-from rollout.sync import SyncRoute, WeightSender, alone
+from rollout.sync import WeightSender
 
 _PAGE = 4096  # bytes: the halves start on a page of their own
 _LOOK_S = (5e-5, 2e-3)  # between two looks at what the trainer has written: at first, and after long idling
@@ -132,10 +132,9 @@ class SharedSender(WeightSender):
     also takes the checksums.
     """
 
-    def __init__(self, route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> None:
-        super().__init__(route, rank=rank, exchange=exchange)
-        shape = read_architecture(route.model, dense=True)
-        self._shared = SharedWeights(Path(route.place), shape) if self._leads else None
+    def _open(self) -> None:
+        shape = read_architecture(self._route.model, dense=True)
+        self._shared = SharedWeights(Path(self._route.place), shape) if self._leads else None
 
     def _write(
         self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]

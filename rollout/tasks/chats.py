@@ -18,7 +18,7 @@ from rollout.engines import ChatState, PolicyReply
 from rollout.environments.code import CodeEnv, pack_test
 from rollout.environments.protocol import Env
 from rollout.models.tool_calls import in_words
-from rollout.orchestras.chatting import tool_coder
+from rollout.orchestras.coding import tool_coder
 from rollout.orchestras.replies import fenced
 from rollout.records.trajectory import Completion, Demonstration, Message, Sampling, Task, VersionSpan, derive_seed
 from rollout.sandbox.judge import StdinTest

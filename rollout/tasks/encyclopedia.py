@@ -18,8 +18,7 @@ from pydantic import PositiveInt
 from rollout.base.options import Share
 from rollout.environments.protocol import Env
 from rollout.environments.search import PassageStyle, SearchEnv
-from rollout.orchestras.chatting import memory_search
-from rollout.orchestras.search import search_team
+from rollout.orchestras.search import memory_search, search_team
 from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
 from rollout.tasks.chats import Teacher, asked_for, taught
 from rollout.tasks.splits import draw_listed
@@ -92,12 +91,8 @@ def encyclopedia_demonstrations(
         top_k: passages a search, as at rollout.
         style: how they read, as at rollout (see `rollout.environments.search.PASSAGE_STYLES`).
     """
-    people = [person for person in make_encyclopedia(seed).people if person.split == "train"]
-    book = _Book([entry for entry in passages(seed) if split_of_entity(entry.title) == "train"])
-    spoken = 0
-    for episode in itertools.count():
-        chance = random.Random(derive_seed("encyclopedia demonstration", seed, episode))
-        person, fact = chance.choice(people), chance.choice(list(_QUESTIONS))
+    book, spoken = _train_book(seed), 0
+    for chance, person, fact in _train_questions(seed, "encyclopedia demonstration"):
         guide = _Guide(person, fact, roles, chance, slips)
         task = _task(person, fact)
         asyncio.run(search_team(task, guide, SearchEnv(task, retriever=book, top_k=top_k, style=style)))
@@ -107,6 +102,19 @@ def encyclopedia_demonstrations(
             if chance.random() < _kept(demonstration):
                 yield demonstration
                 spoken += 1
+
+
+def _train_book(seed: int) -> _Book:
+    """The passages about what the training split owns."""
+    return _Book([entry for entry in passages(seed) if split_of_entity(entry.title) == "train"])
+
+
+def _train_questions(seed: int, of: str) -> Iterator[tuple[random.Random, Person, str]]:
+    """Training questions without an end: a person and a fact, with what the rest of their episode is drawn from."""
+    people = [person for person in make_encyclopedia(seed).people if person.split == "train"]
+    for episode in itertools.count():
+        chance = random.Random(derive_seed(of, seed, episode))
+        yield chance, chance.choice(people), chance.choice(list(_QUESTIONS))
 
 
 def _kept(demonstration: Demonstration) -> float:
@@ -253,12 +261,9 @@ def memory_demonstrations(
         style: how they read, as at rollout.
         episodes: plays that are shown, over and over.
     """
-    people = [person for person in make_encyclopedia(seed).people if person.split == "train"]
-    book = _Book([entry for entry in passages(seed) if split_of_entity(entry.title) == "train"])
+    book = _train_book(seed)
     lessons: list[tuple[Task, Teacher, Env]] = []
-    for episode in range(episodes):
-        chance = random.Random(derive_seed("encyclopedia chats", seed, episode))
-        person, fact = chance.choice(people), chance.choice(list(_QUESTIONS))
+    for chance, person, fact in itertools.islice(_train_questions(seed, "encyclopedia chats"), episodes):
         task, guide = _task(person, fact), _Guide(person, fact, {}, chance, slips)
         lessons.append((task, guide.say, SearchEnv(task, retriever=book, top_k=top_k, style=style)))
     return taught(lessons, agents, partial(memory_search, max_turns=2, max_calls=2), n)

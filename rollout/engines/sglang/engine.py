@@ -215,10 +215,6 @@ class SGLangEngine(TrainedEngine):
         """Go on after `pause`."""
         await self._fleet.all("/continue_generation", {})
 
-    async def flush(self) -> None:
-        """Forget every cached prefix; refused while requests run."""
-        await self._fleet.all("/flush_cache")
-
     def close(self) -> None:
         """End the servers that are ours, and remove what was written for them."""
         self._fleet.close()
