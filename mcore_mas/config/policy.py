@@ -284,6 +284,8 @@ class TrackingConfig(Section):
     uri: str  # of MLflow's tracking store
     experiment: str
     traces: int = Field(2, ge=0)  # trajectories of each step with a validation that go there as traces
+    zeros: bool = False  # send metrics that never leave zero, too
+    tags: dict[str, str] = Field(default_factory=dict)  # of MLflow's runs; a suite adds its name, and a paper's tables
 
 
 class NodesConfig(Section):

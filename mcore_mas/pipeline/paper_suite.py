@@ -60,15 +60,22 @@ def paper_suite(tables: Sequence[str], config: Mapping[str, Any]) -> dict[str, A
     except TableError as error:
         raise SuiteError(str(error)) from error
     scale, seeds = str(config.get("scale", "paper")), seeds_of(config)
-    names = dict.fromkeys(name for table in loaded for name in table.experiments)
+    names: dict[str, list[str]] = {}  # experiment -> tables that it is in
+    for table_name, table in zip(tables, loaded, strict=True):
+        for name in table.experiments:
+            names.setdefault(name, []).append(table_name)
     cells = {run: own for table in loaded for run, own in table.config.evaluate.items()}
     return {
         "suite": f"table_{tables[0]}" if len(tables) == 1 else ALL_TABLES,
         "results": str(config.get("results", "results" if scale == "paper" else f"results/{scale}")),
         "scale": scale,
         "experiments": {
-            seeded(name, seed): [f"experiment={name}", *([f"seed={seed}"] if seed != seeds[0] else [])]
-            for name in names
+            seeded(name, seed): [
+                f"experiment={name}",
+                f"+tracking.tags.table='{' '.join(own)}'",
+                *([f"seed={seed}"] if seed != seeds[0] else []),
+            ]
+            for name, own in names.items()
             for seed in seeds
         },
         # at the scale `tiny` nothing is placed

@@ -85,10 +85,11 @@ class Suite:
         if suite.get("share_cold_starts"):
             starts = sharing.same_starts(runs)
             runs = {run: sharing.started_from(config, starts.get(run, run)) for run, config in runs.items()}
+        named = _experiments(overrides)
         return cls(
             name=suite["suite"],
-            runs=runs,
-            experiments=_experiments(overrides),
+            runs={run: _tagged(config, suite=suite["suite"], experiment=named[run]) for run, config in runs.items()},
+            experiments=named,
             overrides=overrides,
             starts=starts,
             cells=_cells(suite.get("evaluate", {}), runs),
@@ -254,6 +255,12 @@ def _composed(
             raise SuiteError(f"suite '{suite['suite']}', run '{run}': {error}") from error
 
     return cache.get({"overrides": settings, "scale": scale}, compose) if cache else compose()
+
+
+def _tagged(config: dict[str, Any], **tags: str) -> dict[str, Any]:
+    """The config with tags for MLflow's runs, beside its own."""
+    tracking = config["tracking"]
+    return {**config, "tracking": {**tracking, "tags": {**tags, **tracking.get("tags", {})}}}
 
 
 def _cells(

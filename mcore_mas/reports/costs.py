@@ -11,53 +11,75 @@ import pandas as pd
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from rollout.base.files import json_lines
+
 _OF_TURNS = ("agent", "completion_ids.list.element", "started_s", "took_s")
 
 
 def run_costs(run: Path, state: str) -> dict[str, str]:
-    """A line of a table on the run in the folder `run` and its evaluation in `state`; without what was not recorded.
+    """A line of a table on the run in the folder `run` and its evaluation in `state`; without what was not recorded."""
+    found, costs, answer = {"experiment": run.name}, training_costs(run), answer_costs(run / "evaluation" / state)
+    devices = _devices(run) if costs else None
+    if devices:
+        found["trained on"] = f"{devices['count']} x {devices['name']}"
+        kind = devices["kind"]
+        found[f"{kind} hours"] = f"{costs[f'{kind.lower()}_hours']:.3g}"
+    if costs:
+        found["tokens sampled in training"] = f"{costs['tokens']:.0f}"
+    if not answer:
+        return found
+    agents = [name.removesuffix("/calls") for name in answer if name.endswith("/calls")]
+    by_agent = [
+        f"{agent.removeprefix('agent/')} {answer[f'{agent}/calls']:.3g} calls, {answer[f'{agent}/tokens']:.4g} tokens, "
+        f"{answer[f'{agent}/seconds']:.3g} s"
+        for agent in agents
+    ]
+    return found | {
+        "tokens of an answer": f"{answer['tokens']:.4g}",
+        "seconds of an answer": f"{answer['seconds']:.3g}",
+        "of which by agent": "; ".join(by_agent),
+    }
+
+
+def training_costs(run: Path) -> dict[str, float]:
+    """`tokens` sampled and `gpu_hours`, or `cpu_hours`, of the finished training of a run; {} before it has finished.
 
     A device hour is an hour of one GPU, or of one CPU where there are none, while steps are taken: starting, validating
-    and writing checkpoints are not in it. Seconds of an answer are from its first call to the end of its last.
+    and writing checkpoints are not in it. Without recorded devices it is left out.
     """
-    return {"experiment": run.name} | _training(run / "train") | _answers(run / "evaluation" / state)
-
-
-def _training(folder: Path) -> dict[str, str]:
-    steps, done = folder / "metrics.jsonl", folder / "done.json"
-    if not (steps.is_file() and done.is_file()):
+    steps = run / "train" / "metrics.jsonl"
+    if not (steps.is_file() and (run / "train" / "done.json").is_file()):
         return {}
-    lines = [json.loads(line) for line in steps.read_text(encoding="utf-8").splitlines()]
-    taken = [line for line in lines if line["step"] >= 0]
+    taken = [line for line in json_lines(steps)[0] if line["step"] >= 0]
     seconds = sum(line["time/collect_s"] + line["time/update_s"] for line in taken)
-    found = {"tokens sampled in training": f"{sum(line['rollout/tokens'] for line in taken):.0f}"}
-    devices: Mapping[str, Any] | None = json.loads(done.read_text(encoding="utf-8")).get("devices")
-    if devices is None:  # of a version that did not record them
-        return found
-    spent = devices["count"] * seconds / 3600
-    return {"trained on": f"{devices['count']} x {devices['name']}", f"{devices['kind']} hours": f"{spent:.3g}"} | found
+    found, devices = {"tokens": float(sum(line.get("rollout/tokens", 0.0) for line in taken))}, _devices(run)
+    return found | ({f"{devices['kind'].lower()}_hours": devices["count"] * seconds / 3600} if devices else {})
 
 
-def _answers(folder: Path) -> dict[str, str]:
-    """Means over the completed trajectories of an evaluation."""
+def _devices(run: Path) -> Mapping[str, Any] | None:
+    """What a finished run trained on; None of a version that did not record it."""
+    devices: Mapping[str, Any] | None
+    devices = json.loads((run / "train" / "done.json").read_text(encoding="utf-8")).get("devices")
+    return devices
+
+
+def answer_costs(folder: Path) -> dict[str, float]:
+    """Tokens and seconds of an answer, and calls, tokens and seconds of each agent in it; {} where none is recorded.
+
+    They are means over the completed trajectories of the evaluation in `folder`. Seconds of an answer are from its
+    first call to the end of its last.
+    """
     parts = [_turns(path, number) for number, path in enumerate(sorted(folder.glob("part_*.parquet")))]
     if not parts or not sum(map(len, parts)):
         return {}
     turns = pd.concat(parts)
     answers = turns.groupby("answer")
-    count = len(answers)
     seconds = (answers["ended"].max() - answers["started"].min()).mean()
-    by_agent = turns.groupby("agent", sort=False)[["tokens", "took"]].agg(["size", "sum"])
-    agents = [
-        f"{agent} {row['tokens', 'size'] / count:.3g} calls, {row['tokens', 'sum'] / count:.4g} tokens, "
-        f"{row['took', 'sum'] / count:.3g} s"
-        for agent, row in by_agent.iterrows()
-    ]
-    return {
-        "tokens of an answer": f"{turns['tokens'].sum() / count:.4g}",
-        "seconds of an answer": f"{seconds:.3g}",
-        "of which by agent": "; ".join(agents),
-    }
+    found = {"tokens": turns["tokens"].sum() / len(answers), "seconds": float(seconds)}
+    for agent, own in turns.groupby("agent", sort=False):
+        sums = {"calls": len(own), "tokens": own["tokens"].sum(), "seconds": own["took"].sum()}
+        found |= {f"agent/{agent}/{name}": float(value) / len(answers) for name, value in sums.items()}
+    return found
 
 
 def _turns(path: Path, number: int) -> pd.DataFrame:

@@ -30,6 +30,7 @@ from mcore_mas.training.measure import Scoreboard, Shards, measure, score_rows
 from mcore_mas.training.placement import gpus_of_servers
 from mcore_mas.training.recipe import identity_of_play
 from mcore_mas.training.stopping import Abandoned, Stopped, StopSignal
+from mcore_mas.training.tracking import made_here
 from rollout.base.files import FolderError, owned, writable, write_json
 from rollout.base.task_group import Watchdog
 from rollout.config.data import prepared_tasks
@@ -80,7 +81,7 @@ def measure_run(run: RunConfig, state: str, out_path: Path, seats: Mapping[str, 
         )
     tasks = board.tasks()
     head = {"run": config.run, "state": state, "k": board.k, "overlong_prompts": config.engine.overlong_prompts}
-    scores = {**head, **board.counts(), "rows": score_rows(tasks), "tasks": tasks}
+    scores = {**head, **board.counts(), "made": made_here(), "rows": score_rows(tasks), "tasks": tasks}
     write_json(out_path, scores)
     return scores
 

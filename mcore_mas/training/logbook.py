@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,19 +12,16 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mcore_mas import code_commit
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import by_place
 from mcore_mas.credit.samples import Sample
 from mcore_mas.reports.pages import drawing
 from mcore_mas.training.joblog import terminal
 from mcore_mas.training.journal import Journal
-from mcore_mas.training.slurm import slurm_job
 from mcore_mas.training.stopping import Stopped
 from mcore_mas.training.traces import Traces, chosen
-from mcore_mas.training.tracking import TrackedRun, Tracker
+from mcore_mas.training.tracking import CLOCK, Tracker, open_tracker
 from rollout.base.text import shown_line
-from rollout.records.files import read_tasks, tasks_digest
 from rollout.records.trajectory import Group
 
 _SHOWN = {
@@ -52,7 +48,7 @@ class Logbook:
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """`step`, counted from 0, is finished."""
-        self._journal.log(step, metrics)
+        self._journal.log(step, {**metrics, CLOCK: time.time()})
         self._tracker.log()
         self._reporter.step(step + 1, {label: metrics[name] for label, name in _SHOWN.items() if name in metrics})
 
@@ -68,17 +64,9 @@ class Logbook:
 def open_logbook(config: RunConfig, config_path: Path, first: int, mlflow_run: str | None) -> Iterator[Logbook]:
     """The logbook of a run that goes on at step `first`, in the MLflow run of before if there is one."""
     path = config.folder / "train" / "metrics.jsonl"
-    run = TrackedRun(
-        name=config.run,
-        params=config.model_dump(mode="json"),
-        tags=_tags(config, config_path),
-        inputs=_inputs(config),
-        id=mlflow_run,
-        first=first,
-    )
     with Reporter(f"{config.run} train", config.trainer.steps, first) as reporter:
         journal = Journal(path, first, reporter.note)
-        tracker = Tracker(config.tracking.uri, config.tracking.experiment, run, path, reporter.note)
+        tracker = open_tracker(config, config_path, first, mlflow_run, reporter.note)
         try:
             yield Logbook(reporter, journal, tracker, Traces(tracker, reporter.note), config.tracking.traces)
         except (KeyboardInterrupt, Stopped):
@@ -88,25 +76,6 @@ def open_logbook(config: RunConfig, config_path: Path, first: int, mlflow_run: s
             tracker.finish("FAILED")
             raise
         tracker.finish("FINISHED")
-
-
-def _tags(config: RunConfig, config_path: Path) -> dict[str, str]:
-    """What runs are looked up and compared by."""
-    models = {f"model.{policy}": str(model) for policy, model in config.models.items()}
-    tags = {"config_sha256": hashlib.sha256(config_path.read_bytes()).hexdigest(), "seed": str(config.seed)}
-    tags |= {"stage": "train", "results": str(config.results), **models}
-    job = slurm_job()
-    return tags | {"commit": code_commit()} | ({"slurm_job": job} if job else {})
-
-
-def _inputs(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """The run's tasks by name: their digest and their file, of which MLflow gets no copy."""
-    files = {split: config.folder / "tasks" / f"{split}.parquet" for split in ("train", "validation")}
-    return {
-        f"{config.run}/{split}": (tasks_digest(read_tasks(file)), str(file.absolute()))
-        for split, file in files.items()
-        if file.is_file()
-    }
 
 
 _SECONDS_BETWEEN_LINES = 15.0  # on a terminal that several jobs share

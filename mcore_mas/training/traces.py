@@ -43,7 +43,7 @@ class Traces:
         run_id = self._tracker.run_id
         if self._refused:
             return
-        if not self._tracker.experiment_id or run_id is None:
+        if not self._tracker.store.experiment_id or run_id is None:
             self._refuse(trajectory, "there is no connection")
             return
         import mlflow
@@ -52,11 +52,11 @@ class Traces:
         log = logging.getLogger(_EXPORTER)
         log.addFilter(said)
         try:
-            mlflow.set_tracking_uri(self._tracker.uri)
-            write_trace(trajectory, advantages, self._tracker.experiment_id, run_id)
+            mlflow.set_tracking_uri(self._tracker.store.uri)
+            write_trace(trajectory, advantages, self._tracker.store.experiment_id, run_id)
             if picture := draw(trajectory):
                 place = f"pictures/step_{trajectory.step:06d}/{file_name(trajectory)}"
-                mlflow.MlflowClient(self._tracker.uri).log_text(run_id, picture, place)
+                mlflow.MlflowClient(self._tracker.store.uri).log_text(run_id, picture, place)
         except Exception as error:  # whatever a store may raise: a trace is worth no training
             said.lines.append(f"{type(error).__name__}: {error}")
         finally:

@@ -1,27 +1,34 @@
 """Metric tracking in MLflow: a run's metrics.jsonl, sent from a thread of its own.
 
-MLflow may be slow, broken or gone: nothing waits for it.
+MLflow may be slow, broken or gone: nothing waits for it. What was sent and not confirmed is sent again with the same
+time, by which MLflow's database knows it: each value is there once.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import logging
-import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.base.files import json_lines, write_json
+from mcore_mas import code_commit
+from mcore_mas.config.run import RunConfig
+from mcore_mas.training.slurm import slurm_job
+from mcore_mas.training.tracking_store import PARENT, MetricRow, Store, metric_name, one_line
+from rollout.base.files import json_lines, sha256, write_json
+from rollout.records.files import read_tasks, tasks_digest
+
+CLOCK = "time/unix_s"  # in metrics.jsonl: when the step ended; no metric
+KEY_METRICS = ("reward/mean", "validation/accuracy")  # are sent also where they never leave zero
 
 _LONGEST_PARAM = 500  # characters; MLflow refuses more than 6000
 _PARAMS_PER_CALL = 100  # MLflow's limit
-_DIGEST = 36  # characters of a data set's digest that MLflow keeps
+_METRICS_TOGETHER = 500  # of several steps, in one call
 _PATIENCE_S = 30.0  # at the end of a run, for MLflow to take what is left
 
 
@@ -67,32 +74,41 @@ class TrackedRun:
     inputs: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # of a data set by name: digest, where it lies
     id: str | None = None  # of the MLflow run to go on in, if the store knows it
     first: int = 0  # step at which it goes on
+    zeros: bool = False  # send metrics that never leave zero, too
+    ended: bool = False  # it is not this process's: tags that its own process wrote down hold
 
 
 class Tracker:
     """One MLflow run, written from a thread of its own; metrics of each agent are `agent/<name>/<metric>`.
 
-    It reads what it sends from metrics.jsonl. So what MLflow does not take is sent later, in this process or the next,
+    It reads what it sends from metrics.jsonl. So what MLflow does not take is sent later, in this process or another,
     and a store that was removed since is filled again. Beside that file mlflow.json says what was sent.
     """
 
     def __init__(
-        self, uri: str, experiment: str, run: TrackedRun, journal: Path, warn: Callable[[str], None] = print
+        self,
+        store: Store,
+        run: TrackedRun,
+        journal: Path,
+        warn: Callable[[str], None] = print,
+        child_of: RunConfig | None = None,
     ) -> None:
         """Begin to connect; returns at once. `warn` gets a line when MLflow fails, and when it works again."""
-        # read by MLflow, which has no call for any of them; a server that hangs is given up, and asked again later
-        os.environ.update(
-            MLFLOW_DISABLE_TELEMETRY="true", DO_NOT_TRACK="true", MLFLOW_ENABLE_ASYNC_TRACE_LOGGING="false"
-        )
-        for name, value in (("TIMEOUT", "10"), ("MAX_RETRIES", "1")):
-            os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
-        self.uri, self._experiment, self._run, self._journal, self._warn = uri, experiment, run, journal, warn
-        self.experiment_id = ""  # both, once it is connected
-        self.run_id: str | None = run.id
+        self.store, self._run, self._journal, self._warn, self._child_of = store, run, journal, warn, child_of
+        self._before = _read_record(journal)
+        written = self._before.get("tags", {})
+        self._tags = written if run.ended and written else run.tags
+        # at its start once more, of the same code and config: it ended before its first checkpoint
+        again = bool(written) and all(written.get(name) == run.tags.get(name) for name in ("config_sha256", "commit"))
+        self._known = [run_id for run_id in (run.id, self._before.get("run") if run.first or again else None) if run_id]
+        self.run_id: str | None = next(iter(self._known), None)
         self.sink = Sink("mlflow")
-        self._client: Any = None
-        self._sent = run.first - 1  # the last step that MLflow has
+        self._key = uuid.uuid4().hex  # of a run that is to be made
+        self._connected = False
+        self._sent = self._had(self.run_id)  # the last step that MLflow has
         self._read = 0  # bytes of metrics.jsonl
+        self._held = _Held() if not run.zeros else None
+        self._last = time.time()  # when the last step ended
         self._faults = 0  # since it worked
         self._again = 0.0  # when to try again
         self.log()
@@ -101,94 +117,120 @@ class Tracker:
         """Have the steps sent that metrics.jsonl has and MLflow lacks."""
         self.sink.put(self._send)
 
-    def finish(self, status: str) -> None:
-        """Close the run as FINISHED, FAILED or KILLED, if MLflow takes that in time."""
+    def finish(self, status: str) -> bool:
+        """Close the run as FINISHED, FAILED or KILLED; whether MLflow has taken all, in time."""
         self.sink.put(lambda: self._send(status))
-        if not self.sink.close(_PATIENCE_S):
+        done = self.sink.close(_PATIENCE_S)
+        if not done:
             self._warn(f"MLflow hangs: steps after {self._sent} are in {self._journal} alone")
+        return done and not self._faults
 
     def _send(self, status: str | None = None) -> None:
         if time.monotonic() < self._again and status is None:
             return
         try:
-            if self._client is None:
+            if not self._connected:
                 self._connect()
             rows, read = json_lines(self._journal, self._read)
-            for row in rows:
-                if row["step"] > self._sent:
-                    self._log_step(row)
+            self._log_rows(rows)
             self._read = read
             if status is not None:
-                self._client.set_terminated(self.run_id, status)
+                self.store.client.set_terminated(self.run_id, status, int(self._last * 1000))
         except Exception as error:  # whatever a store may raise: no metric is worth a run
             self._faults += 1
             self._again = time.monotonic() + min(60.0, 2.0**self._faults)
             if self._faults == 1 or status is not None:
-                why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                self._warn(f"MLflow does not take metrics ({why}); they are in {self._journal} and are sent later")
+                self._warn(f"MLflow does not take metrics ({one_line(error)}); {self._journal} has them for later")
             return
         if self._faults:
             self._warn(f"MLflow works again and has all steps up to {self._sent}")
         self._faults, self._again = 0, 0.0
 
+    def _had(self, run_id: str | None) -> int:
+        """The last step that MLflow has of a run, as far as it is written down."""
+        same = run_id is not None and run_id == self._before.get("run")
+        return int(self._before["sent"]) if same else self._run.first - 1
+
     def _connect(self) -> None:
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
-        logging.getLogger("alembic").setLevel(logging.WARNING)
-        from mlflow.exceptions import MlflowException
-        from mlflow.tracking import MlflowClient
-
-        with _one_at_a_time(self.uri):  # the first client of a new sqlite store writes its tables
-            client = MlflowClient(tracking_uri=self.uri)
-            found = client.get_experiment_by_name(self._experiment)
-            place = _beside(self.uri, self._experiment)
-            experiment_id = (
-                found.experiment_id if found else client.create_experiment(self._experiment, artifact_location=place)
-            )
-        record = self._record()
-        run_id = self._run.id or (record.get("run") if self._run.first else None)
-        if run_id is not None:
-            try:
-                client.update_run(run_id, status="RUNNING")
-            except MlflowException:
-                run_id = None  # the store was removed since
+        store = self.store
+        self._save()  # the tags too wait there
+        store.connect()
+        run_id = next((run_id for run_id in self._known if store.knows(run_id)), None)
+        parent = store.parent(self._child_of) if self._child_of else None
         if run_id is None:
-            run_id = client.create_run(experiment_id, run_name=self._run.name, tags=dict(self._run.tags)).info.run_id
+            run_id = store.run(self._key, self._run.name, self._tags, parent)
             self._sent = -2
-            self._log_params(client, run_id)
-        elif record.get("run") == run_id:
-            self._sent = min(self._sent, int(record["sent"]))
-        self._client, self.experiment_id, self.run_id = client, experiment_id, run_id
+            self._log_params(run_id)
+        else:
+            self._sent = self._had(run_id)
+            store.client.update_run(run_id, status="RUNNING")
+            store.tag(run_id, self._tags if parent is None else {**self._tags, PARENT: parent})
+        store.inputs(run_id, self._run.inputs)
+        self._connected, self.run_id = True, run_id
 
-    def _record(self) -> dict[str, Any]:
-        """What mlflow.json says, {} where it says nothing."""
-        try:
-            record = json.loads(self._journal.with_name("mlflow.json").read_text())
-            return {"run": str(record["run"]), "sent": int(record["sent"])}
-        except (OSError, ValueError, LookupError, TypeError):
-            return {}
+    def _save(self) -> None:
+        record = {"run": self.run_id, "sent": self._sent, "tags": dict(self._tags)}
+        write_json(self._journal.with_name("mlflow.json"), record)
 
-    def _log_params(self, client: Any, run_id: str) -> None:
-        from mlflow.entities import Dataset, DatasetInput, Param
+    def _log_params(self, run_id: str) -> None:
+        from mlflow.entities import Param
 
-        data = [
-            DatasetInput(Dataset(name, digest[:_DIGEST], source_type="local", source=json.dumps({"uri": where})))
-            for name, (digest, where) in self._run.inputs.items()
-        ]
-        if data:
-            client.log_inputs(run_id, datasets=data)
-        rows = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in _flat(self._run.params)]
+        rows = [Param(metric_name(key), str(value)[:_LONGEST_PARAM]) for key, value in _flat(self._run.params)]
         for first in range(0, len(rows), _PARAMS_PER_CALL):
-            client.log_batch(run_id, params=rows[first : first + _PARAMS_PER_CALL])
+            self.store.client.log_batch(run_id, params=rows[first : first + _PARAMS_PER_CALL])
 
-    def _log_step(self, row: Mapping[str, Any]) -> None:
-        from mlflow.entities import Metric
+    def _log_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send what MLflow lacks of these steps, in as few calls as it allows."""
+        waiting: list[MetricRow] = []
+        for number, row in enumerate(rows):
+            self._last = row.get(CLOCK, time.time())
+            metrics = [
+                (name, float(value), self._last, row["step"])
+                for name, value in row.items()
+                if isinstance(value, float | int) and name not in ("step", CLOCK)
+            ]
+            waiting += [
+                metric
+                for metric in (self._held.released(metrics) if self._held else metrics)
+                if row["step"] > self._sent
+            ]
+            if row["step"] > self._sent and (len(waiting) > _METRICS_TOGETHER or number + 1 == len(rows)):
+                self.store.metrics(self.run_id or "", waiting)
+                self._sent, waiting = row["step"], []
+                self._save()
 
-        now, step = int(time.time() * 1000), row["step"]
-        numbers = {key: value for key, value in row.items() if isinstance(value, float | int) and key != "step"}
-        # training counts from 0, MLflow's axis from 1
-        self._client.log_batch(self.run_id, metrics=[Metric(k, float(v), now, step + 1) for k, v in numbers.items()])
-        self._sent = step
-        write_json(self._journal.with_name("mlflow.json"), {"run": self.run_id, "sent": step})
+
+def _read_record(journal: Path) -> dict[str, Any]:
+    """What mlflow.json beside it says, {} where it says nothing."""
+    try:
+        record = json.loads(journal.with_name("mlflow.json").read_text(encoding="utf-8"))
+        return {"run": record["run"], "sent": int(record["sent"]), "tags": dict(record.get("tags", {}))}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+class _Held:
+    """Holds metrics back until they first leave zero; told of a step again, it gives the same again."""
+
+    def __init__(self) -> None:
+        self._zeros: dict[str, dict[int, MetricRow]] = {}
+        self._left: dict[str, int] = {}  # step at which a metric left zero
+
+    def released(self, metrics: Sequence[MetricRow]) -> list[MetricRow]:
+        """Of a step's metrics those to send: with the first that is not zero, the zeros before it."""
+        found: list[MetricRow] = []
+        for metric in metrics:
+            name, value, _, step = metric
+            left = self._left.get(name, step)
+            if value == 0 and name not in KEY_METRICS and step <= left:
+                if name not in self._left:
+                    self._zeros.setdefault(name, {})[step] = metric
+                continue
+            if value != 0 and step <= left:
+                self._left[name] = step
+                found += self._zeros.get(name, {}).values()
+            found.append(metric)
+        return found
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -201,31 +243,58 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return rows
 
 
-def _beside(uri: str, experiment: str) -> str | None:
-    """Where an experiment's artifacts go: next to a local sqlite store, not where the process happens to be started."""
-    path = _sqlite(uri)
-    return None if path is None else str(path.absolute().parent / "mlflow-artifacts" / experiment)
+def store_of(config: RunConfig) -> Store:
+    """Where a run's config has it tracked."""
+    return Store(config.tracking.uri, config.tracking.experiment, config.results)
 
 
-def _sqlite(uri: str) -> Path | None:
-    """The file of a local sqlite store, None of any other."""
-    scheme, _, path = uri.partition(":///")
-    return Path(path) if scheme == "sqlite" else None
+def open_tracker(
+    config: RunConfig,
+    config_path: Path,
+    first: int,
+    mlflow_run: str | None,
+    warn: Callable[[str], None],
+    *,
+    ended: bool = False,
+) -> Tracker:
+    """The tracker of a training that goes on at step `first`, in the MLflow run of before if there is one.
+
+    Args:
+        ended: it has ended, and another process sends what MLflow lacks of it.
+    """
+    inputs = inputs_of(config, "train", "validation")
+    run = TrackedRun(
+        name=f"{config.run} train",
+        params=config.model_dump(mode="json"),
+        tags={"stage": "train", **tags_of(config, config_path, inputs), **({} if ended else made_here())},
+        inputs=inputs,
+        id=mlflow_run,
+        first=first,
+        zeros=config.tracking.zeros,
+        ended=ended,
+    )
+    return Tracker(store_of(config), run, config.folder / "train" / "metrics.jsonl", warn, config)
 
 
-class _one_at_a_time:  # noqa: N801  (used as a `with` verb)
-    """Exclusive access to a local sqlite store, across processes; other stores look after themselves."""
+def tags_of(config: RunConfig, config_path: Path, inputs: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    """What runs are looked up and compared by; digests of the data `inputs` among them."""
+    tags = {**config.tracking.tags, "run": config.run, "seed": str(config.seed), "results": str(config.results)}
+    tags["config_sha256"] = sha256(config_path)
+    tags |= {f"model.{policy}": str(model) for policy, model in config.models.items()}
+    return tags | {f"data.{name.rpartition('/')[2]}": digest for name, (digest, _) in inputs.items()}
 
-    def __init__(self, uri: str) -> None:
-        store = _sqlite(uri)
-        self._path = store and store.with_name(f"{store.name}.lock")
 
-    def __enter__(self) -> None:
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("w")
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+def made_here() -> dict[str, str]:
+    """The code that this process runs and, if it is in one, its job of Slurm, as tags."""
+    job = slurm_job()
+    return {"commit": code_commit()} | ({"slurm_job": job} if job else {})
 
-    def __exit__(self, *_: object) -> None:
-        if self._path is not None:
-            self._file.close()
+
+def inputs_of(config: RunConfig, *splits: str) -> dict[str, tuple[str, str]]:
+    """The run's tasks by name: their digest and their file, of which MLflow gets no copy."""
+    files = {split: config.folder / "tasks" / f"{split}.parquet" for split in splits}
+    return {
+        f"{config.run}/{split}": (tasks_digest(read_tasks(file)), str(file.absolute()))
+        for split, file in files.items()
+        if file.is_file()
+    }

@@ -133,7 +133,9 @@ def test_the_runs_of_a_table_are_placed_on_the_gpus_that_are_named(tmp_path: Pat
 def test_seeds_are_runs_and_policies_are_swapped_within_a_seed() -> None:
     suite = paper_suite(["strongermas_3"], {"seeds": 2, "scale": "tiny"})
     assert suite["results"] == "results/tiny"
-    assert suite["experiments"]["strongermas_t3_tool_alone_seed2"] == ["experiment=strongermas_t3_tool_alone", "seed=2"]
+    assert suite["experiments"]["strongermas_t3_tool_alone_seed2"] == [
+        "experiment=strongermas_t3_tool_alone", "+tracking.tags.table='strongermas_3'", "seed=2",
+    ]  # fmt: skip
     assert suite["evaluate"]["strongermas_t1_plan_path_separate_seed2"]["swapped"] == {
         "tool": "strongermas_t1_plan_path_separate_seed2/planner",
         "planner": "strongermas_t1_plan_path_separate_seed2/tool",

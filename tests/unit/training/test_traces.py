@@ -15,6 +15,7 @@ from mlflow.tracking import MlflowClient
 
 from mcore_mas.training.traces import Traces, chosen
 from mcore_mas.training.tracking import TrackedRun, Tracker
+from mcore_mas.training.tracking_store import Store
 from rollout.records.trajectory import Message, Status, ToolEvent, VersionSpan
 from tests.support.played import group, trajectory, turn
 
@@ -47,7 +48,10 @@ def store(tmp_path_factory):
     uri = f"sqlite:///{folder}/mlflow.db"
     (folder / "metrics.jsonl").touch()
     tracker = Tracker(
-        uri, "teams", TrackedRun(name="r", params={}, tags={}), folder / "metrics.jsonl", warn=pytest.fail
+        Store(uri, "teams", folder),
+        TrackedRun(name="r", params={}, tags={}),
+        folder / "metrics.jsonl",
+        warn=pytest.fail,
     )
     yield uri, tracker
     tracker.finish("FINISHED")
@@ -72,7 +76,7 @@ def read_back(store, played, advantages):
     assert warnings == []
     assert handed_over_s < 0.05  # a step does not wait for the store
     client = MlflowClient(tracking_uri=uri)
-    return client.search_traces(locations=[tracker.experiment_id], run_id=tracker.run_id)
+    return client.search_traces(locations=[tracker.store.experiment_id], run_id=tracker.run_id)
 
 
 def test_a_trajectory_is_a_trace_of_its_run_with_a_span_per_turn_and_tool(store):
@@ -125,7 +129,8 @@ def test_a_store_that_refuses_costs_one_warning(store):
     uri, tracker = store
     warnings: list[str] = []
     done(tracker)
-    elsewhere: Any = SimpleNamespace(uri=uri, experiment_id="12345", run_id=tracker.run_id, sink=tracker.sink)
+    there = SimpleNamespace(uri=uri, experiment_id="12345")
+    elsewhere: Any = SimpleNamespace(store=there, run_id=tracker.run_id, sink=tracker.sink)
     traces = Traces(elsewhere, warnings.append)
     traces.send([PLAYED, replace(PLAYED, id="0/t/5"), replace(PLAYED, id="0/t/6")], {})
     done(tracker)

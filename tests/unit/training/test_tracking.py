@@ -16,19 +16,21 @@ from mlflow.tracking import MlflowClient
 from mcore_mas.reports.study import MetricsError, read_metrics
 from mcore_mas.training import tracking
 from mcore_mas.training.journal import Journal
-from mcore_mas.training.tracking import Sink, TrackedRun, Tracker
+from mcore_mas.training.tracking import CLOCK, Sink, TrackedRun, Tracker
+from mcore_mas.training.tracking_store import Store
 
 
 def opened(folder: Path, uri: str, warn: Callable[[str], None], **run: object) -> tuple[Journal, Tracker]:
     path = folder / "metrics.jsonl"
     journal = Journal(path, int(str(run.get("first", 0))), warn)
-    return journal, Tracker(uri, "e", TrackedRun(name="r", params={"a": {"b": 1}}, tags={}, **run), path, warn)  # type: ignore[arg-type]
+    tracked = TrackedRun(name="r", params={"a": {"b": 1}}, tags={}, zeros=True, **run)  # type: ignore[arg-type]
+    return journal, Tracker(Store(uri, "e", folder), tracked, path, warn)
 
 
 def step(journal: Journal, tracker: Tracker, number: int) -> float:
     """Report a step; seconds that it takes."""
     began = time.monotonic()
-    journal.log(number, {"x": float(number)})
+    journal.log(number, {"x": float(number), CLOCK: 1e9 + number})
     tracker.log()
     return time.monotonic() - began
 
@@ -44,7 +46,7 @@ def test_a_broken_store_stops_nothing_and_is_filled_when_it_works(tmp_path: Path
     journal, tracker = opened(tmp_path, f"sqlite:///{store}", said.append)
     assert max(step(journal, tracker, number) for number in range(-1, 2)) < 1.0
     tracker.finish("KILLED")
-    assert said[0].startswith("MLflow does not take metrics (") and "metrics.jsonl and are sent later" in said[0]
+    assert said[0].startswith("MLflow does not take metrics (") and said[0].endswith("metrics.jsonl has them for later")
     assert "\n" not in "".join(said)
     assert tracker.run_id is None
     uri = f"sqlite:///{tmp_path / 'whole.db'}"  # not in place of the other: MLflow has that open until a process ends
@@ -70,18 +72,18 @@ def test_a_store_that_breaks_in_mid_run_is_sent_what_it_lacks(tmp_path: Path, mo
     connected = threading.Event()
     tracker.sink.put(connected.set)
     assert connected.wait(120)
-    log_batch = tracker._client.log_batch
+    log_batch = tracker.store.client.log_batch
 
     def broken(*_: object, **__: object) -> None:
         raise OSError("malformed")
 
-    monkeypatch.setattr(tracker._client, "log_batch", broken)
+    monkeypatch.setattr(tracker.store.client, "log_batch", broken)
     for number in (1, 2):
         step(journal, tracker, number)
     failed = threading.Event()
     tracker.sink.put(failed.set)
     assert failed.wait(60)
-    monkeypatch.setattr(tracker._client, "log_batch", log_batch)
+    monkeypatch.setattr(tracker.store.client, "log_batch", log_batch)
     tracker.finish("FINISHED")
     assert [line.split(" (")[0] for line in said] == [
         "MLflow does not take metrics", "MLflow works again and has all steps up to 2",

@@ -1,0 +1,120 @@
+"""What MLflow lacks of finished runs, from their folders: steps, evaluations, costs, tables; each is there once."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from urllib.parse import quote
+
+from mcore_mas.config.run import RunConfig
+from mcore_mas.reports.costs import answer_costs, training_costs
+from mcore_mas.training.tracking import inputs_of, open_tracker, store_of, tags_of
+from mcore_mas.training.tracking_store import Store, key_of, one_line
+from rollout.base.files import sha256
+
+LOCAL_PAGES = "http://127.0.0.1:5000"  # of a local store, by `make ui`
+
+
+def publish(
+    results: Path,
+    runs: Iterable[str],
+    files: Mapping[str, Sequence[Path]],
+    warn: Callable[[str], None] = print,
+) -> str | None:
+    """Send MLflow what it lacks of those `runs` that have finished, and `files` as artifacts of a run by their name.
+
+    It gives up where the store fails, and tells `warn`: the next call sends the rest.
+
+    Returns:
+        The address of MLflow's page that compares the trainings; None where the store failed, or none has finished.
+    """
+    stores: dict[tuple[str, str], Store] = {}
+    trained: dict[Store, list[str]] = defaultdict(list)
+    scores: dict[tuple[Store, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    newest = 0.0  # when the last evaluation was written: of two values MLflow shows the later one
+    try:
+        for path in (results / run / "config.yaml" for run in runs):
+            config = RunConfig.load(path)
+            store = store_of(config)
+            store = stores.setdefault((store.uri, store.experiment), store)
+            store.connect()
+            parent = store.parent(config)
+            if run_id := _training(store, config, path, warn):
+                trained[store].append(run_id)
+            for file in sorted((config.folder / "evaluation").glob("*.json")):
+                newest = max(newest, file.stat().st_mtime)
+                for name, value in _evaluation(store, config, path, file, parent).items():
+                    scores[store, parent][name].append(value)
+        for (store, parent), own in scores.items():
+            store.metrics(parent, [(name, fmean(values), newest, -1) for name, values in own.items()])
+        for store in list(stores.values())[:1]:
+            for name, paths in files.items():
+                _artifacts(store, results, name, paths)
+    except Exception as error:  # whatever a store may raise: the files are there, and are sent another time
+        warn(f"MLflow does not take results ({one_line(error)}); `mcore-mas track {results}` sends them later")
+        return None
+    return next((compare_url(store, ids) for store, ids in trained.items()), None)
+
+
+def compare_url(store: Store, run_ids: Sequence[str]) -> str:
+    """The address of MLflow's page on these runs side by side."""
+    pages = store.uri.rstrip("/") if store.uri.startswith("http") else LOCAL_PAGES
+    ids, experiments = (quote(json.dumps(list(own))) for own in (run_ids, [store.experiment_id]))
+    return f"{pages}/#/compare-runs?runs={ids}&experiments={experiments}"
+
+
+class _Refused(RuntimeError):
+    """A store has not taken a run's steps, and has said so."""
+
+
+def _training(store: Store, config: RunConfig, path: Path, warn: Callable[[str], None]) -> str | None:
+    """The MLflow run of a finished training, with all of its steps, its costs and where its models are."""
+    done = config.folder / "train" / "done.json"
+    if not done.is_file():
+        return None
+    written: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
+    tracker = open_tracker(config, path, config.trainer.steps, written.get("mlflow_run"), warn, ended=True)
+    if not tracker.finish("FINISHED") or tracker.run_id is None:
+        raise _Refused(f"steps of {config.run}")
+    at, last = done.stat().st_mtime, config.trainer.steps - 1
+    store.metrics(
+        tracker.run_id, [(f"cost/{name}", value, at, last) for name, value in training_costs(config.folder).items()]
+    )
+    store.tag(tracker.run_id, {f"trained.{policy}": str(model) for policy, model in written["policies"].items()})
+    return tracker.run_id
+
+
+def _evaluation(store: Store, config: RunConfig, path: Path, file: Path, parent: str) -> dict[str, float]:
+    """Have an evaluation's scores and costs sent, if they are not; the scores, by state, metric and data source."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    scores = {f"{row['metric']}/{row['dataset']}": row["value"] for row in found["rows"]}
+    inputs = inputs_of(config, "test")
+    tags = tags_of(config, path, inputs) | {"stage": "evaluate", "state": file.stem, "k": str(found["k"])}
+    tags |= found.get("made", {})
+    run_id = store.run(key_of(file), f"{config.run} evaluate {file.stem}", tags, parent)
+    digest = sha256(file)
+    if store.client.get_run(run_id).data.tags.get("sha256") != digest:
+        costs = answer_costs(file.with_suffix(""))
+        of_agents = {name if name.startswith("agent/") else f"answer/{name}": value for name, value in costs.items()}
+        counts = {f"replies/{name}": float(found[name]) for name in ("replies", "overlong", "cut")}
+        counts["replies/failed"] = float(sum(found["failed"].values()))
+        at = file.stat().st_mtime
+        store.metrics(run_id, [(name, value, at, -1) for name, value in (scores | of_agents | counts).items()])
+        store.inputs(run_id, inputs)
+        store.client.set_terminated(run_id, "FINISHED", int(at * 1000))
+        store.tag(run_id, {"sha256": digest})
+    return {f"{file.stem}/{name}": value for name, value in scores.items()}
+
+
+def _artifacts(store: Store, results: Path, name: str, paths: Sequence[Path]) -> None:
+    run_id = store.run(key_of(results, "tables", name), name, {"stage": "report", "suite": name, "table": name})
+    digest = sha256(*paths)
+    if store.client.get_run(run_id).data.tags.get("sha256") != digest:
+        for path in paths:
+            store.client.log_artifact(run_id, str(path))
+        store.client.set_terminated(run_id, "FINISHED")
+        store.tag(run_id, {"sha256": digest})

@@ -1,0 +1,150 @@
+"""Runs of an MLflow store by key: an experiment's, its trainings' and evaluations', made once, never twice."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import posixpath
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mcore_mas.config.run import RunConfig
+
+PARENT = "mlflow.parentRunId"  # MLflow's tag of a child
+_METRICS_PER_CALL = 1000  # MLflow's limit
+_DIGEST = 36  # characters of a data set's digest that MLflow keeps
+_GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # MLflow's words for a run it has not
+
+MetricRow = tuple[str, float, float, int]  # name, value, seconds since the epoch, step counted from 0
+
+
+class Store:
+    """The experiment of one MLflow store, in which a run has a key: asked for twice, it is made once."""
+
+    def __init__(self, uri: str, experiment: str, results: Path) -> None:
+        """`results` has the lock that keeps two processes from making the same run."""
+        # read by MLflow, which has no call for any of them; a server that hangs is given up, and asked again later
+        os.environ.update(
+            MLFLOW_DISABLE_TELEMETRY="true", DO_NOT_TRACK="true", MLFLOW_ENABLE_ASYNC_TRACE_LOGGING="false"
+        )
+        for name, value in (("TIMEOUT", "10"), ("MAX_RETRIES", "1")):
+            os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
+        self.uri, self.experiment, self._results = uri, experiment, results
+        self.client: Any = None
+        self.experiment_id = ""  # both, once it is connected
+
+    def connect(self) -> None:
+        """Find or make the experiment; whatever a store may raise comes through, here and below."""
+        if self.client is not None:
+            return
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        from mlflow.tracking import MlflowClient
+
+        with self._alone():  # the first client of a new sqlite store writes its tables
+            client = MlflowClient(tracking_uri=self.uri)
+            found = client.get_experiment_by_name(self.experiment)
+            path = _sqlite(self.uri)  # artifacts of a local store lie beside it, not where the process was started
+            place = str(path.absolute().parent / "mlflow-artifacts" / self.experiment) if path else None
+            self.experiment_id = (
+                found.experiment_id if found else client.create_experiment(self.experiment, artifact_location=place)
+            )
+        self.client = client
+
+    def knows(self, run_id: str) -> bool:
+        """Whether the store has a run, which was not deleted there."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return bool(self.client.get_run(run_id).info.lifecycle_stage == "active")
+        except MlflowException as error:
+            if error.error_code in _GONE:
+                return False
+            raise
+
+    def run(self, key: str, name: str, tags: Mapping[str, str], parent: str | None = None) -> str:
+        """The run with this key, with these tags; made where there is none."""
+        tags = {**tags, "key": key} | ({PARENT: parent} if parent else {})
+        with self._alone():
+            found = self.client.search_runs([self.experiment_id], f"tags.key = '{key}'", max_results=1)
+            run_id: str = (
+                found[0].info.run_id if found else self.client.create_run(self.experiment_id, run_name=name).info.run_id
+            )
+            self.tag(run_id, tags)
+        return run_id
+
+    def parent(self, config: RunConfig) -> str:
+        """The run of an experiment, whose trainings and evaluations, of all its seeds, are its children."""
+        own = config.tracking.tags
+        name = own.get("experiment", config.run)
+        tags = {**own, "stage": "experiment", "results": str(config.results)}
+        run_id = self.run(key_of(config.results, own.get("suite", ""), name), name, tags)
+        self.client.update_run(run_id, status="FINISHED")  # it takes no time of its own
+        return run_id
+
+    def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
+        """Set tags of a run."""
+        from mlflow.entities import RunTag
+
+        self.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+
+    def metrics(self, run_id: str, rows: Sequence[MetricRow]) -> None:
+        """Send metrics."""
+        from mlflow.entities import Metric
+
+        # training counts from 0, MLflow's axis from 1
+        metrics = [Metric(metric_name(name), value, int(at * 1000), step + 1) for name, value, at, step in rows]
+        for first in range(0, len(metrics), _METRICS_PER_CALL):
+            self.client.log_batch(run_id, metrics=metrics[first : first + _METRICS_PER_CALL])
+
+    def inputs(self, run_id: str, inputs: Mapping[str, tuple[str, str]]) -> None:
+        """Say which data sets a run reads, by digest and place; the store gets no copy."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        data = [
+            DatasetInput(
+                Dataset(name, digest[:_DIGEST], source_type="local", source=json.dumps({"uri": where})),
+                [InputTag("mlflow.data.context", name.rpartition("/")[2])],
+            )
+            for name, (digest, where) in inputs.items()
+        ]
+        if data:
+            self.client.log_inputs(run_id, datasets=data)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Exclusive access, across processes: to a local sqlite store, or to what runs of these results make."""
+        path = _sqlite(self.uri)
+        lock = path.with_name(f"{path.name}.lock") if path else self._results / "mlflow.lock"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def key_of(*parts: Path | str) -> str:
+    """A key that names the same everywhere on the machines that share these paths."""
+    text = "\0".join(str(part.absolute() if isinstance(part, Path) else part) for part in parts)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def metric_name(name: str) -> str:
+    """`name` as MLflow takes it: of letters, digits and _-./: and blanks, as `avg_at_4/gsm8k`."""
+    return posixpath.normpath(re.sub(r"[^\w.\-/ :]", "_", name.replace("@", "_at_"))).lstrip("/")[:250]
+
+
+def one_line(error: BaseException) -> str:
+    """What a store said, short."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def _sqlite(uri: str) -> Path | None:
+    """The file of a local sqlite store, None of any other."""
+    scheme, _, path = uri.partition(":///")
+    return Path(path) if scheme == "sqlite" else None
