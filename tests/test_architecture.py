@@ -55,7 +55,7 @@ ENVIRONMENT_READERS = {
     "mcore_mas/pipeline/suite.py": "the jobs of a suite import the Python code beside it",
     "mcore_mas/pipeline/sources.py": "huggingface_hub takes the address of its hub from nowhere else",
     "mcore_mas/pipeline/base_model.py": "tokenizers takes its number of threads from nowhere else",
-    "mcore_mas/training/tracking.py": "MLflow's telemetry has no other switch",
+    "mcore_mas/training/tracking_store.py": "MLflow's telemetry has no other switch",
     "mcore_mas/training/slurm.py": "Slurm tells a job its number in no other way",
     "mcore_mas/megatron/step/trainer_group.py": "gloo and NCCL take their network interface from nowhere else",
     "mcore_mas/training/cluster.py": "Ray joins the cluster of RAY_ADDRESS unless it is removed",

@@ -8,10 +8,13 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 import psutil
 import typer
@@ -21,6 +24,7 @@ from rollout.base.processes import start_group, stop_group
 machine_commands = typer.Typer()
 _PANEL = "This machine"
 HOST = "127.0.0.1"  # the pages have no password
+TRAININGS = "tags.stage = 'train'"  # MLflow's words for them
 
 
 class UiError(RuntimeError):
@@ -52,7 +56,10 @@ def serve_mlflow(store: str, port: int) -> None:
     }
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     child = start_group(command, env=environment, death=signal.SIGTERM)
-    print(f"MLflow: http://{HOST}:{port}  (Ctrl-C ends it)", flush=True)
+    print(
+        f"MLflow: http://{HOST}:{port}{_first_page(Path(path)) if scheme == 'sqlite' else ''}  (Ctrl-C ends it)",
+        flush=True,
+    )
     try:
         status = child.wait()
     except KeyboardInterrupt:
@@ -60,6 +67,16 @@ def serve_mlflow(store: str, port: int) -> None:
     finally:
         stop_group(child)
     raise UiError(f"the MLflow server ended with status {status}; what it said is above")
+
+
+def _first_page(store: Path) -> str:
+    """The page of the experiment in which a run was last begun: its trainings."""
+    with closing(sqlite3.connect(f"{store.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        try:
+            last = database.execute("SELECT experiment_id FROM runs ORDER BY start_time DESC LIMIT 1").fetchone()
+        except sqlite3.Error:  # MLflow says what is wrong with it
+            last = None
+    return f"/#/experiments/{last[0]}/runs?searchFilter={quote(TRAININGS)}" if last else ""
 
 
 @machine_commands.command("ui", rich_help_panel=_PANEL)

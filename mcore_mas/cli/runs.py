@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rollout.base.files import FolderError
 from rollout.base.text import shown_line
 
 run_commands = typer.Typer()
@@ -51,6 +52,21 @@ def compare_runs(first: _Folder, second: _Folder) -> None:
         interval = f"[{100 * row.low:+.1f}, {100 * row.high:+.1f}]"
         scores.add_row(row.state, row.metric, *numbers, Text(interval), str(row.tasks))
     console.print(scores)
+
+
+@run_commands.command("track", rich_help_panel=_PANEL)
+def track_results(results: Annotated[Path, typer.Argument(help="The folder of the runs.")] = Path("results")) -> None:
+    """Send MLflow what it lacks of a folder's finished runs: steps, evaluations, costs, tables and charts."""
+    from mcore_mas.training.publish import publish
+
+    if not results.is_dir():
+        raise FolderError(f"{results}: no such folder; name the folder of the runs")
+    runs = [file.parent.name for file in sorted(results.glob("*/config.yaml"))]
+    said: list[str] = []
+    page = publish(results, runs, [file.stem for file in sorted(results.glob("tables/*.csv"))], said.append)
+    print("\n".join([*said, *([page] if page else [])]))
+    if said:
+        raise typer.Exit(1)
 
 
 @run_commands.command("chat", rich_help_panel=_PANEL)

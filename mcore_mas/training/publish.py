@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
-from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.costs import answer_costs, training_costs
 from mcore_mas.training.tracking import inputs_of, open_tracker, store_of, tags_of
 from mcore_mas.training.tracking_store import Store, key_of, one_line
@@ -20,12 +20,9 @@ LOCAL_PAGES = "http://127.0.0.1:5000"  # of a local store, by `make ui`
 
 
 def publish(
-    results: Path,
-    runs: Iterable[str],
-    files: Mapping[str, Sequence[Path]],
-    warn: Callable[[str], None] = print,
+    results: Path, runs: Iterable[str], tables: Iterable[str], warn: Callable[[str], None] = print
 ) -> str | None:
-    """Send MLflow what it lacks of those `runs` that have finished, and `files` as artifacts of a run by their name.
+    """Send MLflow what it lacks of those `runs` that have finished, and `tables` with their charts as artifacts.
 
     It gives up where the store fails, and tells `warn`: the next call sends the rest.
 
@@ -38,7 +35,11 @@ def publish(
     newest = 0.0  # when the last evaluation was written: of two values MLflow shows the later one
     try:
         for path in (results / run / "config.yaml" for run in runs):
-            config = RunConfig.load(path)
+            try:
+                config = RunConfig.load(path)
+            except ConfigError as error:  # of another version; the others are sent
+                warn(f"MLflow gets nothing of this run: {one_line(error)}")
+                continue
             store = store_of(config)
             store = stores.setdefault((store.uri, store.experiment), store)
             store.connect()
@@ -52,8 +53,8 @@ def publish(
         for (store, parent), own in scores.items():
             store.metrics(parent, [(name, fmean(values), newest, -1) for name, values in own.items()])
         for store in list(stores.values())[:1]:
-            for name, paths in files.items():
-                _artifacts(store, results, name, paths)
+            for name in tables:
+                _artifacts(store, results, name)
     except Exception as error:  # whatever a store may raise: the files are there, and are sent another time
         warn(f"MLflow does not take results ({one_line(error)}); `mcore-mas track {results}` sends them later")
         return None
@@ -110,7 +111,11 @@ def _evaluation(store: Store, config: RunConfig, path: Path, file: Path, parent:
     return {f"{file.stem}/{name}": value for name, value in scores.items()}
 
 
-def _artifacts(store: Store, results: Path, name: str, paths: Sequence[Path]) -> None:
+def _artifacts(store: Store, results: Path, name: str) -> None:
+    """Have a table and its page of charts sent, if they are there and were not sent as they are."""
+    paths = sorted([*results.glob(f"tables/{name}.[cmh]*"), *results.glob(f"figures/{name}/*.html")])
+    if not paths:
+        return
     run_id = store.run(key_of(results, "tables", name), name, {"stage": "report", "suite": name, "table": name})
     digest = sha256(*paths)
     if store.client.get_run(run_id).data.tags.get("sha256") != digest:

@@ -1,4 +1,4 @@
-"""Rule `report`: writes Snakemake's HTML report of the finished table and curves."""
+"""Rule `report`: writes Snakemake's HTML report of the finished table and curves, and sends MLflow the results."""
 
 from pathlib import Path
 
@@ -6,6 +6,9 @@ from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.suite import make_report
+    from mcore_mas.training.publish import publish
 
-    targets = [snakemake.input.table, *snakemake.input.figures]
-    make_report(dict(snakemake.params.suite), targets, Path(snakemake.output.html))
+    suite, out = dict(snakemake.params.suite), Path(snakemake.output.html)
+    page = publish(out.parents[1], suite["experiments"], [suite["suite"]])
+    links = {"links": {"Compare the trainings in MLflow": page}} if page else {}
+    make_report({**suite, **links}, [snakemake.input.table, *snakemake.input.figures], out)
