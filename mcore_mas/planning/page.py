@@ -13,7 +13,7 @@ from mcore_mas.planning.choose import Cluster, PlanError, choose_placement, desc
 from mcore_mas.planning.estimate import ASSUMED, GPUS, Placement, RunEstimate
 from mcore_mas.planning.memory import LOGITS, count_parameters
 from mcore_mas.reports.pages import render_page
-from mcore_mas.reports.published import published_experiments
+from mcore_mas.reports.published import paper_hardware, published_experiments, read_published
 from rollout.models.architecture import published_shapes
 
 PLAN = CONFIGS.parent / "docs" / "plan.md"
@@ -31,16 +31,25 @@ def render_plan(names: Sequence[str] | None = None) -> str:
         gpus=GPUS,
         logits=LOGITS >> 20,
         models=published_shapes(),
+        hardware=read_published()["hardware"],
+        sources=read_published()["sources"],
     )
 
 
 def plan_row(name: str) -> list[str]:
-    """The cells of an experiment in the page's table: its name, its models, and what it gets of each cluster."""
+    """The cells of an experiment in the page's table: name, models, what it gets of each cluster and of its paper's."""
     config = RunConfig.check(resolve([f"experiment={name}"]), name)
     sizes = [f"{count_parameters(a) / 1e9:.1f}B" for a in shapes_of(config).values()]
     models = " + ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes))
     critics = " and critics" if any(config.policies[p].critic for p in config.trained) else ""
-    return [f"`{name}`", models + critics, *(_cell(config, cluster) for cluster in _SHOWN)]
+    return [f"`{name}`", models + critics, *(_cell(config, cluster) for cluster in _SHOWN), _own(config, name)]
+
+
+def _own(config: RunConfig, name: str) -> str:
+    gpus = paper_hardware(name)
+    if gpus is None:
+        return "not named"
+    return gpus if gpus in map(str, _SHOWN) else f"{gpus}: {_cell(config, Cluster.parse(gpus))}"
 
 
 def _cell(config: RunConfig, cluster: Cluster) -> str:

@@ -121,7 +121,7 @@ class PublishedValue:
 
 @cache
 def read_published() -> dict[str, Any]:
-    """docs/published.yaml: `sources`, `families` and `rows`."""
+    """docs/published.yaml: `sources`, `families`, `hardware` and `rows`."""
     return dict(read_yaml(EXPERIMENTS_PAGE.with_name("published.yaml")))
 
 
@@ -142,6 +142,12 @@ def published_values(experiment: str) -> dict[str, PublishedValue]:
         )
         for name, (value, source) in theirs.items()
     }
+
+
+def paper_hardware(experiment: str) -> str | None:
+    """The GPUs that an experiment's paper names, such as 8xH100; None where it names none."""
+    found = [own["gpus"] for own in read_published()["hardware"] if any(fnmatch(experiment, p) for p in own["of"])]
+    return found[-1] if found else None
 
 
 def expand_braces(pattern: str) -> list[str]:

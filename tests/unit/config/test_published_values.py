@@ -31,6 +31,7 @@ def test_hyperparameters_are_the_papers_or_say_why_not(experiment: str) -> None:
 def test_every_value_has_a_source_that_is_described() -> None:
     sources = read_published()["sources"]
     used = [source for family in read_published()["families"] for _, source in family.get("values", {}).values()]
+    used += [own["source"] for own in read_published()["hardware"]]
     assert set(used) == set(sources)
 
 
