@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 
 META = torch.device("meta")
 PEAK, MEMORY, LAUNCH = 0.9 * 790e12, 0.8 * 4.8e12, 2.5e-6  # operations and bytes a second, seconds
@@ -105,10 +108,13 @@ class Meter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.region = "other"
+        self.bytes = 0  # on the device now
+        self._storages: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.clear()
 
     def clear(self) -> None:
         """Begin to count anew."""
+        self.peak = self.bytes  # most of them at a time
         self.launches: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
@@ -116,6 +122,18 @@ class Meter(TorchDispatchMode):
         self.copies: Counter[str] = Counter()  # from memory that is not page-locked: where
         self.uploads = 0  # from memory that is
         self.mixed: Counter[str] = Counter()  # operations on tensors of two devices: where
+
+    def held(self, tensor: Any) -> None:
+        """Count the storage of a tensor on the device until nobody holds it."""
+        storage = tensor.untyped_storage()
+        if tensor.device.type == "meta" and storage not in self._storages and storage.nbytes():
+            self._storages[storage] = storage.nbytes()
+            weakref.finalize(storage, self._freed, storage.nbytes())
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+
+    def _freed(self, size: int) -> None:
+        self.bytes -= size
 
     def within(self, name: str, function: Any) -> Any:
         """The function, metered as a region."""
@@ -144,6 +162,8 @@ class Meter(TorchDispatchMode):
             self.mixed[f"{name} {place()}"] += 1
         made = None if there and name.startswith("_fused_adam") else func(*args, **kwargs)  # `meta` has no such kernel
         results = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+        for x in results:
+            self.held(x)
         if name == "_to_copy" and not there and any(x.device.type == "meta" for x in results):
             self._crossed(to_host=False)
         elif (there or any(x.device.type == "meta" for x in results)) and name not in self.FREE and space != "c10d":
@@ -317,9 +337,9 @@ def move(module: Any, change: Any, recurse: bool = True) -> Any:
 
 
 def measure(
-    meter: Meter, folder: Path, *, model: str, layout: str, microbatches: int = 1, **spec: Any
+    meter: Meter, folder: Path, *, model: str, layout: str, microbatches: int = 1, updates: int = 1, **spec: Any
 ) -> dict[str, Any]:
-    """One update of a model of `benchmarks.gpu.shapes`, as figures."""
+    """One update of a model of `benchmarks.gpu.shapes`, or the last of several, as figures."""
     from benchmarks.gpu.shapes import LAYOUTS, MODELS, make_batch, operations, write_model
     from mcore_mas.equations.losses import ValueObjective
     from mcore_mas.megatron.spec import LoraSpec, TrainerSpec, destroy_process_groups, init_process_groups
@@ -333,14 +353,18 @@ def measure(
     trainer_spec = TrainerSpec(model=str(path), init="random", **{"bf16": True, **spec})
     vocab = int(MODELS[model]["vocab_size"])
     began = time.process_time()
+    gc.collect()
+    others = meter.bytes  # of earlier trainers
     with OnMeta(), meter:
         init_process_groups(trainer_spec, rank=0, threads=1)
         trainer = MegatronTrainer(trainer_spec)
         batches = [make_batch(LAYOUTS[layout], vocab=vocab, seed=i) for i in range(microbatches * trainer_spec.dp)]
         if critic:
             batches = [replace(batch, values=batch.weights, returns=batch.advantages) for batch in batches]
-        meter.clear()
-        trainer.update(batches)
+        for _ in range(updates):
+            meter.clear()
+            kept = meter.bytes - others
+            trainer.update(batches)
         destroy_process_groups()
     layers = int(MODELS[model]["num_hidden_layers"])
     seconds, launches = sum(meter.seconds.values()), sum(meter.launches.values())
@@ -349,6 +373,7 @@ def measure(
         "model": model,
         "layout": layout,
         "tokens": len(batches[0].token_ids),
+        "bytes": {"kept": kept, "peak": meter.peak - others},
         "launches": launches,
         "launches_of_attention_per_layer": meter.launches["attention"] / layers / microbatches,
         "milliseconds": {name: round(1e3 * value, 1) for name, value in meter.seconds.most_common()},

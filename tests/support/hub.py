@@ -23,6 +23,7 @@ class FakeHub:
     cut: dict[str, int] = field(default_factory=dict)  # bytes of a file that arrive the first time; then 503, once
     swapped: set[str] = field(default_factory=set)  # files whose last byte is another than the listing's digest says
     asked: list[tuple[str, str | None]] = field(default_factory=list)  # (path, Range) of every request
+    tokens_elsewhere: set[str] = field(default_factory=set)  # that were sent to the host of large files
     url: str = ""
 
 
@@ -49,6 +50,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub, path = self.hub, unquote(urlsplit(self.path).path).strip("/")
         if path.startswith("cdn/"):
+            assert self.headers["Host"].startswith("localhost:")
+            hub.tokens_elsewhere |= {value for key, value in self.headers.items() if key == "Authorization"}
             self._file(*path.removeprefix("cdn/").split("@"))
             return
         hub.asked.append((path, self.headers.get("Range")))
@@ -64,8 +67,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, json.dumps(self._listing(name)).encode(), {"Content-Type": "application/json"})
         elif name in hub.gated and self.headers.get("Authorization") != "Bearer hf_good":
             self._answer(403, b"", {"X-Error-Code": "GatedRepo"})
-        elif "." in file:  # large files lie elsewhere
-            self._answer(302, b"", {"Location": f"{hub.url}/cdn/{name}@{file}"})
+        elif "." in file:  # large files lie elsewhere, on a host of another name
+            elsewhere = hub.url.replace("127.0.0.1", "localhost")
+            self._answer(302, b"", {"Location": f"{elsewhere}/cdn/{name}@{file}"})
         else:
             self._file(name, file)
 

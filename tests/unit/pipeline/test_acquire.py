@@ -130,8 +130,12 @@ def test_what_cannot_be_had_says_what_to_do(hub: FakeHub, monkeypatch: pytest.Mo
         AcquireError, match=rf"no access \(403\); accept the licence llama3.2 at {page}, and set HF_TOKEN"
     ):
         acquire(DATA, Path("r.json"), client(hub))
+    monkeypatch.setenv("HF_TOKEN", "hf_bad")
+    with pytest.raises(AcquireError, match=r"some/math: no access \(403\)"):
+        acquire(DATA, Path("r.json"), client(hub))
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     acquire(DATA, Path("r.json"), client(hub))
+    assert hub.tokens_elsewhere == set()  # the file came from another host, which learns no token
     Path(DATA).unlink()
     named(monkeypatch, files=("train.jsonl", "train-*.parquet"))
     with pytest.raises(AcquireError, match=r"no file like train.jsonl or train-\*.parquet; it has test.jsonl, README"):
