@@ -151,12 +151,17 @@ def trainer_kinds(config: RunConfig, policy: str, placement: Placement) -> dict[
         bf16=own.bf16,
         distributed_optimizer=own.distributed_optimizer,
         recompute=placement.recompute,
-        tokens=placement.tokens,
+        tokens=_own(own.own.trainer.get("microbatch_tokens"), placement.tokens),
         host_moments=placement.one_by_one,
         agents=sum(agent.policy == policy and agent.loss_weight > 0 for agent in config.agents.values()),
         lora=own.lora,
     )
     return {"trainer": kind, **({"critic": replace(kind, value_head=True)} if own.critic is not None else {})}
+
+
+def _own(own: object, runs: int) -> int:
+    """A setting of a policy, or the run's."""
+    return own if isinstance(own, int) else runs
 
 
 def memory_of_trainers(
@@ -253,9 +258,13 @@ def _phases(
     Keys and values take what is left, at most what all slots can fill and at least one longest sequence.
     """
     usable, context = assumed.usable * gpu.memory * _GB, assumed.process * _GB
-    token = {policy: kv_bytes(a, placement.engine_tp) for policy, a in models.items()}
-    least = max(token.values()) * config.engine.max_length
-    most = max(token.values()) * config.engine.max_length * config.engine.slots
+    own = {policy: config.policies[policy].own.engine for policy in models}
+    longest = {  # sequence of each policy
+        policy: kv_bytes(a, placement.engine_tp) * _own(own[policy].get("max_length"), config.engine.max_length)
+        for policy, a in models.items()
+    }
+    least = max(longest.values())
+    most = max(size * _own(own[policy].get("slots"), config.engine.slots) for policy, size in longest.items())
     if placement.pool == "split":
         kv = min(most, max(least, usable - max(weights.values()) - context))
         return kv, max(memory.total for memory in trainers.values()) + context, max(weights.values()) + kv + context

@@ -25,10 +25,10 @@ SPEED = {  # estimated share of an H200's peak that an update has at least, and 
     "1.7b whole": ({"model": "1.7b", "layout": "whole"}, 0.42, 3_800),
     "0.5b groups": ({"model": "0.5b", "layout": "groups"}, 0.365, 3_000),
 }
-MEMORY = {"model": "0.5b", "layout": "groups", "updates": 2}  # of the second, which has Adam's moments from the start
+MEMORY = {"model": "0.5b", "layout": "groups", "updates": 2}  # the second, which has Adam's moments from the start
 # Model and way of an update of 16384 tokens, and the least share of the planned peak that the meter may count. Plans are
-# to be upper figures. What they count too much is of norms and rotations, which a GPU computes without float32 copies:
-# most where queries and keys have norms (1.7b), least where layers are computed again.
+# to be upper figures: they count float32 copies in norms and rotations, which a GPU does without. That is most where
+# queries and keys have norms (1.7b), and least where layers are computed again.
 HELD: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({}, 0.87),
     "recomputed": ({"recompute": True}, 0.9),

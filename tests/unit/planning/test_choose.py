@@ -154,6 +154,26 @@ def test_a_run_that_fits_nothing_says_what_would() -> None:
     assert not ahead.colocated  # nothing rests while the team acts beside the training
 
 
+def test_a_policys_own_settings_are_planned_with() -> None:
+    """Twice the micro-batch is twice the activations of that policy; an engine of another cut is no plan's."""
+    name, kind = "drmas_t1_4b_separate_drmas", Cluster.parse("8xH100")
+    plain, own = config(name), config(name, "policies.verifier.own.trainer={microbatch_tokens: 32768}")
+    place = alone(layouts=dict.fromkeys(("solver", "verifier"), ParallelLayout(dp=2)))
+    found, more = (estimate_run(run, shapes_of(run), place, GPUS["H100"]) for run in (plain, own))
+    before, after = (found.trainers[name, "trainer"].activations for name in ("solver", "verifier"))
+    assert before == after and more.trainers["solver", "trainer"].activations == before
+    assert more.trainers["verifier", "trainer"].activations == 2 * before
+    short = config(name, *(f"policies.{p}.own.engine={{max_length: 12288, slots: 1}}" for p in ("solver", "verifier")))
+    # one sequence of 36 layers, eight heads of 128, keys and values of two bytes
+    assert (
+        estimate_run(short, shapes_of(short), place, GPUS["H100"]).kv == 12288 * 36 * 8 * 128 * 2 * 2 == 12288 * 147_456
+    )
+    with pytest.raises(
+        PlanError, match=r"policies.verifier.own.engine.tp: plans cut the engines of all policies alike"
+    ):
+        choose_placement(config(name, "policies.verifier.own.engine={tp: 2}"), kind)
+
+
 @pytest.mark.parametrize("text", ["8", "0xH100", "8xH1000", "x"])
 def test_gpus_that_nobody_knows_are_refused(text: str) -> None:
     with pytest.raises(PlanError, match=r"expected a number and a kind, for example 8xH100; kinds: H100, H200, A100"):
