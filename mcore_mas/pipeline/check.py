@@ -11,7 +11,8 @@ from typing import Any
 from mcore_mas.config.models import check_layout, cold_started
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.sources import known_sources
-from mcore_mas.pipeline.suite import Suite, SuiteError
+from mcore_mas.pipeline.suite import Suite
+from mcore_mas.pipeline.suite_file import SuiteError
 from rollout.base.errors import ModelError
 from rollout.models.architecture import Architecture, read_architecture
 from rollout.models.chat_template import has_chat_template

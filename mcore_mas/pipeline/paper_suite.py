@@ -11,7 +11,8 @@ from typing import Any
 from mcore_mas import code_commit
 from mcore_mas.pipeline.check import complaints
 from mcore_mas.pipeline.sources import acquirable, listed, size_gb
-from mcore_mas.pipeline.suite import Suite, SuiteError
+from mcore_mas.pipeline.suite import Suite
+from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
 from rollout.base.files import write_json
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import yaml
 
 from mcore_mas import SHIPPED
@@ -22,6 +18,14 @@ from mcore_mas.config.compose import experiments, resolve
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from mcore_mas.pipeline import sharing
 from mcore_mas.pipeline.config_cache import ConfigCache
+from mcore_mas.pipeline.suite_file import (
+    SuiteError,
+    check_schema,
+    check_writable,
+    combinations,
+    make_importable,
+    own_configs,
+)
 from mcore_mas.planning.jobs import JobNeeds, Stage, job_needs
 from rollout.base.errors import ModelError
 from rollout.base.files import write_text
@@ -30,11 +34,6 @@ from rollout.tasks.splits import SPLITS
 
 SNAKEFILE = SHIPPED / "workflow" / "Snakefile"
 _BY_SUITE = ("tables", "figures", "reports")  # folders of results whose files have a suite's name
-SUITE_SCHEMA = SHIPPED / "workflow" / "schemas" / "suite.schema.json"
-
-
-class SuiteError(ValueError):
-    """A suite cannot be used: says which key of which run, what was expected and what to do."""
 
 
 class ReportError(RuntimeError):
@@ -70,12 +69,12 @@ class Suite:
             SuiteError: a key is unknown or of the wrong type, an override does not compose, or a folder is not there
                 or cannot be written.
         """
-        _check_schema(suite)
-        configs = _own_configs(suite, folder)
+        check_schema(suite)
+        configs = own_configs(suite, folder)
         code = [path.resolve() for path in (folder, configs and configs.parent) if path]
-        _make_importable(*code)
-        _check_writable(Path(suite.get("results", "results")))
-        own = {**suite.get("experiments", {}), **_combinations(suite.get("grid"))}
+        make_importable(*code)
+        check_writable(Path(suite.get("results", "results")))
+        own = {**suite.get("experiments", {}), **combinations(suite.get("grid"))}
         overrides = {run: [*items, *suite.get("overrides", [])] for run, items in own.items()}
         known = ConfigCache(cache / f"{suite['suite']}.json", configs, code) if cache else None
         runs = {run: _composed(suite, run, own, configs, known) for run, own in overrides.items()}
@@ -202,40 +201,6 @@ class Suite:
         )
 
 
-def check_suite_files(files: Sequence[Path | str]) -> None:
-    """Refuse a target among the files of `--configfile`, which takes every word up to the next option.
-
-    Raises:
-        SuiteError: a file after the first is no YAML.
-    """
-    targets = [str(file) for file in files[1:] if Path(file).suffix not in (".yaml", ".yml")]
-    if targets:
-        raise SuiteError(
-            f"--configfile took {targets[0]} for a suite; name targets before it: "
-            f"snakemake {' '.join(targets)} --configfile {files[0]}"
-        )
-
-
-def check_command(arguments: Sequence[str]) -> None:
-    """`check_suite_files` for a command line of Snakemake, which its profile calls before Snakemake reads any file.
-
-    Raises:
-        SystemExit: with the error in one line.
-    """
-    files, taken = [], False
-    for word in arguments:
-        if word.startswith("-"):
-            taken = word in ("--configfile", "--configfiles")
-        elif taken:
-            files.append(word)
-    try:
-        check_suite_files(files)
-    except SuiteError as error:
-        raise SystemExit(f"error: {error}") from None
-    if missing := [file for file in files if not Path(file).is_file()]:
-        raise SystemExit(f"error: --configfile {missing[0]}: no such suite file")
-
-
 def _composed(
     suite: Mapping[str, Any], run: str, overrides: Sequence[str], configs: Path | None, cache: ConfigCache | None
 ) -> dict[str, Any]:
@@ -344,65 +309,8 @@ def planned_runs(suite: str) -> list[RunConfig]:
     return [RunConfig.check(dict(config), run) for run, config in load_suite(suite).runs.items()]
 
 
-def _own_configs(suite: Mapping[str, Any], folder: Path | None) -> Path | None:
-    """The folder of configs that a suite names in `config_dir`, or `configs` beside it if that is there."""
-    named = suite.get("config_dir")
-    configs = ((folder or Path()) / (named or "configs")).resolve()
-    if named and not configs.is_dir():
-        raise SuiteError(f"config_dir: {configs} is not a folder; expected one with experiment/, team/ or other groups")
-    return configs if named or (folder and configs.is_dir()) else None
-
-
-def _make_importable(*folders: Path) -> None:
-    new = [path for path in dict.fromkeys(str(folder.resolve()) for folder in folders) if path not in sys.path]
-    sys.path[:0] = new
-    os.environ["PYTHONPATH"] = os.pathsep.join([*new, *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 def _pattern(names: Sequence[str]) -> str:
     return "|".join(map(re.escape, names)) or "(?!)"  # (?!) matches no run
-
-
-def _combinations(grid: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """The runs of a grid with their overrides: an override per axis, then the settings of its value, then all runs'."""
-    if grid is None:
-        return {}
-    runs = {}
-    for values in itertools.product(*grid["axes"].values()):
-        own = [f"{axis}={value}" for axis, value in zip(grid["axes"], values, strict=True)]
-        own += [item for value in values for item in grid.get("settings", {}).get(str(value), [])]
-        runs["_".join(str(value) for value in values)] = own + grid.get("overrides", [])
-    return runs
-
-
-def _check_schema(suite: Mapping[str, Any]) -> None:
-    if "published" in suite:
-        raise SuiteError(
-            "suite file, published: a paper's numbers are a file of workflow/tables now, and `snakemake table_NAME` "
-            "puts ours beside them (docs/tables.md); take this key out"
-        )
-    validator = jsonschema.Draft202012Validator(json.loads(SUITE_SCHEMA.read_text(encoding="utf-8")))
-    error = jsonschema.exceptions.best_match(validator.iter_errors(suite))
-    if error is not None:
-        place = "/".join(map(str, error.absolute_path)) or "top level"
-        known = error.schema.get("properties", {})
-        unknown = (
-            [key for key in error.instance if key not in known] if error.validator == "additionalProperties" else []
-        )
-        near = nearest(unknown[0], known) if unknown else ""
-        trouble = f"unknown key '{unknown[0]}'; known here: {', '.join(known)}{near}" if unknown else error.message
-        raise SuiteError(f"suite file, {place}: {trouble} (workflow/schemas/suite.schema.json says what is allowed)")
-
-
-def _check_writable(results: Path) -> None:
-    folder = results.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise SuiteError(
-            f"results folder '{results}': {folder} is not a folder that can be written; "
-            "free it, or name another one under `results:` in the suite file"
-        )
 
 
 def _experiments(overrides: Mapping[str, list[str]]) -> dict[str, str]:

@@ -10,7 +10,8 @@ import pytest
 from mcore_mas.cli.main import main
 from mcore_mas.config.models import located
 from mcore_mas.pipeline.check import check_suite, complaints
-from mcore_mas.pipeline.suite import SuiteError, load_suite
+from mcore_mas.pipeline.suite import load_suite
+from mcore_mas.pipeline.suite_file import SuiteError
 from rollout.teams.roles import filled_slots, template_slots
 from tests.support import reference
 

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from mcore_mas.pipeline.base_model import make_tiny_model
-from mcore_mas.pipeline.suite import Suite, SuiteError
+from mcore_mas.pipeline.suite import Suite
+from mcore_mas.pipeline.suite_file import SuiteError
 from rollout.teams.roles import ROLES
 from tests.support.run_folder import make_run
 

@@ -15,7 +15,8 @@ from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.bundle import verify_bundle
 from mcore_mas.pipeline.paper_suite import asked_tables, asks_inputs, paper_suite
 from mcore_mas.pipeline.sources import choose_hub
-from mcore_mas.pipeline.suite import Suite, SuiteError
+from mcore_mas.pipeline.suite import Suite
+from mcore_mas.pipeline.suite_file import SuiteError
 from rollout.tasks.tiny_files import write_tiny_file
 from tests.support.hub import COMMIT, FakeHub, running
 

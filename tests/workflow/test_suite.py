@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from mcore_mas.pipeline.sharing import settings_digest
-from mcore_mas.pipeline.suite import Suite, SuiteError, check_suite_files
+from mcore_mas.pipeline.suite import Suite
+from mcore_mas.pipeline.suite_file import SuiteError, check_suite_files
 
 ROOT = Path(__file__).resolve().parents[2]
 MATH, SEARCH = ["experiment=demo_math"], ["experiment=demo_search"]

@@ -11,7 +11,8 @@ from mcore_mas.training import joblog
 from rollout.base.files import FolderError, owned, writable
 from mcore_mas.pipeline import sharing
 from mcore_mas.pipeline.check import check_suite
-from mcore_mas.pipeline.suite import Suite, SuiteError
+from mcore_mas.pipeline.suite import Suite
+from mcore_mas.pipeline.suite_file import SuiteError
 
 try:
     folders = [Path(file).resolve().parent for file in workflow.configfiles[-1:]]

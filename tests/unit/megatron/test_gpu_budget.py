@@ -26,7 +26,7 @@ SPEED = {  # estimated share of an H200's peak that an update has at least, and 
     "0.5b groups": ({"model": "0.5b", "layout": "groups"}, 0.365, 3_000),
 }
 MEMORY = {"model": "0.5b", "layout": "groups", "updates": 2}  # the second, which has Adam's moments from the start
-# Model and way of an update of 16384 tokens, and the least share of the planned peak that the meter may count. Plans are
+# Way of an update of 16384 tokens, and the least share of the planned peak that the meter may count. Plans are
 # to be upper figures: they count float32 copies in norms and rotations, which a GPU does without. That is most where
 # queries and keys have norms (1.7b), and least where layers are computed again.
 HELD: dict[str, tuple[dict[str, Any], float]] = {

@@ -9,7 +9,8 @@ import yaml
 
 from mcore_mas.config.compose import experiments, resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.pipeline.suite import Suite, SuiteError, planned_runs
+from mcore_mas.pipeline.suite import Suite, planned_runs
+from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.planning.choose import Cluster, PlanError, choose_placement, placed, shapes_of
 from mcore_mas.planning.estimate import GPUS, Placement, estimate_run, step_seconds, workloads
 from mcore_mas.planning.memory import count_parameters

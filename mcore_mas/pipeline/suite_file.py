@@ -1,0 +1,128 @@
+"""File of a suite: its words on the command line, its schema, its grid, and the folders that it names."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from mcore_mas import SHIPPED
+from rollout.base.text import nearest
+
+SUITE_SCHEMA = SHIPPED / "workflow" / "schemas" / "suite.schema.json"
+
+
+class SuiteError(ValueError):
+    """A suite cannot be used: says which key of which run, what was expected and what to do."""
+
+
+def check_suite_files(files: Sequence[Path | str]) -> None:
+    """Refuse a target among the files of `--configfile`, which takes every word up to the next option.
+
+    Raises:
+        SuiteError: a file after the first is no YAML.
+    """
+    targets = [str(file) for file in files[1:] if Path(file).suffix not in (".yaml", ".yml")]
+    if targets:
+        raise SuiteError(
+            f"--configfile took {targets[0]} for a suite; name targets before it: "
+            f"snakemake {' '.join(targets)} --configfile {files[0]}"
+        )
+
+
+def check_command(arguments: Sequence[str]) -> None:
+    """`check_suite_files` for a command line of Snakemake, which its profile calls before Snakemake reads any file.
+
+    Raises:
+        SystemExit: with the error in one line.
+    """
+    files, taken = [], False
+    for word in arguments:
+        if word.startswith("-"):
+            taken = word in ("--configfile", "--configfiles")
+        elif taken:
+            files.append(word)
+    try:
+        check_suite_files(files)
+    except SuiteError as error:
+        raise SystemExit(f"error: {error}") from None
+    if missing := [file for file in files if not Path(file).is_file()]:
+        raise SystemExit(f"error: --configfile {missing[0]}: no such suite file")
+
+
+def own_configs(suite: Mapping[str, Any], folder: Path | None) -> Path | None:
+    """The folder of configs that a suite names in `config_dir`, or `configs` beside it if that is there.
+
+    Raises:
+        SuiteError: the named one is not there.
+    """
+    named = suite.get("config_dir")
+    configs = ((folder or Path()) / (named or "configs")).resolve()
+    if named and not configs.is_dir():
+        raise SuiteError(f"config_dir: {configs} is not a folder; expected one with experiment/, team/ or other groups")
+    return configs if named or (folder and configs.is_dir()) else None
+
+
+def make_importable(*folders: Path) -> None:
+    """Have Python find modules of `folders`, here and in processes started here."""
+    new = [path for path in dict.fromkeys(str(folder.resolve()) for folder in folders) if path not in sys.path]
+    sys.path[:0] = new
+    os.environ["PYTHONPATH"] = os.pathsep.join([*new, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def combinations(grid: Mapping[str, Any] | None) -> dict[str, list[str]]:
+    """The runs of a grid with their overrides: an override per axis, then the settings of its value, then all runs'."""
+    if grid is None:
+        return {}
+    runs = {}
+    for values in itertools.product(*grid["axes"].values()):
+        own = [f"{axis}={value}" for axis, value in zip(grid["axes"], values, strict=True)]
+        own += [item for value in values for item in grid.get("settings", {}).get(str(value), [])]
+        runs["_".join(str(value) for value in values)] = own + grid.get("overrides", [])
+    return runs
+
+
+def check_schema(suite: Mapping[str, Any]) -> None:
+    """Refuse what workflow/schemas/suite.schema.json does not allow.
+
+    Raises:
+        SuiteError: the first such key, with the nearest that is known.
+    """
+    if "published" in suite:
+        raise SuiteError(
+            "suite file, published: a paper's numbers are a file of workflow/tables now, and `snakemake table_NAME` "
+            "puts ours beside them (docs/tables.md); take this key out"
+        )
+    validator = jsonschema.Draft202012Validator(json.loads(SUITE_SCHEMA.read_text(encoding="utf-8")))
+    error = jsonschema.exceptions.best_match(validator.iter_errors(suite))
+    if error is not None:
+        place = "/".join(map(str, error.absolute_path)) or "top level"
+        known = error.schema.get("properties", {})
+        unknown = (
+            [key for key in error.instance if key not in known] if error.validator == "additionalProperties" else []
+        )
+        near = nearest(unknown[0], known) if unknown else ""
+        trouble = f"unknown key '{unknown[0]}'; known here: {', '.join(known)}{near}" if unknown else error.message
+        raise SuiteError(f"suite file, {place}: {trouble} (workflow/schemas/suite.schema.json says what is allowed)")
+
+
+def check_writable(results: Path) -> None:
+    """Refuse a results folder that cannot be made or written.
+
+    Raises:
+        SuiteError: which folder, and what to name in its place.
+    """
+    folder = results.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise SuiteError(
+            f"results folder '{results}': {folder} is not a folder that can be written; "
+            "free it, or name another one under `results:` in the suite file"
+        )
