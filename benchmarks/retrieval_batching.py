@@ -12,10 +12,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
+from retrieval.build import build_index
 from retrieval.client import Passage
 from retrieval.corpus import write_corpus
 from retrieval.encoder import Encoder
-from retrieval.index import build_index
 from retrieval.sidecar import RetrieverSidecar
 
 PASSAGES, CALLERS, QUERIES, REPEATS, GOAL = 600, 64, 192, 3, 3.0

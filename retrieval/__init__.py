@@ -2,7 +2,10 @@
 
 corpus    JSON-lines passages: row number == vector id
 encoder   text -> unit vectors, with an identity that an index remembers
-index     inner-product search over a verified folder, of one's own passages or published
+index     inner-product search over a verified folder
+scan      exact search in half precision, by torch or on GPUs
+lexical   BM25, and its fusion with vectors
+build     an index of one's own passages, in shards; the manifest of a published one
 batcher   many concurrent requests -> few searches, on one thread
 app       the HTTP routes, limits and statuses
 server    `python -m retrieval.server`

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import faiss
 import torch
@@ -18,8 +18,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers.utils import logging as transformers_logging
 
-from retrieval.batcher import Batcher, Overloaded
-from retrieval.encoder import Encoder, open_encoder
+from retrieval.batcher import Batcher, Overloaded, SearchFunction
+from retrieval.encoder import open_encoder
 from retrieval.index import Index, check_canary, read_manifest, retrieve
 from retrieval.wire import DEFAULT_TOPK, MAX_BODY_BYTES, BadRequest, parse_request, render_response
 from rollout.base.http_server import BodyTooLarge, bears, read_body
@@ -27,38 +27,36 @@ from rollout.base.http_server import BodyTooLarge, bears, read_body
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
-def load_app(
-    index_dir: Path,
-    *,
-    encoder_folder: Path | None,
-    threads: int,
-    token: str | None,
-    max_batch: int,
-    max_wait_s: float,
-    max_queue: int,
-    cache_size: int,
-) -> Starlette:
-    """Serves an index with its encoder, both checked; raises RetrievalError. Sets this process's thread counts."""
-    torch.set_num_threads(threads)
-    faiss.omp_set_num_threads(threads)
+def load_app(args: argparse.Namespace, token: str | None) -> Starlette:
+    """Serve an index with its encoder, both checked, by the server's command line; sets this process's thread counts.
+
+    Raises:
+        RetrievalError: they do not belong together, or are not served in this way.
+    """
+    torch.set_num_threads(args.threads)
+    faiss.omp_set_num_threads(args.threads)
     transformers_logging.disable_progress_bar()
-    encoder = open_encoder(read_manifest(index_dir).encoder, encoder_folder)
-    index = Index.open(index_dir, encoder=encoder.identity)
-    check_canary(index, encoder)
-    batcher = Batcher(
-        partial(retrieve, index, encoder),
-        max_batch=max_batch,
-        max_wait_s=max_wait_s,
-        max_queue=max_queue,
-        cache_size=cache_size,
+    encoder = open_encoder(read_manifest(args.index).encoder, args.encoder_folder).to(args.device)
+    index = Index.open(
+        args.index, encoder=encoder.identity, verify=args.verify, backend=args.backend, device=args.device
     )
-    return build_app(index, encoder, batcher, token)
+    check_canary(index, encoder)
+    search = partial(retrieve, index, encoder, ranking=args.ranking)
+    batcher = Batcher(
+        search,
+        max_batch=args.max_batch,
+        max_wait_s=args.max_wait_ms / 1000,
+        max_queue=args.max_queue,
+        cache_size=args.cache_size,
+        deadline_s=args.deadline_s,
+    )
+    return build_app(index, search, batcher, token)
 
 
-def build_app(index: Index, encoder: Encoder, batcher: Batcher, token: str | None) -> Starlette:
+def build_app(index: Index, search: SearchFunction, batcher: Batcher, token: str | None) -> Starlette:
     """The HTTP application; with a token, every route but /health asks for `Authorization: Bearer <token>`."""
     canary = index.corpus[0].title
-    expected = retrieve(index, encoder, [canary], DEFAULT_TOPK)
+    expected = search([canary], DEFAULT_TOPK)
 
     async def retrieve_route(request: HttpRequest) -> Response:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":

@@ -94,3 +94,21 @@ def write_corpus(path: Path | str, passages: Iterable[Passage]) -> int:
         if count == 0:
             raise RetrievalError(f"{path}: no passages to write")
     return count
+
+
+def copy_corpus(source: Path, path: Path) -> int:
+    """Write the passages of a JSON-lines or parquet file, of columns `id` and `contents`, as JSON lines; how many.
+
+    Raises:
+        RetrievalError: it lacks a column, or a passage is unusable.
+    """
+    if source.suffix != ".parquet":
+        return write_corpus(path, Corpus(source))
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(source) as file:
+        columns, there = ["id", "contents"], file.schema_arrow.names
+        if missing := [column for column in columns if column not in there]:
+            raise RetrievalError(f"{source}: no column {' or '.join(missing)}; found {', '.join(there)}")
+        rows = (row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
+        return write_corpus(path, (Passage(id=str(row["id"]), contents=row["contents"]) for row in rows))

@@ -123,6 +123,11 @@ class Encoder:
             passage_prefix=asked.passage_prefix,
         )
 
+    def to(self, device: str) -> Encoder:
+        """Itself, which computes on that device from now on."""
+        self._model.to(device)
+        return self
+
     @cached_property
     def _model64(self) -> torch.nn.Module:
         model: torch.nn.Module = copy.deepcopy(self._model).double()
@@ -157,6 +162,7 @@ class Encoder:
         for row, line in enumerate(tokens):
             ids[row, : len(line)] = torch.tensor(line)
             mask[row, : len(line)] = 1
+        ids, mask = ids.to(self._model.device), mask.to(self._model.device)
         hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state  # [B, L, dim]
         if self.identity.pooling == "cls":
             pooled = hidden[:, 0]
@@ -164,7 +170,7 @@ class Encoder:
             pooled = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
         if self.identity.normalise:
             pooled = torch.nn.functional.normalize(pooled, dim=1)
-        return np.asarray(pooled.float())
+        return np.asarray(pooled.float().cpu())
 
 
 def minilm_folder() -> Path:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from math import isqrt
-from os.path import relpath
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,28 +14,62 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from retrieval.corpus import Corpus, Passage, RetrievalError
 from retrieval.encoder import Encoder, EncoderIdentity
-from rollout.base.files import atomic_path, sha256, write_json
+from retrieval.lexical import DEPTH, Lexical, fused, lexical_digest
+from retrieval.lexical import FOLDER as LEXICAL
+from retrieval.scan import Scan, open_scan
+from retrieval.wire import Ranking
+from rollout.base.files import known_sha256
 
 _FAISS: Any = faiss  # whose stubs lack parameters of a search
 MANIFEST = "index.json"
 VECTORS = "vectors.faiss"
 INDEX_FORMAT = "inner-product/2"
 SCORE_DECIMALS = 5  # coarser than float32 noise in passage vectors, so equal passages tie and go by id
-CHUNK = 4096  # passages encoded together
+SPARE, SPARE_HALF = 8, 64  # candidates beyond k that are scored again, of a full and of a rougher scan
 TRAINED_ON = 100_000  # passages that an index learns its cells and ranges from, at most
-PER_CELL = 39  # FAISS warns below so many of them for a cell of IVF
+PER_CELL = 39  # FAISS warns below so many of them for a cell of IVF, and for a centroid of PQ
 PROBED = 32  # cells of IVF that a query looks into
 BREADTH = 128  # candidates that a search of HNSW keeps
+PQ_DIMS = 8  # of a vector that one code of PQ stands for
 # how far a stored vector may be from its passage's, as a share of that one's inner product with itself
 EXACT = 1e-3
 PUBLISHED = 2e-2  # made in half precision, or quantised
+CODED = 0.5  # by PQ, of which only a hint is left
 
-# name -> FAISS's own, of n passages; `retriever.index` names one. Exact; a quarter of the memory; cells; a graph
-INDEX_TYPES: dict[str, Callable[[int], str]] = {
-    "flat": lambda n: "Flat",
-    "sq8": lambda n: "SQ8",
-    "ivf": lambda n: f"IVF{max(1, min(4 * isqrt(n), min(n, TRAINED_ON) // PER_CELL))},Flat",
-    "hnsw": lambda n: "HNSW32",
+
+def cells_of(n: int) -> int:
+    """Cells of an IVF over n passages, of which each has enough to be learnt from."""
+    return max(1, min(4 * isqrt(n), min(n, TRAINED_ON) // PER_CELL))
+
+
+def codes_of(n: int, dim: int) -> tuple[int, int]:
+    """Codes that PQ makes of a vector, and their bits: 8, or what n passages can teach."""
+    codes = next(codes for codes in range(max(1, dim // PQ_DIMS), 0, -1) if dim % codes == 0)
+    return codes, max(1, min(8, (min(n, TRAINED_ON) // PER_CELL).bit_length() - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class IndexType:
+    """A kind of index: FAISS's name of it for n passages of some dimension, how true its vectors are, and its size."""
+
+    factory: Callable[[int, int], str]
+    tolerance: float
+    row_bytes: Callable[[int, int], float]  # (n, dim) -> bytes of one passage in it
+
+
+INDEX_TYPES: dict[str, IndexType] = {  # `retriever.index` names one
+    "flat": IndexType(lambda n, dim: "Flat", EXACT, lambda n, dim: 4 * dim),
+    "sq8": IndexType(lambda n, dim: "SQ8", PUBLISHED, lambda n, dim: dim),
+    # with the cells' centres, and the number of each of its passages
+    "ivf": IndexType(
+        lambda n, dim: f"IVF{cells_of(n)},Flat", PUBLISHED, lambda n, dim: 4 * dim + 8 + 4 * dim * cells_of(n) / n
+    ),
+    "ivfpq": IndexType(
+        lambda n, dim: "IVF{},PQ{}x{}".format(cells_of(n), *codes_of(n, dim)),
+        CODED,
+        lambda n, dim: codes_of(n, dim)[0] * codes_of(n, dim)[1] / 8 + 8 + 4 * dim * cells_of(n) / n,
+    ),
+    "hnsw": IndexType(lambda n, dim: "HNSW32", PUBLISHED, lambda n, dim: 4 * dim + 4 * 64 + 12),  # and 64 neighbours
 }
 
 
@@ -55,65 +88,10 @@ class Manifest:
     index_sha256: str
     vectors: str = VECTORS  # FAISS's file, beside the manifest
     tolerance: float = EXACT
+    lexical_sha256: str = ""  # of the BM25 index beside it, where there is one
 
 
-def build_index(corpus_path: Path | str, out_dir: Path | str, encoder: Encoder, kind: str = "flat") -> Manifest:
-    """Encodes every passage and writes `vectors.faiss`, then `index.json`; an unfinished folder does not open.
-
-    `kind` is a name in INDEX_TYPES. Raises RetrievalError on a bad corpus line (file:line).
-    """
-    corpus_path, out_dir = Path(corpus_path), Path(out_dir)
-    corpus = Corpus(corpus_path)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    (out_dir / MANIFEST).unlink(missing_ok=True)
-    index = faiss.index_factory(encoder.identity.dim, INDEX_TYPES[kind](len(corpus)), faiss.METRIC_INNER_PRODUCT)
-    if not index.is_trained:
-        rows = range(0, len(corpus), -(-len(corpus) // TRAINED_ON))
-        index.train(encoder.encode_passages([corpus[row].contents for row in rows]))
-    for start in range(0, len(corpus), CHUNK):
-        rows = range(start, min(start + CHUNK, len(corpus)))
-        index.add(encoder.encode_passages([corpus[row].contents for row in rows]))
-    with atomic_path(out_dir / VECTORS) as temporary:
-        faiss.write_index(index, str(temporary))
-    tolerance = EXACT if kind == "flat" else PUBLISHED
-    manifest = _manifest(out_dir / VECTORS, corpus_path, index, encoder, tolerance)
-    write_json(out_dir / MANIFEST, asdict(manifest))
-    return manifest
-
-
-def import_index(vectors: Path, corpus_path: Path, encoder: Encoder) -> Manifest:
-    """Write the manifest of a published FAISS file beside it, once it is seen to be of this corpus and this encoder.
-
-    Raises:
-        RetrievalError: the file is no inner-product index that vectors can be read back from, or counts, dimensions
-            or a few passages encoded again do not agree.
-    """
-    index = _read_vectors(vectors)
-    corpus = Corpus(corpus_path)
-    _expect(vectors, "metric", index.metric_type, faiss.METRIC_INNER_PRODUCT)
-    _expect(vectors, "dim", index.d, encoder.identity.dim)
-    _expect(corpus_path, "number of lines", len(corpus), index.ntotal)
-    manifest = _manifest(vectors, corpus_path, index, encoder, PUBLISHED)
-    check_canary(Index(manifest, index, corpus), encoder)
-    write_json(vectors.parent / MANIFEST, asdict(manifest))
-    return manifest
-
-
-def _manifest(vectors: Path, corpus_path: Path, index: faiss.Index, encoder: Encoder, tolerance: float) -> Manifest:
-    return Manifest(
-        format=INDEX_FORMAT,
-        encoder=encoder.identity,
-        dim=index.d,
-        ntotal=index.ntotal,
-        corpus=relpath(corpus_path.resolve(), vectors.resolve().parent),
-        corpus_sha256=sha256(corpus_path),
-        index_sha256=sha256(vectors),
-        vectors=vectors.name,
-        tolerance=tolerance,
-    )
-
-
-def _read_vectors(path: Path) -> faiss.Index:
+def read_vectors(path: Path) -> faiss.Index:
     """FAISS's file, its vectors mapped and shared with other processes, which can be read back by row.
 
     Raises:
@@ -145,42 +123,72 @@ def read_manifest(index_dir: Path | str) -> Manifest:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise RetrievalError(f"{path} is damaged ({where}: {first['msg']}); build the index again") from None
-    _expect(path, "format", manifest.format, INDEX_FORMAT)
-    _expect(path, "dim", manifest.dim, manifest.encoder.dim)
+    expect(path, "format", manifest.format, INDEX_FORMAT)
+    expect(path, "dim", manifest.dim, manifest.encoder.dim)
     return manifest
 
 
 class Index:
     """An opened index: unit vectors by row, and the corpus those rows come from."""
 
-    def __init__(self, manifest: Manifest, vectors: faiss.Index, corpus: Corpus) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        vectors: faiss.Index,
+        corpus: Corpus,
+        *,
+        scan: Scan | None = None,
+        lexical: Lexical | None = None,
+    ) -> None:
+        """`scan` finds candidates in place of `vectors`."""
         self.manifest = manifest
         self.corpus = corpus
-        self._vectors = vectors
+        self.lexical = lexical
+        self._vectors, self._scan = vectors, scan
 
     @classmethod
-    def open(cls, index_dir: Path | str, *, encoder: EncoderIdentity | None = None) -> Index:
-        """Opens and verifies a folder; raises RetrievalError naming the first thing that is not as its manifest says.
+    def open(
+        cls,
+        index_dir: Path | str,
+        *,
+        encoder: EncoderIdentity | None = None,
+        verify: bool = False,
+        backend: str = "faiss",
+        device: str = "cpu",
+    ) -> Index:
+        """Open a folder and see that it is what its manifest says.
 
-        `encoder` is the identity that will encode the queries.
+        Args:
+            encoder: the identity that will encode the queries.
+            verify: read every file again; otherwise those that have not changed since their digest was made are
+                trusted.
+            backend: `faiss` or `torch`, which scans a flat index in half precision; the answers are the same.
+            device: `cpu` or `cuda`.
+
+        Raises:
+            RetrievalError: of the first thing that is not as its manifest says.
         """
         index_dir = Path(index_dir)
         manifest = read_manifest(index_dir)
         if encoder is not None:
             for field in fields(EncoderIdentity):
                 built, given = getattr(manifest.encoder, field.name), getattr(encoder, field.name)
-                _expect(f"encoder given for {index_dir}", field.name, given, built)
+                expect(f"encoder given for {index_dir}", field.name, given, built)
         corpus = Corpus((index_dir / manifest.corpus).resolve())
-        _expect(corpus.path, "number of lines", len(corpus), manifest.ntotal)
-        _expect(corpus.path, "sha256", sha256(corpus.path), manifest.corpus_sha256)
+        expect(corpus.path, "number of lines", len(corpus), manifest.ntotal)
+        expect(corpus.path, "sha256", known_sha256(corpus.path, again=verify), manifest.corpus_sha256)
         path = index_dir / manifest.vectors
         if path.is_file():
-            _expect(path, "sha256", sha256(path), manifest.index_sha256)
-        vectors = _read_vectors(path)
-        _expect(path, "metric", vectors.metric_type, faiss.METRIC_INNER_PRODUCT)
-        _expect(path, "dim", vectors.d, manifest.dim)
-        _expect(path, "ntotal", vectors.ntotal, manifest.ntotal)
-        return cls(manifest, vectors, corpus)
+            expect(path, "sha256", known_sha256(path, again=verify), manifest.index_sha256)
+        vectors = read_vectors(path)
+        expect(path, "metric", vectors.metric_type, faiss.METRIC_INNER_PRODUCT)
+        expect(path, "dim", vectors.d, manifest.dim)
+        expect(path, "ntotal", vectors.ntotal, manifest.ntotal)
+        lexical = None
+        if manifest.lexical_sha256:
+            expect(index_dir / LEXICAL, "sha256", lexical_digest(index_dir, again=verify), manifest.lexical_sha256)
+            lexical = Lexical(index_dir / LEXICAL)
+        return cls(manifest, vectors, corpus, scan=open_scan(vectors, backend, device), lexical=lexical)
 
     def vector(self, row: int) -> np.ndarray:
         """`[dim]` float32, the stored vector of a corpus row."""
@@ -204,12 +212,20 @@ class Index:
         ids = np.empty((len(vectors), k), dtype=np.int64)
         scores = np.empty((len(vectors), k), dtype=np.float64)
         if len(vectors):
-            rough_scores, rough_ids = self._vectors.search(vectors, min(k + 8, self.manifest.ntotal))
+            rough_scores, rough_ids = self._rough(vectors, k + (SPARE if self._scan is None else SPARE_HALF))
             for row, vector in enumerate(vectors):
                 ids[row], scores[row] = self._rank(
                     vector, k, *self._enough(vector, k, rough_ids[row], rough_scores[row])
                 )
         return ids, scores
+
+    def _rough(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Scores and rows of about the k best, from the scan where it can."""
+        k = min(k, self.manifest.ntotal)
+        if self._scan is not None and k <= self._scan.most:
+            return self._scan.search(vectors, k)
+        scores, ids = self._vectors.search(vectors, k)
+        return np.asarray(scores), np.asarray(ids)
 
     def _enough(self, vector: np.ndarray, k: int, ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The candidates that were found (-1 is none), of the whole index if those are fewer than k."""
@@ -219,7 +235,9 @@ class Index:
                 whole = _FAISS.SearchParametersIVF(nprobe=self._vectors.nlist)
             elif isinstance(self._vectors, faiss.IndexHNSW):
                 whole = _FAISS.SearchParametersHNSW(efSearch=self.manifest.ntotal)
-            found_scores, found_ids = self._vectors.search(vector[None], min(k + 8, self.manifest.ntotal), params=whole)
+            found_scores, found_ids = self._vectors.search(
+                vector[None], min(k + SPARE, self.manifest.ntotal), params=whole
+            )
             ids, scores = found_ids[0], found_scores[0]
         found = ids >= 0
         if found.sum() < k:
@@ -231,10 +249,12 @@ class Index:
     ) -> tuple[np.ndarray, np.ndarray]:
         # Whatever could still tie with the k-th must be among the candidates before ids can break ties.
         margin = 2 * 10.0**-SCORE_DECIMALS * max(1.0, float(np.abs(rough_scores[0])))
+        if self._scan is not None:  # whose score of a row outside may be too low, and that of the k-th too high
+            margin += 2 * self._scan.error * float(np.linalg.norm(vector))
         exact_scan = not isinstance(self._vectors, faiss.IndexIVF | faiss.IndexHNSW)
         while exact_scan and len(rough_ids) < self.manifest.ntotal and rough_scores[k - 1] - rough_scores[-1] <= margin:
             wider = min(4 * len(rough_ids), self.manifest.ntotal)
-            found_scores, found_ids = self._vectors.search(vector[None], wider)
+            found_scores, found_ids = self._rough(vector[None], wider)
             rough_ids, rough_scores = found_ids[0], found_scores[0]
         candidates = np.sort(rough_ids)
         exact = self._vectors.reconstruct_batch(candidates).astype(np.float64) @ vector.astype(np.float64)
@@ -243,12 +263,23 @@ class Index:
         return candidates[best], exact[best]
 
 
-def retrieve(index: Index, encoder: Encoder, queries: list[str], k: int) -> list[list[Passage]]:
-    """The k best passages with scores for each query, best first."""
-    ids, scores = index.search(encoder.encode_queries(queries), k)
+def retrieve(
+    index: Index, encoder: Encoder, queries: list[str], k: int, ranking: Ranking = "dense"
+) -> list[list[Passage]]:
+    """The k best passages with scores for each query, best first: by vectors, by words (BM25), or both fused."""
+    rankings: list[tuple[np.ndarray, np.ndarray]] = []
+    if ranking != "bm25":
+        depth = k if ranking == "dense" else DEPTH
+        rankings = list(zip(*index.search(encoder.encode_queries(queries), depth), strict=True))
+    if ranking != "dense":
+        if index.lexical is None:
+            raise RetrievalError(f"the index has no words to rank by; build it with retriever.ranking={ranking}")
+        words = [index.lexical.search(query, DEPTH) for query in queries]
+        both = zip(rankings, words, strict=True) if rankings else ()
+        rankings = [fused(dense[0], lexical[0]) for dense, lexical in both] or words
     return [
-        [replace(index.corpus[int(id)], score=float(score)) for id, score in zip(*row, strict=True)]
-        for row in zip(ids, scores, strict=True)
+        [replace(index.corpus[int(id)], score=float(score)) for id, score in zip(ids[:k], scores[:k], strict=True)]
+        for ids, scores in rankings
     ]
 
 
@@ -268,7 +299,7 @@ def check_canary(index: Index, encoder: Encoder) -> None:
             )
 
 
-def _expect(where: Path | str, what: str, got: object, expected: object) -> None:
+def expect(where: Path | str, what: str, got: object, expected: object) -> None:
     if got != expected:
         raise RetrievalError(
             f"{where}: {what} is {got!r}, expected {expected!r}; "

@@ -11,11 +11,12 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 import uvicorn
 
 from retrieval.corpus import RetrievalError
+from retrieval.wire import Ranking
 from rollout.base.files import write_json
 from rollout.base.http import is_loopback
 from rollout.base.http_server import bind, server_config, token_of, url_of
@@ -66,6 +67,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-batch", type=int, default=64, help="queries searched together")
     parser.add_argument("--max-wait-ms", type=float, default=2.0, help="how long a query waits for company")
     parser.add_argument("--max-queue", type=int, default=4096, help="waiting queries beyond which requests get 503")
+    parser.add_argument("--deadline-s", type=float, default=30.0, help="after which a request gets 503")
+    parser.add_argument("--ranking", choices=get_args(Ranking), default="dense", help="by vectors, words, or both")
+    parser.add_argument("--backend", choices=("faiss", "torch"), default="faiss", help="what scans a flat index")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the encoder and the scan")
+    parser.add_argument("--verify", action="store_true", help="read all files again, also those seen unchanged")
     parser.add_argument("--cache-size", type=int, default=16384, help="answers remembered")
     parser.add_argument(
         "--die-with-parent", type=int, nargs="?", const=0, metavar="PID", help="end when the parent (of this pid) does"
@@ -88,17 +94,7 @@ def run_server(args: argparse.Namespace) -> None:
     # Imported here: a wrong flag or a taken port is reported before seconds of importing torch.
     from retrieval.app import load_app
 
-    app = load_app(
-        args.index,
-        encoder_folder=args.encoder_folder,
-        threads=args.threads,
-        token=token,
-        max_batch=args.max_batch,
-        max_wait_s=args.max_wait_ms / 1000,
-        max_queue=args.max_queue,
-        cache_size=args.cache_size,
-    )
-
+    app = load_app(args, token)
     said = {"url": _url(listener), "host": socket.getfqdn(), "pid": os.getpid(), "token": token}
     config = server_config(app, drain_s=DRAIN_S, lifespan=True)
     try:

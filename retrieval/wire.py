@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from retrieval.corpus import Passage, RetrievalError
+
+Ranking = Literal["dense", "bm25", "hybrid"]  # by vectors, by words, or both fused
 
 DEFAULT_TOPK = 3
 MAX_TOPK = 100

@@ -86,8 +86,9 @@ def _open_index(source: Source, manifest: Path) -> dict[str, Any]:
     Raises:
         AcquireError: index, passages and encoder do not belong together, or one is damaged.
     """
+    from retrieval.build import import_index
     from retrieval.encoder import Encoder
-    from retrieval.index import Index, import_index
+    from retrieval.index import Index
 
     vectors, corpus, folder = map(Path, source.needs)
     try:

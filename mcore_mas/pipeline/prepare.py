@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mcore_mas.config.run import RunConfig
-from retrieval.corpus import Corpus, Passage, write_corpus
-from retrieval.sidecar import RetrieverSidecar, probe
+from mcore_mas.training.engine_factory import sidecar_of
+from retrieval.corpus import Corpus, Passage, copy_corpus, write_corpus
+from retrieval.sidecar import probe
 from rollout.base.files import write_json
 from rollout.base.options import lookup
 from rollout.config.data import make_tasks
@@ -18,6 +19,9 @@ from rollout.records.files import write_tasks
 from rollout.tasks import GENERATORS
 from rollout.tasks.encyclopedia import passages as encyclopedia_passages
 from rollout.tasks.tiny_files import write_tiny_file
+
+if TYPE_CHECKING:
+    from retrieval.encoder import Encoder
 
 TINY_PASSAGES = 80  # of the scale `tiny`
 PROBES = 50  # passages that are asked for by their titles
@@ -34,7 +38,7 @@ def prepare_tasks(config_path: Path, out_dir: Path) -> None:
     for split, tasks in make_tasks(config.data, config.seed).items():
         write_tasks(out_dir / f"{split}.parquet", tasks)
     if config.retriever is not None and config.retriever.passages is not None:
-        shutil.copyfile(config.retriever.passages, out_dir / "passages.jsonl")
+        copy_corpus(config.retriever.passages, out_dir / "passages.jsonl")
         return
     if config.data.generator is None:
         return
@@ -53,22 +57,39 @@ def make_tiny_file(path: Path, format: str) -> None:
     write_corpus(path, (Passage.compose(str(i), e.title, e.text) for i, e in entries))
 
 
-def index_passages(config_path: Path, passages: Path, out_dir: Path) -> None:
-    """Encode `passages` with the run's encoder into the index folder `out_dir`.
+def encode_passages(config_path: Path, passages: Path, out_dir: Path, number: int) -> None:
+    """Encode shard `number` of the run's `retriever.shards` into `out_dir`.
 
     Raises:
         RetrievalError: a line of the corpus is malformed, or the encoder's weights are not the pinned ones.
     """
+    from retrieval.build import encode_shard
+
+    retriever = _retriever(config_path)
+    encode_shard(passages, out_dir, _encoder(retriever), number, retriever.shards)
+
+
+def index_passages(config_path: Path, passages: Path, out_dir: Path) -> None:
+    """Make an index of `passages` in the folder `out_dir`; shards that are not encoded yet are so first.
+
+    Raises:
+        RetrievalError: a line of the corpus is malformed, or the encoder's weights are not the pinned ones.
+    """
+    from retrieval.build import build_index
+
+    retriever = _retriever(config_path)
+    encoder, lexical = _encoder(retriever), retriever.ranking != "dense"
+    manifest = build_index(passages, out_dir, encoder, retriever.index, shards=retriever.shards, lexical=lexical)
+    print(f"{manifest.ntotal} passages, {manifest.dim} dimensions, encoder {manifest.encoder.name}")
+
+
+def _encoder(retriever: RetrieverConfig) -> Encoder:
     import torch
 
     from retrieval.encoder import Encoder
-    from retrieval.index import build_index
 
-    retriever = _retriever(config_path)
     torch.set_num_threads(retriever.threads)
-    encoder = Encoder.of(retriever.encoder, retriever.encoder_folder)
-    manifest = build_index(passages, out_dir, encoder, retriever.index)
-    print(f"{manifest.ntotal} passages, {manifest.dim} dimensions, encoder {manifest.encoder.name}")
+    return Encoder.of(retriever.encoder, retriever.encoder_folder).to(retriever.device)
 
 
 def probe_index(config_path: Path, index_dir: Path, out: Path) -> None:
@@ -81,7 +102,7 @@ def probe_index(config_path: Path, index_dir: Path, out: Path) -> None:
     corpus = Corpus(index_dir / json.loads((index_dir / "index.json").read_text(encoding="utf-8"))["corpus"])
     stride = max(1, len(corpus) // PROBES)
     sample = [corpus[row] for row in range(0, len(corpus), stride)][:PROBES]
-    with RetrieverSidecar(index_dir, threads=retriever.threads, encoder_folder=retriever.encoder_folder) as url:
+    with sidecar_of(retriever, index_dir) as url:
         found = probe(url, sample)
     print(f"recall@1 {found['recall_at_1']:.2f}, median {found['latency_ms_median']:.1f} ms")
     write_json(out, found)

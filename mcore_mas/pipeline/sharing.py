@@ -21,7 +21,7 @@ _COLD = ("seed", "data", "env", "orchestra", "agents", "engine", "cold_start", "
 # what the score of an untrained team depends on besides its agents and the models that they play
 _PLAYED = ("seed", "data", "env", "orchestra", "engine", "evaluation", "collection", "retriever", "cold_start")
 _VOICE = ("model", "remote", "chat_template", "chat_template_kwargs")
-_SERVING = ("urls", "members", "key_file", "balance", "patience_s", "threads")  # of a retriever: not in what is indexed
+_NOT_INDEXED = ("urls", "members", "key_file", "balance", "patience_s", "threads", "shards", "backend", "device")
 
 
 def same_tasks(runs: Runs) -> dict[str, str]:
@@ -56,7 +56,7 @@ def settings_digest(config: Mapping[str, Any], stage: str) -> str:
 
 
 def _of_tasks(config: Mapping[str, Any]) -> dict[str, Any]:
-    corpus = {key: value for key, value in (config.get("retriever") or {}).items() if key not in _SERVING}
+    corpus = {key: value for key, value in (config.get("retriever") or {}).items() if key not in _NOT_INDEXED}
     return {**{key: config[key] for key in _TASKS}, "corpus": corpus}
 
 

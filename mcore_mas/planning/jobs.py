@@ -92,8 +92,9 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     engines = [for_policy(config, policy).engine for policy in config.models]
     kind: Kind = "GPU" if any(e.name == "sglang" or e.device == "cuda" for e in engines) else "CPU"
     searched = _retriever_mb(config.retriever) if config.retriever and not config.retriever.elsewhere else 0
+    on_gpu = int(bool(searched and config.retriever and config.retriever.device == "cuda"))
     if stage == "retriever":
-        return JobNeeds(nodes=1, gpus=0, cpus=1, memory_mb=1_000 + searched)
+        return JobNeeds(nodes=1, gpus=on_gpu, cpus=1, memory_mb=1_000 + searched)
     tenants = tenants_of(config, kind)
     if stage == "evaluate":  # no trainers, and as many servers of each policy as the GPUs of training allow
         one = sum(e.tp for e in engines if e.name == "sglang" and not e.urls)
@@ -112,7 +113,7 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
         memory += _host_mb(config)
     return JobNeeds(
         nodes=nodes,
-        gpus=devices if nodes == 1 else node_gpus,
+        gpus=min(devices + on_gpu, node_gpus) if nodes == 1 else node_gpus,
         cpus=-(-processes * config.cluster.threads_per_process // nodes) + (1 if kind == "CPU" else 2 + devices),
         memory_mb=-(-memory // nodes),
     )

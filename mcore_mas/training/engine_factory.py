@@ -11,7 +11,7 @@ from mcore_mas.config.run import RunConfig, for_policy
 from retrieval.client import RetrievalClient
 from retrieval.sidecar import RetrieverSidecar
 from rollout.base.errors import ModelError
-from rollout.config.sections import EngineConfig, build_env, build_player
+from rollout.config.sections import EngineConfig, RetrieverConfig, build_env, build_player
 from rollout.engines import PolicyClient, engine_class
 from rollout.engines.remote import hide
 from rollout.engines.remote.caller import RemoteClient
@@ -165,12 +165,7 @@ def world(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
     with ExitStack() as stack:
         urls, revive = asked.urls, None
         if not asked.elsewhere:
-            sidecar = RetrieverSidecar(
-                asked.folder or config.folder / "index",
-                log_path=config.folder / f"{log}.log",
-                threads=asked.threads,
-                encoder_folder=asked.encoder_folder,
-            )
+            sidecar = sidecar_of(asked, asked.folder or config.folder / "index", config.folder / f"{log}.log")
             urls, revive = (stack.enter_context(sidecar),), sidecar.revive
         client = RetrievalClient(
             *urls,
@@ -181,3 +176,14 @@ def world(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
             revive=revive,
         )
         yield build_env(config.env, retriever=client)
+
+
+def sidecar_of(retriever: RetrieverConfig, index_dir: Path, log: Path | None = None) -> RetrieverSidecar:
+    """The server beside a run, over an index."""
+    return RetrieverSidecar(
+        index_dir,
+        log_path=log,
+        threads=retriever.threads,
+        encoder_folder=retriever.encoder_folder,
+        extra_args=("--ranking", retriever.ranking, "--backend", retriever.backend, "--device", retriever.device),
+    )

@@ -128,6 +128,25 @@ def sha256(*paths: Path) -> str:
     return digest.hexdigest()
 
 
+def known_sha256(path: Path, *, again: bool = False) -> str:
+    """The file's digest, from the stamp `.NAME.sha256` beside it while size, times and inode are those it was made of.
+
+    Args:
+        again: read the file whatever the stamp says.
+    """
+    path = path.resolve()
+    status, stamp = path.stat(), path.with_name(f".{path.name}.sha256")
+    of = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        said = json.loads(stamp.read_bytes())
+        if said["of"] == of and not again:
+            return str(said["sha256"])
+    found = sha256(path)
+    with contextlib.suppress(OSError):  # a folder that is read only
+        write_json(stamp, {"sha256": found, "of": of})
+    return found
+
+
 def writable(folder: Path) -> Path:
     """Make `folder` and return it.
 

@@ -152,7 +152,11 @@ class RetrieverConfig(Section):
     folder: Path | None = None  # of a published index with its index.json, in place of one of the run's own
     encoder: Literal["minilm", "e5", "bge"] = "minilm"  # of the run's own index
     encoder_folder: Path | None = None  # where the encoder is; None: MiniLM's package
-    index: Literal["flat", "sq8", "ivf", "hnsw"] = "flat"  # kind of the run's own index
+    index: Literal["flat", "sq8", "ivf", "ivfpq", "hnsw"] = "flat"  # kind of the run's own index
+    shards: int = Field(1, ge=1)  # jobs that encode its passages
+    ranking: Literal["dense", "bm25", "hybrid"] = "dense"  # by vectors, by words (BM25), or both fused
+    backend: Literal["faiss", "torch"] = "faiss"  # what scans a flat index
+    device: Literal["cpu", "cuda"] = "cpu"  # of the encoder, and of the scan of a flat index
     threads: int = Field(1, ge=1)
 
     @model_validator(mode="after")

@@ -66,6 +66,12 @@ def test_the_demo_has_every_rule(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
+def test_every_shard_of_the_passages_has_a_job(tmp_path: Path) -> None:
+    suite = {**DEMO, "experiments": {"search": ["experiment=demo_search", "++retriever.shards=3"]}}
+    jobs = planned(tmp_path, suite, target="results/search/retriever.json")
+    assert jobs == {"prepare_tasks_and_passages": 1, "encode_shard": 3, "build_index": 1, "probe_retriever": 1}
+
+
 def test_a_run_with_models_of_its_own_needs_no_cold_start(tmp_path: Path) -> None:
     suite = {**DEMO, "experiments": {"real": ["experiment=demo_math", "cold_start=null"]}}
     describe_model(tmp_path / "results/real/bootstrap/model")

@@ -1,8 +1,44 @@
 # The retriever beside a run: an index over its passages or a published one, and a proof that its server answers.
 
 
+def shards_of(wildcards):
+    """The encoded shards of a run that has several jobs encode its passages."""
+    shards = SUITE.runs[wildcards.run]["retriever"]["shards"]
+    names = [f"{number:04}-of-{shards:04}.f32" for number in range(shards)] if shards > 1 else []
+    return [f"<results>/{wildcards.run}/index/shards/{name}" for name in names]
+
+
+rule encode_shard:
+    input:
+        passages="<results>/{run}/tasks/passages.jsonl",
+    output:
+        vectors=temp("<results>/{run}/index/shards/{number}-of-{shards}.f32"),
+    log:
+        "<results>/{run}/logs/encode_shard_{number}-of-{shards}.log",
+    benchmark:
+        "<results>/{run}/benchmarks/encode_shard_{number}-of-{shards}.jsonl"
+    wildcard_constraints:
+        run=SUITE.pattern(indexes=True),
+        number=r"\d{4}",
+        shards=r"\d{4}",
+    conda:
+        ENVIRONMENT
+    threads: 1
+    resources:
+        **needs_of("retriever"),
+        runtime=720,
+    params:
+        config=config_of,
+        settings=settings_of("tasks"),
+    message:
+        "{wildcards.run}: encode shard {wildcards.number} of {wildcards.shards}"
+    script:
+        "../scripts/encode_shard.py"
+
+
 rule build_index:
     input:
+        shards_of,
         passages="<results>/{run}/tasks/passages.jsonl",
     output:
         manifest="<results>/{run}/index/index.json",

@@ -37,6 +37,10 @@ def test_a_search_run_by_hand() -> None:
         "urls": [],
         "balance": "least_loaded",
         "patience_s": 1800.0,
+        "shards": 1,
+        "ranking": "dense",
+        "backend": "faiss",
+        "device": "cpu",
     }
     for same in ("advantage", "loss", "orchestra", "env"):
         if same != "orchestra":

@@ -21,10 +21,11 @@ from mcore_mas.pipeline import acquire as acquiring
 from mcore_mas.pipeline.acquire import acquire
 from mcore_mas.pipeline.hub import AcquireError, Hub
 from mcore_mas.pipeline.sources import Source
+from retrieval.build import import_index
 from retrieval.client import RetrievalClient
 from retrieval.corpus import Passage, RetrievalError
 from retrieval.encoder import Encoder
-from retrieval.index import Index, import_index
+from retrieval.index import Index
 from retrieval.sidecar import RetrieverSidecar
 from tests.support.hub import FakeHub, running
 from tests.support.tiny_bert import write_bert

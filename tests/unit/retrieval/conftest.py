@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from retrieval.build import build_index
 from retrieval.corpus import Passage, write_corpus
 from retrieval.encoder import Encoder
-from retrieval.index import build_index
 from retrieval.sidecar import RetrieverSidecar
 
 FACTS = [

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from retrieval.corpus import Corpus, Passage, RetrievalError, write_corpus
+from retrieval.corpus import Corpus, Passage, RetrievalError, copy_corpus, write_corpus
 
 
 def test_a_passage_is_a_quoted_title_then_its_text() -> None:
@@ -63,3 +65,15 @@ def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
         write_corpus(tmp_path / "c.jsonl", [])
     with pytest.raises(RetrievalError, match="missing or empty"):
         Corpus(tmp_path / "c.jsonl")
+
+
+def test_parquet_becomes_lines(tmp_path: Path, passages: list[Passage]) -> None:
+    rows = [{"id": int(passage.id), "contents": passage.contents, "more": 1.5} for passage in passages]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert copy_corpus(tmp_path / "a.parquet", tmp_path / "a.jsonl") == 5
+    assert list(Corpus(tmp_path / "a.jsonl")) == passages
+    assert copy_corpus(tmp_path / "a.jsonl", tmp_path / "b.jsonl") == 5
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": "x"}]), tmp_path / "c.parquet")
+    with pytest.raises(RetrievalError, match=r"c\.parquet: no column id or contents; found text"):
+        copy_corpus(tmp_path / "c.parquet", tmp_path / "c.jsonl")

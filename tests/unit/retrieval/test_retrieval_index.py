@@ -1,6 +1,9 @@
 """Indexes: exact ranking by hand, ties by id, and refusal of anything the manifest does not vouch for."""
 
+import hashlib
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +13,15 @@ from typing import get_args
 import faiss
 import numpy as np
 import pytest
+from bm25s.stopwords import STOPWORDS_EN
 
+from retrieval.build import CHUNK, build_index, encode_shard, shard_rows
 from retrieval.corpus import Corpus, Passage, RetrievalError, write_corpus
 from retrieval.encoder import ENCODERS, Encoder
-from retrieval.index import INDEX_TYPES, SCORE_DECIMALS, Index, build_index, check_canary, read_manifest, retrieve
+from retrieval.index import INDEX_TYPES, SCORE_DECIMALS, Index, check_canary, read_manifest, retrieve
+from retrieval.lexical import fused
+from retrieval.scan import TorchScan, open_scan
+from rollout.base import files
 from rollout.config.sections import RetrieverConfig
 from tests.support.tiny_bert import write_bert
 
@@ -177,6 +185,22 @@ def test_every_kind_of_index_finds_the_nearest(kind: str, type_name: str, recall
     assert index.search(vectors[:1], 100)[0].shape == (1, 100)  # all of them, however few are found at first
 
 
+def test_codes_of_a_byte_for_eight_dimensions_find_what_is_near() -> None:
+    made = INDEX_TYPES["ivfpq"]
+    assert made.factory(21_015_324, 768) == "IVF2564,PQ96x8"  # 100,000 / 39 cells are learnt
+    assert made.factory(100, 16) == "IVF2,PQ2x1"  # and as many codes as 100 vectors teach
+    random = np.random.default_rng(0)
+    vectors = random.standard_normal((3000, 64)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    index = faiss.index_factory(64, made.factory(3000, 64), faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors)
+    index.add(vectors)
+    index.nprobe = 32
+    noisy = vectors[:200] + 0.3 / 8 * random.standard_normal((200, 64)).astype(np.float32)
+    found = index.search(noisy, 10)[1]
+    assert np.mean([row in ids for row, ids in enumerate(found)]) > 0.9
+
+
 def test_families_are_asked_as_their_authors_say(tmp_path: Path) -> None:
     write_bert(tmp_path / "bert", CLOUD, seed=3)
     bge = Encoder.of("bge", tmp_path / "bert").identity
@@ -186,3 +210,117 @@ def test_families_are_asked_as_their_authors_say(tmp_path: Path) -> None:
     assert get_args(RetrieverConfig.model_fields["index"].annotation) == tuple(INDEX_TYPES)
     with pytest.raises(RetrievalError, match=r"encoder 'e5' has no folder; name one in retriever\.encoder"):
         Encoder.of("e5")
+
+
+def test_shards_are_cut_at_chunks() -> None:
+    assert [shard_rows(5 * CHUNK + 1, number, 4) for number in range(4)] == [
+        range(CHUNK),
+        range(CHUNK, 3 * CHUNK),
+        range(3 * CHUNK, 4 * CHUNK),
+        range(4 * CHUNK, 5 * CHUNK + 1),
+    ]
+    assert [len(shard_rows(3, number, 3)) for number in range(3)] == [0, 0, 3]
+
+
+def test_shards_go_on_where_they_stopped_and_make_the_same_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("retrieval.build.CHUNK", 8)
+    write_bert(tmp_path / "bert", [*CLOUD, "query: passage:"], seed=3)
+    encoder, corpus = Encoder.of("e5", tmp_path / "bert"), tmp_path / "corpus.jsonl"
+    write_corpus(corpus, (Passage(id=str(row), contents=text) for row, text in enumerate(CLOUD)))
+    whole = build_index(corpus, tmp_path / "whole", encoder)
+    encoded, encode = list[int](), Encoder.encode_passages
+
+    def killed(self: Encoder, texts: list[str]) -> np.ndarray:
+        if len(encoded) == 2:
+            raise KeyboardInterrupt
+        encoded.append(len(texts))
+        return encode(self, texts)
+
+    shards = tmp_path / "parts/shards"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Encoder, "encode_passages", killed)
+        encode_shard(corpus, shards, encoder, 1, 3)
+    partial = shards / "0001-of-0003.partial"
+    partial.write_bytes(partial.read_bytes() + b"half a vec")
+    assert encode_shard(corpus, shards, encoder, 1, 3).stat().st_size == 32 * 16 * 4  # rows 32 to 63 of 100
+    assert "shard 1 of 3: 32 of 32 passages (16 were there)" in capfd.readouterr().err
+    assert build_index(corpus, tmp_path / "parts", encoder, shards=3) == whole
+    assert sorted(path.suffix for path in shards.iterdir()) == [".f32"] * 3 + [".json"] * 3
+    other = replace(encoder.identity, passage_prefix="")
+    monkeypatch.setattr(encoder, "identity", other)
+    assert encode_shard(corpus, shards, encoder, 0, 3).read_bytes() != b""
+    assert json.loads((shards / "0000-of-0003.json").read_text())["encoder"]["passage_prefix"] == ""
+    assert "shard 0 of 3: 32 of 32 passages, " in capfd.readouterr().err  # those of another prefix are not taken
+
+
+def test_torch_scans_in_half_precision_and_answers_the_same(
+    tmp_path: Path, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that bf16 cannot tell apart are all scored again; blocks of the scan are merged."""
+    monkeypatch.setattr("retrieval.scan.BLOCK", 700)
+    made = np.random.default_rng(0).standard_normal((3000, 8)).astype(np.float32)
+    made[500:900] = made[0] + 1e-4 * made[500:900]
+    index = by_hand(tmp_path, index_dir, (made / np.linalg.norm(made, axis=1, keepdims=True)).tolist())
+    scan = TorchScan(index._vectors.reconstruct_n(0, 3000), "cpu")
+    assert 3.1 / 512 <= scan.error < 3.11 / 512  # of unit vectors
+    half = Index(index.manifest, index._vectors, index.corpus, scan=scan)
+    queries = np.concatenate([made[:3], made[700:703], 5 * made[2000:2020]])
+    for k in (1, 10, 100):
+        for exact, found in zip(index.search(queries, k), half.search(queries, k), strict=True):
+            assert (exact == found).all()
+    with pytest.raises(RetrievalError, match="IndexIDMap: only a flat index is scanned by torch on cpu"):
+        open_scan(faiss.IndexIDMap(faiss.IndexFlatIP(2)), "torch", "cpu")
+    with pytest.raises(RetrievalError, match="FAISS finds no GPU here"):
+        open_scan(index._vectors, "faiss", "cuda")
+
+
+def test_words_and_both_rankings_by_hand(tmp_path: Path, encoder: Encoder, passages: list[Passage]) -> None:
+    write_corpus(tmp_path / "corpus.jsonl", passages)
+    build_index(tmp_path / "corpus.jsonl", tmp_path / "index", encoder, lexical=True)
+    index = Index.open(tmp_path / "index", encoder=encoder.identity)
+    assert index.lexical is not None
+    # a word in one of five passages: idf = ln(1 + 4.5 / 1.5) = ln 4, times 1 / (1 + 1.5 (.25 + .75 length / mean))
+    lengths = [
+        sum(word not in STOPWORDS_EN for word in re.findall(r"(?u)\b\w\w+\b", text.contents.lower()))
+        for text in passages
+    ]
+    expected = np.log(4) / (1 + 1.5 * (0.25 + 0.75 * lengths[4] / np.mean(lengths)))
+    rows, scores = index.lexical.search("a baker", 3)
+    assert (rows.tolist(), scores.tolist()) == ([4, 0, 1], pytest.approx([expected, 0, 0]))
+    assert index.lexical.search("zzz", 9)[0].tolist() == [0, 1, 2, 3, 4]
+    (hits,) = retrieve(index, encoder, ["baker"], 2, "bm25")
+    assert [hit.id for hit in hits] == ["4", "0"]
+    ids, scores = fused(np.array([3, 1]), np.array([1, 0]))
+    assert ids.tolist() == [1, 3, 0]
+    assert scores.tolist() == [1 / 62 + 1 / 61, 1 / 61, 1 / 62]
+    dense, hybrid = (retrieve(index, encoder, ["the baker", "weaver"], 5, how) for how in ("dense", "hybrid"))
+    assert [hits[0].id for hits in hybrid] == ["4", "0"]
+    ranks = [[hit.id for hit in dense[0]].index("4") + 1, 1]
+    assert hybrid[0][0].score == sum(1 / (60 + rank) for rank in ranks)
+    (tmp_path / "index/bm25/vocab.index.json").write_text("{}")
+    with pytest.raises(RetrievalError, match=r"bm25: sha256 is"):
+        Index.open(tmp_path / "index")
+    shutil.rmtree(tmp_path / "index/bm25")
+    build_index(tmp_path / "corpus.jsonl", tmp_path / "index", encoder)
+    with pytest.raises(RetrievalError, match=r"no words to rank by; build it with retriever\.ranking=hybrid"):
+        retrieve(Index.open(tmp_path / "index"), encoder, ["baker"], 1, "hybrid")
+
+
+def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, hashed = tmp_path / "x", list[Path]()
+    file.write_bytes(b"abc")
+    digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180's example
+    real = files.sha256
+    monkeypatch.setattr(files, "sha256", lambda *paths: hashed.extend(paths) or real(*paths))
+    assert [files.known_sha256(file) for _ in range(3)] == [digest] * 3
+    assert len(hashed) == 1
+    assert files.known_sha256(file, again=True) == digest
+    assert len(hashed) == 2
+    status = file.stat()
+    file.write_bytes(b"abd")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # the old time and size, and yet another file
+    assert files.known_sha256(file) != digest
+    (tmp_path / ".x.sha256").write_text("[]")
+    assert files.known_sha256(file) == hashlib.sha256(b"abd").hexdigest()

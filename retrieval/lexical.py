@@ -1,0 +1,73 @@
+"""Lexical search (BM25, by bm25s) over the same corpus, and its fusion with vectors."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import bm25s
+import numpy as np
+
+from retrieval.corpus import Corpus
+from retrieval.wire import MAX_TOPK
+from rollout.base.files import atomic_folder, known_sha256
+
+FOLDER = "bm25"  # beside the manifest
+RRF_K = 60  # of reciprocal rank fusion, its authors' own
+_QUIET: dict[str, Any] = {"show_progress": False}
+
+
+class Lexical:
+    """An opened BM25 index (Lucene's variant, k1 1.5, b 0.75), its arrays mapped."""
+
+    def __init__(self, folder: Path) -> None:
+        self._bm25 = bm25s.BM25.load(str(folder), mmap=True, verbosity=0, **_QUIET)
+
+    @staticmethod
+    def build(corpus: Corpus, out_dir: Path) -> str:
+        """Write the index of a corpus below `out_dir`; its digest."""
+        index = bm25s.BM25()
+        index.index(bm25s.tokenize([passage.contents for passage in corpus], **_QUIET), **_QUIET)
+        shutil.rmtree(out_dir / FOLDER, ignore_errors=True)
+        with atomic_folder(out_dir / FOLDER) as folder:
+            index.save(str(folder), **_QUIET)
+        return lexical_digest(out_dir)
+
+    def search(self, query: str, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The k best rows int64 and their scores, best first; equal scores go by row. What shares no word scores 0."""
+        (words,) = bm25s.tokenize([query], return_ids=False, **_QUIET)
+        known = [word for word in words if word in self._bm25.vocab_dict]
+        scores = np.asarray(self._bm25.get_scores(known)) if known else np.zeros(self._bm25.scores["num_docs"])
+        k = min(k, len(scores))
+        least = np.partition(scores, len(scores) - k)[len(scores) - k]
+        rows = np.flatnonzero(scores >= least)
+        best = rows[np.argsort(-scores[rows], kind="stable")[:k]]
+        return best, scores[best]
+
+
+def fused(*rankings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of several rankings, best first, with their scores; equal ones go by row.
+
+    Reciprocal rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009), ranks from 1:
+
+        score(d) = sum over rankings of 1 / (60 + rank of d)
+    """
+    scores: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, row in enumerate(ranking.tolist(), start=1):
+            scores[row] = scores.get(row, 0.0) + 1 / (RRF_K + rank)
+    rows = sorted(scores, key=lambda row: (-scores[row], row))
+    return np.array(rows, dtype=np.int64), np.array([scores[row] for row in rows])
+
+
+DEPTH = MAX_TOPK  # rows of each ranking that are fused; fixed, so that a smaller k gives a prefix of a larger one's
+
+
+def lexical_digest(out_dir: Path, *, again: bool = False) -> str:
+    """One digest of all files of the index below `out_dir`, "" where there is none."""
+    files = sorted(path for path in (out_dir / FOLDER).glob("*") if not path.name.startswith("."))
+    return (
+        hashlib.sha256("".join(known_sha256(path, again=again) for path in files).encode()).hexdigest() if files else ""
+    )
