@@ -77,6 +77,13 @@ def retriever_of(wildcards):
     return [index, f"<results>/{probed}/retriever.json"] if index else []
 
 
+def shards_of(wildcards):
+    """The encoded shards of a run that has several jobs encode its passages."""
+    shards = SUITE.runs[wildcards.run]["retriever"]["shards"]
+    names = [f"{number:04}-of-{shards:04}.f32" for number in range(shards)] if shards > 1 else []
+    return [f"<results>/{wildcards.run}/index/shards/{name}" for name in names]
+
+
 def start_of(wildcards):
     """The cold-started model, this run's or another's, for runs that do not bring a model folder."""
     if wildcards.run not in SUITE.starts:

@@ -1,13 +1,6 @@
 # The retriever beside a run: an index over its passages or a published one, and a proof that its server answers.
 
 
-def shards_of(wildcards):
-    """The encoded shards of a run that has several jobs encode its passages."""
-    shards = SUITE.runs[wildcards.run]["retriever"]["shards"]
-    names = [f"{number:04}-of-{shards:04}.f32" for number in range(shards)] if shards > 1 else []
-    return [f"<results>/{wildcards.run}/index/shards/{name}" for name in names]
-
-
 rule encode_shard:
     input:
         passages="<results>/{run}/tasks/passages.jsonl",
