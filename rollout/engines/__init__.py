@@ -67,8 +67,8 @@ class Engine(Protocol):
         """
 
 
-# Told of further token ids of a reply and the place of the first of them (an earlier one again where an engine had to
-# begin anew); whether to go on. Where it says no, the reply ends with what there is, and finish reason `abort`.
+# Told of further token ids of a reply and the place of the first of them, which is 0 again where an engine had to begin
+# anew; whether to go on. Where it says no, the reply ends with what there is, and finish reason `abort`.
 Hear = Callable[[int, Sequence[int]], bool]
 
 

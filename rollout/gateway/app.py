@@ -15,7 +15,6 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Message as ASGIMessage
 from starlette.types import Receive, Scope, Send
 
 from rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
@@ -122,17 +121,10 @@ class _Stream(StreamingResponse):
         self._session, self._call = session, call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        read = False
-
-        async def noting(message: ASGIMessage) -> None:
-            nonlocal read
-            await send(message)
-            read |= message["type"] == "http.response.body" and not message.get("more_body")
-
         try:
-            await super().__call__(scope, receive, noting)
+            await super().__call__(scope, receive, send)
         finally:
-            if not read:
+            if not self._call.read:
                 self._session.unread(self._call)
 
 
@@ -146,13 +138,12 @@ async def _streamed(dialect: Dialect, call: GatewayCall, asked: ChatRequest) -> 
     try:
         async for reply in call.replies():
             growth = Growth(before=before, now=reply, sent=sent)
-            if not growth.goes_on:
-                raise GatewayError(503, "the reply does not go on as it began")
             for name, data in dialect.stream(growth, asked):
                 sent += 1
                 yield written(name, data)
             before = reply
         yield dialect.last
+        call.read = True
     except Exception as error:
         yield written("error", {"type": "error", **dialect.error(_told(error))})
 

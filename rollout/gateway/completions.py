@@ -8,11 +8,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from rollout.gateway import dialects
-from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, Dialect, Event, Growth, TextFormat
+from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, Dialect, Event, TextFormat
 from rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system", "function": "tool"}
 _FINISH = {"stop_sequence": "stop"}
+_DELTAS = {"reasoning": "reasoning_content", "text": "content"}
 
 
 class _Function(BaseModel):
@@ -119,7 +120,7 @@ def _render(reply: ChatReply) -> dict[str, Any]:
     return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
 
-def _stream(growth: Growth, asked: ChatRequest) -> Iterator[Event]:
+def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
     reply = growth.now
     head = _head(reply, "chat.completion.chunk")
 
@@ -128,17 +129,15 @@ def _stream(growth: Growth, asked: ChatRequest) -> Iterator[Event]:
 
     if growth.before is None:
         yield chunk({"role": "assistant", "content": ""})
-    for piece in dialects.pieces(growth.reasoning):
-        yield chunk({"reasoning_content": piece})
-    for piece in dialects.pieces(growth.text):
-        yield chunk({"content": piece})
+    calls = _calls(reply)
+    for news in growth.news:
+        if news.block.call is None:
+            yield chunk({_DELTAS[news.block.kind]: news.text})
+        else:
+            number = news.index - len(reply.blocks)  # from the last
+            yield chunk({"tool_calls": [{**calls[number], "index": number + len(calls)}]})
     if reply.finish is None:
         return
-    for number, call in enumerate(_calls(reply)):
-        opening = {**call, "index": number, "function": {"name": call["function"]["name"], "arguments": ""}}
-        yield chunk({"tool_calls": [opening]})
-        for piece in dialects.pieces(call["function"]["arguments"]):
-            yield chunk({"tool_calls": [{"index": number, "function": {"arguments": piece}}]})
     yield chunk({}, _finish(reply))
     if asked.usage:
         yield "", {**head, "choices": [], "usage": _usage(reply)}

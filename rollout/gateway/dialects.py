@@ -15,7 +15,6 @@ from rollout.records.trajectory import Message, ToolUse
 
 Finish = Literal["stop", "length", "tool_calls", "stop_sequence"]
 Event = tuple[str, Any]  # of a stream: its name, "" where the dialect gives it none, and its data
-_PIECE_CHARS = 40  # of a streamed text
 
 
 class GatewayError(Exception):
@@ -43,6 +42,15 @@ class ChatRequest:
     previous: str = ""  # id of the reply that `messages` come after
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a reply."""
+
+    kind: Literal["reasoning", "text", "call"]
+    text: str  # of a call its arguments
+    call: ToolUse | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
     """An agent's reply, as the dialects write it, or as much of one as is known while it is sampled."""
@@ -59,35 +67,54 @@ class ChatReply:
     completion_tokens: int = 0
 
     @property
+    def blocks(self) -> list[Block]:
+        """Its thoughts, its text and its calls; of a whole reply without calls always a text."""
+        thoughts = [Block("reasoning", self.reasoning)] if self.reasoning else []
+        texts = [Block("text", self.text)] if self.text or (self.finish and not self.calls) else []
+        return [*thoughts, *texts, *(Block("call", call.arguments, call) for call in self.calls)]
+
+    @property
     def message(self) -> Message:
         """As a program will repeat it."""
         return Message(role="assistant", content=self.text, calls=self.calls)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockNews:
+    """What a stream has to say of one block."""
+
+    index: int  # of the block
+    block: Block
+    text: str  # what is new of its text
+    begins: bool  # nothing was said of it yet
+    ends: bool  # nothing more will be
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """What a stream goes on by: thoughts, which come whole, then text, then calls, which come whole at its end."""
+    """What a stream goes on by; only the latest block grows."""
 
     before: ChatReply | None  # what was streamed; None: nothing, not even that there is a reply
     now: ChatReply
     sent: int  # events so far
 
     @property
-    def reasoning(self) -> str:
-        """Further thoughts."""
-        return self.now.reasoning[len(self.before.reasoning) if self.before else 0 :]
+    def news(self) -> list[BlockNews]:
+        """What is new, block by block.
 
-    @property
-    def text(self) -> str:
-        """Further text."""
-        return self.now.text[len(self.before.text) if self.before else 0 :]
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether what was streamed is how the reply begins."""
-        old, new = self.before, self.now
-        same = old is None or (new.reasoning if old.text or old.reasoning else "") == old.reasoning
-        return same and (old is None or new.text.startswith(old.text))
+        Raises:
+            GatewayError: the reply does not begin with what was streamed.
+        """
+        old, new, found = self.before.blocks if self.before else [], self.now.blocks, list[BlockNews]()
+        for index, block in enumerate(new):
+            begins, ended = index >= len(old), index < len(old) - 1
+            known = "" if begins else old[index].text
+            if not block.text.startswith(known) or (ended and block != old[index]):
+                raise GatewayError(503, "the reply does not go on as it began")
+            if not ended:
+                ends = bool(self.now.finish) or index < len(new) - 1
+                found.append(BlockNews(index, block, block.text[len(known) :], begins, ends))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,12 +231,6 @@ def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
         raise GatewayError(400, "expected messages that end with one of the user or a tool")
     opening = "\n\n".join(message.content for message in messages[:systems])
     return (*([Message(role="system", content=opening)] if opening else ()), *messages[systems:])
-
-
-def pieces(text: str) -> Iterator[str]:
-    """A text, or the JSON of arguments, as a stream hands it out."""
-    for start in range(0, len(text), _PIECE_CHARS):
-        yield text[start : start + _PIECE_CHARS]
 
 
 # what an error of a status is called

@@ -9,17 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from rollout.gateway import dialects
-from rollout.gateway.dialects import (
-    Body,
-    ChatReply,
-    ChatRequest,
-    Content,
-    ContentPart,
-    Dialect,
-    Event,
-    GatewayError,
-    Growth,
-)
+from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, ContentPart, Dialect, Event, GatewayError
 from rollout.records.trajectory import Message, ToolUse
 
 _STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -92,16 +82,15 @@ def _parse(body: bytes) -> ChatRequest:
     )
 
 
-def _blocks(reply: ChatReply) -> Iterator[tuple[dict[str, Any], dict[str, Any], str, str]]:
-    """Every block: as it is at first, as it is whole, and what a stream's deltas are called and carry."""
-    if reply.reasoning:
-        thought = {"type": "thinking", "thinking": reply.reasoning, "signature": ""}
-        yield {**thought, "thinking": ""}, thought, "thinking", reply.reasoning
-    if reply.text:
-        yield {"type": "text", "text": ""}, {"type": "text", "text": reply.text}, "text", reply.text
-    for call in reply.calls:
-        use: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-        yield use, {**use, "input": json.loads(call.arguments)}, "partial_json", call.arguments
+def _block(block: dialects.Block) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """A block as it is at first and as it is whole, and what of it grows."""
+    if block.call is not None:
+        use: dict[str, Any] = {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": {}}
+        return use, {**use, "input": json.loads(block.text)}, "partial_json"
+    if block.kind == "text":
+        return {"type": "text", "text": ""}, {"type": "text", "text": block.text}, "text"
+    thought = {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {**thought, "thinking": ""}, thought, "thinking"
 
 
 def _usage(reply: ChatReply) -> dict[str, int]:
@@ -114,7 +103,7 @@ def _render(reply: ChatReply) -> dict[str, Any]:
         "type": "message",
         "role": "assistant",
         "model": reply.model,
-        "content": [whole for _, whole, _, _ in _blocks(reply)],
+        "content": [_block(block)[1] for block in reply.blocks],
         "stop_reason": _STOP_REASONS.get(reply.finish, reply.finish),
         "stop_sequence": reply.stop,
         "usage": _usage(reply),
@@ -124,24 +113,21 @@ def _render(reply: ChatReply) -> dict[str, Any]:
 _DELTAS = {"thinking": "thinking_delta", "text": "text_delta", "partial_json": "input_json_delta"}
 
 
-def _stream(growth: Growth, asked: ChatRequest) -> Iterator[Event]:
+def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
     whole, events = _render(growth.now), list[dict[str, Any]]()
-    ends = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     if growth.before is None:
         start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
         events.append({"type": "message_start", "message": start})
-    blocks, begun = list(_blocks(growth.now)), list(_blocks(growth.before)) if growth.before else []
-    for index, (empty, _, kind, text) in enumerate(blocks):
-        if index < len(begun) - 1:
-            continue  # it has ended
-        if index >= len(begun):
-            events.append({"type": "content_block_start", "index": index, "content_block": empty})
-        news = text[len(begun[index][3]) if index < len(begun) else 0 :]
-        deltas = ({"type": _DELTAS[kind], kind: piece} for piece in dialects.pieces(news))
-        events += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
-        if growth.now.finish or index < len(blocks) - 1:
-            events.append({"type": "content_block_stop", "index": index})
+    for news in growth.news:
+        empty, _, kind = _block(news.block)
+        if news.begins:
+            events.append({"type": "content_block_start", "index": news.index, "content_block": empty})
+        delta = {"type": _DELTAS[kind], kind: news.text}
+        events.append({"type": "content_block_delta", "index": news.index, "delta": delta})
+        if news.ends:
+            events.append({"type": "content_block_stop", "index": news.index})
     if growth.now.finish:
+        ends = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
         events.append({"type": "message_delta", "delta": ends, "usage": _usage(growth.now)})
         events.append({"type": "message_stop"})
     yield from ((event["type"], event) for event in events)

@@ -9,17 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from rollout.gateway import dialects
-from rollout.gateway.dialects import (
-    Body,
-    ChatReply,
-    ChatRequest,
-    Content,
-    Dialect,
-    Event,
-    GatewayError,
-    Growth,
-    TextFormat,
-)
+from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, Dialect, Event, GatewayError, TextFormat
 from rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system"}
@@ -117,20 +107,18 @@ def _parse(body: bytes) -> ChatRequest:
     )
 
 
-def _output(reply: ChatReply) -> list[dict[str, Any]]:
-    """The items of a reply."""
-    items: list[dict[str, Any]] = []
-    if reply.reasoning:
-        thought = [{"type": "reasoning_text", "text": reply.reasoning}]
-        items.append({"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": thought})
-    if reply.text or (reply.finish and not reply.calls):
-        part = {"type": "output_text", "text": reply.text, "annotations": []}
-        head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "status": "completed"}
-        items.append({**head, "content": [part]})
-    for number, call in enumerate(reply.calls):
-        named = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
-        items.append({"id": f"fc_{reply.id}_{number}", "type": "function_call", **named})
-    return items
+def _item(reply: ChatReply, index: int) -> dict[str, Any]:
+    """A block of a reply as an item of the output."""
+    block = reply.blocks[index]
+    if block.call is not None:
+        named = {"call_id": block.call.id, "name": block.call.name, "arguments": block.text, "status": "completed"}
+        return {"id": f"fc_{reply.id}_{index}", "type": "function_call", **named}
+    if block.kind == "reasoning":
+        thought = [{"type": "reasoning_text", "text": block.text}]
+        return {"id": f"rs_{reply.id}", "type": "reasoning", "summary": [], "content": thought}
+    part = {"type": "output_text", "text": block.text, "annotations": []}
+    head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "status": "completed"}
+    return {**head, "content": [part]}
 
 
 def _render(reply: ChatReply) -> dict[str, Any]:
@@ -143,7 +131,7 @@ def _render(reply: ChatReply) -> dict[str, Any]:
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "model": reply.model,
-        "output": _output(reply),
+        "output": [_item(reply, index) for index in range(len(reply.blocks))],
         "usage": {
             "input_tokens": reply.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
@@ -154,7 +142,7 @@ def _render(reply: ChatReply) -> dict[str, Any]:
     }
 
 
-def _stream(growth: Growth, asked: ChatRequest) -> Iterator[Event]:
+def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
     numbers, reply = count(growth.sent), growth.now
 
     def event(kind: str, **fields: Any) -> Event:
@@ -165,35 +153,30 @@ def _stream(growth: Growth, asked: ChatRequest) -> Iterator[Event]:
         begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         yield event("response.created", response=begun)
         yield event("response.in_progress", response=begun)
-    known = _output(growth.before) if growth.before else []
-    for index, item in enumerate(whole["output"]):
-        if index < len(known) - 1:
-            continue  # it has ended
-        begins, ends = index >= len(known), reply.finish or index < len(whole["output"]) - 1
-        place: dict[str, Any] = {"output_index": index, "item_id": item["id"]}
+    for news in growth.news:
+        item, text = whole["output"][news.index], news.block.text
+        place: dict[str, Any] = {"output_index": news.index, "item_id": item["id"]}
         empty: dict[str, Any]
-        if item["type"] == "function_call":
-            empty, kind, text = {"arguments": ""}, "response.function_call_arguments", item["arguments"]
+        if news.block.call is not None:
+            empty, kind = {"arguments": ""}, "response.function_call_arguments"
             ended = {"arguments": text, "name": item["name"]}
         else:
             part = item["content"][0]
-            empty, kind, text = {"content": []}, f"response.{part['type']}", part["text"]
+            empty, kind, ended = {"content": []}, f"response.{part['type']}", {"text": text}
             place |= {"content_index": 0}
-            ended = {"text": text}
         logs: dict[str, Any] = {"logprobs": []} if kind == "response.output_text" else {}
-        if begins:
+        if news.begins:
             added = {**item, "status": "in_progress", **empty}
-            yield event("response.output_item.added", output_index=index, item=added)
+            yield event("response.output_item.added", output_index=news.index, item=added)
             if "content_index" in place:
                 yield event("response.content_part.added", **place, part={**part, "text": ""})
-        for piece in dialects.pieces(text if begins else text[len(known[index]["content"][0]["text"]) :]):
-            yield event(f"{kind}.delta", **place, delta=piece, **logs)
-        if not ends:
-            return
+        yield event(f"{kind}.delta", **place, delta=news.text, **logs)
+        if not news.ends:
+            continue
         yield event(f"{kind}.done", **place, **ended, **logs)
         if "content_index" in place:
             yield event("response.content_part.done", **place, part=part)
-        yield event("response.output_item.done", output_index=index, item=item)
+        yield event("response.output_item.done", output_index=news.index, item=item)
     if reply.finish:
         yield event("response.incomplete" if reply.finish == "length" else "response.completed", response=whole)
 

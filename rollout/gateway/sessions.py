@@ -61,6 +61,7 @@ class GatewayCall:
         begun: set as soon as there is anything to stream.
         wanted: whether somebody waits for it; sampling of a stream that nobody wants ends.
         ended: whether it was ended so.
+        read: whether a stream of it was, to its end.
         turn: its number in the trajectory, once it is whole.
     """
 
@@ -69,7 +70,7 @@ class GatewayCall:
     def __init__(self, key: bytes, id: str, model: str) -> None:
         self.key, self.turn = key, -1
         self.head = ChatReply(id=id, model=model, created=int(time.time()))
-        self.wanted, self.ended = True, False
+        self.wanted, self.ended, self.read = True, False, False
         self.begun = asyncio.Event()
         self._grown = asyncio.Event()
 

@@ -225,25 +225,16 @@ class WordStream:
         """`calls`: whether special tokens of the reply may be of a call of tools; what follows one is then not told."""
         self._renderer, self._calls = renderer, calls
         self._thinks = renderer.decode_raw(prompt_ids[-8:]).rstrip().endswith("<think>")
-        self._ids: list[int] = []
-        self._begin()
-
-    def _begin(self) -> None:
-        self._stream, self._held = DecodeStream(skip_special_tokens=True), False
-        self._text = "<think>" if self._thinks else ""
 
     def add(self, place: int, ids: Sequence[int]) -> str:
-        """The text so far with the token `ids` from `place` on, which need not be behind those that were there."""
-        news = ids[len(self._ids) - place :]
-        if list(ids[: len(self._ids) - place]) != self._ids[place:]:  # an engine that began again has sampled others
-            self._begin()
-            news = (*self._ids[:place], *ids)
-            self._ids.clear()
-        for token in news:
+        """The text so far with the token `ids` from `place` on, which is 0 where an engine begins again."""
+        if not place:
+            self._stream, self._held = DecodeStream(skip_special_tokens=True), False
+            self._text = "<think>" if self._thinks else ""
+        for token in ids:
             word = self._renderer.word(self._stream, token)
             self._held |= word is None and self._calls
             self._text += "" if self._held else word or ""
-        self._ids += news
         return self._text
 
 

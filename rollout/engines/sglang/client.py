@@ -119,10 +119,10 @@ class StreamedReply:
                 self._add(self._last["output_ids"], self._last["meta_info"])
 
     def _add(self, ids: list[int], meta: Mapping[str, Any]) -> None:
-        place = max(0, meta["completion_tokens"] - len(ids))
+        known, place = len(self._ids), max(0, meta["completion_tokens"] - len(ids))
         self._ids[place:] = ids
         self._logprobs[place:] = meta["output_token_logprobs"][-len(ids) :] if ids else []
-        if self._wanted and not meta["finish_reason"] and not self._hear(place, ids):
+        if self._wanted and not meta["finish_reason"] and not self._hear(known, self._ids[known:]):
             self._wanted = False
             self._end()
 

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from tests.support.gateway import opened, sampling_team
 from tests.support.gateway_fuzz import fuzz, worst_logprob
 
-TURNS = 12
+TURNS = 16
 
 
 def test_a_chat_prefills_each_token_once(tmp_path: Path) -> None:

@@ -148,6 +148,8 @@ def test_a_template_that_drops_thoughts_makes_a_root_that_is_counted(tmp_path: P
     thought = "<think>\nhm\n</think>\n\n"
     trajectory, _ = play(renderer, one_chat, thought + call("count_on", '{"by": 1}'), f"{thought}3", "8")
     assert [turn.scores.get("root") for turn in trajectory.turns] == [None, None, 1.0]
+    rewarded = replace(trajectory, turns=tuple(replace(turn, reward=1.0) for turn in trajectory.turns))
+    assert rollout_metrics([Group(task=TASK, trajectories=(rewarded,))])["chat/roots"] == 1.0
     assert "hm" not in shown(renderer, trajectory.turns[2].prompt_ids)
     assert trajectory.turns[2].messages[2].reasoning == "hm"
 
