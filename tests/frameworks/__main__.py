@@ -17,13 +17,13 @@ HEAD = """# Agent programs of published frameworks, trained as they are
 
 Made by `make test-frameworks`. The programs of `tests/frameworks/programs` are written as each framework's
 documentation writes them, for `gpt-4o-mini`, `gpt-4o` or Claude, and no line of them knows of this project: environment
-variables point to the gateway ([gateway.md](gateway.md)). The packages come from the index, at the versions of
-`requirements/frameworks.txt`.
+variables point to the gateway ([gateway.md](gateway.md)), and CrewAI's `CREWAI_TESTING` keeps it from asking on the
+terminal whether to show its traces. The packages come from the index, at the versions of `requirements/frameworks.txt`.
 
 Each task is a sum of two numbers from 1 to 3. A model of two layers with random weights first imitates a careless
-teacher who answers the same programs and is right in 35 % of its replies, and then learns for up to ten steps from the
+teacher who answers the same programs and is right in 35 % of its replies, and then learns for 16 steps from the
 reward of the program's answer: one policy, two agents (smolagents: one), GRPO, 36 trajectories a step. The shares right
-are those of 54 trajectories on the nine sums that it trains on; the interval is one of 95 % over sums.
+are those of 72 trajectories on the nine sums that it trains on; the interval is one of 95 % over sums.
 
 | framework | package | program | turns | right before | right after | gain | 95 % interval | minutes |
 |---|---|---|---:|---:|---:|---:|---|---:|

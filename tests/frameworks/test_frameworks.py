@@ -31,8 +31,8 @@ def test_the_page_keeps_the_rows_of_frameworks_that_were_not_run() -> None:
     first = page({"AG2": row("AG2", "0.1", FOUND), "LangGraph": row("LangGraph", "1.0", FOUND)})
     again = page({"AG2": row("AG2", "0.2", FOUND)}, first)
     rows = [line for line in again.splitlines() if " | [" in line]
-    assert [line.split(" | ")[1] for line in rows] == ["langgraph 1.0", "ag2 0.2"]  # in the order of FRAMEWORKS
-    assert rows[1].endswith("| 2.0 | 25.0 | 75.0 | +50.0 | [+40.0, +60.0] | 3.1 |")
+    assert [line.split(" | ")[1] for line in rows] == ["ag2 0.2", "langgraph 1.0"]  # in the order of FRAMEWORKS
+    assert rows[0].endswith("| 2.0 | 25.0 | 75.0 | +50.0 | [+40.0, +60.0] | 3.1 |")
 
 
 def test_every_framework_of_the_page_has_learnt() -> None:

@@ -62,18 +62,25 @@ class Framework:
     package: str  # in the index
     program: str  # in tests/frameworks/programs
     reply: str = "\\boxed{{{0}}}"
+    apart: str = ""  # of the package, what starts threads when it is imported (see `warm.py`)
 
 
 FRAMEWORKS = {
-    "OpenAI Agents SDK": Framework(package="openai-agents", program="openai_agents.py"),
-    "Anthropic SDK": Framework(package="anthropic", program="anthropic_sdk.py"),
-    "LangGraph": Framework(package="langgraph", program="langgraph_graph.py"),
+    "AG2": Framework(package="ag2", program="ag2_chat.py"),
+    "CrewAI": Framework(
+        package="crewai",
+        program="crewai_crew.py",
+        reply="I now can give a great answer\nFinal Answer: \\boxed{{{0}}}",
+        apart="crewai",
+    ),
     "smolagents": Framework(
         package="smolagents",
         program="smolagents_code.py",
         reply="Thought: I add.\n<code>\nfinal_answer('\\\\boxed{{{0}}}')\n</code>",
     ),
-    "AG2": Framework(package="ag2", program="ag2_chat.py"),
+    "OpenAI Agents SDK": Framework(package="openai-agents", program="openai_agents.py"),
+    "Anthropic SDK": Framework(package="anthropic", program="anthropic_sdk.py"),
+    "LangGraph": Framework(package="langgraph", program="langgraph_graph.py"),
 }
 
 
@@ -120,10 +127,12 @@ def warm(framework: Framework, python: Path, folder: Path) -> Iterator[tuple[str
         "HOME": str(folder),  # some keep files there
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "OTEL_SDK_DISABLED": "true",
+        "CREWAI_TESTING": "true",  # it does not ask whether to show its traces
+        "CREWAI_STORAGE_DIR": "crewai",
     }
     with (folder / "warm.log").open("w") as log:
         server = subprocess.Popen(
-            [python, "-W", "ignore", script, "serve", str(place), program],
+            [python, "-W", "ignore", script, "serve", str(place), framework.apart],
             env=os.environ | settings,
             stdout=log,
             stderr=log,
@@ -225,7 +234,7 @@ async def learn(lesson: Lesson, model: Path, *, steps: int) -> tuple[list[float]
     engine = LocalEngine(model, max_length=8192, rows=64)
     player = EngineClient(engine=engine, renderer=Renderer(model), max_length=8192)
     rules = dict.fromkeys(lesson.agents, AdvantageConfig(name="grpo"))
-    before = right(await lesson.play(player, step=-1, group_size=6))
+    before = right(await lesson.play(player, step=-1, group_size=8))
     curve = []
     for step in range(steps):
         groups = await lesson.play(player, step=step, group_size=4)
@@ -233,10 +242,10 @@ async def learn(lesson: Lesson, model: Path, *, steps: int) -> tuple[list[float]
         samples = weigh(estimate(to_samples(groups), rules), dict.fromkeys(lesson.agents, 1.0))
         trainer.update(pack(samples, 8192))
         await engine.load_weights(trainer.model.weights(), step + 1)
-    return before, right(await lesson.play(player, step=steps, group_size=6)), curve
+    return before, right(await lesson.play(player, step=steps, group_size=8)), curve
 
 
-def train(name: str, python: Path, folder: Path, *, steps: int = 10) -> dict[str, object]:
+def train(name: str, python: Path, folder: Path, *, steps: int = 16) -> dict[str, object]:
     """What came of the training of a framework's program: shares right before and after, with the gain's interval."""
     framework = FRAMEWORKS[name]
     began, cpu = time.monotonic(), time.process_time()

@@ -1,10 +1,11 @@
 """Runs an agent program in processes of its own for which its framework is imported once, not for every task.
 
-    warm.py serve SOCKET PROGRAM     run the program in forks
-    warm.py ask SOCKET PROGRAM       have it run with this process's environment and streams
+    warm.py serve SOCKET PACKAGE     run programs in forks
+    warm.py ask SOCKET PROGRAM       have one run with this process's environment and streams
 
 The program is unchanged: it starts as `__main__` in a fresh fork. What the first one that ends well has imported is
-imported here too, so that the forks after it need not: that saves seconds a task.
+imported here too, so that the forks after it need not: that saves seconds a task. PACKAGE, "" for none, is left to the
+forks: its import starts threads, which no fork has, and who waits for them waits for ever.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import traceback
 from pathlib import Path
 
 
-def serve(place: str) -> None:
+def serve(place: str, apart: str) -> None:
     """Answer requests until the process is ended."""
     imported = Path(f"{place}.modules")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -33,7 +34,8 @@ def serve(place: str) -> None:
                 imported.unlink()
                 for name in names:
                     with contextlib.suppress(Exception):
-                        importlib.import_module(name)
+                        if name.partition(".")[0] != apart:
+                            importlib.import_module(name)
             if os.fork() == 0:
                 server.close()
                 _play(asked, imported)
@@ -76,4 +78,4 @@ def ask(place: str, program: str) -> int:
 
 if __name__ == "__main__":
     task, where, what = sys.argv[1:]
-    sys.exit(ask(where, what) if task == "ask" else serve(where))
+    sys.exit(ask(where, what) if task == "ask" else serve(where, what))
