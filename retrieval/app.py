@@ -5,23 +5,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import faiss
 import torch
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from transformers.utils import logging as transformers_logging
 
-from retrieval.batcher import Batcher, Overloaded, SearchFunction
+from retrieval.batcher import Batcher, Overloaded, SearchFunction, prometheus
 from retrieval.encoder import open_encoder
 from retrieval.index import Index, check_canary, read_manifest, retrieve
 from retrieval.wire import DEFAULT_TOPK, MAX_BODY_BYTES, BadRequest, parse_request, render_response
+from rollout.base.http import Result
 from rollout.base.http_server import BodyTooLarge, bears, read_body
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -62,7 +65,7 @@ def build_app(index: Index, search: SearchFunction, batcher: Batcher, token: str
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise BadRequest("the content type is not application/json")
         wanted = parse_request(await read_body(request, MAX_BODY_BYTES))
-        results = await batcher.submit(wanted.queries, wanted.topk)
+        results = await while_connected(request, batcher.submit(wanted.queries, wanted.topk))
         return JSONResponse(render_response(results, wanted.return_scores))
 
     async def health(_: HttpRequest) -> Response:
@@ -74,6 +77,9 @@ def build_app(index: Index, search: SearchFunction, batcher: Batcher, token: str
 
     async def info(_: HttpRequest) -> Response:
         return JSONResponse({**asdict(index.manifest), "counts": asdict(batcher.counts), "pid": os.getpid()})
+
+    async def metrics(_: HttpRequest) -> Response:
+        return PlainTextResponse(prometheus(batcher), media_type="text/plain; version=0.0.4")
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -88,8 +94,26 @@ def build_app(index: Index, search: SearchFunction, batcher: Batcher, token: str
             Route("/health", health),
             Route("/ready", _guarded(ready, token)),
             Route("/info", _guarded(info, token)),
+            Route("/metrics", _guarded(metrics, token)),
         ],
     )
+
+
+async def while_connected(request: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` gives; it is cancelled when whoever asked hangs up. The request's body must have been read.
+
+    Raises:
+        ClientDisconnect: it did.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
 
 
 def _guarded(handler: Handler, token: str | None) -> Handler:
@@ -104,6 +128,8 @@ def _guarded(handler: Handler, token: str | None) -> Handler:
             return _error(422, str(error))
         except BodyTooLarge as error:
             return _error(413, str(error), {"Connection": "close"})
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
         except Overloaded as error:
             return _error(503, str(error), {"Retry-After": "1"})
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from bisect import bisect_left
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 
 from retrieval.corpus import Passage
 
@@ -26,6 +28,26 @@ class Counts:
     searched: int = 0  # (query, k) pairs those calls answered
     cached: int = 0  # pairs answered from the cache
     rejected: int = 0  # requests turned away because the queue was full
+    late: int = 0  # requests whose deadline passed
+    dropped: int = 0  # pairs that were not searched, because whoever asked had gone
+
+
+class Histogram:
+    """How many values were at most each bound, as Prometheus counts them."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last: of larger ones
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+LATENCIES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Batcher:
@@ -53,12 +75,21 @@ class Batcher:
         self._cache_size = cache_size
         self._deadline_s = deadline_s
         self._cache: OrderedDict[QueryKey, list[Passage]] = OrderedDict()
+        self.latency_s = Histogram(LATENCIES_S)  # of requests that were answered
+        self.batches = Histogram(BATCHES)  # pairs in each search
         self._pending: dict[QueryKey, asyncio.Future[list[Passage]]] = {}  # queued or being searched
+        self._wanted: Counter[QueryKey] = Counter()  # requests that wait for a pair
         self._queue: deque[QueryKey] = deque()
         self._wake = asyncio.Event()
 
+    @property
+    def queued(self) -> int:
+        """Pairs that wait for a search."""
+        return len(self._queue)
+
     async def submit(self, queries: list[str], k: int, *, use_cache: bool = True) -> list[list[Passage]]:
         """Passages for each query, in order; raises Overloaded, or what the search raised."""
+        began = asyncio.get_running_loop().time()
         keys = [(query, k) for query in queries]
         answers: dict[QueryKey, list[Passage]] = {}
         if use_cache:
@@ -76,12 +107,21 @@ class Batcher:
             self._queue.append(key)
             self._wake.set()
         futures = {key: self._pending[key] for key in missing}
-        if futures:
-            # wait, unlike gather, leaves the futures alone when this caller is cancelled: others may share them.
-            _, late = await asyncio.wait(futures.values(), timeout=self._deadline_s)
-            if late:
-                raise Overloaded(f"no answer within {self._deadline_s:g} s")
+        self._wanted.update(missing)
+        try:
+            if futures:
+                # wait, unlike gather, leaves the futures alone when this caller is cancelled: others may share them.
+                _, late = await asyncio.wait(futures.values(), timeout=self._deadline_s)
+                if late:
+                    self.counts.late += 1
+                    raise Overloaded(f"no answer within {self._deadline_s:g} s")
+        finally:
+            for key in missing:
+                self._wanted[key] -= 1
+                if not self._wanted[key]:
+                    del self._wanted[key]
         answers |= {key: future.result() for key, future in futures.items()}
+        self.latency_s.add(asyncio.get_running_loop().time() - began)
         return [answers[key] for key in keys]
 
     async def run(self) -> None:
@@ -91,16 +131,28 @@ class Batcher:
                 await self._wake.wait()
                 if len(self._queue) < self._max_batch:
                     await asyncio.sleep(self._max_wait_s)
-                keys = [self._queue.popleft() for _ in range(min(self._max_batch, len(self._queue)))]
+                keys = list(self._next())
                 if not self._queue:
                     self._wake.clear()
-                await self._answer(keys, thread)
+                if keys:
+                    await self._answer(keys, thread)
+
+    def _next(self) -> Iterator[QueryKey]:
+        """The pairs of the next search, without those that nobody waits for any more."""
+        for _ in range(min(self._max_batch, len(self._queue))):
+            key = self._queue.popleft()
+            if self._wanted[key] > 0:
+                yield key
+            else:
+                self.counts.dropped += 1
+                self._pending.pop(key).cancel()
 
     async def _answer(self, keys: list[QueryKey], thread: ThreadPoolExecutor) -> None:
         queries = list(dict.fromkeys(query for query, _ in keys))
         most = max(k for _, k in keys)
         self.counts.searches += 1
         self.counts.searched += len(keys)
+        self.batches.add(len(keys))
         try:
             found = await asyncio.get_running_loop().run_in_executor(thread, self._search, queries, most)
         except Exception as error:  # the callers get it; the next batch may well work
@@ -114,3 +166,19 @@ class Batcher:
             self._pending.pop(key).set_result(self._cache[key])
         while len(self._cache) > self._cache_size:
             self._cache.popitem(last=False)
+
+
+def prometheus(batcher: Batcher) -> str:
+    """What a batcher has done, in Prometheus' text format."""
+    lines = ["# TYPE retriever_queued gauge", f"retriever_queued {batcher.queued}"]
+    for name, count in asdict(batcher.counts).items():
+        lines += [f"# TYPE retriever_{name}_total counter", f"retriever_{name}_total {count}"]
+    for name, made in (("latency_seconds", batcher.latency_s), ("batch_size", batcher.batches)):
+        below = list(accumulate(made.counts))
+        lines += [f"# TYPE retriever_{name} histogram"]
+        bounds = [*(f"{bound:g}" for bound in made.bounds), "+Inf"]
+        lines += [
+            f'retriever_{name}_bucket{{le="{bound}"}} {count}' for bound, count in zip(bounds, below, strict=True)
+        ]
+        lines += [f"retriever_{name}_sum {made.total:g}", f"retriever_{name}_count {below[-1]}"]
+    return "\n".join(lines) + "\n"

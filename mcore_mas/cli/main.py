@@ -144,6 +144,18 @@ def plan_suite(
     raise typer.Exit(1 if refused else 0)
 
 
+@app.command("plan-index", rich_help_panel=_PANEL)
+def plan_index(
+    passages: Annotated[int, typer.Argument(min=1, help="Number of passages; wiki-18 has 21015324.")],
+    dim: Annotated[int, typer.Option(min=8, help="Of the encoder: 768 of E5-base and BGE-base, 384 of MiniLM.")] = 768,
+    rate: Annotated[float, typer.Option(min=0.1, help="Passages that all jobs encode in a second.")] = 50.0,
+) -> None:
+    """Say what each kind of search index would take, by arithmetic: memory, disk and hours."""
+    from mcore_mas.planning.indexes import index_lines
+
+    print("\n".join(index_lines(passages, dim, rate)))
+
+
 @app.command("train", rich_help_panel=_PANEL)
 def train_run(run: _Run = None, config: _Config = None) -> None:
     """Train one run, from its newest checkpoint if it has one."""

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from retrieval.batcher import Batcher, Overloaded
+from retrieval.batcher import Batcher, Overloaded, prometheus
 from retrieval.corpus import Passage
 
 
@@ -150,3 +150,38 @@ def test_a_late_answer_is_overload() -> None:
         search.gate.set()
 
     run(batcher, body)
+
+
+def test_what_nobody_waits_for_any_more_is_not_searched() -> None:
+    search = Search()
+    search.gate.clear()
+    batcher = Batcher(search, max_batch=1, max_wait_s=0)
+
+    async def body() -> None:
+        first = asyncio.create_task(batcher.submit(["a"], 1))
+        while batcher.queued or not batcher.counts.searches:
+            await asyncio.sleep(0.001)
+        leaving, shared, staying = (asyncio.create_task(batcher.submit(q, 1)) for q in (["b", "c"], ["c"], ["d"]))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.sleep(0)
+        search.gate.set()
+        assert ids(await shared) == [["c/0"]]
+        assert (ids(await first), ids(await staying)) == ([["a/0"]], [["d/0"]])
+        assert ids(await batcher.submit(["b"], 1)) == [["b/0"]]
+
+    run(batcher, body)
+    assert [queries for queries, _ in search.calls] == [["a"], ["c"], ["d"], ["b"]]
+    assert batcher.counts.dropped == 1
+
+
+def test_histograms_count_as_prometheus_does() -> None:
+    batcher = Batcher(Search())
+    for value in (1, 2, 3, 300):
+        batcher.batches.add(value)
+    lines = prometheus(batcher).splitlines()
+    assert 'retriever_batch_size_bucket{le="1"} 1' in lines
+    assert 'retriever_batch_size_bucket{le="2"} 2' in lines
+    assert 'retriever_batch_size_bucket{le="256"} 3' in lines
+    assert 'retriever_batch_size_bucket{le="+Inf"} 4' in lines
+    assert lines[-2:] == ["retriever_batch_size_sum 306", "retriever_batch_size_count 4"]

@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from retrieval.client import RetrievalClient
 from retrieval.corpus import Passage, RetrievalError
@@ -123,6 +125,65 @@ def test_health_ready_and_info(server_url: str, index_dir: Path) -> None:
     assert info["counts"]["searches"] >= 1
 
 
+def test_metrics_count_what_was_asked(server_url: str) -> None:
+    def read() -> dict[str, float]:
+        text = httpx.get(f"{server_url}/metrics", trust_env=False).text
+        return {name: float(value) for name, value in (line.split() for line in text.splitlines() if line[0] != "#")}
+
+    before = read()
+    for _ in range(2):
+        post(server_url, {"queries": ["counted one", "counted two"]})
+    after = read()
+    made = {name: after[name] - before[name] for name in after}
+    assert (made["retriever_searched_total"], made["retriever_cached_total"]) == (2, 2)
+    assert made["retriever_latency_seconds_count"] == made['retriever_latency_seconds_bucket{le="+Inf"}'] == 2
+    assert (made["retriever_batch_size_sum"], after["retriever_queued"]) == (2, 0)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=6,
+)
+FIELDS = {"topk": JSON | st.integers(-1, 101), "return_scores": JSON | st.booleans()}
+BODIES = JSON | st.fixed_dictionaries({"queries": JSON | st.lists(st.text(max_size=30), max_size=5)}, optional=FIELDS)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(body=BODIES.map(json.dumps).map(str.encode) | st.binary(max_size=60))
+def test_no_body_makes_the_server_fail(server_url: str, body: bytes) -> None:
+    """NaN, infinities, lone surrogates, nesting, wrong types, bytes: an answer of the right shape, or 422."""
+    reply = httpx.post(
+        f"{server_url}/retrieve",
+        content=body,
+        headers={"Content-Type": "application/json"},
+        timeout=30,
+        trust_env=False,
+    )
+    assert reply.status_code in (200, 422), (body, reply.text)
+    if reply.status_code == 422:
+        assert reply.json()["error"]
+        return
+    asked = json.loads(body)
+    rows = reply.json()["result"]
+    assert [len(row) for row in rows] == [min(5, asked.get("topk") or 3)] * len(asked["queries"])
+    documents = [item.get("document", item) for row in rows for item in row]
+    assert {document["id"] for document in documents} <= {"0", "1", "2", "3", "4"}
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/retrieve"), ("POST", "/health"), ("PUT", "/")])
+def test_other_methods_and_paths_are_4xx(server_url: str, method: str, path: str) -> None:
+    assert httpx.request(method, server_url + path, trust_env=False).status_code in (404, 405)
+
+
+def test_the_requests_of_search_r1_verl_and_drmas_are_answered(server_url: str) -> None:
+    """As their clients send them: `requests.post(url, json=...)` with these keys, whose answers they then walk."""
+    for titles in (["Alice Walker", "Iron Bridge"], ["Alice Walker"]):  # a batch, and verl: one a call
+        rows = post(server_url, {"queries": titles, "topk": 3, "return_scores": True}).json()["result"]
+        assert [row[0]["document"]["contents"].split("\n")[0] for row in rows] == [f'"{title}"' for title in titles]
+        assert [set(item["document"]) for row in rows for item in row] == [{"id", "contents"}] * 3 * len(titles)
+
+
 def test_a_port_in_use_is_one_line_and_code_2(index_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -207,13 +268,21 @@ def test_sigterm_drains_and_exits_0(index_dir: Path, tmp_path: Path) -> None:
             time.sleep(0.02)
         assert json.loads(ready.read_text())["pid"] == child.pid
         url = httpx.URL(json.loads(ready.read_text())["url"])
+        body = b'{"queries": ["Alice Walker"]}'
+        head = f"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+
+        def count(line: str) -> None:
+            while line not in httpx.get(f"{url}/metrics", trust_env=False).text.splitlines():
+                assert time.monotonic() < deadline, line
+                time.sleep(0.02)
+
+        with socket.create_connection((url.host, url.port or 0)) as leaving:
+            leaving.sendall(head.encode() + b"\r\n\r\n" + body)
+            count("retriever_queued 1")
+        count("retriever_dropped_total 1")  # nobody waits for it any more
         with socket.create_connection((url.host, url.port or 0)) as connection:
-            body = b'{"queries": ["Alice Walker"]}'
-            head = (
-                f"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-            )
             connection.sendall(head.encode() + b"\r\n\r\n" + body)
-            time.sleep(0.3)
+            count("retriever_queued 1")
             child.send_signal(signal.SIGTERM)
             connection.settimeout(20)
             assert connection.recv(12) == b"HTTP/1.1 200"
