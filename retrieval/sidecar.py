@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from retrieval.client import RetrievalClient
 from retrieval.corpus import Passage, RetrievalError
-from retrieval.wire import DEFAULT_TOPK
+from retrieval.wire import DEFAULT_TOPK, BadRequest, check_query
 from rollout.base.processes import say, start_group, stop_group
 
 _READ_PER_S = 1e8  # bytes of an index that are read and verified in a second, at least
@@ -111,35 +113,78 @@ class RetrieverSidecar:
         self._child = self._folder = self.url = self.pid = None
 
 
-def probe(server: str | RetrieverSidecar, sample: Sequence[Passage], k: int = DEFAULT_TOPK) -> dict[str, Any]:
-    """Asks a server for each sample passage by its title, one after the other.
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """A query and what should be found: passages by id, or any passage with the query as its title."""
 
-    Returns `n`, `k`, `recall_at_1` and `recall_at_k` (fractions; a hit is a passage with that title),
-    `latency_ms_median`, `latency_ms_max`, `ntotal` and `encoder` (its name). Raises RetrievalUnavailable, and
-    RetrievalError on an empty sample or a sidecar that is not running.
+    query: str
+    ids: frozenset[str] = frozenset()
+
+    def ranks(self, found: Sequence[Passage]) -> list[int | None]:
+        """Where each wanted passage is among those found, from 0; None where it is not."""
+        if not self.ids:
+            titles = [passage.title for passage in found]
+            return [titles.index(self.query) if self.query in titles else None]
+        places = {passage.id: place for place, passage in enumerate(found)}
+        return [places.get(id) for id in self.ids]
+
+
+def read_golden(path: Path) -> list[Golden]:
+    """Golden queries in JSON lines: `{"query": "...", "ids": ["...", ...]}`.
+
+    Raises:
+        RetrievalError: a line is none (file:line), or there is none.
+    """
+    golden = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            golden.append(Golden(check_query(row["query"]), frozenset(map(str, row["ids"]))))
+        except (ValueError, LookupError, TypeError, BadRequest) as error:
+            raise RetrievalError(f'{path}:{number}: expected {{"query": "...", "ids": [...]}} ({error})') from None
+        if not golden[-1].ids:
+            raise RetrievalError(f"{path}:{number}: no ids; name the passages that the query should find")
+    if not golden:
+        raise RetrievalError(f"{path}: no golden queries")
+    return golden
+
+
+def probe(server: str | RetrieverSidecar, golden: Sequence[Golden], k: int = DEFAULT_TOPK) -> dict[str, Any]:
+    """Ask a server the golden queries, one after the other.
+
+    Returns:
+        `n`, `k`, `recall_at_1` and `recall_at_k` (of the wanted passages, the share that is found, as a mean over the
+        queries), `latency_ms_median`, `latency_ms_p99`, `latency_ms_max`, `ntotal` and `encoder` (its name).
+
+    Raises:
+        RetrievalUnavailable: there is no answer.
+        RetrievalError: no queries, or a sidecar that is not running.
     """
     url = server.url if isinstance(server, RetrieverSidecar) else server
-    if url is None or not sample:
-        raise RetrievalError("probe needs a running server and at least one passage")
-    return asyncio.run(_probe(url, sample, k))
+    if url is None or not golden:
+        raise RetrievalError("probe needs a running server and at least one query")
+    return asyncio.run(_probe(url, golden, k))
 
 
-async def _probe(url: str, sample: Sequence[Passage], k: int) -> dict[str, Any]:
-    latency_ms, ranks = [], []
+async def _probe(url: str, golden: Sequence[Golden], k: int) -> dict[str, Any]:
+    latency_ms, at_1, at_k = list[float](), list[float](), list[float]()
     async with RetrievalClient(url) as client:
         info = await client.info()
-        for passage in sample:
+        for one in golden:
             start = time.perf_counter()
-            titles = [found.title for found in await client.search(passage.title, k)]
+            ranks = one.ranks(await client.search(one.query, k))
             latency_ms.append(1000 * (time.perf_counter() - start))
-            ranks.append(titles.index(passage.title) if passage.title in titles else k)
+            at_1.append(sum(rank == 0 for rank in ranks) / len(ranks))
+            at_k.append(sum(rank is not None for rank in ranks) / len(ranks))
+    latency_ms.sort()
     return {
-        "n": len(sample),
+        "n": len(golden),
         "k": k,
-        "recall_at_1": sum(rank == 0 for rank in ranks) / len(ranks),
-        "recall_at_k": sum(rank < k for rank in ranks) / len(ranks),
+        "recall_at_1": statistics.fmean(at_1),
+        "recall_at_k": statistics.fmean(at_k),
         "latency_ms_median": round(statistics.median(latency_ms), 3),
-        "latency_ms_max": round(max(latency_ms), 3),
+        "latency_ms_p99": round(latency_ms[math.ceil(0.99 * len(latency_ms)) - 1], 3),
+        "latency_ms_max": round(latency_ms[-1], 3),
         "ntotal": info["ntotal"],
         "encoder": info["encoder"]["name"],
     }

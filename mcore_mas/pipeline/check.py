@@ -93,6 +93,8 @@ def _files(suite: Suite, run: str) -> Iterator[str]:
         own.append(("retriever.folder", f"{retriever.folder}/index.json"))
     if retriever and retriever.encoder_folder:
         own.append(("retriever.encoder_folder", str(retriever.encoder_folder)))
+    if retriever and retriever.golden:
+        own.append(("retriever.golden", str(retriever.golden)))
     for where, file in own:
         if not Path(file).exists():
             source = f"; {_from(file)}" if file in known_sources() else "; name another one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html import escape
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING
 from mcore_mas.config.run import RunConfig
 from mcore_mas.training.engine_factory import sidecar_of
 from retrieval.corpus import Corpus, Passage, copy_corpus, write_corpus
-from retrieval.sidecar import probe
-from rollout.base.files import write_json
+from retrieval.sidecar import Golden, probe, read_golden
+from rollout.base.files import write_json, write_text
 from rollout.base.options import lookup
 from rollout.config.data import make_tasks
 from rollout.config.sections import RetrieverConfig
@@ -93,19 +94,26 @@ def _encoder(retriever: RetrieverConfig) -> Encoder:
 
 
 def probe_index(config_path: Path, index_dir: Path, out: Path) -> None:
-    """Start a server on the index, ask it for passages spread over the corpus, and write what came of it to `out`.
+    """Start a server on the index, ask it the golden queries, and write what came of it to `out`.
+
+    Without `retriever.golden` they are the titles of passages spread over the corpus.
 
     Raises:
         RetrievalError: the server cannot start, or gives no usable answer.
     """
     retriever = _retriever(config_path)
-    corpus = Corpus(index_dir / json.loads((index_dir / "index.json").read_text(encoding="utf-8"))["corpus"])
-    stride = max(1, len(corpus) // PROBES)
-    sample = [corpus[row] for row in range(0, len(corpus), stride)][:PROBES]
+    if retriever.golden is not None:
+        golden = read_golden(retriever.golden)
+    else:
+        corpus = Corpus(index_dir / json.loads((index_dir / "index.json").read_text(encoding="utf-8"))["corpus"])
+        stride = max(1, len(corpus) // PROBES)
+        golden = [Golden(corpus[row].title) for row in range(0, len(corpus), stride)][:PROBES]
     with sidecar_of(retriever, index_dir) as url:
-        found = probe(url, sample)
+        found = probe(url, golden)
     print(f"recall@1 {found['recall_at_1']:.2f}, median {found['latency_ms_median']:.1f} ms")
     write_json(out, found)
+    rows = "".join(f"<tr><td>{escape(key)}</td><td>{escape(f'{value}')}</td></tr>" for key, value in found.items())
+    write_text(out.with_suffix(".html"), f"<!doctype html><meta charset=utf-8><table>{rows}</table>\n")
 
 
 def _retriever(config_path: Path) -> RetrieverConfig:

@@ -154,6 +154,7 @@ class RetrieverConfig(Section):
     encoder_folder: Path | None = None  # where the encoder is; None: MiniLM's package
     index: Literal["flat", "sq8", "ivf", "ivfpq", "hnsw"] = "flat"  # kind of the run's own index
     shards: int = Field(1, ge=1)  # jobs that encode its passages
+    golden: Path | None = None  # queries with the ids of what they should find, for `probe_retriever`
     ranking: Literal["dense", "bm25", "hybrid"] = "dense"  # by vectors, by words (BM25), or both fused
     backend: Literal["faiss", "torch"] = "faiss"  # what scans a flat index
     device: Literal["cpu", "cuda"] = "cpu"  # of the encoder, and of the scan of a flat index

@@ -61,6 +61,12 @@ rule probe_retriever:
         manifest=lambda wildcards: SUITE.index(wildcards.run),
     output:
         probe="<results>/{run}/retriever.json",
+        page=report(
+            "<results>/{run}/retriever.html",
+            caption="../report/retriever.rst",
+            category="Retrieval",
+            labels={"run": "{run}"},
+        ),
     log:
         "<results>/{run}/logs/probe_retriever.log",
     benchmark:

@@ -19,7 +19,7 @@ from retrieval import client as client_module
 from retrieval import endpoints as endpoints_module
 from retrieval.client import BadRequest, NoRetriever, Passage, RetrievalClient, RetrievalError, RetrievalUnavailable
 from retrieval.endpoints import BALANCES, Endpoint, EndpointPool
-from retrieval.sidecar import RetrieverSidecar, probe
+from retrieval.sidecar import Golden, RetrieverSidecar, probe, read_golden
 
 ONE_HIT = b'{"result": [[{"document": {"id": "0", "contents": "x"}, "score": 0.5}]]}'
 
@@ -153,12 +153,19 @@ def test_a_silent_server_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> 
         search(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.2)
 
 
-def test_probe_reports_recall_latency_and_size(server_url: str, passages: list[Passage]) -> None:
-    report = probe(server_url, passages, k=2)
+def test_probe_reports_recall_latency_and_size(server_url: str, passages: list[Passage], tmp_path: Path) -> None:
+    report = probe(server_url, [Golden(passage.title) for passage in passages], k=2)
     assert (report["n"], report["recall_at_1"], report["recall_at_k"], report["ntotal"]) == (5, 1.0, 1.0, 5)
-    assert 0 < report["latency_ms_median"] <= report["latency_ms_max"]
-    assert probe(server_url, [Passage.compose("9", "Nowhere", "x"), passages[0]])["recall_at_1"] == 0.5
-    with pytest.raises(RetrievalError, match="at least one passage"):
+    assert 0 < report["latency_ms_median"] <= report["latency_ms_p99"] <= report["latency_ms_max"]
+    assert probe(server_url, [Golden("Nowhere"), Golden("Alice Walker")])["recall_at_1"] == 0.5
+    (tmp_path / "golden").write_text('{"query": "Alice Walker", "ids": ["0", "none"]}\n')
+    found = probe(server_url, read_golden(tmp_path / "golden"), k=5)
+    assert (found["recall_at_1"], found["recall_at_k"]) == (0.5, 0.5)
+    for line in ("x", '{"query": "a"}', '{"query": "", "ids": ["0"]}', '{"query": "a", "ids": []}'):
+        (tmp_path / "golden").write_text(line + "\n")
+        with pytest.raises(RetrievalError, match=r"golden:1: "):
+            read_golden(tmp_path / "golden")
+    with pytest.raises(RetrievalError, match="at least one query"):
         probe(server_url, [])
 
 
@@ -181,7 +188,7 @@ def test_a_server_killed_midway_is_unavailable(index_dir: Path, tmp_path: Path) 
 
         asyncio.run(body())
     with pytest.raises(RetrievalError, match="needs a running server"):
-        probe(sidecar, [Passage("0", "x")])
+        probe(sidecar, [Golden("x")])
 
 
 @pytest.mark.slow
