@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import psutil
 import typer
@@ -24,7 +24,11 @@ from rollout.base.processes import start_group, stop_group
 machine_commands = typer.Typer()
 _PANEL = "This machine"
 HOST = "127.0.0.1"  # the pages have no password
-TRAININGS = "tags.stage = 'train'"  # MLflow's words for them
+# of MLflow's page: trainings, not folded below their experiments as without an order
+TRAININGS = urlencode(
+    {"searchFilter": "tags.stage = 'train'", "orderByKey": "metrics.`validation/accuracy`", "orderByAsc": "false"},
+    quote_via=quote,
+)
 
 
 class UiError(RuntimeError):
@@ -76,7 +80,7 @@ def _first_page(store: Path) -> str:
             last = database.execute("SELECT experiment_id FROM runs ORDER BY start_time DESC LIMIT 1").fetchone()
         except sqlite3.Error:  # MLflow says what is wrong with it
             last = None
-    return f"/#/experiments/{last[0]}/runs?searchFilter={quote(TRAININGS)}" if last else ""
+    return f"/#/experiments/{last[0]}/runs?{TRAININGS}&compareRunsMode=CHART" if last else ""
 
 
 @machine_commands.command("ui", rich_help_panel=_PANEL)

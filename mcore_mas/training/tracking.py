@@ -24,7 +24,7 @@ from rollout.base.files import json_lines, sha256, write_json
 from rollout.records.files import read_tasks, tasks_digest
 
 CLOCK = "time/unix_s"  # in metrics.jsonl: when the step ended; no metric
-KEY_METRICS = ("reward/mean", "validation/accuracy")  # are sent also where they never leave zero
+_KEY = {"reward/mean": "0_key/reward", "validation/accuracy": "0_key/validation_accuracy"}  # MLflow sorts by name
 
 _LONGEST_PARAM = 500  # characters; MLflow refuses more than 6000
 _PARAMS_PER_CALL = 100  # MLflow's limit
@@ -186,7 +186,7 @@ class Tracker:
             self._last = row.get(CLOCK, time.time())
             metrics = [
                 (name, float(value), self._last, row["step"])
-                for name, value in row.items()
+                for name, value in [*row.items(), *((_KEY[key], row[key]) for key in _KEY if key in row)]
                 if isinstance(value, float | int) and name not in ("step", CLOCK)
             ]
             waiting += [
@@ -222,7 +222,7 @@ class _Held:
         for metric in metrics:
             name, value, _, step = metric
             left = self._left.get(name, step)
-            if value == 0 and name not in KEY_METRICS and step <= left:
+            if value == 0 and name not in _KEY and name not in _KEY.values() and step <= left:
                 if name not in self._left:
                     self._zeros.setdefault(name, {})[step] = metric
                 continue

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.reports.study import MetricsError, agent_curves, curve, plot_curves
+from mcore_mas.reports.charts import sections, write_charts
+from mcore_mas.reports.study import MetricsError, agent_curves, curve
 
 ROWS = [
     {"step": -1, "validation/accuracy": 0.2},
@@ -31,20 +32,35 @@ def test_a_curve_counts_updates_and_skips_steps_without_the_metric() -> None:
 def test_the_thick_line_is_a_mean_that_looks_back_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn: list[list[float]] = []
     monkeypatch.setattr("matplotlib.axes.Axes.plot", lambda _, x, y, **how: drawn.append(list(y)))
-    monkeypatch.setattr("matplotlib.axes.Axes.legend", lambda *_, **how: None)
     rows = [{"step": step, "reward/mean": value} for step, value in enumerate([1.0, 2.0, 3.0, 6.0, 8.0, 11.0])]
-    plot_curves({"demo": write(tmp_path / "metrics.jsonl", rows)}, tmp_path)
-    assert drawn == [[1.0, 2.0, 3.0, 6.0, 8.0, 11.0], [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]]  # of five steps
+    rows += [{"step": step, "validation/accuracy": value} for step, value in ((10, 1.0), (20, 0.0))]
+    write_charts({"demo": write(tmp_path / "metrics.jsonl", rows)}, tmp_path / "charts.html")
+    assert drawn == [
+        [1.0, 2.0, 3.0, 6.0, 8.0, 11.0], [1.0, 1.5, 2.0, 3.0, 4.0, 6.0], [1.0, 0.0],  # of five steps; as it is
+    ]  # fmt: skip
 
 
-def test_three_pictures_equal_for_equal_numbers(tmp_path: Path) -> None:
-    runs = {"demo": write(tmp_path / "metrics.jsonl", ROWS), "bare": write(tmp_path / "bare.jsonl", [{"step": 0}])}
-    plot_curves(runs, tmp_path / "one")
-    plot_curves(runs, tmp_path / "two")
-    for name in ("reward.svg", "accuracy.svg", "grad_norm.svg"):
-        picture = (tmp_path / "one" / name).read_bytes()
-        assert picture.startswith(b"<?xml")
-        assert picture == (tmp_path / "two" / name).read_bytes()
+def test_agents_of_runs_are_side_by_side_and_what_is_always_zero_is_left_out() -> None:
+    other = [{"step": 0, "agent/solver/grad_norm": 3.0, "agent/solver/masked": 0.0, "validation/gsm8k/accuracy": 0.5}]
+    found = {
+        name: {panel: {run: list(values) for run, values in curves.items()} for panel, curves in panels.items()}
+        for name, panels in sections({"demo": ROWS, "other": other}).items()
+    }
+    assert list(found) == ["reward and accuracy", "validation accuracy by source", "gradient norm by agent"]
+    assert found["reward and accuracy"]["validation accuracy"] == {"demo": [0.2, 0.4]}
+    assert found["validation accuracy by source"] == {"gsm8k": {"other": [0.5]}}
+    assert found["gradient norm by agent"] == {"solver": {"demo": [1.0], "other": [3.0]}, "verifier": {"demo": [2.0]}}
+
+
+def test_a_page_is_equal_for_equal_numbers_and_runs_nothing_that_a_name_says(tmp_path: Path) -> None:
+    rows = [*ROWS, {"step": 2, "agent/<script>alert(1)</script>$x/grad_norm": 1.0}]
+    runs = {"demo": write(tmp_path / "metrics.jsonl", rows), "bare": write(tmp_path / "bare.jsonl", [{"step": 0}])}
+    for name in ("one.html", "two.html"):
+        write_charts(runs, tmp_path / name)
+    page = (tmp_path / "one.html").read_text()
+    assert page == (tmp_path / "two.html").read_text()
+    assert "&lt;script&gt;alert(1)" in page and "<script" not in page
+    assert page.count("<svg") == 2 and 'http-equiv="Content-Security-Policy" content="default-src \'none\'' in page
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"reward/mean": 1}\n'])
@@ -52,6 +68,6 @@ def test_bad_metrics_are_one_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(content)
     with pytest.raises(MetricsError, match="train the run again") as error:
-        plot_curves({"demo": path}, tmp_path)
+        write_charts({"demo": path}, tmp_path / "charts.html")
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)

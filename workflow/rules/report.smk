@@ -35,23 +35,11 @@ rule plot_curves:
     input:
         done=expand("<results>/{run}/train/done.json", run=SUITE.runs),
     output:
-        reward=report(
-            "<results>/figures/{suite}/reward.svg",
-            caption="../report/reward.rst",
+        page=report(
+            "<results>/figures/{suite}/charts.html",
+            caption="../report/charts.rst",
             category="Curves",
-            labels={"curve": "reward"},
-        ),
-        accuracy=report(
-            "<results>/figures/{suite}/accuracy.svg",
-            caption="../report/accuracy.rst",
-            category="Curves",
-            labels={"curve": "validation accuracy"},
-        ),
-        grad_norm=report(
-            "<results>/figures/{suite}/grad_norm.svg",
-            caption="../report/grad_norm.rst",
-            category="Curves",
-            labels={"curve": "gradient norm by agent"},
+            labels={"curve": "all runs and agents"},
         ),
     log:
         "<results>/logs/plot_curves_{suite}.log",
@@ -72,7 +60,7 @@ rule plot_curves:
 rule report:
     input:
         table=f"<results>/tables/{SUITE.name}.html",
-        figures=expand(f"<results>/figures/{SUITE.name}/{{curve}}.svg", curve=["reward", "accuracy", "grad_norm"]),
+        charts=f"<results>/figures/{SUITE.name}/charts.html",
     output:
         html=f"<results>/reports/{SUITE.name}.html",
     log:

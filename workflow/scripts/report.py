@@ -11,4 +11,4 @@ with logged(snakemake.log[0]):
     suite, out = dict(snakemake.params.suite), Path(snakemake.output.html)
     page = publish(out.parents[1], suite["experiments"], [suite["suite"]])
     links = {"links": {"Compare the trainings in MLflow": page}} if page else {}
-    make_report({**suite, **links}, [snakemake.input.table, *snakemake.input.figures], out)
+    make_report({**suite, **links}, [snakemake.input.table, snakemake.input.charts], out)

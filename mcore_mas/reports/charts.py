@@ -1,0 +1,135 @@
+"""A suite's page of charts: the curves of its runs side by side, as SVG in a page that loads and runs nothing."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from mcore_mas.reports.pages import render_page
+from mcore_mas.reports.study import Metrics, curve, read_metrics
+from rollout.base.files import write_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, told apart with any colour vision; a line style and a marker repeat the distinction
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_STYLES = ("-", "--", "-.", ":")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_MEAN_OVER = 5  # steps of the running mean that is drawn over the raw values
+_ACROSS = 4  # panels beside each other
+_KEY = {"reward/mean": "mean reward of a trajectory", "validation/accuracy": "validation accuracy"}
+_OF_AGENTS = {  # the rest of an agent's metrics is in MLflow and the studio
+    "reward_mean": "reward by agent",
+    "valid_ratio": "share of well-formed turns by agent",
+    "grad_norm": "gradient norm by agent",
+    "advantage_second_moment": "mean square of advantages by agent",
+    "response_length": "tokens of a turn by agent",
+    "sampled_entropy": "mean -log p of sampled tokens by agent",
+}
+_SECTIONS = ("reward and accuracy", "validation accuracy by source", *_OF_AGENTS.values())
+
+Panels = dict[str, dict[str, pd.Series]]  # by the panel's title, each run's values by updates done
+
+
+def write_charts(runs: Mapping[str, Path], out: Path) -> None:
+    """Write the page: a section for each metric with a panel for each agent or data source, and a line for each run.
+
+    Metrics that are zero throughout are left out, but for reward and accuracy.
+
+    Args:
+        runs: the metrics.jsonl of each run.
+
+    Raises:
+        MetricsError: a file is missing or no line of it is a step's metrics.
+    """
+    found = sections({run: read_metrics(path) for run, path in runs.items()})
+    figures = {name: _figure(panels, list(runs)) for name, panels in found.items()}
+    write_text(out, render_page("charts.html.jinja", figures=figures, runs=len(runs)))
+
+
+def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:
+    """The panels of each section: reward and accuracy, validation by data source, each metric of agents."""
+    found: dict[str, Panels] = {name: {} for name in _SECTIONS}
+    found[_SECTIONS[0]] = {title: {} for title in _KEY.values()}
+    for key in sorted({key for rows in metrics.values() for row in rows for key in row}):
+        place = _place(key)
+        if place is None:
+            continue
+        section, panel = place
+        for run, rows in metrics.items():
+            values = curve(rows, key)
+            if len(values) and (values.any() or section == _SECTIONS[0]):
+                found[section].setdefault(panel, {})[run] = values
+    return {name: panels for name, panels in found.items() if panels}
+
+
+def _place(key: str) -> tuple[str, str] | None:
+    """The section and the panel of a metric; None of those that are for MLflow alone."""
+    if key in _KEY:
+        return _SECTIONS[0], _KEY[key]
+    agent = re.fullmatch(r"agent/(.+)/([^/]+)", key)
+    if agent and agent[2] in _OF_AGENTS:
+        return _OF_AGENTS[agent[2]], agent[1]
+    source = re.fullmatch(r"validation/(.+)/accuracy", key)
+    return (_SECTIONS[1], source[1]) if source else None
+
+
+def _figure(panels: Panels, runs: Sequence[str]) -> str:
+    """The panels as SVG; a run has the same line in all of them."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    style: Any = {"svg.hashsalt": "mcore-mas", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 10}
+    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    with pyplot.rc_context(style):  # the salt makes equal numbers equal pictures
+        down = math.ceil(len(panels) / _ACROSS)
+        across = min(_ACROSS, len(panels))
+        size = (max(5.0, 3.2 * across), 2.5 * down + 0.3 + 0.2 * math.ceil(len(runs) / _ACROSS))
+        figure, axes = pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+        for axis in axes.flat[len(panels) :]:
+            axis.remove()
+        for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+            _panel(axis, curves, runs)
+            axis.set(title=title.replace("$", r"\$"), xlabel="training step")
+        lines = {
+            label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        if lines:
+            figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=_ACROSS, frameon=False)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+        pyplot.close(figure)
+    return text.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]
+
+
+def _panel(axis: Axes, curves: Mapping[str, pd.Series], runs: Sequence[str]) -> None:
+    for run, values in curves.items():
+        number = runs.index(run)
+        dense = len(values) == 1 + values.index[-1] - values.index[0]  # a value of every step, as no validation has
+        colour = _COLOURS[number % len(_COLOURS)]
+        if dense:
+            axis.plot(values.index, values, color=colour, alpha=0.3, linewidth=1)
+        axis.plot(
+            values.index,
+            values.rolling(_MEAN_OVER, min_periods=1).mean() if dense else values,
+            color=colour,
+            linestyle=_STYLES[number % len(_STYLES)],
+            marker=_MARKERS[number % len(_MARKERS)],
+            markevery=max(1, len(values) // 8),
+            markersize=4,
+            linewidth=1.6,
+            label=run.replace("$", r"\$"),
+        )
+    axis.grid(visible=True, color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    if not curves:
+        axis.text(0.5, 0.5, "no such metric was logged", ha="center", va="center", transform=axis.transAxes)
