@@ -72,6 +72,8 @@ OPTIONAL_LIBRARIES = {
     "google": "google-genai",
     "gymnasium": "gymnasium",
     "mcp": "mcp",
+    "trackio": "trackio",
+    "wandb": "wandb",
 }
 # of worlds that cannot be had from a registry in a version that fits (their own pages say how to install them), and
 # what torch for CUDA brings
@@ -293,7 +295,9 @@ def test_records_and_the_workflow_load_without_the_heavy_libraries() -> None:
 
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [entry for name in ("coach", "gymnasium", "mcp") for entry in project["optional-dependencies"][name]]
+    extras = [
+        entry for name in ("coach", "gymnasium", "mcp", "trackers") for entry in project["optional-dependencies"][name]
+    ]
     declared = {re.split(r"[=<>\[]", entry)[0].lower() for entry in [*project["dependencies"], *extras]}
     distributions = importlib.metadata.packages_distributions()
     missing = {}

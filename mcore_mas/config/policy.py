@@ -286,6 +286,7 @@ class TrackingConfig(Section):
     traces: int = Field(2, ge=0)  # trajectories of each step with a validation that go there as traces
     zeros: bool = False  # send metrics that never leave zero, too
     tags: dict[str, str] = Field(default_factory=dict)  # of MLflow's runs; a suite adds its name, and a paper's tables
+    also: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # further trackers of a training's metrics
 
 
 class NodesConfig(Section):

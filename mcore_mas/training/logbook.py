@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +20,7 @@ from mcore_mas.training.joblog import terminal
 from mcore_mas.training.journal import Journal
 from mcore_mas.training.stopping import Stopped
 from mcore_mas.training.traces import Traces, chosen
+from mcore_mas.training.trackers import Trackers
 from mcore_mas.training.tracking import CLOCK, Tracker, open_tracker
 from rollout.base.text import shown_line
 from rollout.records.trajectory import Group
@@ -35,9 +36,17 @@ _SHOWN = {
 class Logbook:
     """One run's places to write to, all of them told of the same steps."""
 
-    def __init__(self, reporter: Reporter, journal: Journal, tracker: Tracker, traces: Traces, traced: int) -> None:
-        """`traced` trajectories of every step become traces."""
-        self._reporter, self._journal, self._tracker = reporter, journal, tracker
+    def __init__(
+        self,
+        reporter: Reporter,
+        journal: Journal,
+        tracker: Tracker,
+        traces: Traces,
+        traced: int,
+        trackers: Trackers,
+    ) -> None:
+        """`traced` trajectories of every step become traces; `trackers` are those beside MLflow."""
+        self._reporter, self._journal, self._tracker, self._trackers = reporter, journal, tracker, trackers
         self._traces, self._traced = traces, traced
         self.note = reporter.note
 
@@ -50,6 +59,7 @@ class Logbook:
         """`step`, counted from 0, is finished."""
         self._journal.log(step, {**metrics, CLOCK: time.time()})
         self._tracker.log()
+        self._trackers.log(step, metrics)
         self._reporter.step(step + 1, {label: metrics[name] for label, name in _SHOWN.items() if name in metrics})
 
     def trace(self, groups: Sequence[Group], samples: Sequence[Sample]) -> None:
@@ -64,11 +74,14 @@ class Logbook:
 def open_logbook(config: RunConfig, config_path: Path, first: int, mlflow_run: str | None) -> Iterator[Logbook]:
     """The logbook of a run that goes on at step `first`, in the MLflow run of before if there is one."""
     path = config.folder / "train" / "metrics.jsonl"
-    with Reporter(f"{config.run} train", config.trainer.steps, first) as reporter:
+    with (
+        Reporter(f"{config.run} train", config.trainer.steps, first) as reporter,
+        closing(Trackers(config, first, reporter.note)) as trackers,
+    ):
         journal = Journal(path, first, reporter.note)
         tracker = open_tracker(config, config_path, first, mlflow_run, reporter.note)
         try:
-            yield Logbook(reporter, journal, tracker, Traces(tracker, reporter.note), config.tracking.traces)
+            yield Logbook(reporter, journal, tracker, Traces(tracker, reporter.note), config.tracking.traces, trackers)
         except (KeyboardInterrupt, Stopped):
             tracker.finish("KILLED")
             raise
