@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from mcore_mas.equations.divergence import Figure
 from rollout.base.options import Section
-from rollout.config.sections import EngineConfig
+from rollout.engines import EngineConfig
 from rollout.engines.remote import RemoteConfig
 from rollout.teams.tree import Branching
 

@@ -32,14 +32,8 @@ from mcore_mas.equations.filters import contrasted
 from rollout.base.options import Section, UnknownName, lookup
 from rollout.base.schema_words import invalid
 from rollout.config.data import DataConfig
-from rollout.config.sections import (
-    CollectionConfig,
-    EngineConfig,
-    EnvConfig,
-    OrchestraConfig,
-    RetrieverConfig,
-    RewardConfig,
-)
+from rollout.config.sections import CollectionConfig, EnvConfig, OrchestraConfig, RetrieverConfig, RewardConfig
+from rollout.engines import EngineConfig
 from rollout.engines.remote import RemoteConfig
 from rollout.orchestras import SEARCHES
 from rollout.rewards.coach import CoachConfig

@@ -11,8 +11,8 @@ from mcore_mas.config.run import RunConfig, for_policy
 from retrieval.client import RetrievalClient
 from retrieval.sidecar import RetrieverSidecar
 from rollout.base.errors import ModelError
-from rollout.config.sections import EngineConfig, RetrieverConfig, build_env, build_player
-from rollout.engines import PolicyClient, engine_class
+from rollout.config.sections import RetrieverConfig, build_env, build_player
+from rollout.engines import EngineConfig, PolicyClient, engine_class
 from rollout.engines.remote import hide
 from rollout.engines.remote.caller import RemoteClient
 from rollout.environments.protocol import Env

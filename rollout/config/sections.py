@@ -12,13 +12,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rollout.base.http import check_url
 from rollout.base.options import Registry, Section, lookup
 from rollout.base.task_group import Deadlines
 from rollout.base.text import nearest
-from rollout.engines import ENGINES, TRANSPORTS, Engine, EngineClient, PolicyClient
+from rollout.engines import Engine, EngineClient, PolicyClient
 from rollout.environments import ENVS, TOOLS
 from rollout.environments.protocol import Env
 from rollout.models.chat_template import Renderer
@@ -237,60 +237,6 @@ class AgentConfig(Section):
     def _known(self) -> AgentConfig:
         if self.role:
             lookup("agent role", self.role, ROLES)
-        return self
-
-
-class EngineConfig(Section):
-    """Where each policy's tokens are sampled."""
-
-    name: str = "embedded"  # in ENGINES
-    slots: int = Field(128, ge=1)  # requests decoded at once
-    max_length: int = Field(512, ge=2)  # tokens of prompt and reply
-    # what is cut of the last message of a prompt without room for its reply; wrong: nothing, the trajectory fails
-    overlong_prompts: Literal["wrong", "left", "middle", "right"] = "wrong"
-    device: Literal["cpu", "cuda"] = "cpu"  # that the embedded engine computes on
-    deterministic: bool = False  # compute each sequence by itself: a run is then repeated to the bit
-    transport: str | None = None  # of new weights; None: the engine's own
-    weights_folder: Path | None = None  # folder that trainer and engine see; None: one in shared memory
-    sleep: bool = False  # give memory away while policies are trained
-    restarts: int = Field(2, ge=0)  # of an engine that dies, in a run
-    replicas: int = Field(1, ge=1)  # servers per policy, or actors of the embedded engine
-    joining: int = Field(0, ge=0)  # further actors, which join where nodes have room and leave with their nodes
-    # of name: sglang
-    python: Path | None = None  # interpreter of SGLang's own environment ...
-    urls: tuple[str, ...] = ()  # ... or servers that run already
-    members: Path | None = None  # file with the URLs of further servers, which may change while a run trains
-    key_file: Path | None = None  # of servers on other machines
-    tp: int = Field(1, ge=1)  # GPUs of each
-    options: dict[str, JsonValue] = Field(default_factory=dict)  # further arguments of sglang.launch_server
-    environment: dict[str, str] = Field(default_factory=dict)  # variables of the servers
-    verify: bool = True  # compare checksums after every update, where the server can
-    timeout_s: float = Field(600.0, gt=0)  # of one request
-    start_s: float = Field(900.0, gt=0)  # that a server may take to answer first
-
-    @property
-    def servers(self) -> int:
-        """How many decode for each policy."""
-        return len(self.urls) or self.replicas
-
-    @model_validator(mode="after")
-    def _usable(self) -> EngineConfig:
-        lookup("engine", self.name, ENGINES)
-        if self.name == "sglang" and not self.python and not self.urls:
-            raise ValueError(
-                "sglang needs python, the interpreter of its own environment (requirements/sglang.txt), or urls"
-            )
-        if self.name == "embedded" and (self.python or self.urls or self.members or self.options):
-            raise ValueError("python, urls, members and options are settings of sglang; set name: sglang")
-        if self.joining and self.name == "sglang":
-            raise ValueError("joining is a setting of the embedded engine; servers that join are named in members")
-        if self.name == "sglang" and self.device != "cpu":
-            raise ValueError("device is a setting of the embedded engine; sglang takes the GPUs there are")
-        for url in self.urls:
-            check_url("urls", url, secret=self.key_file is not None)
-        known = TRANSPORTS.get(self.name)
-        if known and self.transport not in (None, *known):
-            raise ValueError(f"{self.name} has no transport '{self.transport}'; known: {', '.join(known)}")
         return self
 
 
