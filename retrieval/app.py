@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from retrieval.batcher import Batcher, Overloaded, SearchFunction, prometheus
 from retrieval.encoder import open_encoder
 from retrieval.index import Index, check_canary, read_manifest, retrieve
-from retrieval.wire import DEFAULT_TOPK, MAX_BODY_BYTES, BadRequest, parse_request, render_response
+from retrieval.wire import DEFAULT_TOPK, MAX_BODY_BYTES, BadRequest, parse_ids, parse_request, render_response
 from rollout.base.http import Result
 from rollout.base.http_server import BodyTooLarge, bears, read_body
 
@@ -68,6 +68,11 @@ def build_app(index: Index, search: SearchFunction, batcher: Batcher, token: str
         results = await while_connected(request, batcher.submit(wanted.queries, wanted.topk))
         return JSONResponse(render_response(results, wanted.return_scores))
 
+    async def passages_route(request: HttpRequest) -> Response:
+        ids, around = parse_ids(await read_body(request, MAX_BODY_BYTES))
+        found = await asyncio.to_thread(lambda: [index.corpus.around(id, around) for id in ids])
+        return JSONResponse(render_response(found, return_scores=False))
+
     async def health(_: HttpRequest) -> Response:
         return JSONResponse({"status": "alive"})
 
@@ -91,6 +96,7 @@ def build_app(index: Index, search: SearchFunction, batcher: Batcher, token: str
         lifespan=lifespan,
         routes=[
             Route("/retrieve", _guarded(retrieve_route, token), methods=["POST"]),
+            Route("/passages", _guarded(passages_route, token), methods=["POST"]),
             Route("/health", health),
             Route("/ready", _guarded(ready, token)),
             Route("/info", _guarded(info, token)),

@@ -16,11 +16,13 @@ from retrieval.corpus import Passage, RetrievalError
 from retrieval.endpoints import Balance, EndpointPool, Parsed
 from retrieval.wire import (
     DEFAULT_TOPK,
+    MAX_AROUND,
     MAX_BODY_BYTES,
     MAX_REQUEST_QUERIES,
     BadRequest,
     check_query,
     check_topk,
+    parse_passages,
     parse_response,
 )
 from rollout.base.http import Refused, Unanswered, retried
@@ -101,6 +103,14 @@ class RetrievalClient:
         future: asyncio.Future[list[Passage]] = loop.create_future()
         self._waiting.setdefault(key, []).append(future)
         return await future
+
+    async def passages(self, id: str, around: int = 0) -> list[Passage]:
+        """A passage by its id with up to `around` neighbours of its document on each side; [] if there is none.
+
+        Raises BadRequest and RetrievalUnavailable like `search`. Servers of others have no passages by id.
+        """
+        body = {"ids": [check_query(id, "id")], "around": min(max(around, 0), MAX_AROUND)}
+        return await self._request("POST", "/passages", body, parse_passages)
 
     async def info(self) -> dict[str, Any]:
         """What the server says about its index: encoder, ntotal, sha256 and counts."""

@@ -65,6 +65,7 @@ class Corpus:
             raise RetrievalError(f"corpus {path} is missing or empty; write it first (one JSON object a line)")
         with path.open("rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._rows: dict[str, int] | None = None  # by id
         self._starts = array("q", [0])  # [rows + 1] byte offset of each row, then the end
         end = len(self._bytes)
         while self._starts[-1] < end:
@@ -78,6 +79,29 @@ class Corpus:
         if not 0 <= row < len(self):
             raise IndexError(f"{self.path}: row {row} of {len(self)}")
         return parse_line(self._bytes[self._starts[row] : self._starts[row + 1]], f"{self.path}:{row + 1}")
+
+    def row_of(self, id: str) -> int | None:
+        """The row of a passage; where ids are not row numbers, a table of all is made at the first call."""
+        number = int(id) if id.isdecimal() and len(id) < 19 else -1
+        if 0 <= number < len(self) and self[number].id == id:
+            return number
+        if self._rows is None:
+            numbered = self[0].id == "0" and self[len(self) - 1].id == str(len(self) - 1)
+            self._rows = {} if numbered else {passage.id: row for row, passage in enumerate(self)}
+        return self._rows.get(id)
+
+    def around(self, id: str, most: int) -> list[Passage]:
+        """The passage, and up to `most` before and after it that have its title; [] if there is none."""
+        row = self.row_of(id)
+        if row is None:
+            return []
+        title, found = self[row].title, [self[row]]
+        for step in (-1, 1):
+            for place in range(row + step, row + step * (most + 1), step):
+                if not 0 <= place < len(self) or self[place].title != title:
+                    break
+                found.insert(0 if step < 0 else len(found), self[place])
+        return found
 
     def __iter__(self) -> Iterator[Passage]:
         return (self[row] for row in range(len(self)))

@@ -16,6 +16,7 @@ DEFAULT_TOPK = 3
 MAX_TOPK = 100
 MAX_REQUEST_QUERIES = 256
 MAX_QUERY_CHARS = 2000
+MAX_AROUND = 5
 MAX_BODY_BYTES = 1 << 20
 
 
@@ -75,6 +76,30 @@ def parse_request(body: bytes) -> SearchRequest:
         topk=check_topk(data.get("topk")),
         return_scores=return_scores,
     )
+
+
+def parse_ids(body: bytes) -> tuple[list[str], int]:
+    """The ids of `{"ids": ["..."], "around": 0}`, and how many neighbours on each side; raises BadRequest."""
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        raise BadRequest("the body is not JSON") from None
+    if not isinstance(data, dict) or not isinstance(data.get("ids"), list):
+        raise BadRequest('the body is not an object like {"ids": ["..."], "around": 0}')
+    ids, around = data["ids"], data.get("around", 0)
+    if len(ids) > MAX_REQUEST_QUERIES:
+        raise BadRequest(f"{len(ids)} ids in one request, at most {MAX_REQUEST_QUERIES} are taken")
+    if type(around) is not int or not 0 <= around <= MAX_AROUND:
+        raise BadRequest(f"around is {around!r}, expected an integer from 0 to {MAX_AROUND}")
+    return [check_query(id, f"ids[{i}]") for i, id in enumerate(ids)], around
+
+
+def parse_passages(body: bytes) -> list[Passage]:
+    """The passages in the reply for one id; raises ValueError on any other shape."""
+    match json.loads(body):
+        case {"result": [list(row)]}:
+            return [Passage(id=str(item["id"]), contents=str(item["contents"])) for item in row]
+    raise ValueError("expected 'result' with one row")
 
 
 def render_response(results: Sequence[Sequence[Passage]], return_scores: bool) -> dict[str, Any]:

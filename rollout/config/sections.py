@@ -128,10 +128,11 @@ class EnvConfig(Choice):
         return hasattr(lookup("env", self.name, ENVS), "state")
 
     def check_tools(self, team: Mapping[str, AgentConfig]) -> None:
-        """Refuse the tool `search` where the environment does not search."""
+        """Refuse the tools `search` and `passages` where the environment does not search."""
         for name, agent in team.items():
-            if "search" in agent.tools and self.name in ENVS and self.name != "search":
-                raise ValueError(f"agent '{name}': tool 'search' asks env 'search', and this is env '{self.name}'")
+            for tool in {"search", "passages"} & set(agent.tools):
+                if self.name in ENVS and self.name != "search":
+                    raise ValueError(f"agent '{name}': tool '{tool}' asks env 'search', and this is env '{self.name}'")
 
     @model_validator(mode="after")
     def _reachable(self) -> EnvConfig:

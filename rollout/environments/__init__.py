@@ -8,7 +8,7 @@ search       a retriever to ask, then an answer to give, scored by exact match o
 mcp          tool calls to MCP servers, then an answer
 text_world   gymnasium, alfworld, webshop: text worlds of other libraries
 games        plan_path, sokoban, sudoku, blocksworld: puzzles with exact rewards
-tools        what agents call in chats: a calculator, Python with files, search
+tools        what agents call in chats: a calculator, Python with files, search, passages by id
 running      the sandboxes that they run programs in
 """
 
@@ -26,7 +26,7 @@ from rollout.environments.protocol import Env
 from rollout.environments.repository import RepositoryEnv
 from rollout.environments.search import SearchEnv
 from rollout.environments.text_world import AlfworldEnv, GymnasiumEnv, WebshopEnv
-from rollout.environments.tools import ToolMaker, calculator_tools, python_tools, search_tools
+from rollout.environments.tools import ToolMaker, calculator_tools, passage_tools, python_tools, search_tools
 
 ENVS: dict[str, Callable[..., Env]] = {  # (task, **options) -> a fresh environment for one trajectory
     "alfworld": AlfworldEnv,
@@ -44,6 +44,7 @@ ENVS: dict[str, Callable[..., Env]] = {  # (task, **options) -> a fresh environm
 TOOLS: dict[str, ToolMaker] = {  # (**options) -> what an agent may call in its chats, open for one trajectory
     "calculator": calculator_tools,
     "mcp": mcp_tools,
+    "passages": passage_tools,
     "python": python_tools,
     "search": search_tools,
 }

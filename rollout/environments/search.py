@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from pydantic import PositiveInt
 
@@ -44,16 +44,18 @@ def _f1(got: list[str], expected: list[str]) -> float:
     return 2 * shared / (len(got) + len(expected)) if shared else 0.0
 
 
-PassageStyle = Literal["search_r1", "verl", "text"]
+PassageStyle = Literal["search_r1", "verl", "text", "id"]
 PASSAGE_STYLES: dict[PassageStyle, str] = {  # how one hit reads inside <information>
     "search_r1": "Doc {rank}(Title: {title}) {text}\n",
     "verl": "Doc {rank} (Title: {title})\n{text}\n\n",
     "text": "{text}\n",
+    "id": "[{id}] {title}: {text}\n",  # for agents with the tool `passages`
 }
 
 AnswerReward = Literal["exact_match", "token_f1"]
 REWARDS: dict[AnswerReward, Callable[[str, Iterable[str]], float]] = {"exact_match": exact_match, "token_f1": token_f1}
 
+_WANTED = re.compile(r"(.*?)(?: \+([0-5]))?", re.DOTALL)  # a passage's id, and how many neighbours
 _MAX_QUERY_CHARS = 500  # a longer one is a reply gone wrong, and retrievers refuse it
 
 
@@ -75,6 +77,18 @@ class Retriever(Protocol):
 
         Raises:
             BadRequest: no retriever would take this query.
+            RetrievalError: the retriever failed.
+        """
+
+
+@runtime_checkable
+class PassageSource(Protocol):
+    """What a retriever can do besides."""
+
+    async def passages(self, id: str, around: int) -> Sequence[Hit]:
+        """A passage by its id, among up to `around` neighbours of its document on each side; none if there is none.
+
+        Raises:
             RetrievalError: the retriever failed.
         """
 
@@ -105,7 +119,7 @@ class SearchEnv:
         return task.prompt
 
     async def step(self, action: str) -> Step:
-        """Apply `<search>…</search>` or `<answer>…</answer>`; the answer wins when there are both.
+        """Apply `<answer>…</answer>`, else `<search>…</search>`, else `<read>…</read>` of a passage's id.
 
         Raises:
             EnvError: the retriever failed; nothing of its message reaches a model.
@@ -114,20 +128,16 @@ class SearchEnv:
         answer = last_tag(action, "answer")
         if answer is not None:
             return self._score(answer)
-        query = last_tag(action, "search")
+        query, wanted = last_tag(action, "search"), last_tag(action, "read")
+        if query is None and wanted:
+            return await self._read(wanted)
         if not query or len(query) > _MAX_QUERY_CHARS:
             return self._nothing()
-        try:
-            hits = await self.retriever.search(query, self.top_k)
-        except BadRequest:
+        hits = await self._asked(self.retriever.search(query, self.top_k))
+        if hits is None:
             return self._nothing()
-        except NoRetriever as failure:
-            raise Unusable(f"{failure}; start it, and the run again, which goes on where it was") from failure
-        except RetrievalError as failure:
-            raise EnvError(f"the retriever failed: {failure}") from failure
         self._searches += 1
-        style = PASSAGE_STYLES[self.style]
-        passages = [style.format(rank=rank, title=hit.title, text=hit.text) for rank, hit in enumerate(hits, start=1)]
+        passages = [self._shown(rank, hit) for rank, hit in enumerate(hits, start=1)]
         observation = f"<information> {''.join(passages).strip()} </information>"
         call = ToolCall(tool="search", query=query, result=observation)
         return Step(
@@ -137,6 +147,32 @@ class SearchEnv:
             passages=tuple(passage.strip() for passage in passages),
             metrics=self._counts(),
         )
+
+    async def _read(self, wanted: str) -> Step:
+        """`ID`, or `ID +N` with N neighbours on each side."""
+        if not isinstance(self.retriever, PassageSource):
+            raise EnvError(f"{type(self.retriever).__name__} has no passages by id; leave out the tool passages")
+        id, neighbours = _WANTED.fullmatch(wanted).groups("0")  # type: ignore[union-attr]  # it matches any text
+        hits = await self._asked(self.retriever.passages(id, int(neighbours)))
+        text = "".join(self._shown(rank, hit) for rank, hit in enumerate(hits or (), start=1)).strip()
+        shown = text or f"there is no passage {id}"
+        call = ToolCall(tool="read_passage", query=wanted, result=shown, failed=not text)
+        return Step(observation=shown, answer="", tools=(call,), metrics=self._counts())
+
+    async def _asked(self, answer: Awaitable[Sequence[Hit]]) -> Sequence[Hit] | None:
+        """What the retriever finds; None where no retriever would take the question."""
+        try:
+            return await answer
+        except BadRequest:
+            return None
+        except NoRetriever as failure:
+            raise Unusable(f"{failure}; start it, and the run again, which goes on where it was") from failure
+        except RetrievalError as failure:
+            raise EnvError(f"the retriever failed: {failure}") from failure
+
+    def _shown(self, rank: int, hit: Hit) -> str:
+        id = getattr(hit, "id", "")  # of an index in memory there is none
+        return PASSAGE_STYLES[self.style].format(rank=rank, id=id, title=hit.title, text=hit.text)
 
     async def preview(self, action: str) -> Step:
         return await copy(self).step(action)

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from rollout.base.errors import EnvError
 from rollout.base.options import descriptions, options_model
@@ -251,3 +251,22 @@ async def search_tools(*, env: Env) -> AsyncIterator[list[Tool]]:
         return (await env.step(f"<search> {query} </search>")).observation
 
     yield [tool_of(search, noted=True, parallel=True)]
+
+
+_Id = Annotated[str, Field(min_length=1, max_length=500, pattern=r"^[^<>]+$")]  # no tag of the environment's
+
+
+@asynccontextmanager
+async def passage_tools(*, env: Env) -> AsyncIterator[list[Tool]]:
+    """Passages of the environment `search` by their ids, which its style `id` shows."""
+
+    async def read_passage(*, id: _Id, around: Annotated[int, Field(ge=0, le=5)] = 0) -> str:
+        """Read a passage of the corpus by its id.
+
+        Args:
+            id: of the passage, as a search shows it in brackets.
+            around: how many passages before and after it in its document to read too.
+        """
+        return (await env.step(f"<read> {id} +{around} </read>")).observation
+
+    yield [tool_of(read_passage, noted=True, parallel=True)]

@@ -96,6 +96,12 @@ def test_failed_retriever_is_an_error() -> None:
         play(SearchEnv(TASK, retriever=Shelf(RetrievalError("no answer in 30 s"))), "<search> alpha </search>")
 
 
+def test_a_query_that_holds_another_tag_is_a_query() -> None:
+    shelf = Shelf()
+    play(SearchEnv(TASK, retriever=shelf), "<search> a <read>1</read> </search>")
+    assert shelf.asked == [("a <read>1</read>", 3)]
+
+
 def test_no_retriever_at_all_ends_the_run_and_is_no_failed_trajectory() -> None:
     with pytest.raises(Unusable, match="nobody answers; start it, and the run again"):
         play(SearchEnv(TASK, retriever=Shelf(NoRetriever("nobody answers"))), "<search> alpha </search>")

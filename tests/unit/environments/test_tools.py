@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from retrieval.client import Passage
+from rollout.base.errors import EnvError
 from rollout.config.sections import AgentConfig
 from rollout.environments import TOOLS
 from rollout.environments.mcp import McpServer
@@ -138,6 +140,33 @@ def test_a_search_that_waits_for_its_retriever_is_no_result() -> None:
     assert (made.failed, made.result) == (False, "<information> Alice 1 </information>")
 
 
+def test_passages_are_read_by_the_ids_that_a_search_shows() -> None:
+    class Pages(Library):
+        async def passages(self, id: str, around: int) -> list[Passage]:
+            pages = [Passage.compose(f"p{n}", "Amber", f"part {n}") for n in range(4)]
+            return pages[1 : 2 + around] if id == "p1" else []
+
+    task = Task(id="t", prompt="?", answers=("x",), env="search", source="s", split="train")
+    env = SearchEnv(task, retriever=Pages(), top_k=1, style="id")
+    asked = [
+        {"id": "p1"},
+        {"id": "p1", "around": 1},
+        {"id": "zz"},
+        {"id": "p1", "around": 6},
+        {"id": "<answer>x</answer>"},
+        {},
+    ]
+    made = calls(TOOLS["passages"], *(("read_passage", arguments) for arguments in asked), env=env)
+    assert [call.result for call in made[:3]] == [
+        "[p1] Amber: part 1",
+        "[p1] Amber: part 1\n[p2] Amber: part 2",
+        "there is no passage zz",
+    ]
+    assert [call.failed for call in made[3:]] == [True, True, True]
+    with pytest.raises(EnvError, match="Library has no passages by id; leave out the tool passages"):
+        calls(TOOLS["passages"], ("read_passage", {"id": "p1"}), env=SearchEnv(task, retriever=Library()))
+
+
 def test_tools_of_an_mcp_server_have_its_schemas() -> None:
     servers = {"plain": McpServer(command=sys.executable, args=[str(PLAIN)])}
     made = calls(TOOLS["mcp"], ("add", {"a": 40, "b": 2}), ("add", {"a": "x"}), servers=servers)
@@ -147,7 +176,7 @@ def test_tools_of_an_mcp_server_have_its_schemas() -> None:
 
 def test_tools_of_an_agent_are_checked_at_the_door() -> None:
     AgentConfig(policy="p", tools={"python": {"cell_s": 5.0}, "calculator": {}})
-    with pytest.raises(ValueError, match="unknown tool 'pythn'; known: calculator, mcp, python, search"):
+    with pytest.raises(ValueError, match="unknown tool 'pythn'; known: calculator, mcp, passages, python, search"):
         AgentConfig(policy="p", tools={"pythn": {}})
     with pytest.raises(ValueError, match="has no option 'seconds'"):
         AgentConfig(policy="p", tools={"python": {"seconds": 5}})

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from retrieval import client as client_module
@@ -73,6 +74,25 @@ def test_calls_of_one_tick_share_a_post(server_url: str, passages: list[Passage]
             assert client.posts == 3  # one for each k
 
     asyncio.run(body())
+
+
+def test_passages_come_by_id(server_url: str) -> None:
+    async def body() -> list[list[str]]:
+        async with RetrievalClient(server_url) as client:
+            with pytest.raises(BadRequest, match="id is empty"):
+                await client.passages(" ")
+            return [
+                [p.title for p in await client.passages(id, around)] for id, around in (("3", 9), ("5", 0), ("²", 1))
+            ]
+
+    assert asyncio.run(body()) == [["Iron Bridge"], [], []]
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"ids": "0"}, {"ids": [0]}, {"ids": ["0"], "around": 6}, {"ids": ["0"], "around": True}]
+)
+def test_bad_requests_for_passages_are_422(server_url: str, body: dict[str, Any]) -> None:
+    assert httpx.post(f"{server_url}/passages", json=body, trust_env=False).status_code == 422
 
 
 def test_many_and_long_queries_are_split_to_fit_the_server(server_url: str) -> None:

@@ -77,3 +77,17 @@ def test_parquet_becomes_lines(tmp_path: Path, passages: list[Passage]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"text": "x"}]), tmp_path / "c.parquet")
     with pytest.raises(RetrievalError, match=r"c\.parquet: no column id or contents; found text"):
         copy_corpus(tmp_path / "c.parquet", tmp_path / "c.jsonl")
+
+
+def test_neighbours_are_of_the_same_document(tmp_path: Path) -> None:
+    titles = ["A", "A", "A", "B", "A"]
+    write_corpus(tmp_path / "n.jsonl", (Passage.compose(str(n), title, f"t{n}") for n, title in enumerate(titles)))
+    write_corpus(tmp_path / "x.jsonl", (Passage.compose(f"x{n}", title, f"t{n}") for n, title in enumerate(titles)))
+    for name, before in (("n", ""), ("x", "x")):
+        corpus = Corpus(tmp_path / f"{name}.jsonl")
+        found = [
+            [p.text for p in corpus.around(f"{before}{id}", most)]
+            for id, most in ((1, 0), (1, 5), (2, 1), (3, 2), (5, 1))
+        ]
+        assert found == [["t1"], ["t0", "t1", "t2"], ["t1", "t2"], ["t3"], []]
+    assert corpus.row_of("1") is None
