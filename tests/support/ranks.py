@@ -19,6 +19,7 @@ from torch.multiprocessing import start_processes
 
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import Objective, ValueObjective
+from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.device import exchange
 from mcore_mas.megatron.model import decoder
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
@@ -288,6 +289,19 @@ def held(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None
         trainer.update([batch])
     found["activations"] = sum(saved.values())
     (out / f"{rank}.json").write_text(json.dumps(found))
+
+
+def resident(rank: int, spec: TrainerSpec, out: Path, batches: list[Microbatch]) -> None:
+    """Bytes by which this process grows with a trainer, and at the peak of its second update."""
+    process, status = psutil.Process(), Path("/proc/self/status")
+    before = process.memory_info().rss
+    trainer = MegatronTrainer(spec)
+    trainer.update(batches)
+    kept = process.memory_info().rss - before
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    trainer.update(batches)
+    peak = next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    (out / f"{rank}.json").write_text(json.dumps({"kept": kept, "peak": peak - before}))
 
 
 def entropy(
