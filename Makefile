@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-package test-sglang test-gateway test-frameworks test-nodes test-slurm lint format site bench bench-gpu exactness ui lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-package test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow lint format site bench bench-gpu exactness ui lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ test-sglang: $(STAMP) .venv-sglang/.stamp ## run engines, transports and a train
 
 test-slurm: $(STAMP) ## run jobs, failures, preemption and a paper's table on a real Slurm from Debian's packages
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --slurm tests/slurm tests/workflow/test_training.py
+
+test-mlflow: $(STAMP) ## compare two runs in MLflow's real pages, in Chromium, and make the pictures of docs/mlflow.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --mlflow docs/pictures tests/workflow/test_mlflow_pages.py
 
 test-package: $(STAMP) ## build the package, check it, and use it in an empty environment and folder
 	tests/package.sh $(BIN)/python

@@ -19,6 +19,7 @@ settings.load_profile("repeatable")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sglang", help="interpreter of SGLang's environment, or the URL of a server, to test against")
     parser.addoption("--nodes", action="store_true", help="run the trainings on several nodes (`make test-nodes`)")
+    parser.addoption("--mlflow", help="test MLflow's pages, and put their pictures into this folder")
     parser.addoption("--slurm", action="store_true", help="run what takes minutes on a real Slurm")
 
 

@@ -96,14 +96,14 @@ def _evaluation(store: Store, config: RunConfig, path: Path, file: Path, parent:
     inputs = inputs_of(config, "test")
     tags = tags_of(config, path, inputs) | {"stage": "evaluate", "state": file.stem, "k": str(found["k"])}
     tags |= found.get("made", {})
-    run_id = store.run(key_of(file), f"{config.run} evaluate {file.stem}", tags, parent)
+    at = file.stat().st_mtime
+    run_id = store.run(key_of(file), f"{config.run} evaluate {file.stem}", tags, parent, at)
     digest = sha256(file)
     if store.client.get_run(run_id).data.tags.get("sha256") != digest:
         costs = answer_costs(file.with_suffix(""))
         of_agents = {name if name.startswith("agent/") else f"answer/{name}": value for name, value in costs.items()}
         counts = {f"replies/{name}": float(found[name]) for name in ("replies", "overlong", "cut")}
         counts["replies/failed"] = float(sum(found["failed"].values()))
-        at = file.stat().st_mtime
         store.metrics(run_id, [(name, value, at, -1) for name, value in (scores | of_agents | counts).items()])
         store.inputs(run_id, inputs)
         store.client.set_terminated(run_id, "FINISHED", int(at * 1000))

@@ -158,7 +158,8 @@ class Tracker:
         run_id = next((run_id for run_id in self._known if store.knows(run_id)), None)
         parent = store.parent(self._child_of) if self._child_of else None
         if run_id is None:
-            run_id = store.run(self._key, self._run.name, self._tags, parent)
+            first = next(iter(json_lines(self._journal)[0]), {})
+            run_id = store.run(self._key, self._run.name, self._tags, parent, first.get(CLOCK))
             self._sent = -2
             self._log_params(run_id)
         else:

@@ -68,14 +68,16 @@ class Store:
                 return False
             raise
 
-    def run(self, key: str, name: str, tags: Mapping[str, str], parent: str | None = None) -> str:
-        """The run with this key, with these tags; made where there is none."""
+    def run(
+        self, key: str, name: str, tags: Mapping[str, str], parent: str | None = None, began: float | None = None
+    ) -> str:
+        """The run with this key, with these tags; made where there is none, as of `began`, by default now."""
         tags = {**tags, "key": key} | ({PARENT: parent} if parent else {})
         with self._alone():
             found = self.client.search_runs([self.experiment_id], f"tags.key = '{key}'", max_results=1)
-            run_id: str = (
-                found[0].info.run_id if found else self.client.create_run(self.experiment_id, run_name=name).info.run_id
-            )
+            start = None if began is None else int(began * 1000)
+            run = found[0] if found else self.client.create_run(self.experiment_id, start, run_name=name)
+            run_id: str = run.info.run_id
             self.tag(run_id, tags)
         return run_id
 

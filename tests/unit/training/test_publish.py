@@ -1,0 +1,74 @@
+"""What MLflow is sent of finished runs: a parent for each experiment, scores, costs, tables; sent twice, there once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from mcore_mas.training.publish import publish
+from rollout.base.files import write_text
+from tests.support.finished import finished
+
+
+def tracked(results: Path) -> tuple[MlflowClient, dict[str, Any]]:
+    """The store's runs by suite, name and stage."""
+    client = MlflowClient(tracking_uri=f"sqlite:///{results}/mlflow.db")
+    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    return client, {f"{r.data.tags['suite']}: {r.info.run_name}, {r.data.tags['stage']}": r for r in runs}
+
+
+def test_runs_of_two_seeds_and_two_suites_have_their_parents(tmp_path: Path) -> None:
+    said: list[str] = []
+    for run, seed, suite in (("duo", 1, "one"), ("duo_s2", 2, "one"), ("other", 1, "two")):
+        config = finished(tmp_path, run, seed, suite)
+        assert config.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
+    write_text(tmp_path / "tables" / "one.md", "| a |")
+    link = publish(tmp_path, ["duo", "duo_s2", "other"], ["one"], said.append)
+    client, runs = tracked(tmp_path)
+    assert sorted(runs) == [
+        "one: duo evaluate trained, evaluate", "one: duo train, train", "one: duo, experiment",
+        "one: duo_s2 evaluate trained, evaluate", "one: duo_s2 train, train", "one: one, report",
+        "two: duo, experiment", "two: other evaluate trained, evaluate", "two: other train, train",
+    ]  # fmt: skip
+    parents = {name: run.data.tags.get("mlflow.parentRunId") for name, run in runs.items()}
+    one, two = runs["one: duo, experiment"].info.run_id, runs["two: duo, experiment"].info.run_id
+    assert [name for name, parent in sorted(parents.items()) if parent == one] == sorted(runs)[:2] + sorted(runs)[3:5]
+    assert [name for name, parent in sorted(parents.items()) if parent == two] == sorted(runs)[7:]
+    assert runs["one: duo, experiment"].data.metrics == pytest.approx({"trained/avg_at_4/all": 0.65})  # of 0.6 and 0.7
+    assert runs["one: duo_s2 evaluate trained, evaluate"].data.metrics["avg_at_4/all"] == 0.7
+    train = runs["one: duo_s2 train, train"]
+    assert train.data.metrics["cost/gpu_hours"] == 20 * 60 * 2 / 3600
+    assert train.data.metrics["cost/tokens"] == 20000
+    assert (train.data.tags["seed"], train.data.tags["experiment"]) == ("2", "duo")
+    assert (train.info.start_time, train.info.end_time) == (1.7e12, 1.7e12 + 19 * 60000)
+    report = runs["one: one, report"].info.run_id
+    assert [file.path for file in client.list_artifacts(report)] == ["one.md"]
+    assert link and all(run.info.run_id in link for name, run in runs.items() if name.endswith(", train"))
+    before = {name: (run.info.run_id, run.data.metrics, run.info.end_time) for name, run in runs.items()}
+    assert publish(tmp_path, ["duo", "duo_s2", "other"], ["one"], said.append) == link
+    _, runs = tracked(tmp_path)
+    assert {name: (run.info.run_id, run.data.metrics, run.info.end_time) for name, run in runs.items()} == before
+    points = client.get_metric_history(train.info.run_id, "reward/mean")
+    assert [point.step for point in points] == list(range(1, 21))  # each once
+    assert said == []
+
+
+def test_a_run_of_another_version_is_told_of_and_passed_over(tmp_path: Path) -> None:
+    said: list[str] = []
+    finished(tmp_path, "duo", 1)
+    write_text(tmp_path / "old" / "config.yaml", "run: old\nnonsense: 1\n")
+    assert publish(tmp_path, ["old", "duo"], [], said.append) is not None
+    assert len(said) == 1 and said[0].startswith("MLflow gets nothing of this run: ConfigError: ")
+
+
+def test_a_store_that_is_none_costs_one_line(tmp_path: Path) -> None:
+    said: list[str] = []
+    finished(tmp_path, "duo", 1)
+    (tmp_path / "mlflow.db").write_bytes(b"this is no database" * 1000)
+    assert publish(tmp_path, ["duo"], [], said.append) is None
+    assert len(said) == 1 and said[0].endswith(f"`mcore-mas track {tmp_path}` sends them later")
+    assert json.loads((tmp_path / "duo" / "train" / "done.json").read_text())["mlflow_run"] is None
