@@ -57,12 +57,11 @@ def make_engines(
             settings["weights_folder"] = engine.weights_folder / config.run / policy
         if far is not None and "threads" in settings:
             settings |= {"far": far[policy], "weights_folder": settings.get("weights_folder", log / policy).resolve()}
-            settings |= {"transport": "disk"} if far[policy] and engine.name == "embedded" else {}
         if gpus is not None and engine.name == "sglang":
             settings |= {"replicas": len(gpus[policy]), "gpus": gpus[policy]}
         name = engine.name if trained or engine.name != "embedded" else "embedded_local"
         own = places.get(policy) if places else None
-        if name == "embedded" and engine.replicas + engine.joining > 1:
+        if name == "embedded" and ((far and far[policy]) or engine.replicas + engine.joining > 1):
             name = "embedded_replicas"
             settings = {"weights_folder": (log / policy).resolve()} | settings
             settings |= {"places": own or [{}] * engine.replicas, "joining": engine.joining}

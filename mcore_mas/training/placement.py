@@ -65,8 +65,8 @@ def room_for(config: RunConfig, nodes: Sequence[Node] = ()) -> Room:
     tenants = tenants_of(config, kind)
     own = {"": devices_here(kind, config.cluster.cpus or needed(tenants, pool))}
     devices = {node.id: node.gpus if kind == "GPU" else node.cpus for node in nodes} or own
-    check_fits(tenants, pool, kind, list(devices.values()))
     _check_labels(tenants, kind, devices, nodes)
+    check_fits(tenants, pool, kind, list(devices.values()))
     return Room(kind=kind, pool=pool, tenants=tenants, nodes=devices, labels={node.id: node.pool for node in nodes})
 
 

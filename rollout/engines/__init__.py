@@ -162,10 +162,15 @@ class TrainedEngine(Engine, Protocol):
         """
 
     def abort_update(self, error: Exception) -> None:
-        """The weights that were to come will not: calls that wait for them fail with `error`."""
+        """The weights that were to come will not: calls that wait for them fail with `error`; by default none does."""
+        return
 
     async def weights_lost(self) -> None:
-        """Wait until a call needs weights that were lost in a death; the present version must then come again."""
+        """Wait until a call needs weights that were lost in a death; the present version must then come again.
+
+        By default they never are.
+        """
+        await asyncio.Event().wait()
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Give memory back until `wake`; an idle engine only. Who sleeps without weights wakes without them."""

@@ -206,6 +206,8 @@ def test_a_job_that_is_killed_for_memory_is_submitted_again_with_twice_as_much(
 
 def test_a_papers_table_is_made_by_jobs(cluster: Slurm, tmp_path: Path) -> None:
     before = {job["JobID"] for job in submitted(cluster)}
+    planned = snakemake(cluster, tmp_path, "table_marti_ttrl", "--config", "scale=tiny", "--dry-run")
+    assert (planned.returncode, {job["JobID"] for job in submitted(cluster)}) == (0, before)
     done = snakemake(cluster, tmp_path, "table_marti_ttrl", "--config", "scale=tiny")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     table = (tmp_path / "results/tiny/tables/marti_ttrl.md").read_text()

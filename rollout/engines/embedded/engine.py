@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rollout.sync import SyncRoute, WeightUpdate
 from rollout.sync.disk import patched
 from rollout.sync.shared import SharedCheck, SharedWeights
 
+_LOOK_S = 1.0  # between two looks at what has become of an actor
 _BUDGET_S = 0.02  # of decoding per call: new requests wait at most this long, or a few times it when none ends
 
 Held = tuple[int, int | None]  # version of the weights, and the shared half they are in; None: they are the folder's
@@ -175,8 +177,6 @@ class HostedEngine(Dispatcher, TrainedEngine):
 
     def _start(self) -> Any:
         self.starts += 1
-        if self._file is None:  # what it had has gone with it
-            self._half, self._free = None, 0
         held = (self.version, self._half)
         return self._actor.remote(self._folder, self._file, held, self._settings, self._source)
 
@@ -210,14 +210,6 @@ class HostedEngine(Dispatcher, TrainedEngine):
             self.pause_s = time.perf_counter() - began
         self._half, self._free = self._free, 1 - self._free
         self.version = update.version
-        self._source = update.place if self._settings.far else self._source
-
-    def abort_update(self, error: Exception) -> None:
-        """Nothing waits for an update: the old weights are served until it is there."""
-
-    async def weights_lost(self) -> None:
-        """Never: an actor that is started again finds its weights where they were."""
-        await asyncio.Event().wait()
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Give the memory of keys and values and of a GPU's weights back; where the trainer writes, they stay.
@@ -276,6 +268,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
             try:
                 return await getattr(host, method).remote(*arguments)
             except ray.exceptions.RayActorError as error:
+                await _end_of(host)
                 self._revive(host, error)
                 if not again:
                     return []
@@ -294,6 +287,19 @@ class HostedEngine(Dispatcher, TrainedEngine):
         self._restarts -= 1
         self._tell(f"the engine's actor died; started again with version {self.version}, {self._restarts} starts left")
         self._host = self._start()
+
+
+async def _end_of(host: Any) -> None:
+    """Wait until Ray knows what an actor that is out of reach has come to; one that is back is ended.
+
+    Else another would be started on a node that is gone, as long as Ray believes in it.
+    """
+    with suppress(ray.exceptions.RayActorError):
+        while True:
+            with suppress(ray.exceptions.ActorUnavailableError):
+                await host.pid.remote()
+                ray.kill(host)
+            await asyncio.sleep(_LOOK_S)
 
 
 def _failure(error: Exception) -> EngineError:

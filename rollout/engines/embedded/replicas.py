@@ -7,7 +7,6 @@ import functools
 import itertools
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,10 +61,6 @@ class ReplicatedEngine(TrainedEngine):
         for place in places:
             self._add(place)
 
-    def __len__(self) -> int:
-        """How many actors there are."""
-        return len(self._actors)
-
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion (see `Engine`), by whichever actor is left.
 
@@ -96,14 +91,7 @@ class ReplicatedEngine(TrainedEngine):
         self.pause_s = time.perf_counter() - began
         while len(self._actors) < self._most and (place := await asyncio.to_thread(self._take)) is not None:
             self._add(place)
-            self._tell(f"an actor of the engine joined with version {self.version}; there are {len(self)}")
-
-    def abort_update(self, error: Exception) -> None:
-        """Nothing waits for an update: the old weights are served until it is there."""
-
-    async def weights_lost(self) -> None:
-        """Never: an actor that is started reads the weights that were handed over last."""
-        await asyncio.Event().wait()
+            self._tell(f"an actor of the engine joined with version {self.version}; there are {len(self._actors)}")
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Have every actor give memory back (see `HostedEngine`)."""
@@ -112,13 +100,6 @@ class ReplicatedEngine(TrainedEngine):
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Have every actor take memory again."""
         await self._each(lambda actor: actor.wake(tags))
-
-    async def stats(self) -> dict[str, float]:
-        """The counters of all actors that are there, summed."""
-        counted: Counter[str] = Counter()
-        for counters in await self._each(lambda actor: actor.stats()):
-            counted.update(counters)
-        return dict(counted)
 
     def close(self) -> None:
         """End the actors and remove what was handed over."""
@@ -151,7 +132,7 @@ class ReplicatedEngine(TrainedEngine):
         if actor not in self._actors:
             return
         if len(self._actors) > 1:
-            self._tell(f"an actor of the engine left, there are {len(self) - 1}: {error}")
+            self._tell(f"an actor of the engine left, there are {len(self._actors) - 1}: {error}")
             self._give(self._actors[actor])
         elif error.at_start or not self._restarts:
             raise error

@@ -65,13 +65,13 @@ def test_actors_join_and_leave_and_the_tokens_stay_the_same(tmp_path: Path, runn
         assert sorted(actor.waiting for actor in engine._actors) == [3, 3]
         os.kill(both[0], signal.SIGKILL)
         assert await playing == first
-        assert len(engine) == 1
+        assert len(engine._actors) == 1
         assert given == [{"max_restarts": 0}]
 
         free.extend([{}, {}, {}])
         await alone.load_weights(weights(1), 7)
         await engine.load_weights(weights(1), 7)
-        assert (len(engine), len(free)) == (3, 1)  # no more than two and one that joins
+        assert (len(engine._actors), len(free)) == (3, 1)  # no more than two and one that joins
         second = await play(alone)
         assert second != first
         assert await play(engine) == second
