@@ -1,9 +1,8 @@
-"""Sections of a config about training: policies, the trainer's steps, cold start, evaluation, tracking, cluster."""
+"""Sections of a config about training: policies, the trainer's steps, cold start, evaluation, tracking."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -12,7 +11,6 @@ from pydantic_core import to_json
 
 from mcore_mas.equations.divergence import Figure
 from rollout.base.options import Section
-from rollout.engines import EngineConfig
 from rollout.engines.remote import RemoteConfig
 from rollout.teams.tree import Branching
 
@@ -182,6 +180,18 @@ class AlternateConfig(Section):
         """The policy that is trained in `step`."""
         return self.order[step // self.steps % len(self.order)]
 
+    def check_order(self, trained: Collection[str]) -> None:
+        """Refuse an order that is not the `trained` policies, each once.
+
+        Raises:
+            ValueError: which policies are trained.
+        """
+        if sorted(self.order) != sorted(trained):
+            raise ValueError(
+                f"trainer.alternate.order is {', '.join(self.order)}; expected every trained policy once: "
+                f"{', '.join(trained)}"
+            )
+
 
 class TrainerConfig(Section):
     """The shape of a training run."""
@@ -287,73 +297,3 @@ class TrackingConfig(Section):
     zeros: bool = False  # send metrics that never leave zero, too
     tags: dict[str, str] = Field(default_factory=dict)  # of MLflow's runs; a suite adds its name, and a paper's tables
     also: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # further trackers of a training's metrics
-
-
-class NodesConfig(Section):
-    """The nodes of a cluster that a policy's processes go to, by the value of their label `pool`; None: any."""
-
-    train: str | None = Field(None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")  # of trainer and critic
-    rollout: str | None = Field(None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")  # of the engine
-
-
-class ClusterConfig(Section):
-    """What of a machine, or of the nodes of a Ray that runs already, a run takes."""
-
-    address: str = "local"  # a Ray of the run's own; host:port of a running one's head, or auto: this machine's
-    restarts: int = Field(3, ge=0)  # of all trainers from the newest checkpoint when nodes are lost, in all
-    threads_per_process: int = Field(1, ge=1)
-    object_store_mb: int = Field(256, ge=80)
-    pool: Literal["split", "shared"] = "split"  # a device for each process, or the same devices for all policies
-    nodes: dict[str, NodesConfig] = Field(default_factory=dict)  # by policy; of an `address`
-    one_by_one: bool = False  # of trainers with offload, only the one that works has its memory
-    cpus: int | None = Field(None, ge=1)  # devices of a machine without GPUs; None: as many as are needed
-    gpus: str | None = None  # such as 8xH100: a suite then gives the run the placement that makes the most of them
-
-    @model_validator(mode="after")
-    def _reachable(self) -> ClusterConfig:
-        if self.address.startswith("ray://"):
-            raise ValueError(
-                f"address: {self.address} is of Ray's client, whose calls go through a proxy; name host:port of the "
-                "head (its --port), or auto on a machine that is a node"
-            )
-        if not re.fullmatch(r"local|auto|[^\s/]+:\d{1,5}", self.address):
-            raise ValueError(f"address: {self.address!r}; expected local, auto, or host:port of a running Ray's head")
-        if self.address != "local" and self.cpus is not None:
-            raise ValueError("cpus is for a Ray of the run's own; the nodes at an address count theirs: leave it out")
-        if self.nodes and (self.address == "local" or self.pool == "shared"):
-            raise ValueError("nodes tells apart those of a Ray that runs already: set address, and pool: split")
-        return self
-
-    def check_transport(self, engine: EngineConfig) -> None:
-        """Refuse a hand-over that the placement rules out: memory is handed over on one GPU, NCCL takes none twice.
-
-        Raises:
-            ValueError: which transport goes with which pool.
-        """
-        if engine.name != "sglang" or engine.urls:
-            return
-        if engine.transport == "tensor" and self.pool == "split":
-            raise ValueError(
-                "engine.transport: tensor hands over memory of the engine's own GPUs, and with cluster.pool: split "
-                "its trainer is on others; use cluster.pool: shared, or transport distributed"
-            )
-        if engine.transport == "distributed" and self.pool == "shared":
-            raise ValueError(
-                "engine.transport: distributed joins trainer and engine in an NCCL group, which takes no GPU twice, "
-                "and with cluster.pool: shared they are on the same; use cluster.pool: split, or transport tensor"
-            )
-
-    def check_one_by_one(self, keeping: Sequence[str]) -> None:
-        """Refuse trainers that have memory one by one where they need not, or where policies are `keeping` theirs.
-
-        Raises:
-            ValueError: what is in the way.
-        """
-        if self.one_by_one and (keeping or self.pool == "split"):
-            what = (
-                f"policy '{keeping[0]}' keeps its memory" if keeping else "cluster.pool: split gives each its own GPUs"
-            )
-            raise ValueError(
-                f"cluster.one_by_one: trainers that share GPUs have memory in turn, and {what}; use cluster.pool: "
-                "shared and offload: true of every policy that trains, or one_by_one: false"
-            )

@@ -10,6 +10,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import to_json
 
+from mcore_mas.config.cluster import ClusterConfig
 from mcore_mas.config.credit import (
     AdvantageConfig,
     CorrectionConfig,
@@ -19,7 +20,6 @@ from mcore_mas.config.credit import (
     check_contrast,
 )
 from mcore_mas.config.policy import (
-    ClusterConfig,
     ColdStartConfig,
     EvaluationConfig,
     PolicyConfig,
@@ -112,7 +112,9 @@ class RunConfig(Section):
         _check_turns(self)
         self.cluster.check_transport(self.engine)
         self.cluster.check_one_by_one([name for name in self.trained if not self.policies[name].offload])
-        _check_cluster(self)
+        self.cluster.check_nodes(self.policies)
+        for name in self.models:
+            self.cluster.check_actors(name, for_policy(self, name).engine)
         _check_ahead(self)
         return self
 
@@ -337,28 +339,9 @@ def _check_ahead(config: RunConfig) -> None:
             )
 
 
-def _check_cluster(config: RunConfig) -> None:
-    """The nodes are those of policies, and what joins and leaves has devices of its own."""
-    for name in config.cluster.nodes:
-        if name not in config.policies:
-            raise ValueError(f"cluster.nodes: no policy is called '{name}'; policies: {', '.join(config.policies)}")
-    for name in config.models:
-        engine = for_policy(config, name).engine
-        several = engine.name == "embedded" and engine.replicas + engine.joining > 1
-        if several and (config.cluster.pool == "shared" or engine.transport not in (None, "disk")):
-            raise ValueError(
-                f"policies.{name}: several actors of its engine have a device each and read weights from a folder; use "
-                "cluster.pool: split and no engine.transport, or engine.replicas: 1 and engine.joining: 0"
-            )
-
-
 def _check_turns(config: RunConfig) -> None:
-    alternate = config.trainer.alternate
-    if alternate is not None and sorted(alternate.order) != sorted(config.trained):
-        raise ValueError(
-            f"trainer.alternate.order is {', '.join(alternate.order)}; expected every trained policy once: "
-            f"{', '.join(config.trained)}"
-        )
+    if config.trainer.alternate is not None:
+        config.trainer.alternate.check_order(config.trained)
     for name in config.trained:
         policy = config.policies[name]
         for rate, where in ((policy, name), (policy.critic, f"{name}.critic")):

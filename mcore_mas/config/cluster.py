@@ -1,0 +1,105 @@
+"""Section of a config about the cluster: the nodes and devices that a run takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rollout.base.options import Section
+from rollout.engines import EngineConfig
+
+
+class NodesConfig(Section):
+    """The nodes of a cluster that a policy's processes go to, by the value of their label `pool`; None: any."""
+
+    train: str | None = Field(None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")  # of trainer and critic
+    rollout: str | None = Field(None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")  # of the engine
+
+
+class ClusterConfig(Section):
+    """What of a machine, or of the nodes of a Ray that runs already, a run takes."""
+
+    address: str = "local"  # a Ray of the run's own; host:port of a running one's head, or auto: this machine's
+    restarts: int = Field(3, ge=0)  # of all trainers from the newest checkpoint when nodes are lost, in all
+    threads_per_process: int = Field(1, ge=1)
+    object_store_mb: int = Field(256, ge=80)
+    pool: Literal["split", "shared"] = "split"  # a device for each process, or the same devices for all policies
+    nodes: dict[str, NodesConfig] = Field(default_factory=dict)  # by policy; of an `address`
+    one_by_one: bool = False  # of trainers with offload, only the one that works has its memory
+    cpus: int | None = Field(None, ge=1)  # devices of a machine without GPUs; None: as many as are needed
+    gpus: str | None = None  # such as 8xH100: a suite then gives the run the placement that makes the most of them
+
+    @model_validator(mode="after")
+    def _reachable(self) -> ClusterConfig:
+        if self.address.startswith("ray://"):
+            raise ValueError(
+                f"address: {self.address} is of Ray's client, whose calls go through a proxy; name host:port of the "
+                "head (its --port), or auto on a machine that is a node"
+            )
+        if not re.fullmatch(r"local|auto|[^\s/]+:\d{1,5}", self.address):
+            raise ValueError(f"address: {self.address!r}; expected local, auto, or host:port of a running Ray's head")
+        if self.address != "local" and self.cpus is not None:
+            raise ValueError("cpus is for a Ray of the run's own; the nodes at an address count theirs: leave it out")
+        if self.nodes and (self.address == "local" or self.pool == "shared"):
+            raise ValueError("nodes tells apart those of a Ray that runs already: set address, and pool: split")
+        return self
+
+    def check_transport(self, engine: EngineConfig) -> None:
+        """Refuse a hand-over that the placement rules out: memory is handed over on one GPU, NCCL takes none twice.
+
+        Raises:
+            ValueError: which transport goes with which pool.
+        """
+        if engine.name != "sglang" or engine.urls:
+            return
+        if engine.transport == "tensor" and self.pool == "split":
+            raise ValueError(
+                "engine.transport: tensor hands over memory of the engine's own GPUs, and with cluster.pool: split "
+                "its trainer is on others; use cluster.pool: shared, or transport distributed"
+            )
+        if engine.transport == "distributed" and self.pool == "shared":
+            raise ValueError(
+                "engine.transport: distributed joins trainer and engine in an NCCL group, which takes no GPU twice, "
+                "and with cluster.pool: shared they are on the same; use cluster.pool: split, or transport tensor"
+            )
+
+    def check_one_by_one(self, keeping: Sequence[str]) -> None:
+        """Refuse trainers that have memory one by one where they need not, or where policies are `keeping` theirs.
+
+        Raises:
+            ValueError: what is in the way.
+        """
+        if self.one_by_one and (keeping or self.pool == "split"):
+            what = (
+                f"policy '{keeping[0]}' keeps its memory" if keeping else "cluster.pool: split gives each its own GPUs"
+            )
+            raise ValueError(
+                f"cluster.one_by_one: trainers that share GPUs have memory in turn, and {what}; use cluster.pool: "
+                "shared and offload: true of every policy that trains, or one_by_one: false"
+            )
+
+    def check_nodes(self, policies: Collection[str]) -> None:
+        """Refuse nodes of a policy that is not there.
+
+        Raises:
+            ValueError: which policies there are.
+        """
+        for name in self.nodes:
+            if name not in policies:
+                raise ValueError(f"cluster.nodes: no policy is called '{name}'; policies: {', '.join(policies)}")
+
+    def check_actors(self, policy: str, engine: EngineConfig) -> None:
+        """Refuse several actors of a policy's engine where they have no devices of their own.
+
+        Raises:
+            ValueError: what several actors need.
+        """
+        several = engine.name == "embedded" and engine.replicas + engine.joining > 1
+        if several and (self.pool == "shared" or engine.transport not in (None, "disk")):
+            raise ValueError(
+                f"policies.{policy}: several actors of its engine have a device each and read weights from a folder; "
+                "use cluster.pool: split and no engine.transport, or engine.replicas: 1 and engine.joining: 0"
+            )
