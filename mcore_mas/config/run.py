@@ -97,7 +97,7 @@ class RunConfig(Section):
                 raise ValueError(f"coach names agent '{name}', which is not there; agents: {', '.join(self.agents)}")
         if "retriever" in self.env.needs and self.retriever is None:
             raise ValueError(
-                f"env '{self.env.name}' needs a retriever; add retriever: {{}}, or name a server's url in it"
+                f"env '{self.env.name}' needs a retriever; add retriever: {{}}, or name the urls of servers in it"
             )
         if self.cold_start is not None:
             self.data.demonstration_arguments(self.cold_start.options)

@@ -34,7 +34,7 @@ policy_defaults: {{model: models/any, lr: 1.0e-6}}
 engine: {{max_length: 2048}}
 trainer: {{steps: 2, tasks_per_step: 2, group_size: 2}}
 evaluation: {{samples: 2}}
-retriever: {{url: "http://127.0.0.1:8000"}}
+retriever: {{urls: ["http://127.0.0.1:8000"]}}
 """
 
 

@@ -136,7 +136,7 @@ WRONG = [
     (GAME, "cold_start.options.slips", "often", "expected a mapping to numbers from 0 to 1 (got 'often')"),
     (GAME, "cold_start.options.slips", {"tool": 2}, "expected a number from 0 to 1 (got 2)"),
     (MATH, "cold_start.options.slips", "often", "expected a number from 0 to 1 (got 'often')"),
-    (SEARCH, "env.options.style", "r2", "expected one of search_r1, verl, text (got 'r2')"),
+    (SEARCH, "env.options.style", "r2", "expected one of search_r1, verl, text, id (got 'r2')"),
     (SEARCH, "env.options.reward", "f1", "expected one of exact_match, token_f1 (got 'f1')"),
     (MATH, "env", {"name": "mcp", "options": {"servers": {"plain": {"command": 3}}}}, "expected text (got 3)"),
     (
