@@ -103,7 +103,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
     monkeypatch.setattr(train, "running_ray", lambda *_, **__: nullcontext())
     # MLflow and its traces
     silent = SimpleNamespace(run_id=None, log=nothing, finish=nothing, send=nothing, close=nothing)
-    for name in ("Tracker", "Traces"):
+    for name in ("open_tracker", "Traces"):
         monkeypatch.setattr(logbook, name, lambda *_: silent)
     init_process_groups(rank=0, threads=1)
     with ExitStack() as servers, contextlib.closing(SimpleNamespace(close=destroy_process_groups)):
