@@ -22,16 +22,15 @@ terminal whether to show its traces. The packages come from the index, at the ve
 
 Each task is a sum of two numbers from 1 to 3. A model of two layers with random weights first imitates a careless
 teacher who answers the same programs and is right in 35 % of its replies, and then learns for 16 steps from the
-reward of the program's answer: one policy, two agents (smolagents: one), GRPO, 36 trajectories a step. The shares right
-are those of 72 trajectories on the nine sums that it trains on; the interval is one of 95 % over sums.
+reward of the program's answer: one policy, two agents, GRPO, 36 trajectories a step (smolagents: one agent).
+The shares right are those of 72 trajectories on the nine sums that it trains on; the interval is one of 95 % over sums.
+Minutes are those of two shared CPU cores, the environment's imports included.
 
-| framework | package | program | turns | right before | right after | gain | 95 % interval | minutes |
+"""
+COLUMNS = """| framework | package | program | turns | right before | right after | gain | 95 % interval | minutes |
 |---|---|---|---:|---:|---:|---:|---|---:|
 """
-TAIL = """
-A framework without a row was not measured, or its gain is not beyond doubt. Minutes are those of two shared CPU cores,
-the environment's imports included.
-"""
+UNCLEAR = "\nOf these the gain is not beyond doubt:\n\n"
 
 
 def row(name: str, version: str, found: Mapping[str, float]) -> str:
@@ -46,10 +45,12 @@ def row(name: str, version: str, found: Mapping[str, float]) -> str:
 
 
 def page(rows: Mapping[str, str], before: str = "") -> str:
-    """The page with these rows, and of other frameworks those of the page before."""
+    """The page with these rows, and of other frameworks those of the page before; clear gains first."""
     kept = {line[1]: line[0] for line in re.finditer(r"^\| ([^|]+) \| [a-z0-9-]+ \d.*$", before, re.MULTILINE)}
     known = {**kept, **rows}
-    return HEAD + "".join(f"{known[name]}\n" for name in FRAMEWORKS if name in known) + TAIL
+    lines = [f"{known[name]}\n" for name in FRAMEWORKS if name in known]
+    clear, rest = [line for line in lines if "[+" in line], [line for line in lines if "[+" not in line]
+    return HEAD + COLUMNS + "".join(clear) + ("".join([UNCLEAR, COLUMNS, *rest]) if rest else "")
 
 
 def version_of(package: str) -> str:

@@ -62,6 +62,7 @@ class Framework:
     package: str  # in the index
     program: str  # in tests/frameworks/programs
     reply: str = "\\boxed{{{0}}}"
+    steps: int = 16  # of reinforcement learning
     apart: str = ""  # of the package, what starts threads when it is imported (see `warm.py`)
 
 
@@ -245,7 +246,7 @@ async def learn(lesson: Lesson, model: Path, *, steps: int) -> tuple[list[float]
     return before, right(await lesson.play(player, step=steps, group_size=8)), curve
 
 
-def train(name: str, python: Path, folder: Path, *, steps: int = 16) -> dict[str, object]:
+def train(name: str, python: Path, folder: Path) -> dict[str, object]:
     """What came of the training of a framework's program: shares right before and after, with the gain's interval."""
     framework = FRAMEWORKS[name]
     began, cpu = time.monotonic(), time.process_time()
@@ -257,7 +258,7 @@ def train(name: str, python: Path, folder: Path, *, steps: int = 16) -> dict[str
             asyncio.run(lesson.play(teacher, step=-2, group_size=8))
             base_model(teacher.said, folder / "base")
             cold_start(teacher.said, folder / "base", folder / "model", steps=250)
-            before, after, curve = asyncio.run(learn(lesson, folder / "model", steps=steps))
+            before, after, curve = asyncio.run(learn(lesson, folder / "model", steps=framework.steps))
     finally:
         destroy_process_groups()
     gains = [b - a for a, b in zip(before, after, strict=True)]
