@@ -11,6 +11,7 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig, for_policy, places_in_schedule
 from mcore_mas.credit.samples import Sample
+from mcore_mas.megatron.batch import CostModel
 from mcore_mas.planning.jobs import tenants_of
 from mcore_mas.training import engine_factory
 from mcore_mas.training.policy_trainer import PolicyTrainer, policy_spec
@@ -41,6 +42,46 @@ def test_what_a_policy_sets_itself_is_its_own() -> None:
         "verifier": 0.28,
     }
     assert specs["verifier"].decay_steps == 400
+
+
+def test_clips_kl_micro_batches_and_updates_reach_each_policys_trainer() -> None:
+    """What a policy's ranks and its part of the step are given, of two policies of one run."""
+    run = config(
+        OWN[1],
+        "policies.verifier.own.loss={name: gspo, aggregation: seq_mean_token_mean, kl: {coef: 0.1, estimate: k3}}",
+        "policies.verifier.own.trainer={microbatch_tokens: 1024, minibatch: 4, passes: 2}",
+        "policies.verifier.clip_grad=0.5",
+        "policies.verifier.schedule=constant",
+    )
+    solver, verifier = (policy_spec(name, run) for name in ("solver", "verifier"))
+    assert (solver.clip_grad, verifier.clip_grad) == (1.0, 0.5)
+    assert (solver.objective.loss, verifier.objective.loss) == ("ppo_clip", "gspo")  # type: ignore[union-attr]
+    kept = {name: for_policy(run, name) for name in run.policies}
+    assert {name: (own.loss.kl.coef, own.loss.kl.estimate) for name, own in kept.items()} == {
+        "solver": (0.0, "k3"),
+        "verifier": (0.1, "k3"),
+    }
+    samples = [
+        Sample(
+            policy=name,
+            agent=name,
+            task=str(i),
+            trajectory=str(i),
+            turn=0,
+            prompt_ids=(10 + i,),
+            completion_ids=(2,) * 300,
+        )
+        for name in ("solver", "verifier")
+        for i in range(8)
+    ]
+    group: Any = SimpleNamespace(cost_model=CostModel())
+    parts = {name: PolicyTrainer(name, run, group).pack(samples, 0) for name in ("solver", "verifier")}
+    assert {name: [len(part.samples) for part in own] for name, own in parts.items()} == {
+        "solver": [8],
+        "verifier": [4, 4],
+    }
+    sizes = {name: max(len(batch.token_ids) for batch in own[0].packed.microbatches) for name, own in parts.items()}
+    assert sizes == {"solver": 2400, "verifier": 900}  # of 300 tokens each: all eight, and three within 1024
 
 
 def test_another_loss_takes_no_options_of_the_runs() -> None:
