@@ -19,7 +19,7 @@ from typing import Any
 from mcore_mas import code_commit
 from mcore_mas.config.run import RunConfig
 from mcore_mas.training.slurm import slurm_job
-from mcore_mas.training.tracking_store import PARENT, MetricRow, Store, metric_name, one_line
+from mcore_mas.training.tracking_store import PARENT, MetricRow, Store, key_of, metric_name, one_line
 from rollout.base.files import json_lines, sha256, write_json
 from rollout.records.files import read_tasks, tasks_digest
 
@@ -159,7 +159,9 @@ class Tracker:
         parent = store.parent(self._child_of) if self._child_of else None
         if run_id is None:
             first = next(iter(json_lines(self._journal)[0]), {})
-            run_id = store.run(self._key, self._run.name, self._tags, parent, first.get(CLOCK))
+            # two processes may send what is left of one that has ended
+            key = key_of(self._journal, str(first.get(CLOCK))) if self._run.ended else self._key
+            run_id = store.run(key, self._run.name, self._tags, parent, first.get(CLOCK))
             self._sent = -2
             self._log_params(run_id)
         else:

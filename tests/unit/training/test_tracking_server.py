@@ -166,6 +166,7 @@ def test_what_a_run_could_not_send_another_process_sends(
     other = opened(tmp_path, server.uri, said, first=6, ended=True)
     assert other.finish("FINISHED")
     assert everything(server.uri, other.run_id) == WANTED
+    (tmp_path / "mlflow.json").unlink()  # as if both had begun at once
     again = opened(tmp_path, server.uri, said, first=6, ended=True)
     assert again.finish("FINISHED")
     assert again.run_id == other.run_id
