@@ -191,17 +191,17 @@ def test_a_job_that_is_killed_for_memory_is_submitted_again_with_twice_as_much(
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(suite))
     polling = ["JobAcctGatherType=jobacct_gather/linux", "JobAcctGatherFrequency=task=1"]
     polling += ["JobAcctGatherParams=OverMemoryKill,UsePss"]
-    asked = ["--set-resources", "train:runtime=77", "prepare_tasks:mem_mb=1234", "--configfile", "one.yaml"]
+    asked = ["--set-resources", "train:runtime=77", "--configfile", "one.yaml"]
     with Slurm(folder=tmp_path_factory.mktemp("killing"), nodes=1, settings=polling) as slurm:
         done = snakemake(slurm, tmp_path, "results/hungry/train/done.json", *asked)
         assert done.returncode == 0, done.stderr[-5000:]
         jobs = [slurm.job(number) for number in slurm.run("squeue", "-h", "-t", "all", "-o", "%i").split()]
-    tasks, killed, finished = sorted(jobs, key=lambda job: int(job["JobId"]))
+    _, killed, finished = sorted(jobs, key=lambda job: int(job["JobId"]))
     assert (killed["JobState"], finished["JobState"]) == ("FAILED", "COMPLETED")  # control groups: OUT_OF_MEMORY
     log = tmp_path / f"logs/slurm/rule_train/hungry/{killed['JobId']}.log"
     assert "exceeded memory limit" in log.read_text()
-    assert (tasks["MinMemoryNode"], killed["MinMemoryNode"], finished["MinMemoryNode"]) == ("1234M", "3356M", "6712M")
-    assert (tasks["TimeLimit"], killed["TimeLimit"], finished["TimeLimit"]) == ("00:30:00", "01:17:00", "01:17:00")
+    assert (killed["MinMemoryNode"], finished["MinMemoryNode"]) == ("3356M", "6712M")
+    assert (killed["TimeLimit"], finished["TimeLimit"]) == ("01:17:00", "01:17:00")
 
 
 def test_a_papers_table_is_made_by_jobs(cluster: Slurm, tmp_path: Path) -> None:
