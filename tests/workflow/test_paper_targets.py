@@ -108,7 +108,7 @@ def test_acquire_makes_a_table_ready(tmp_path: Path) -> None:
 
 def test_targets_and_settings_are_checked() -> None:
     assert asked_tables(["table_drmas_1", "-n", "table_drmas_1"], None) == ["drmas_1"]
-    assert len(asked_tables(["tables"], None)) == 16
+    assert len(asked_tables(["tables"], None)) == 17
     assert asked_tables(["--target-jobs", "train:run=x"], "drmas_1+drmas_2") == ["drmas_1", "drmas_2"]
     assert asked_tables(["acquire_drmas_1"], None) == ["drmas_1"]
     assert asked_tables(["acquire"], None) == asked_tables(["tables"], None)
