@@ -62,10 +62,8 @@ class CriticConfig(RateConfig):
     head_start: int = Field(0, ge=0)  # training steps in which it is trained, and its policy not yet
 
 
-_OWN_ENGINE = (
-    *("slots", "max_length", "overlong_prompts", "urls", "members", "replicas", "joining", "tp"),
-    *("options", "environment"),
-)
+_OF_ONE_ENGINE = ("python", "urls", "members", "key_file", "options", "environment", "transport", "device", "joining")
+_OWN_ENGINE = ("name", "slots", "max_length", "overlong_prompts", "replicas", "tp", *_OF_ONE_ENGINE)
 # settings of the run's sections that a policy may have of its own
 OWN_SETTINGS: Mapping[str, Collection[str]] = MappingProxyType(
     {
@@ -100,7 +98,8 @@ class OwnConfig(Section):
         changed = getattr(self, name)
         if not changed:
             return section
-        values = section.model_dump(mode="json", exclude={"options"} if "name" in changed else set())
+        named = {*_OF_ONE_ENGINE} if name == "engine" else {"options"}  # what another name begins without
+        values = section.model_dump(mode="json", exclude=named if "name" in changed else set())
         return section.model_validate_json(to_json(_merged(values, changed), inf_nan_mode="constants"), strict=True)
 
 

@@ -110,11 +110,12 @@ class RunConfig(Section):
         _check_room(self)
         _check_credit(self)
         _check_turns(self)
-        self.cluster.check_transport(self.engine)
         self.cluster.check_one_by_one([name for name in self.trained if not self.policies[name].offload])
         self.cluster.check_nodes(self.policies)
         for name in self.models:
-            self.cluster.check_actors(name, for_policy(self, name).engine)
+            engine = for_policy(self, name).engine
+            self.cluster.check_transport(engine)
+            self.cluster.check_actors(name, engine)
         _check_ahead(self)
         return self
 
@@ -144,7 +145,8 @@ class RunConfig(Section):
 
     def precision_of(self, policy: str) -> Precision:
         """What a policy's log-probabilities are computed in, by trainer or engine, whichever rounds more."""
-        half = self.engine.name == "sglang" and self.engine.options.get("dtype") != "float32"
+        engine = for_policy(self, policy).engine
+        half = engine.name == "sglang" and engine.options.get("dtype") != "float32"
         return "bfloat16" if half or self.policies[policy].bf16 else "float32"
 
     def advantage_of(self, agent: str) -> AdvantageConfig:
@@ -249,7 +251,8 @@ def for_policy(config: RunConfig, policy: str) -> RunConfig:
         try:
             sections[name] = own.over(name, section)
         except ValidationError as error:
-            raise ValueError(f"policies.{policy}.own.{name}.{invalid(error, type(section))}") from None
+            fault = f"{name}.{invalid(error, type(section))}".replace(f"{name}.the config: ", f"{name}: ")
+            raise ValueError(f"policies.{policy}.own.{fault}") from None
     mine = config.model_copy(update=sections)
     tokens, length = mine.trainer.microbatch_tokens, mine.engine.max_length
     if tokens < length:

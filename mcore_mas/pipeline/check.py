@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.models import check_layout, cold_started
-from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.pipeline.sources import known_sources
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
@@ -109,11 +109,16 @@ def has_gpu() -> bool:
 def _machine(config: RunConfig) -> Iterator[str]:
     """What this machine lacks; of one that submits to others nothing is known."""
     submits = shutil.which("sbatch") is not None
-    if config.engine.device == "cuda" and not submits and not has_gpu():
-        yield "engine.device: cuda, and there is no GPU here; set it to cpu"
-    if config.engine.name == "sglang" and config.engine.python and not submits and not config.engine.python.is_file():
-        yield f"engine.python: {config.engine.python}: no such interpreter (docs/engines.md makes one)"
-    with_keys: dict[str, Any] = {"engine": config.engine, "retriever": config.retriever}
+    engines = {"engine": config.engine}
+    engines |= {
+        f"policies.{n}.own.engine": for_policy(config, n).engine for n in config.models if config.policies[n].own.engine
+    }
+    for where, engine in engines.items():
+        if engine.device == "cuda" and not submits and not has_gpu():
+            yield f"{where}.device: cuda, and there is no GPU here; set it to cpu"
+        if engine.name == "sglang" and engine.python and not submits and not engine.python.is_file():
+            yield f"{where}.python: {engine.python}: no such interpreter (docs/engines.md makes one)"
+    with_keys: dict[str, Any] = {**engines, "retriever": config.retriever}
     with_keys |= {f"policies.{name}.remote": remote for name, remote in config.remotes.items()}
     for where, section in with_keys.items():
         key: Path | None = getattr(section, "key_file", None)

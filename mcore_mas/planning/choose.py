@@ -103,7 +103,7 @@ def choose_placement(config: RunConfig, cluster: Cluster) -> tuple[Placement, Ru
             f"{config.run}: its engine takes no GPUs of its own; plans are of engine.name: sglang without urls"
         )
     for policy in config.models:
-        if keys := {"tp", "replicas", "urls"} & config.policies[policy].own.engine.keys():
+        if keys := {"name", "tp", "replicas", "urls"} & config.policies[policy].own.engine.keys():
             raise PlanError(
                 f"{config.run}: policies.{policy}.own.engine.{min(keys)}: plans cut the engines of all policies alike; "
                 "leave it out, or place the run by hand without cluster.gpus"

@@ -139,5 +139,5 @@ def _host_mb(config: RunConfig) -> int:
         return 0
     placement = placement_of(config)
     kept = host_bytes(config, placement, memory_of_trainers(config, models, placement))
-    through = config.engine.transport in (None, "disk")  # the old weights and the new ones, in shared memory
-    return int((kept + through * sum(2 * engine_weights(models[policy], 1) for policy in config.trained)) / 1e6)
+    through = [p for p in config.trained if for_policy(config, p).engine.transport in (None, "disk")]
+    return int((kept + sum(2 * engine_weights(models[p], 1) for p in through)) / 1e6)  # old and new, in shared memory

@@ -104,8 +104,8 @@ def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
     """
     engines = {policy: for_policy(config, policy).engine for policy in config.models}
     elsewhere: dict[str, list[list[str]]] = {policy: [[]] * engine.servers for policy, engine in engines.items()}
-    sizes = {policy: engine.tp for policy, engine in engines.items() if not engine.urls}
-    if config.engine.name != "sglang" or not sizes or kind_here() != "GPU":
+    sizes = {policy: engine.tp for policy, engine in engines.items() if engine.name == "sglang" and not engine.urls}
+    if not sizes or kind_here() != "GPU":
         return elsewhere
     gpus, one = visible_gpus(), sum(sizes.values())
     replicas = len(gpus) // one

@@ -122,6 +122,28 @@ def test_each_policy_has_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None
     assert taken == [("solver", 1), ("verifier", 6)]
 
 
+def test_a_policy_may_have_another_engine_than_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, tuple[str, dict[str, Any]]] = {}
+    monkeypatch.setattr(
+        engine_factory, "engine_class", lambda name: lambda model, **settings: made.update({model: (name, settings)})
+    )
+    mixed = config("policies.verifier.own.engine={name: sglang, urls: ['http://127.0.0.1:1'], options: {dtype: half}}")
+    engine_factory.make_engines(mixed, {name: name for name in mixed.policies}, Path("log"), trained=False)
+    assert {name: engine for name, (engine, _) in made.items()} == {"solver": "embedded_local", "verifier": "sglang"}
+    assert made["verifier"][1]["urls"] == ("http://127.0.0.1:1",) and "urls" not in made["solver"][1]
+    assert (mixed.precision_of("solver"), mixed.precision_of("verifier")) == ("float32", "bfloat16")
+
+    servers = ["engine.name=sglang", "engine.python=python", "engine.options={dtype: half}", "engine.transport=disk"]
+    other_way = config(*servers, "policies.verifier.own.engine={name: embedded, device: cuda}")
+    own = for_policy(other_way, "verifier").engine
+    assert (own.name, own.python, own.options, own.transport) == ("embedded", None, {}, None)  # nothing of SGLang's
+    taken = [(t.policy, t.devices) for t in tenants_of(other_way, "GPU") if t.part == "engine"]
+    assert taken == [("solver", 1), ("verifier", 1)]
+    with pytest.raises(ConfigError, match=r"engine\.transport: distributed joins trainer and engine in an NCCL group"):
+        shared = ["engine.name=sglang", "engine.python=python", "cluster.pool=shared"]
+        config(*shared, "policies.verifier.own.engine={transport: distributed}")
+
+
 @pytest.mark.parametrize(
     ("own", "words"),
     [
@@ -129,7 +151,9 @@ def test_each_policy_has_its_own_engine(monkeypatch: pytest.MonkeyPatch) -> None
             "trainer={steps: 3}",
             "trainer.steps is the run's; a policy's own can be microbatch_tokens, updates_per_step, ",
         ),
-        ("engine={name: sglang}", "engine.name is the run's"),
+        ("engine={sleep: true}", "engine.sleep is the run's"),
+        ("engine={name: sglang}", "policies.verifier.own.engine: sglang needs python"),
+        ("engine={name: sglang, urls: ['http://127.0.0.1:1'], transport: nope}", "sglang has no transport 'nope'"),
         ("loss={clip: 0.1}", "loss.clip is the run's"),
         ("loss={entropy: -1}", "policies.verifier.own.loss.entropy: expected a number"),
         (

@@ -227,6 +227,7 @@ def test_a_suite_has_what_was_chosen(tmp_path: Path, run: str) -> None:
     plain = config(run, "run=a", f"results={tmp_path}", "cluster=auto").model_dump(mode="json")
     same = ("agents", "loss", "reward", "advantage", "evaluation", "data", "orchestra", "seed")
     assert {key: made.model_dump(mode="json")[key] for key in same} == {key: plain[key] for key in same}
+    plain["tracking"]["tags"] = {"suite": "s", "experiment": "a"}  # of MLflow's runs
     assert placed(plain) == made.model_dump(mode="json")
     suite["experiments"]["a"].append("cluster.gpus=1xH100")
     with pytest.raises(SuiteError, match=r"suite 's', run 'a': a: nothing fits 1xH100; .* nearest that fits: \dxH100"):
