@@ -8,9 +8,11 @@ import itertools
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rollout.base.errors import EngineError
 from rollout.base.processes import say
 from rollout.engines import Tag, TrainedEngine
 from rollout.engines.embedded.engine import ActorDied, HostedEngine
@@ -18,6 +20,7 @@ from rollout.records.trajectory import Completion, Sampling
 from rollout.sync import SyncRoute, WeightUpdate
 
 Place = Mapping[str, Any]  # options of an actor
+_LOOK_S = 5.0  # between looks for actors that have died while nobody asked them anything
 
 
 class ReplicatedEngine(TrainedEngine):
@@ -58,6 +61,7 @@ class ReplicatedEngine(TrainedEngine):
         settings |= {"far": True, "transport": self.transport, "weights_folder": weights_folder, "restarts": 0}
         self._make = functools.partial(HostedEngine, folder, **settings)
         self._actors: dict[HostedEngine, Place] = {}
+        self._watch: asyncio.Task[None] | None = None
         for place in places:
             self._add(place)
 
@@ -67,6 +71,8 @@ class ReplicatedEngine(TrainedEngine):
         Raises:
             EngineError: the request cannot be served, or the last actor has died once too often.
         """
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._look())
         while True:
             actor = min(self._actors, key=lambda actor: actor.waiting)
             try:
@@ -106,6 +112,13 @@ class ReplicatedEngine(TrainedEngine):
         for actor in self._actors:
             actor.end()
         shutil.rmtree(self._weights_folder, ignore_errors=True)
+
+    async def _look(self) -> None:
+        """Have actors leave whose nodes are gone: as long as one stays, Ray keeps a place elsewhere for it."""
+        with suppress(EngineError):  # the last one has died, which the next call says; or all are closed
+            while True:
+                await self._each(lambda actor: actor.stats())
+                await asyncio.sleep(_LOOK_S)
 
     def _add(self, place: Place) -> None:
         self.starts += 1

@@ -61,7 +61,7 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("trian", "Did you mean 'train'?"),
+        ("trian", "Did you mean 'train'"),
         ("list", "Missing argument 'registry'"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from rollout.base.errors import EngineError
 from rollout.engines import engine_class
+from rollout.engines.embedded import replicas
 from rollout.engines.embedded.batching import LocalEngine
 from rollout.engines.embedded.replicas import ReplicatedEngine
 from rollout.records.trajectory import Sampling
@@ -97,6 +99,38 @@ def test_actors_join_and_leave_and_the_tokens_stay_the_same(tmp_path: Path, runn
         "an actor of the engine joined with version 7; there are 3",
     ]
     assert told[-1].endswith("started again with version 7, 0 starts left")
+
+
+@pytest.mark.slow
+def test_an_actor_that_dies_while_nobody_asks_it_leaves_all_the_same(
+    tmp_path: Path, running_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or Ray would keep a place for it, which another engine may wait for."""
+    monkeypatch.setattr(replicas, "_LOOK_S", 0.1)
+    make_model(0).save_pretrained(tmp_path / "model")
+    told: list[str] = []
+    given: list[dict[str, Any]] = []
+    engine = ReplicatedEngine(
+        tmp_path / "model",
+        places=[{"max_restarts": 0}, {"num_cpus": 0}],
+        weights_folder=tmp_path / "weights",
+        berths=(lambda: None, given.append),
+        tell=told.append,
+        max_length=MAX_LENGTH,
+    )
+
+    async def run() -> None:
+        await engine.generate(PROMPTS[0], Sampling(max_tokens=1))
+        os.kill((await pids(engine))[0], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while len(engine._actors) > 1:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+    engine.close()
+    assert given == [{"max_restarts": 0}]
+    assert [line.split(": ")[0] for line in told] == ["an actor of the engine left, there are 1"]
 
 
 @pytest.mark.slow

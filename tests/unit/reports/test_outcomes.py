@@ -39,7 +39,7 @@ def test_what_ran_and_what_did_not_by_hand(tmp_path: Path) -> None:
     assert rows["`marti_single_ttrl`"] == ["ran", "p 3, q 0", "40", "trained", "10"]
     assert rows["`marti_debate_ttrl`"][0] == "failed, train: no engine"
     assert (rows["`mappa_dsbench`"][0], rows["`drmas_f5_hetero`"][0]) == ("unfinished", "not run")
-    assert "1 of 16 tables and 2 of 92 experiments were run" in page
+    assert "1 of 17 tables and 2 of 92 experiments were run" in page
     assert "at commit abc1, in 50 s\nof jobs, 38 s of processor time" in page
 
 
