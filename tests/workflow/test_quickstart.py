@@ -63,9 +63,7 @@ def test_ctrl_c_in_a_script_saves_and_leaves_no_process(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), flags=re.DOTALL)
     made = [*blocks[:3], blocks[3].partition("for row in run:")[0], "run.train()"]
     script, folder = tmp_path / "mine.py", tmp_path / "results" / "letters" / "train"
-    at_a_terminal = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # `&` ignores it
-    )
+    at_a_terminal = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # `&` ignores it
     script.write_text("\n".join([at_a_terminal, *made]))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
