@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from markupsafe import Markup
 
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.study import Metrics, curve, read_metrics
@@ -50,7 +51,8 @@ def write_charts(runs: Mapping[str, Path], out: Path) -> None:
         MetricsError: a file is missing or no line of it is a step's metrics.
     """
     found = sections({run: read_metrics(path) for run, path in runs.items()})
-    figures = {name: _figure(panels, list(runs)) for name, panels in found.items()}
+    # Matplotlib escapes what it writes into an SVG
+    figures = {name: Markup(_figure(panels, list(runs))) for name, panels in found.items()}  # noqa: S704
     write_text(out, render_page("charts.html.jinja", figures=figures, runs=len(runs)))
 
 
