@@ -327,11 +327,11 @@ HALF = (b"", b"POST /retr", b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Leng
 
 def test_a_request_that_is_never_finished_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 of them stayed open for ever; those that are finished in time, or come one after another, are answered."""
-    monkeypatch.setattr(serving_module, "READ_S", 0.5)
+    monkeypatch.setattr(serving_module, "READ_S", 1.5)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            await asyncio.sleep(1.0)  # longer than a request may take to be read
+            await asyncio.sleep(2.0)  # longer than a request may take to be read
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
 
