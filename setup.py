@@ -4,4 +4,4 @@ from setuptools import find_namespace_packages, setup
 
 SHIPPED = ["mcore_mas.shipped.configs", "mcore_mas.shipped.workflow"]
 
-setup(packages=[*find_namespace_packages(include=["mcore_mas*", "rollout*", "retrieval*"]), *SHIPPED])
+setup(packages=[*find_namespace_packages(include=["mcore_mas*"]), *SHIPPED])

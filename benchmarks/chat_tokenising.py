@@ -14,10 +14,10 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 from mcore_mas.pipeline.base_model import make_tiny_model
-from rollout.engines import ChatState, EngineClient
-from rollout.models.chat_template import Renderer
-from rollout.models.tool_calls import ToolSchema
-from rollout.records.trajectory import Message, Sampling, Turn
+from mcore_mas.rollout.engines import ChatState, EngineClient
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.models.tool_calls import ToolSchema
+from mcore_mas.rollout.records.trajectory import Message, Sampling, Turn
 from tests.support.played import turn
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.templates import QWEN25

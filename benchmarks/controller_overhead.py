@@ -8,14 +8,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
-from rollout.engines import EngineClient
-from rollout.environments.protocol import Step
-from rollout.orchestras.sequential import solver_verifier
-from rollout.records.trajectory import Sampling, Task
-from rollout.teams.collect import CollectOptions, collect
-from rollout.teams.roles import ROLES, Agent
-from rollout.teams.team import Team
-from rollout.teams.tree import Branching
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.orchestras.sequential import solver_verifier
+from mcore_mas.rollout.records.trajectory import Sampling, Task
+from mcore_mas.rollout.teams.collect import CollectOptions, collect
+from mcore_mas.rollout.teams.roles import ROLES, Agent
+from mcore_mas.rollout.teams.team import Team
+from mcore_mas.rollout.teams.tree import Branching
 from tests.support.scripted_engine import ScriptedEngine
 
 TASKS, GROUP, LOOPS, REPEATS, GOAL = 64, 8, 4, 5, 10_000

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
-from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.embedded.decoder import CachedDecoder
-from rollout.models.architecture import Architecture
-from rollout.models.fused_weights import Weights
-from rollout.records.trajectory import Sampling
+from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
+from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
+from mcore_mas.rollout.models.architecture import Architecture
+from mcore_mas.rollout.models.fused_weights import Weights
+from mcore_mas.rollout.records.trajectory import Sampling
 
 ROWS, CONTEXT, STEPS, REPEATS, GOAL = 32, 256, 12, 7, 0.5
 SHAPE = (

@@ -16,8 +16,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
-from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.records.trajectory import Completion, Sampling
+from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
+from mcore_mas.rollout.records.trajectory import Completion, Sampling
 
 TASKS, SAMPLES, TURNS, MAX_LENGTH, VOCAB = 16, 8, 3, 512, 512
 HF_BATCHES = (32, 128)  # the faster one is the reference

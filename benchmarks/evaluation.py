@@ -22,9 +22,9 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.records.files import read_tasks
 from mcore_mas.training.evaluate import evaluate
-from rollout.models.chat_template import Renderer
-from rollout.records.files import read_tasks
 from tests.support.run_folder import make_run
 from tests.support.slotted_sglang import slotted_server
 

@@ -17,20 +17,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
-import rollout.engines
-import rollout.gateway.app
-import rollout.gateway.sessions
+import mcore_mas.rollout.engines
+import mcore_mas.rollout.gateway.app
+import mcore_mas.rollout.gateway.sessions
 from benchmarks.support.gateway import REPLY_TOKENS, Paced, hold_chats
-from rollout.models.chat_template import Renderer
+from mcore_mas.rollout.models.chat_template import Renderer
 from tests.support.gateway import team_of
 from tests.support.templates import renderer_of
 
 CHATS, TURNS, WORDS, REPLY_S, APART_S, GOAL = 256, 4, 42_700, 2.0, 0.5, 3.0  # a word and its space are 3 tokens
 TICK_S = 0.005
 _FAR = {  # from which size on work is done on other threads
-    rollout.engines: "_OFF_LOOP_CHARS",
-    rollout.gateway.sessions: "_OFF_LOOP_CHARS",
-    rollout.gateway.app: "_OFF_LOOP_BYTES",
+    mcore_mas.rollout.engines: "_OFF_LOOP_CHARS",
+    mcore_mas.rollout.gateway.sessions: "_OFF_LOOP_CHARS",
+    mcore_mas.rollout.gateway.app: "_OFF_LOOP_BYTES",
 }
 
 

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 from benchmarks.support.gateway import REPLY_TOKENS, Paced, hold_chats
-from rollout.teams.team import Team
+from mcore_mas.rollout.teams.team import Team
 from tests.support.gateway import team_of
 from tests.support.templates import renderer_of
 

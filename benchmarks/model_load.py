@@ -107,8 +107,8 @@ def load(rank: int, folder: Path) -> None:
     from mcore_mas.megatron.model.build import build_model
     from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
     from mcore_mas.megatron.state.weight_import import SafeTensors, import_weights
-    from rollout.models.architecture import read_architecture
-    from rollout.models.layout import ParallelLayout
+    from mcore_mas.rollout.models.architecture import read_architecture
+    from mcore_mas.rollout.models.layout import ParallelLayout
 
     store = dist.FileStore(str(folder / "store"), TP)
     init_process_groups(ParallelLayout(tp=TP), rank=rank, threads=1, store=store)

@@ -12,11 +12,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
-from retrieval.build import build_index
-from retrieval.client import Passage
-from retrieval.corpus import write_corpus
-from retrieval.encoder import Encoder
-from retrieval.sidecar import RetrieverSidecar
+from mcore_mas.retrieval.build import build_index
+from mcore_mas.retrieval.client import Passage
+from mcore_mas.retrieval.corpus import write_corpus
+from mcore_mas.retrieval.encoder import Encoder
+from mcore_mas.retrieval.sidecar import RetrieverSidecar
 
 PASSAGES, CALLERS, QUERIES, REPEATS, GOAL = 600, 64, 192, 3, 3.0
 

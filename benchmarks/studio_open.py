@@ -13,8 +13,13 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
-from rollout.records.files import write_trajectories
-from rollout.records.trajectory_list import TrajectoryFilter, count_trajectories, list_trajectories, trajectory_at
+from mcore_mas.rollout.records.files import write_trajectories
+from mcore_mas.rollout.records.trajectory_list import (
+    TrajectoryFilter,
+    count_trajectories,
+    list_trajectories,
+    trajectory_at,
+)
 from tests.support.played import trajectory, turn
 
 TURNS, EACH, TOKENS, GOAL = 1_000_000, 8, 32, 20.0

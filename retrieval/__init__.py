@@ -8,7 +8,7 @@ lexical   BM25, and its fusion with vectors
 build     an index of one's own passages, in shards; the manifest of a published one
 batcher   many concurrent requests -> few searches, on one thread
 app       the HTTP routes, limits and statuses
-server    `python -m retrieval.server`
+server    `python -m mcore_mas.retrieval.server`
 client    what agents import, without torch or FAISS
 endpoints the servers that a client asks, with circuit breakers
 sidecar   the server as a child process

@@ -20,12 +20,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from transformers.utils import logging as transformers_logging
 
-from retrieval.batcher import Batcher, Overloaded, SearchFunction, prometheus
-from retrieval.encoder import open_encoder
-from retrieval.index import Index, check_canary, read_manifest, retrieve
-from retrieval.wire import DEFAULT_TOPK, MAX_BODY_BYTES, BadRequest, parse_ids, parse_request, render_response
-from rollout.base.http import Result
-from rollout.base.http_server import BodyTooLarge, bears, read_body
+from mcore_mas.retrieval.batcher import Batcher, Overloaded, SearchFunction, prometheus
+from mcore_mas.retrieval.encoder import open_encoder
+from mcore_mas.retrieval.index import Index, check_canary, read_manifest, retrieve
+from mcore_mas.retrieval.wire import DEFAULT_TOPK, MAX_BODY_BYTES, BadRequest, parse_ids, parse_request, render_response
+from mcore_mas.rollout.base.http import Result
+from mcore_mas.rollout.base.http_server import BodyTooLarge, bears, read_body
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 

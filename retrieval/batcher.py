@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
-from retrieval.corpus import Passage
+from mcore_mas.retrieval.corpus import Passage
 
 SearchFunction = Callable[[list[str], int], list[list[Passage]]]  # (distinct queries, k) -> k passages for each
 QueryKey = tuple[str, int]  # (query, k)

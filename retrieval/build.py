@@ -14,9 +14,9 @@ from pathlib import Path
 import faiss
 import numpy as np
 
-from retrieval.corpus import Corpus
-from retrieval.encoder import Encoder
-from retrieval.index import (
+from mcore_mas.retrieval.corpus import Corpus
+from mcore_mas.retrieval.encoder import Encoder
+from mcore_mas.retrieval.index import (
     INDEX_FORMAT,
     INDEX_TYPES,
     MANIFEST,
@@ -29,9 +29,9 @@ from retrieval.index import (
     expect,
     read_vectors,
 )
-from retrieval.lexical import Lexical
-from rollout.base.files import atomic_path, known_sha256, write_json
-from rollout.base.processes import say
+from mcore_mas.retrieval.lexical import Lexical
+from mcore_mas.rollout.base.files import atomic_path, known_sha256, write_json
+from mcore_mas.rollout.base.processes import say
 
 CHUNK = 4096  # passages encoded together; shards begin at a multiple of it, so that their number changes no bit
 TELL_S = 30.0  # between two lines of progress

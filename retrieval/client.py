@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from retrieval.corpus import Passage, RetrievalError
-from retrieval.endpoints import Balance, EndpointPool, Parsed
-from retrieval.wire import (
+from mcore_mas.retrieval.corpus import Passage, RetrievalError
+from mcore_mas.retrieval.endpoints import Balance, EndpointPool, Parsed
+from mcore_mas.retrieval.wire import (
     DEFAULT_TOPK,
     MAX_AROUND,
     MAX_BODY_BYTES,
@@ -25,8 +25,8 @@ from retrieval.wire import (
     parse_passages,
     parse_response,
 )
-from rollout.base.http import Refused, Unanswered, retried
-from rollout.base.processes import say
+from mcore_mas.rollout.base.http import Refused, Unanswered, retried
+from mcore_mas.rollout.base.processes import say
 
 __all__ = [
     "BadRequest",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.base.files import atomic_path
+from mcore_mas.rollout.base.files import atomic_path
 
 
 class RetrievalError(Exception):

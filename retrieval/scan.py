@@ -8,7 +8,7 @@ import faiss
 import numpy as np
 import torch
 
-from retrieval.corpus import RetrievalError
+from mcore_mas.retrieval.corpus import RetrievalError
 
 BLOCK = 1 << 20  # rows scored at a time
 GPU_MOST = 2048  # neighbours that FAISS finds on a GPU

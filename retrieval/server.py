@@ -1,4 +1,4 @@
-"""Retrieval server: `python -m retrieval.server --index DIR --ready-file PATH`."""
+"""Retrieval server: `python -m mcore_mas.retrieval.server --index DIR --ready-file PATH`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import NoReturn, get_args
 
 import uvicorn
 
-from retrieval.corpus import RetrievalError
-from retrieval.wire import Ranking
-from rollout.base.files import write_json
-from rollout.base.http import is_loopback
-from rollout.base.http_server import bind, server_config, token_of, url_of
-from rollout.base.processes import die_with_parent
+from mcore_mas.retrieval.corpus import RetrievalError
+from mcore_mas.retrieval.wire import Ranking
+from mcore_mas.rollout.base.files import write_json
+from mcore_mas.rollout.base.http import is_loopback
+from mcore_mas.rollout.base.http_server import bind, server_config, token_of, url_of
+from mcore_mas.rollout.base.processes import die_with_parent
 
 DRAIN_S = 10
 BEAT_TICKS = 50  # of 0.1 s between two heartbeats
@@ -56,7 +56,7 @@ class ReadyServer(uvicorn.Server):
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The parsed command line."""
-    parser = argparse.ArgumentParser(prog="python -m retrieval.server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m mcore_mas.retrieval.server", description=__doc__)
     parser.add_argument("--index", type=Path, required=True, help="folder with an index.json")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 for clients on other machines, with a token")
     parser.add_argument("--port", type=int, default=0, help="0: any free port, see --ready-file")
@@ -92,7 +92,7 @@ def run_server(args: argparse.Namespace) -> None:
     except OSError as error:
         raise RetrievalError(f"cannot listen on {args.host}:{args.port} ({error.strerror}); try --port 0") from None
     # Imported here: a wrong flag or a taken port is reported before seconds of importing torch.
-    from retrieval.app import load_app
+    from mcore_mas.retrieval.app import load_app
 
     app = load_app(args, token)
     said = {"url": _url(listener), "host": socket.getfqdn(), "pid": os.getpid(), "token": token}

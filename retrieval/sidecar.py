@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrieval.client import RetrievalClient
-from retrieval.corpus import Passage, RetrievalError
-from retrieval.wire import DEFAULT_TOPK, BadRequest, check_query
-from rollout.base.processes import say, start_group, stop_group
+from mcore_mas.retrieval.client import RetrievalClient
+from mcore_mas.retrieval.corpus import Passage, RetrievalError
+from mcore_mas.retrieval.wire import DEFAULT_TOPK, BadRequest, check_query
+from mcore_mas.rollout.base.processes import say, start_group, stop_group
 
 _READ_PER_S = 1e8  # bytes of an index that are read and verified in a second, at least
 RESTARTS = 3  # of a server that died, at most
@@ -82,10 +82,10 @@ class RetrieverSidecar:
         self._start(int(self.url.rpartition(":")[2]), folder / "ready.json", self._log_path or folder / "server.log")
 
     def _start(self, port: int, ready_file: Path, log_path: Path) -> None:
-        command = [sys.executable, "-m", "retrieval.server", "--index", str(self.index_dir), "--port", str(port)]
-        command += ["--ready-file", str(ready_file), *self._options]
-        # in the folder where `-m retrieval.server` is found, installed or not
-        self._child = start_group(command, log=log_path, cwd=Path(__file__).resolve().parents[1])
+        command = [sys.executable, "-m", "mcore_mas.retrieval.server", "--index", str(self.index_dir)]
+        command += ["--port", str(port), "--ready-file", str(ready_file), *self._options]
+        # in the folder where `-m mcore_mas.retrieval.server` is found, installed or not
+        self._child = start_group(command, log=log_path, cwd=Path(__file__).absolute().parents[2])
         self.pid = self._child.pid
 
     def __exit__(self, *_: object) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from retrieval.corpus import Passage, RetrievalError
+from mcore_mas.retrieval.corpus import Passage, RetrievalError
 
 Ranking = Literal["dense", "bm25", "hybrid"]  # by vectors, by words, or both fused
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mcore_mas.megatron.batch import CostModel, Microbatch, Segment, depths
-from rollout.models.architecture import read_architecture
+from mcore_mas.rollout.models.architecture import read_architecture
 
 _COLUMNS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 _MORE = ("intermediate_size", "vocab_size", "tie_word_embeddings", "model_type")

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a chec
 
 import httpx
 
-from rollout.models.chat_template import Renderer
-from rollout.records.trajectory import Completion, Sampling, VersionSpan
-from rollout.teams.team import Team
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
+from mcore_mas.rollout.teams.team import Team
 from tests.support.gateway import opened
 
 REPLY_TOKENS = 100

@@ -6,9 +6,9 @@
 from mcore_mas.api.objects import AgentSpec, Conversation
 from mcore_mas.api.run import Run
 from mcore_mas.pipeline.base_model import make_tiny_model
-from rollout.environments.math import last_boxed
-from rollout.environments.protocol import Step, last_tag
-from rollout.records.trajectory import Group, Task, Trajectory
+from mcore_mas.rollout.environments.math import last_boxed
+from mcore_mas.rollout.environments.protocol import Step, last_tag
+from mcore_mas.rollout.records.trajectory import Group, Task, Trajectory
 
 __all__ = [
     "AgentSpec",

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields, replace
 from html import escape
 from typing import Any, Protocol
 
-from rollout.base.options import HERE
-from rollout.records.trajectory import Group, Status, Task, Trajectory
-from rollout.teams.roles import Parser, Role
+from mcore_mas.rollout.base.options import HERE
+from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
+from mcore_mas.rollout.teams.roles import Parser, Role
 
 PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question", "problem"), ("answer", "answers", "solution", "target")
 

@@ -19,9 +19,9 @@ from mcore_mas.config.compose import GROUPS, resolve
 from mcore_mas.config.policy import PolicyConfig, TrainerConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.prepare import prepare_tasks
-from rollout.base.files import json_lines, write_text
-from rollout.base.text import nearest
-from rollout.records.files import read_trajectories, write_tasks
+from mcore_mas.rollout.base.files import json_lines, write_text
+from mcore_mas.rollout.base.text import nearest
+from mcore_mas.rollout.records.files import read_trajectories, write_tasks
 
 StepRow = dict[str, float]  # a step's metrics by name, with the number of the step
 _T = TypeVar("_T")

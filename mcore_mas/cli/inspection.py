@@ -14,31 +14,31 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollout.base.options import offered
-from rollout.base.text import nearest, shown_line, shown_text
+from mcore_mas.rollout.base.options import offered
+from mcore_mas.rollout.base.text import nearest, shown_line, shown_text
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs, so that --help is there at once
-    from rollout.records.trajectory import Task
-    from rollout.tasks.splits import Leak, Match
+    from mcore_mas.rollout.records.trajectory import Task
+    from mcore_mas.rollout.tasks.splits import Leak, Match
 
 inspection_commands = typer.Typer()
 _TRAJECTORIES = "Look at trajectories"
 _DATA = "Look at data and names"
 
 REGISTRIES = {  # where the names that a config may use stand, and the kind by which packages offer further ones
-    "orchestras": ("rollout.orchestras:ORCHESTRAS", "orchestra"),
-    "envs": ("rollout.environments:ENVS", "env"),
-    "roles": ("rollout.config.sections:ROLES", "agent role"),
-    "tasks": ("rollout.tasks:GENERATORS", "task generator"),
-    "formats": ("rollout.tasks.files:READABLE", "data format"),
-    "allocators": ("rollout.rewards:ALLOCATORS", "reward"),
-    "penalties": ("rollout.rewards.penalties:PENALTIES", "penalty"),
+    "orchestras": ("mcore_mas.rollout.orchestras:ORCHESTRAS", "orchestra"),
+    "envs": ("mcore_mas.rollout.environments:ENVS", "env"),
+    "roles": ("mcore_mas.rollout.config.sections:ROLES", "agent role"),
+    "tasks": ("mcore_mas.rollout.tasks:GENERATORS", "task generator"),
+    "formats": ("mcore_mas.rollout.tasks.files:READABLE", "data format"),
+    "allocators": ("mcore_mas.rollout.rewards:ALLOCATORS", "reward"),
+    "penalties": ("mcore_mas.rollout.rewards.penalties:PENALTIES", "penalty"),
     "estimators": ("mcore_mas.equations.advantages:ESTIMATORS", "advantage"),
     "filters": ("mcore_mas.equations.filters:FILTERS", "filter"),
     "losses": ("mcore_mas.equations.losses:LOSSES", ""),
     "corrections": ("mcore_mas.equations.divergence:CORRECTIONS", ""),
     "aggregations": ("mcore_mas.equations.losses:AGGREGATIONS", ""),
-    "engines": ("rollout.engines:ENGINES", "engine"),
+    "engines": ("mcore_mas.rollout.engines:ENGINES", "engine"),
 }
 
 _SHOWN_CHARS = 60  # of a prompt
@@ -71,8 +71,8 @@ def show_trajectory(
     """List a file's trajectories, or print one as a conversation: who said what to whom, tools, rewards, advantages."""
     from mcore_mas.reports.pages import draw_games, find_trajectory, trajectory_page
     from mcore_mas.reports.terminal import advantages_of, print_trajectories, print_trajectory
-    from rollout.base.files import write_text
-    from rollout.records.files import read_trajectories
+    from mcore_mas.rollout.base.files import write_text
+    from mcore_mas.rollout.records.files import read_trajectories
 
     if picture is not None:
         print("\n".join(map(str, draw_games(file, picture, index=index or 0, trajectory_id=trajectory))))
@@ -159,7 +159,7 @@ def show_leaks(
 
     Exit status 1 if one is, by id, text or test; similar texts are for you to judge.
     """
-    from rollout.tasks.splits import find_leaks
+    from mcore_mas.rollout.tasks.splits import find_leaks
 
     if (config is None) == (not files):
         raise UsageError("name data files to compare, or --config with a resolved config")
@@ -178,7 +178,7 @@ def _run_splits(config: Path) -> dict[str, list[Task]]:
         RecordError: a data file cannot be read.
     """
     from mcore_mas.config.run import RunConfig
-    from rollout.config.data import make_tasks
+    from mcore_mas.rollout.config.data import make_tasks
 
     loaded = RunConfig.load(config)
     return make_tasks(loaded.data, loaded.seed)
@@ -191,7 +191,7 @@ def _file_splits(files: Sequence[Path], format: str) -> dict[str, list[Task]]:
         RecordError: a file is not of that format.
         ValueError: a file is named twice.
     """
-    from rollout.tasks.files import read_task_file
+    from mcore_mas.rollout.tasks.files import read_task_file
 
     names = Counter(file.name for file in files)
     splits: dict[str, list[Task]] = {}

@@ -19,7 +19,7 @@ from urllib.parse import quote, urlencode
 import psutil
 import typer
 
-from rollout.base.processes import start_group, stop_group
+from mcore_mas.rollout.base.processes import start_group, stop_group
 
 machine_commands = typer.Typer()
 _PANEL = "This machine"
@@ -134,7 +134,7 @@ def _gpus() -> tuple[bool, str]:
 
 def _sandbox() -> tuple[bool, str]:
     """The tier in which model-written programs run here; without one, teams that run none still train."""
-    from rollout.sandbox import Sandbox, SandboxUnavailable
+    from mcore_mas.rollout.sandbox import Sandbox, SandboxUnavailable
 
     sandbox = Sandbox(slots=1)
     try:

@@ -207,8 +207,8 @@ def serve_run(
     """Answer as models of OpenAI's and Anthropic's APIs: the whole team by the run's name, and each of its agents."""
     import signal
 
+    from mcore_mas.rollout.base.processes import say
     from mcore_mas.training.serve import serve
-    from rollout.base.processes import say
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -228,7 +228,7 @@ def studio(
 ) -> None:
     """Look at runs in a browser, live: curves by agent and policy, conversations, credit, two runs side by side."""
     from mcore_mas.reports.studio import open_studio
-    from rollout.base.processes import say
+    from mcore_mas.rollout.base.processes import say
 
     open_studio(results, host=host, port=port, token_file=token_file, say=say)
 
@@ -298,7 +298,7 @@ _PAGES = {
 
 def _writer(module: str, path: str, render: str) -> Callable[[], None]:
     def write() -> None:
-        from rollout.base.files import write_text
+        from mcore_mas.rollout.base.files import write_text
 
         found = import_module(module)
         write_text(getattr(found, path), getattr(found, render)())
@@ -317,7 +317,7 @@ def write_outcomes(
 ) -> None:
     """Write docs/tables_tiny.md, which papers' tables were made at the scale tiny, and one of them beside it."""
     from mcore_mas.reports.outcomes import OUTCOMES, SAMPLE, outcomes_page, sample_page
-    from rollout.base.files import write_text
+    from mcore_mas.rollout.base.files import write_text
 
     for file, page in ((OUTCOMES, outcomes_page(results)), (SAMPLE, sample_page(results))):
         if page is not None:
@@ -330,7 +330,7 @@ def write_options() -> None:
     """Write docs/options.md, what every option takes, and configs/schema/, which tells editors the same."""
     from mcore_mas.config.schema import SCHEMAS, write_schemas
     from mcore_mas.reports.catalogue import OPTIONS, render_options
-    from rollout.base.files import write_text
+    from mcore_mas.rollout.base.files import write_text
 
     write_schemas()
     write_text(OPTIONS, render_options())

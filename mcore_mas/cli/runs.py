@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollout.base.files import FolderError
-from rollout.base.text import shown_line
+from mcore_mas.rollout.base.files import FolderError
+from mcore_mas.rollout.base.text import shown_line
 
 run_commands = typer.Typer()
 _PANEL = "Look at runs"

@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rollout.base.options import Section
-from rollout.engines import EngineConfig
+from mcore_mas.rollout.base.options import Section
+from mcore_mas.rollout.engines import EngineConfig
 
 
 class NodesConfig(Section):

@@ -33,7 +33,7 @@ from mcore_mas.config.models import located
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.config.scale import ScaleError, scaled
 from mcore_mas.equations.advantages import ESTIMATORS
-from rollout.base.files import read_yaml
+from mcore_mas.rollout.base.files import read_yaml
 
 CONFIGS = SHIPPED / "configs"
 GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking", "experiment", "recipe")

@@ -12,8 +12,8 @@ from mcore_mas.equations.divergence import CORRECTIONS, KLName
 from mcore_mas.equations.filters import FILTERS
 from mcore_mas.equations.losses import AGGREGATIONS, LOSSES, AggregationName
 from mcore_mas.equations.turns import Grouping
-from rollout.base.options import Registry, Section
-from rollout.config.sections import AgentConfig, Choice
+from mcore_mas.rollout.base.options import Registry, Section
+from mcore_mas.rollout.config.sections import AgentConfig, Choice
 
 
 class AdvantageConfig(Choice):

@@ -8,9 +8,9 @@ from typing import Any
 
 from mcore_mas.config.policy import BaseModelConfig, PolicyConfig
 from mcore_mas.config.run import RunConfig, for_policy
-from rollout.base.errors import ModelError
-from rollout.models.architecture import Architecture, architecture_of, read_architecture
-from rollout.models.layout import ParallelLayout, check_fit
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.models.architecture import Architecture, architecture_of, read_architecture
+from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
 
 
 def layout_of(policy: PolicyConfig) -> dict[str, Any]:

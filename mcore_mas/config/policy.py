@@ -10,9 +10,9 @@ from pydantic import Field, JsonValue, PositiveFloat, model_validator
 from pydantic_core import to_json
 
 from mcore_mas.equations.divergence import Figure
-from rollout.base.options import Section
-from rollout.engines.remote import RemoteConfig
-from rollout.teams.tree import Branching
+from mcore_mas.rollout.base.options import Section
+from mcore_mas.rollout.engines.remote import RemoteConfig
+from mcore_mas.rollout.teams.tree import Branching
 
 
 class RateConfig(Section):

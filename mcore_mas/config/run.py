@@ -29,15 +29,21 @@ from mcore_mas.config.policy import (
 from mcore_mas.equations.advantages import NEEDS, compared
 from mcore_mas.equations.divergence import Precision
 from mcore_mas.equations.filters import contrasted
-from rollout.base.options import Section, UnknownName, lookup
-from rollout.base.schema_words import invalid
-from rollout.config.data import DataConfig
-from rollout.config.sections import CollectionConfig, EnvConfig, OrchestraConfig, RetrieverConfig, RewardConfig
-from rollout.engines import EngineConfig
-from rollout.engines.remote import RemoteConfig
-from rollout.orchestras import SEARCHES
-from rollout.rewards.coach import CoachConfig
-from rollout.teams.roles import ROLES
+from mcore_mas.rollout.base.options import Section, UnknownName, lookup
+from mcore_mas.rollout.base.schema_words import invalid
+from mcore_mas.rollout.config.data import DataConfig
+from mcore_mas.rollout.config.sections import (
+    CollectionConfig,
+    EnvConfig,
+    OrchestraConfig,
+    RetrieverConfig,
+    RewardConfig,
+)
+from mcore_mas.rollout.engines import EngineConfig
+from mcore_mas.rollout.engines.remote import RemoteConfig
+from mcore_mas.rollout.orchestras import SEARCHES
+from mcore_mas.rollout.rewards.coach import CoachConfig
+from mcore_mas.rollout.teams.roles import ROLES
 
 
 class ConfigError(ValueError):

@@ -9,9 +9,9 @@ from typing import Any
 from zlib import crc32
 
 from mcore_mas import SHIPPED
-from rollout.base.files import read_yaml
-from rollout.records.trajectory import Turn
-from rollout.tasks.splits import SPLITS
+from mcore_mas.rollout.base.files import read_yaml
+from mcore_mas.rollout.records.trajectory import Turn
+from mcore_mas.rollout.tasks.splits import SPLITS
 
 _CORPUS = "data/search/passages.jsonl"
 _FILE_LIMIT = 4  # tasks of each file

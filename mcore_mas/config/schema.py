@@ -9,11 +9,11 @@ from typing import Any
 from mcore_mas.config.compose import CONFIGS
 from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
 from mcore_mas.config.run import RunConfig
-from rollout.base.files import write_text
-from rollout.base.options import Registry
-from rollout.base.schema_words import json_schema
-from rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
-from rollout.tasks import GENERATORS
+from mcore_mas.rollout.base.files import write_text
+from mcore_mas.rollout.base.options import Registry
+from mcore_mas.rollout.base.schema_words import json_schema
+from mcore_mas.rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
+from mcore_mas.rollout.tasks import GENERATORS
 
 EditorSchema = dict[str, Any]
 

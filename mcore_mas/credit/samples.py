@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName, token_weights
-from rollout.records.trajectory import Group, Status, derive_seed
+from mcore_mas.rollout.records.trajectory import Group, Status, derive_seed
 
 TurnId = tuple[str, str, int]  # trajectory, node, turn: which turn of a step
 

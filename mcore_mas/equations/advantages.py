@@ -36,7 +36,7 @@ from mcore_mas.equations.turns import (
     reverse_scan,
     total,
 )
-from rollout.base.options import Share
+from mcore_mas.rollout.base.options import Share
 
 Lone = Literal["zero", "raw"]  # what a vote without peers gets
 Baseline = Literal["mean", "others", "second"]

@@ -53,7 +53,7 @@ from typing import Literal
 from pydantic import NonNegativeFloat, PositiveFloat
 
 from mcore_mas.equations.tensors import Tensor, torch
-from rollout.base.options import AboveLow
+from mcore_mas.rollout.base.options import AboveLow
 
 LARGEST_LOG_RATIO = 20.0  # nats; only guards exp against overflow, far outside every range that anyone clips to
 _MOST_K3 = 10.0  # nats

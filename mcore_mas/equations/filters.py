@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mcore_mas.equations.tensors import Tensor, torch
 from mcore_mas.equations.turns import Grouping, GroupStatistics, Turns, grouping
-from rollout.base.options import AboveLow, Share
+from mcore_mas.rollout.base.options import AboveLow, Share
 
 _By = Literal["task", "state"]
 

@@ -23,7 +23,7 @@ from pydantic import Field, NonNegativeFloat
 
 from mcore_mas.equations.divergence import CORRECTIONS, KL_ESTIMATES, KLName, at_level, bounded_exp, k3
 from mcore_mas.equations.tensors import Tensor, torch
-from rollout.base.options import Share
+from mcore_mas.rollout.base.options import Share
 
 DualClip = Annotated[float, Field(gt=1, allow_inf_nan=True)]
 Statistics = dict[str, Tensor]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_mas.megatron.spec import TrainerSpec
-from rollout.models.architecture import Architecture, read_architecture
+from mcore_mas.rollout.models.architecture import Architecture, read_architecture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

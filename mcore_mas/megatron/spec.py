@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from mcore_mas.equations.losses import Objective, ValueObjective
-from rollout.models.layout import ParallelLayout, Projection
+from mcore_mas.rollout.models.layout import ParallelLayout, Projection
 
 PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o", "gate", "up", "down")
 

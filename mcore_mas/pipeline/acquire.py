@@ -20,16 +20,16 @@ import pyarrow.parquet as pq
 
 from mcore_mas.pipeline.hub import AcquireError, Hub, fetch
 from mcore_mas.pipeline.sources import Source, known_sources
-from retrieval.corpus import RetrievalError
-from rollout.base.errors import ModelError
-from rollout.base.files import atomic_path, write_json, write_text
-from rollout.config.data import DataConfig, make_tasks
-from rollout.models.architecture import read_config
-from rollout.models.tensors import tensor_shapes
-from rollout.records.files import RecordError
-from rollout.tasks.fields import BadRow
-from rollout.tasks.files import FORMATS, problem_task, read_rows
-from rollout.tasks.splits import SPLITS, find_leaks, tokenise
+from mcore_mas.retrieval.corpus import RetrievalError
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.base.files import atomic_path, write_json, write_text
+from mcore_mas.rollout.config.data import DataConfig, make_tasks
+from mcore_mas.rollout.models.architecture import read_config
+from mcore_mas.rollout.models.tensors import tensor_shapes
+from mcore_mas.rollout.records.files import RecordError
+from mcore_mas.rollout.tasks.fields import BadRow
+from mcore_mas.rollout.tasks.files import FORMATS, problem_task, read_rows
+from mcore_mas.rollout.tasks.splits import SPLITS, find_leaks, tokenise
 
 _RAW = Path("data/raw")
 _BATCH = 256  # rows written together
@@ -86,9 +86,9 @@ def _open_index(source: Source, manifest: Path) -> dict[str, Any]:
     Raises:
         AcquireError: index, passages and encoder do not belong together, or one is damaged.
     """
-    from retrieval.build import import_index
-    from retrieval.encoder import Encoder
-    from retrieval.index import Index
+    from mcore_mas.retrieval.build import import_index
+    from mcore_mas.retrieval.encoder import Encoder
+    from mcore_mas.retrieval.index import Index
 
     vectors, corpus, folder = map(Path, source.needs)
     try:

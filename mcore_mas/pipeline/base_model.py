@@ -10,15 +10,15 @@ from typing import Any
 
 from mcore_mas.config.policy import BaseModelConfig, ColdStartConfig
 from mcore_mas.config.run import RunConfig
-from retrieval.corpus import Corpus
-from rollout.base.options import lookup
-from rollout.config.sections import build_team
-from rollout.models.chat_template import CHAT_TEMPLATES
-from rollout.records.files import read_tasks
-from rollout.records.trajectory import Demonstration, derive_seed
-from rollout.tasks import GENERATORS
-from rollout.tasks.arithmetic import arithmetic_tasks
-from rollout.teams.roles import ROLES
+from mcore_mas.retrieval.corpus import Corpus
+from mcore_mas.rollout.base.options import lookup
+from mcore_mas.rollout.config.sections import build_team
+from mcore_mas.rollout.models.chat_template import CHAT_TEMPLATES
+from mcore_mas.rollout.records.files import read_tasks
+from mcore_mas.rollout.records.trajectory import Demonstration, derive_seed
+from mcore_mas.rollout.tasks import GENERATORS
+from mcore_mas.rollout.tasks.arithmetic import arithmetic_tasks
+from mcore_mas.rollout.teams.roles import ROLES
 
 _END, _START, _STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _DEMONSTRATIONS_READ = 4000  # for the vocabulary

@@ -24,8 +24,8 @@ from mcore_mas import SHIPPED, code_commit
 from mcore_mas.equations.statistics import pass_at
 from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
 from mcore_mas.reports.paper_tables import TABLES, PaperTable, TableError
-from rollout.base.files import atomic_path, sha256
-from rollout.config.data import DataConfig
+from mcore_mas.rollout.base.files import atomic_path, sha256
+from mcore_mas.rollout.config.data import DataConfig
 
 METADATA = "ro-crate-metadata.json"
 _SPECIFICATION = "https://w3id.org/ro/crate/1.1"

@@ -13,9 +13,9 @@ from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.pipeline.sources import known_sources
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
-from rollout.base.errors import ModelError
-from rollout.models.architecture import Architecture, read_architecture
-from rollout.models.chat_template import has_chat_template
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.models.architecture import Architecture, read_architecture
+from mcore_mas.rollout.models.chat_template import has_chat_template
 
 
 def check_suite(suite: Suite) -> None:

@@ -17,18 +17,18 @@ from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_pr
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from mcore_mas.pipeline.base_model import run_demonstrations
+from mcore_mas.rollout.base.files import write_json
+from mcore_mas.rollout.config.data import prepared_tasks
+from mcore_mas.rollout.config.sections import build_team
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.engines.embedded.batching import LocalEngine
+from mcore_mas.rollout.environments.protocol import Env
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.records.trajectory import Demonstration, Task
+from mcore_mas.rollout.teams.collect import collect
 from mcore_mas.training.engine_factory import world
 from mcore_mas.training.logbook import Reporter
 from mcore_mas.training.metrics import success
-from rollout.base.files import write_json
-from rollout.config.data import prepared_tasks
-from rollout.config.sections import build_team
-from rollout.engines import EngineClient
-from rollout.engines.embedded.batching import LocalEngine
-from rollout.environments.protocol import Env
-from rollout.models.chat_template import Renderer
-from rollout.records.trajectory import Demonstration, Task
-from rollout.teams.collect import collect
 
 _Measure = Callable[[MegatronTrainer, int], tuple[float, float]]  # (accuracy, share of well-formed turns) after a step
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas import SHIPPED
-from rollout.base.files import write_text
+from mcore_mas.rollout.base.files import write_text
 
 _PACKAGES = ("mcore_mas", "rollout", "retrieval")
 _FROM_ENVIRONMENT = "oc.env"  # OmegaConf's resolver of a variable, which may change without any file
@@ -63,7 +63,7 @@ class ConfigCache:
         """The user's modules that this process has imported, looked for again where it has imported any."""
         if len(sys.modules) == self._imports[0]:
             return self._imports[1]
-        others = (module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _PACKAGES)
+        others = (module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "mcore_mas")
         files = (str(getattr(module, "__file__", None) or "") for module in others)
         folders = tuple(f"{folder}{os.sep}" for folder in self._code)
         found = [file for file in files if file.startswith(folders) and f"{os.sep}site-packages{os.sep}" not in file]

@@ -20,7 +20,7 @@ from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mcore_mas.pipeline.sources import SOURCES_FILE, Source
-from rollout.base.files import Digest, sha256, write_json
+from mcore_mas.rollout.base.files import Digest, sha256, write_json
 
 LOCK = Path("data/sources.lock")
 _MODEL_FILES = (".safetensors", ".json", ".txt", ".model", ".jinja")  # of a model, at the top of its repository

@@ -14,7 +14,7 @@ from mcore_mas.pipeline.sources import acquirable, listed, size_gb
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
-from rollout.base.files import write_json
+from mcore_mas.rollout.base.files import write_json
 
 ALL_TABLES = "tables"  # the target of every table
 ACQUIRE = "acquire"  # that of all inputs; acquire_NAME those of a table

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_mas.config.run import RunConfig
+from mcore_mas.retrieval.corpus import Corpus, Passage, copy_corpus, write_corpus
+from mcore_mas.retrieval.sidecar import Golden, probe, read_golden
+from mcore_mas.rollout.base.files import write_json, write_text
+from mcore_mas.rollout.base.options import lookup
+from mcore_mas.rollout.config.data import make_tasks
+from mcore_mas.rollout.config.sections import RetrieverConfig
+from mcore_mas.rollout.records.files import write_tasks
+from mcore_mas.rollout.tasks import GENERATORS
+from mcore_mas.rollout.tasks.encyclopedia import passages as encyclopedia_passages
+from mcore_mas.rollout.tasks.tiny_files import write_tiny_file
 from mcore_mas.training.engine_factory import sidecar_of
-from retrieval.corpus import Corpus, Passage, copy_corpus, write_corpus
-from retrieval.sidecar import Golden, probe, read_golden
-from rollout.base.files import write_json, write_text
-from rollout.base.options import lookup
-from rollout.config.data import make_tasks
-from rollout.config.sections import RetrieverConfig
-from rollout.records.files import write_tasks
-from rollout.tasks import GENERATORS
-from rollout.tasks.encyclopedia import passages as encyclopedia_passages
-from rollout.tasks.tiny_files import write_tiny_file
 
 if TYPE_CHECKING:
-    from retrieval.encoder import Encoder
+    from mcore_mas.retrieval.encoder import Encoder
 
 TINY_PASSAGES = 80  # of the scale `tiny`
 PROBES = 50  # passages that are asked for by their titles
@@ -64,7 +64,7 @@ def encode_passages(config_path: Path, passages: Path, out_dir: Path, number: in
     Raises:
         RetrievalError: a line of the corpus is malformed, or the encoder's weights are not the pinned ones.
     """
-    from retrieval.build import encode_shard
+    from mcore_mas.retrieval.build import encode_shard
 
     retriever = _retriever(config_path)
     encode_shard(passages, out_dir, _encoder(retriever), number, retriever.shards)
@@ -76,7 +76,7 @@ def index_passages(config_path: Path, passages: Path, out_dir: Path) -> None:
     Raises:
         RetrievalError: a line of the corpus is malformed, or the encoder's weights are not the pinned ones.
     """
-    from retrieval.build import build_index
+    from mcore_mas.retrieval.build import build_index
 
     retriever = _retriever(config_path)
     encoder, lexical = _encoder(retriever), retriever.ranking != "dense"
@@ -87,7 +87,7 @@ def index_passages(config_path: Path, passages: Path, out_dir: Path) -> None:
 def _encoder(retriever: RetrieverConfig) -> Encoder:
     import torch
 
-    from retrieval.encoder import Encoder
+    from mcore_mas.retrieval.encoder import Encoder
 
     torch.set_num_threads(retriever.threads)
     return Encoder.of(retriever.encoder, retriever.encoder_folder).to(retriever.device)

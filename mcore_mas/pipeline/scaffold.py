@@ -6,7 +6,7 @@ import keyword
 from pathlib import Path
 
 from mcore_mas.pipeline.base_model import make_tiny_model
-from rollout.base.files import write_text
+from mcore_mas.rollout.base.files import write_text
 
 _FILES = Path(__file__).with_name("scaffold")
 _NAME = "my_team"  # as the files say
@@ -22,7 +22,7 @@ def new_project(name: str, parent: Path) -> Path:
     Raises:
         ScaffoldError: the name is none of a Python package, one is taken, or the folder holds something.
     """
-    if not name.isidentifier() or keyword.iskeyword(name) or name in ("mcore_mas", "rollout", "retrieval", "tests"):
+    if not name.isidentifier() or keyword.iskeyword(name) or name in ("mcore_mas", "tests"):
         raise ScaffoldError(f"'{name}' cannot be a Python package; expected letters, digits and _, such as my_team")
     folder = parent / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import Field, TypeAdapter
 
 from mcore_mas import SHIPPED
-from rollout.base.files import read_yaml
-from rollout.base.options import Section
+from mcore_mas.rollout.base.files import read_yaml
+from mcore_mas.rollout.base.options import Section
 
 SOURCES_FILE = SHIPPED / "workflow" / "sources.yaml"
 

@@ -27,10 +27,10 @@ from mcore_mas.pipeline.suite_file import (
     own_configs,
 )
 from mcore_mas.planning.jobs import JobNeeds, Stage, job_needs
-from rollout.base.errors import ModelError
-from rollout.base.files import write_text
-from rollout.base.text import nearest
-from rollout.tasks.splits import SPLITS
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.base.files import write_text
+from mcore_mas.rollout.base.text import nearest
+from mcore_mas.rollout.tasks.splits import SPLITS
 
 SNAKEFILE = SHIPPED / "workflow" / "Snakefile"
 _BY_SUITE = ("tables", "figures", "reports")  # folders of results whose files have a suite's name

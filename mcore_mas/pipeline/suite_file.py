@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 
 from mcore_mas import SHIPPED
-from rollout.base.text import nearest
+from mcore_mas.rollout.base.text import nearest
 
 SUITE_SCHEMA = SHIPPED / "workflow" / "schemas" / "suite.schema.json"
 

@@ -15,9 +15,9 @@ import yaml
 from mcore_mas.config.models import cold_started, layout_of
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.estimate import GPU, GPUS, Placement, RunEstimate, estimate_run, fits, workloads
-from rollout.base.errors import ModelError
-from rollout.models.architecture import Architecture, planned_architecture
-from rollout.models.layout import ParallelLayout, check_fit
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.models.architecture import Architecture, planned_architecture
+from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64)  # GPUs among which the nearest that fits is looked for
 _CUTS = (1, 2, 4, 8)  # ranks that tensor parallelism may take, within a machine

@@ -17,8 +17,8 @@ from mcore_mas.planning.memory import (
     rank_parameters,
     trainer_memory,
 )
-from rollout.models.architecture import Architecture
-from rollout.models.layout import ParallelLayout
+from mcore_mas.rollout.models.architecture import Architecture
+from mcore_mas.rollout.models.layout import ParallelLayout
 
 _GB = 1e9
 

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mcore_mas.config.run import RunConfig, for_policy
-from rollout.base.errors import ModelError
-from rollout.config.sections import RetrieverConfig
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.config.sections import RetrieverConfig
 
 Pool = Literal["shared", "split"]
 Kind = Literal["GPU", "CPU"]

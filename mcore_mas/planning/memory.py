@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mcore_mas.config.policy import LoraConfig
-from rollout.models.architecture import Architecture
-from rollout.models.layout import ParallelLayout
+from mcore_mas.rollout.models.architecture import Architecture
+from mcore_mas.rollout.models.layout import ParallelLayout
 
 LOGITS = 1 << 30  # float32 logits that exist at a time on a GPU (`mcore_mas/megatron/model/decoder.py`)
 

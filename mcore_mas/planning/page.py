@@ -14,7 +14,7 @@ from mcore_mas.planning.estimate import ASSUMED, GPUS, Placement, RunEstimate
 from mcore_mas.planning.memory import LOGITS, count_parameters
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.published import paper_hardware, published_experiments, read_published
-from rollout.models.architecture import published_shapes
+from mcore_mas.rollout.models.architecture import published_shapes
 
 PLAN = CONFIGS.parent / "docs" / "plan.md"
 _SHOWN = tuple(map(Cluster.parse, ("4xH100", "8xH100", "16xH100")))

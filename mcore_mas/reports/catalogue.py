@@ -14,15 +14,15 @@ from pydantic import BaseModel
 from mcore_mas.config.compose import CONFIGS
 from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
 from mcore_mas.reports.pages import render_page
-from rollout.base.options import descriptions
-from rollout.base.schema_words import expected, json_schema
-from rollout.config.sections import PENALTY_REGISTRY, TOOL_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
-from rollout.environments import ENVS
-from rollout.orchestras import FLOWS, ORCHESTRAS
-from rollout.rewards import ALLOCATORS
-from rollout.rewards.penalties import PENALTIES
-from rollout.tasks import GENERATORS
-from rollout.teams.roles import ROLES
+from mcore_mas.rollout.base.options import descriptions
+from mcore_mas.rollout.base.schema_words import expected, json_schema
+from mcore_mas.rollout.config.sections import PENALTY_REGISTRY, TOOL_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
+from mcore_mas.rollout.environments import ENVS
+from mcore_mas.rollout.orchestras import FLOWS, ORCHESTRAS
+from mcore_mas.rollout.rewards import ALLOCATORS
+from mcore_mas.rollout.rewards.penalties import PENALTIES
+from mcore_mas.rollout.tasks import GENERATORS
+from mcore_mas.rollout.teams.roles import ROLES
 
 ROOT = CONFIGS.parent
 CATALOGUE = ROOT / "docs" / "catalogue.md"
@@ -63,7 +63,7 @@ def _team(name: str) -> dict[str, Any]:
         "reward": (team["reward"]["name"], _summary(ALLOCATORS[team["reward"]["name"]])),
         "penalties": {penalty: _summary(PENALTIES[penalty]) for penalty in team["reward"].get("penalties", {})},
         "sharings": _sharings(team),
-        "source": Path(inspect.getfile(ORCHESTRAS[name])).relative_to(ROOT),
+        "source": Path(inspect.getfile(ORCHESTRAS[name])).resolve().relative_to(ROOT),
         "roles": list({role.name: role for role in roles.values()}.values()),
     }
 

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.study import Metrics, curve, read_metrics
-from rollout.base.files import write_text
+from mcore_mas.rollout.base.files import write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

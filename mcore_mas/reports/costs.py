@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rollout.base.files import json_lines
+from mcore_mas.rollout.base.files import json_lines
 
 _OF_TURNS = ("agent", "completion_ids.list.element", "started_s", "took_s")
 

@@ -15,7 +15,7 @@ import pandas as pd
 from mcore_mas import SHIPPED
 from mcore_mas.reports.paper_tables import PaperTable, table_names
 from mcore_mas.reports.tables import markdown_table
-from rollout.base.files import json_lines
+from mcore_mas.rollout.base.files import json_lines
 
 OUTCOMES = SHIPPED / "docs" / "tables_tiny.md"
 SAMPLE = OUTCOMES.with_name("tables_drmas_1_tiny.md")

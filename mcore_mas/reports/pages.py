@@ -10,12 +10,12 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from rollout.base.text import shown_text
-from rollout.environments.games import GAMES
-from rollout.environments.games.game import BadPuzzle
-from rollout.orchestras.replies import parse_decided, parse_listed
-from rollout.records.files import RecordError, read_tasks, read_trajectories
-from rollout.records.trajectory import Task, ToolEvent, Trajectory, Turn
+from mcore_mas.rollout.base.text import shown_text
+from mcore_mas.rollout.environments.games import GAMES
+from mcore_mas.rollout.environments.games.game import BadPuzzle
+from mcore_mas.rollout.orchestras.replies import parse_decided, parse_listed
+from mcore_mas.rollout.records.files import RecordError, read_tasks, read_trajectories
+from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Trajectory, Turn
 
 TurnAdvantages = Mapping[tuple[str, str, int], float]  # (trajectory, node, turn) -> its advantage
 TurnPieces = Mapping[

@@ -16,7 +16,7 @@ from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.paper_tables import PaperCell, PaperTable
 from mcore_mas.reports.published import expand_braces, published_values, read_published
 from mcore_mas.reports.tables import markdown_table, read_evaluation
-from rollout.base.files import write_text
+from mcore_mas.rollout.base.files import write_text
 
 _GRADES = {
     "primary": "read in the paper or its README",

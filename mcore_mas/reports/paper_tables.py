@@ -13,8 +13,8 @@ from pydantic import Field, ValidationError
 from mcore_mas import SHIPPED
 from mcore_mas.config.compose import experiments
 from mcore_mas.config.run import GAIN
-from rollout.base.files import read_yaml
-from rollout.base.options import Section
+from mcore_mas.rollout.base.files import read_yaml
+from mcore_mas.rollout.base.options import Section
 
 TABLES = SHIPPED / "workflow" / "tables"
 

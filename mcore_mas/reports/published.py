@@ -14,7 +14,7 @@ from typing import Any
 from mcore_mas.config.compose import CONFIGS, experiments, resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.equations.losses import LOSSES
-from rollout.base.files import read_yaml
+from mcore_mas.rollout.base.files import read_yaml
 
 EXPERIMENTS_PAGE = CONFIGS.parent / "docs" / "experiments.md"
 UNKNOWN = "unknown"

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mcore_mas.equations.statistics import mean_interval
-from rollout.base.files import FolderError, json_lines
+from mcore_mas.rollout.base.files import FolderError, json_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

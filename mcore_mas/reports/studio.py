@@ -23,13 +23,18 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.pages import TurnAdvantages, TurnPieces, render_page, trajectory_page
 from mcore_mas.reports.runs import config_differences, run_states, score_differences
 from mcore_mas.reports.terminal import advantages_of
-from rollout.base.files import FolderError, json_lines
-from rollout.base.http import is_loopback
-from rollout.base.http_server import bears, bind, server_config, token_of, url_of
-from rollout.base.text import shown_text
-from rollout.records.files import RecordError, read_trajectories
-from rollout.records.trajectory import Trajectory
-from rollout.records.trajectory_list import TrajectoryFilter, count_trajectories, list_trajectories, trajectory_at
+from mcore_mas.rollout.base.files import FolderError, json_lines
+from mcore_mas.rollout.base.http import is_loopback
+from mcore_mas.rollout.base.http_server import bears, bind, server_config, token_of, url_of
+from mcore_mas.rollout.base.text import shown_text
+from mcore_mas.rollout.records.files import RecordError, read_trajectories
+from mcore_mas.rollout.records.trajectory import Trajectory
+from mcore_mas.rollout.records.trajectory_list import (
+    TrajectoryFilter,
+    count_trajectories,
+    list_trajectories,
+    trajectory_at,
+)
 
 _PAGE_ROWS, _LOG_BYTES = 100, 20_000
 _MOST_COMPARED = 4096  # trajectories of a file whose advantages are computed to show one

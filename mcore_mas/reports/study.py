@@ -14,9 +14,9 @@ import pandas as pd
 
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.tables import markdown_table
-from rollout.base.files import json_lines, write_text
-from rollout.records.files import read_trajectories
-from rollout.records.trajectory import Status, Trajectory
+from mcore_mas.rollout.base.files import json_lines, write_text
+from mcore_mas.rollout.records.files import read_trajectories
+from mcore_mas.rollout.records.trajectory import Status, Trajectory
 
 Metrics = Sequence[Mapping[str, float]]  # of a run, one step after the other; what a step did not measure is absent
 

@@ -16,7 +16,7 @@ from mcore_mas.config.run import GAIN, STATES
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.paper_tables import TableError
-from rollout.base.files import write_text
+from mcore_mas.rollout.base.files import write_text
 
 SCORE_COLUMNS = (  # of the CSV, one measured number a line; scores are fractions of 1
     "experiment",

@@ -20,10 +20,10 @@ from mcore_mas.credit.assign import assess, by_place, columns, estimate, keep
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import GroupStatistics
 from mcore_mas.reports.pages import TurnAdvantages
-from rollout.base.schema_words import invalid
-from rollout.base.text import shown_text
-from rollout.records.files import read_trajectories
-from rollout.records.trajectory import Group, Status, Task, Trajectory, Turn
+from mcore_mas.rollout.base.schema_words import invalid
+from mcore_mas.rollout.base.text import shown_text
+from mcore_mas.rollout.records.files import read_trajectories
+from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory, Turn
 
 
 def plain(text: str, style: str = "") -> Text:

@@ -18,22 +18,22 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import keep
 from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import NEEDS
+from mcore_mas.rollout.base.task_group import Wait, Waiting, Watchdog, cancel_tasks, together
+from mcore_mas.rollout.config.sections import build_allocator
+from mcore_mas.rollout.environments.protocol import Env
+from mcore_mas.rollout.records.files import write_trajectories
+from mcore_mas.rollout.records.trajectory import Group, Status, Task, Turn, derive_seed
+from mcore_mas.rollout.rewards.allocation import judge_undecided
+from mcore_mas.rollout.teams.collect import CollectOptions, Collector, collect
+from mcore_mas.rollout.teams.episode import Orchestra
+from mcore_mas.rollout.teams.team import Team
 from mcore_mas.training.measure import Scoreboard, measure
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.stopping import TrainingError
-from rollout.base.task_group import Wait, Waiting, Watchdog, cancel_tasks, together
-from rollout.config.sections import build_allocator
-from rollout.environments.protocol import Env
-from rollout.records.files import write_trajectories
-from rollout.records.trajectory import Group, Status, Task, Turn, derive_seed
-from rollout.rewards.allocation import judge_undecided
-from rollout.teams.collect import CollectOptions, Collector, collect
-from rollout.teams.episode import Orchestra
-from rollout.teams.team import Team
 
 if TYPE_CHECKING:
-    from rollout.engines.remote.caller import RemoteClient
-    from rollout.rewards.coach import Coach
+    from mcore_mas.rollout.engines.remote.caller import RemoteClient
+    from mcore_mas.rollout.rewards.coach import Coach
 
 _VALIDATION = -1  # the step in the seeds of validation trajectories: the same draws every time
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mcore_mas.rollout.base.files import Digest, sha256, sync_folder, write_json
 from mcore_mas.training.stopping import TrainingError
-from rollout.base.files import Digest, sha256, sync_folder, write_json
 
 CHECKPOINT_FORMAT = 2  # of what a checkpoint's folder holds
 _MANIFEST = "manifest.json"

@@ -14,13 +14,13 @@ from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.equations.divergence import AdaptiveKL
 from mcore_mas.megatron.step.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.planning.jobs import GroupKey
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.training.checkpoint import CheckpointError
 from mcore_mas.training.cluster import alive_nodes, lost_nodes, node_here
 from mcore_mas.training.engine_factory import close_engines, make_engines
 from mcore_mas.training.placement import DevicePlacement, PlacementError, Room, room_for
 from mcore_mas.training.policy_trainer import PolicyTrainer, critic_spec, policy_spec
-from rollout.base.errors import EngineError
-from rollout.base.task_group import cancel_tasks
 
 _T = TypeVar("_T")
 

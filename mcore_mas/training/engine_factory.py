@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.run import RunConfig, for_policy
-from retrieval.client import RetrievalClient
-from retrieval.sidecar import RetrieverSidecar
-from rollout.base.errors import ModelError
-from rollout.config.sections import RetrieverConfig, build_env, build_player
-from rollout.engines import EngineConfig, PolicyClient, engine_class
-from rollout.engines.remote import hide
-from rollout.engines.remote.caller import RemoteClient
-from rollout.environments.protocol import Env
-from rollout.models.chat_template import Renderer
-from rollout.records.trajectory import Task
+from mcore_mas.retrieval.client import RetrievalClient
+from mcore_mas.retrieval.sidecar import RetrieverSidecar
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.config.sections import RetrieverConfig, build_env, build_player
+from mcore_mas.rollout.engines import EngineConfig, PolicyClient, engine_class
+from mcore_mas.rollout.engines.remote import hide
+from mcore_mas.rollout.engines.remote.caller import RemoteClient
+from mcore_mas.rollout.environments.protocol import Env
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.records.trajectory import Task
 
 
 def open_remotes(config: RunConfig, folder: Path) -> dict[str, RemoteClient]:

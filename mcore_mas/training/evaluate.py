@@ -24,6 +24,13 @@ from pydantic import ValidationError
 
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
+from mcore_mas.rollout.base.files import FolderError, owned, writable, write_json
+from mcore_mas.rollout.base.task_group import Watchdog
+from mcore_mas.rollout.config.data import prepared_tasks
+from mcore_mas.rollout.config.sections import build_team
+from mcore_mas.rollout.records.trajectory import Task, Trajectory
+from mcore_mas.rollout.teams.collect import CollectOptions, Collector
+from mcore_mas.rollout.teams.quarantine import Quarantined
 from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
 from mcore_mas.training.logbook import Reporter
 from mcore_mas.training.measure import Scoreboard, Shards, measure, score_rows
@@ -31,13 +38,6 @@ from mcore_mas.training.placement import gpus_of_servers
 from mcore_mas.training.recipe import identity_of_play
 from mcore_mas.training.stopping import Abandoned, Stopped, StopSignal
 from mcore_mas.training.tracking import made_here
-from rollout.base.files import FolderError, owned, writable, write_json
-from rollout.base.task_group import Watchdog
-from rollout.config.data import prepared_tasks
-from rollout.config.sections import build_team
-from rollout.records.trajectory import Task, Trajectory
-from rollout.teams.collect import CollectOptions, Collector
-from rollout.teams.quarantine import Quarantined
 
 _EVALUATION, _CHAT = -2, -3  # the step in the seeds of trajectories of an evaluation, and of a chat
 NO_SEATS: Mapping[str, Any] = MappingProxyType({})

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
+from mcore_mas.rollout.base.files import write_json, write_text
+from mcore_mas.rollout.models.architecture import read_architecture, read_config
+from mcore_mas.rollout.models.chat_template import CHAT_TEMPLATES, Renderer, has_chat_template
+from mcore_mas.rollout.records.files import read_trajectories
+from mcore_mas.rollout.records.trajectory import Sampling, Turn
 from mcore_mas.training.checkpoint import newest
 from mcore_mas.training.recipe import identity_of
-from rollout.base.files import write_json, write_text
-from rollout.models.architecture import read_architecture, read_config
-from rollout.models.chat_template import CHAT_TEMPLATES, Renderer, has_chat_template
-from rollout.records.files import read_trajectories
-from rollout.records.trajectory import Sampling, Turn
 
 _TURNS = 32  # of the newest step, that are replayed
 _ANSWERED_BYTES = 4 << 30  # of weights, up to which answers are compared too
@@ -132,7 +132,7 @@ def _same_ids(folder: Path, renderer: Renderer, texts: Sequence[str]) -> bool:
 
 def _answers(folder: Path, prompts: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     """What this project's engine answers to prompts: ids and log-probabilities, [C] each."""
-    from rollout.engines.embedded.batching import LocalEngine
+    from mcore_mas.rollout.engines.embedded.batching import LocalEngine
 
     longest = max(map(len, prompts)) + 16
     engine = LocalEngine(folder, max_length=longest, rows=2)

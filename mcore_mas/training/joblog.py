@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from rollout.base.processes import die_with_parent
-from rollout.base.text import shown_line
+from mcore_mas.rollout.base.processes import die_with_parent
+from mcore_mas.rollout.base.text import shown_line
 
 CAUSE = "error: "
 _AGAIN = "----- started again -----\n"
-_OWN_PACKAGES = ("mcore_mas", "rollout", "retrieval")
 _terminal: TextIO | None = None
 
 
@@ -60,7 +59,7 @@ def terminal() -> TextIO | None:
 def cause(error: BaseException) -> str:
     """One line that says what went wrong; the type only where the message was not written by this project."""
     message = shown_line(" ".join(str(error).split()))
-    own = type(error).__module__.partition(".")[0] in _OWN_PACKAGES
+    own = type(error).__module__.partition(".")[0] == "mcore_mas"
     return message if own and message else f"{type(error).__name__}: {message}".rstrip(": ")
 
 

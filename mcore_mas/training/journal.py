@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rollout.base.files import json_lines, write_text
+from mcore_mas.rollout.base.files import json_lines, write_text
 
 
 class Journal:

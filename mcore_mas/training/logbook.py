@@ -16,14 +16,14 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import by_place
 from mcore_mas.credit.samples import Sample
 from mcore_mas.reports.pages import drawing
+from mcore_mas.rollout.base.text import shown_line
+from mcore_mas.rollout.records.trajectory import Group
 from mcore_mas.training.joblog import terminal
 from mcore_mas.training.journal import Journal
 from mcore_mas.training.stopping import Stopped
 from mcore_mas.training.traces import Traces, chosen
 from mcore_mas.training.trackers import Trackers
 from mcore_mas.training.tracking import CLOCK, Tracker, open_tracker
-from rollout.base.text import shown_line
-from rollout.records.trajectory import Group
 
 _SHOWN = {
     "reward": "reward/mean",

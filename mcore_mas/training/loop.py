@@ -9,11 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
+from mcore_mas.rollout.base.files import Digest
 from mcore_mas.training.checkpoint import CheckpointError
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.step import TrainingSession, step
 from mcore_mas.training.stopping import Abandoned, Stopped
-from rollout.base.files import Digest
 
 _BEST_BY = "validation/accuracy"
 

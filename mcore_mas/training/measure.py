@@ -15,11 +15,11 @@ from statistics import fmean
 from typing import Any
 
 from mcore_mas.equations.statistics import majority_score, mean_interval, pass_at
-from rollout.base.files import write_json
-from rollout.base.task_group import together
-from rollout.records.files import read_trajectories, write_trajectories
-from rollout.records.trajectory import Task, Trajectory
-from rollout.teams.collect import Collector
+from mcore_mas.rollout.base.files import write_json
+from mcore_mas.rollout.base.task_group import together
+from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
+from mcore_mas.rollout.records.trajectory import Task, Trajectory
+from mcore_mas.rollout.teams.collect import Collector
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from mcore_mas.credit.samples import Sample
-from rollout.records.trajectory import Group, Status, Trajectory, Turn
+from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
 
 StepMetrics = dict[str, float]
 

@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.planning.jobs import GroupKey, Kind, Pool, Tenant, needed, tenants_of
+from mcore_mas.rollout.engines.sglang.server import visible_gpus
 from mcore_mas.training.cluster import KEEP_PAGES, Node
-from rollout.engines.sglang.server import visible_gpus
 
 Options = dict[str, Any]  # of a Ray actor
 

@@ -20,9 +20,9 @@ from mcore_mas.equations.divergence import BOUNDS, disagreement, is_agreement
 from mcore_mas.equations.losses import Objective, ValueObjective, explained_variance
 from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
+from mcore_mas.rollout.records.trajectory import derive_seed
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.stopping import TrainingError
-from rollout.records.trajectory import derive_seed
 
 if TYPE_CHECKING:
     from torch import Tensor

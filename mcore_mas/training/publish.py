@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.costs import answer_costs, training_costs
+from mcore_mas.rollout.base.files import sha256
 from mcore_mas.training.tracking import inputs_of, open_tracker, store_of, tags_of
 from mcore_mas.training.tracking_store import Store, key_of, one_line
-from rollout.base.files import sha256
 
 LOCAL_PAGES = "http://127.0.0.1:5000"  # of a local store, by `make ui`
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.run import RunConfig
+from mcore_mas.rollout.base.files import FolderError, sha256
+from mcore_mas.rollout.models.architecture import read_architecture
+from mcore_mas.rollout.records.files import read_tasks, tasks_digest
 from mcore_mas.training.checkpoint import Identity
-from rollout.base.files import FolderError, sha256
-from rollout.models.architecture import read_architecture
-from rollout.records.files import read_tasks, tasks_digest
 
 
 def identity_of(config: RunConfig) -> Identity:

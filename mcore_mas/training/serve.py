@@ -16,20 +16,20 @@ import uvicorn
 from starlette.requests import Request
 
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.files import owned, writable
+from mcore_mas.rollout.base.http_server import bears, bind, server_config, token_of, url_of
+from mcore_mas.rollout.config.sections import build_team
+from mcore_mas.rollout.environments.protocol import Env, Step
+from mcore_mas.rollout.gateway.app import Entrance, gateway_app
+from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, GatewayError
+from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.teams.episode import Episode, Orchestra
+from mcore_mas.rollout.teams.team import Team
 from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
 from mcore_mas.training.evaluate import NO_SEATS, seated
 from mcore_mas.training.placement import gpus_of_servers
-from rollout.base.errors import EnvError
-from rollout.base.files import owned, writable
-from rollout.base.http_server import bears, bind, server_config, token_of, url_of
-from rollout.config.sections import build_team
-from rollout.environments.protocol import Env, Step
-from rollout.gateway.app import Entrance, gateway_app
-from rollout.gateway.dialects import ChatReply, ChatRequest, GatewayError
-from rollout.gateway.sessions import GatewayCall, GatewaySession
-from rollout.records.trajectory import Task
-from rollout.teams.episode import Episode, Orchestra
-from rollout.teams.team import Team
 
 _ABILITIES = ("open", "close", "state", "same", "run", "check", "agreement", "files", "forget")
 _DRAIN_S = 10

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from mcore_mas.rollout.base.processes import free_port, start_group, stop_group
 from mcore_mas.training.stopping import STOP_SIGNALS, Stopped, TrainingError
-from rollout.base.processes import free_port, start_group, stop_group
 
 _PATIENCE_S = 600.0  # longer than what Slurm gives a job between a signal and its end
 _JOIN_S = 300.0  # in which all machines of a job join its Ray

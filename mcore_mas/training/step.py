@@ -11,6 +11,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.advantages import ALONE
+from mcore_mas.rollout.base.task_group import together
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
 from mcore_mas.training.checkpoint import Checkpoints
 from mcore_mas.training.credit_watch import CreditWatch
@@ -19,7 +20,6 @@ from mcore_mas.training.metrics import StepMetrics, credit_metrics, losses, roll
 from mcore_mas.training.policy_trainer import PolicyTrainer, UpdateBatch
 from mcore_mas.training.stopping import StopSignal, TrainingError
 from mcore_mas.training.weight_sync import Memory, WeightSync
-from rollout.base.task_group import together
 
 if TYPE_CHECKING:
     from mcore_mas.megatron.step.trainer_group import TrainerGroup

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from rollout.base.task_group import cancel_tasks
+from mcore_mas.rollout.base.task_group import cancel_tasks
 
 _T = TypeVar("_T")
 

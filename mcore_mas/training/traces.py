@@ -13,8 +13,8 @@ from typing import Any
 
 from mcore_mas.credit.samples import TurnId
 from mcore_mas.reports.pages import file_name
+from mcore_mas.rollout.records.trajectory import Group, Status, ToolEvent, Trajectory, Turn
 from mcore_mas.training.tracking import Tracker
-from rollout.records.trajectory import Group, Status, ToolEvent, Trajectory, Turn
 
 DrawTrajectory = Callable[[Trajectory], str | None]  # its picture as SVG, None without one
 _EXPORTER = "mlflow.tracing.export.mlflow_v3"  # whose log is the only place where it says that a trace was refused

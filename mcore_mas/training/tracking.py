@@ -18,10 +18,10 @@ from typing import Any
 
 from mcore_mas import code_commit
 from mcore_mas.config.run import RunConfig
+from mcore_mas.rollout.base.files import json_lines, sha256, write_json
+from mcore_mas.rollout.records.files import read_tasks, tasks_digest
 from mcore_mas.training.slurm import slurm_job
 from mcore_mas.training.tracking_store import PARENT, MetricRow, Store, key_of, metric_name, one_line
-from rollout.base.files import json_lines, sha256, write_json
-from rollout.records.files import read_tasks, tasks_digest
 
 CLOCK = "time/unix_s"  # in metrics.jsonl: when the step ended; no metric
 _KEY = {"reward/mean": "0_key/reward", "validation/accuracy": "0_key/validation_accuracy"}  # MLflow sorts by name

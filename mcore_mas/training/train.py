@@ -12,6 +12,14 @@ from typing import Any
 from mcore_mas.config.credit import cut_off
 from mcore_mas.config.models import check_layouts
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.rollout.base.files import owned, writable, write_json
+from mcore_mas.rollout.base.task_group import Watchdog
+from mcore_mas.rollout.config.data import prepared_tasks
+from mcore_mas.rollout.config.sections import build_team
+from mcore_mas.rollout.engines.remote.caller import RemoteClient
+from mcore_mas.rollout.environments.protocol import Env
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.rewards.coach import Coach
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
 from mcore_mas.training.checkpoint import Checkpoints, Saved
 from mcore_mas.training.cluster import NodeLost, joined_ray, running_ray
@@ -24,14 +32,6 @@ from mcore_mas.training.recipe import identity_of
 from mcore_mas.training.step import AfterStep, TrainingSession, goes_on
 from mcore_mas.training.stopping import StopSignal, TrainingError
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
-from rollout.base.files import owned, writable, write_json
-from rollout.base.task_group import Watchdog
-from rollout.config.data import prepared_tasks
-from rollout.config.sections import build_team
-from rollout.engines.remote.caller import RemoteClient
-from rollout.environments.protocol import Env
-from rollout.records.trajectory import Task
-from rollout.rewards.coach import Coach
 
 
 def train(config_path: Path, address: str | None = None, *, after_step: AfterStep | None = None) -> None:

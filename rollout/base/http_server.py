@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rollout.base.http import is_loopback
+from mcore_mas.rollout.base.http import is_loopback
 
 READ_S = 10.0  # for a whole request, from its first byte or the connection's start
 _MIN_TOKEN_CHARS = 16

@@ -33,8 +33,8 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
-from rollout.base.schema_words import expected, json_schema, keys_of, walk
-from rollout.base.text import nearest
+from mcore_mas.rollout.base.schema_words import expected, json_schema, keys_of, walk
+from mcore_mas.rollout.base.text import nearest
 
 # A text is never read as a number; a whole number will do for a float, and a list for a tuple, as YAML has no other.
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True)

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import psutil
 
-from rollout.base.task_group import cancel_tasks
+from mcore_mas.rollout.base.task_group import cancel_tasks
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -10,7 +10,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import CoreSchema
 
-from rollout.base.text import nearest
+from mcore_mas.rollout.base.text import nearest
 
 Schema = Mapping[str, Any]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rollout.base.errors import EngineError, EnvError
+from mcore_mas.rollout.base.errors import EngineError, EnvError
 
 _T = TypeVar("_T")
 

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator, model_validator
 
-from rollout.base.options import STRICT, OptionsError, Section, UnknownName, checked, lookup, options_model
-from rollout.environments import ENVS
-from rollout.records.files import RecordError, read_tasks
-from rollout.records.trajectory import Task
-from rollout.tasks import GENERATORS
-from rollout.tasks.files import OWN, READABLE, Placed, distinct, read_task_file
-from rollout.tasks.splits import SPLITS, Split
+from mcore_mas.rollout.base.options import STRICT, OptionsError, Section, UnknownName, checked, lookup, options_model
+from mcore_mas.rollout.environments import ENVS
+from mcore_mas.rollout.records.files import RecordError, read_tasks
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.tasks import GENERATORS
+from mcore_mas.rollout.tasks.files import OWN, READABLE, Placed, distinct, read_task_file
+from mcore_mas.rollout.tasks.splits import SPLITS, Split
 
 
 class TaskFile(Section):

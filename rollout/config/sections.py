@@ -14,21 +14,21 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from rollout.base.http import check_url
-from rollout.base.options import Registry, Section, lookup
-from rollout.base.task_group import Deadlines
-from rollout.base.text import nearest
-from rollout.engines import Engine, EngineClient, PolicyClient
-from rollout.environments import ENVS, TOOLS
-from rollout.environments.protocol import Env
-from rollout.models.chat_template import Renderer
-from rollout.orchestras import CHATS, ORCHESTRAS
-from rollout.orchestras.program import check_program
-from rollout.records.trajectory import Group, Sampling, Task, Turn
-from rollout.rewards import ALLOCATORS
-from rollout.rewards.penalties import PENALTIES, apply_penalties
-from rollout.teams.roles import ROLES, Agent, ChatRules, Role, filled_slots, template_slots
-from rollout.teams.team import Team
+from mcore_mas.rollout.base.http import check_url
+from mcore_mas.rollout.base.options import Registry, Section, lookup
+from mcore_mas.rollout.base.task_group import Deadlines
+from mcore_mas.rollout.base.text import nearest
+from mcore_mas.rollout.engines import Engine, EngineClient, PolicyClient
+from mcore_mas.rollout.environments import ENVS, TOOLS
+from mcore_mas.rollout.environments.protocol import Env
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.orchestras import CHATS, ORCHESTRAS
+from mcore_mas.rollout.orchestras.program import check_program
+from mcore_mas.rollout.records.trajectory import Group, Sampling, Task, Turn
+from mcore_mas.rollout.rewards import ALLOCATORS
+from mcore_mas.rollout.rewards.penalties import PENALTIES, apply_penalties
+from mcore_mas.rollout.teams.roles import ROLES, Agent, ChatRules, Role, filled_slots, template_slots
+from mcore_mas.rollout.teams.team import Team
 
 
 class Choice(Section):

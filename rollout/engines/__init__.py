@@ -18,27 +18,27 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, JsonValue, model_validator
 
-from rollout.base.errors import EngineError, PromptTooLong
-from rollout.base.http import check_url
-from rollout.base.options import Section, lookup
-from rollout.base.task_group import LateCall, within
-from rollout.models.chat_template import Renderer, WordStream, render_within
-from rollout.models.tool_calls import ToolFormat, ToolSchema
-from rollout.records.trajectory import Completion, Message, Sampling, Turn
-from rollout.sync import SyncRoute, WeightUpdate, make_sender
+from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
+from mcore_mas.rollout.base.http import check_url
+from mcore_mas.rollout.base.options import Section, lookup
+from mcore_mas.rollout.base.task_group import LateCall, within
+from mcore_mas.rollout.models.chat_template import Renderer, WordStream, render_within
+from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
+from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, Turn
+from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, make_sender
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # Import paths, so that naming an engine imports neither torch nor Ray.
 ENGINES = {
-    "embedded": "rollout.engines.embedded.engine:HostedEngine",
-    "embedded_replicas": "rollout.engines.embedded.replicas:ReplicatedEngine",
-    "embedded_local": "rollout.engines.embedded.batching:LocalEngine",
-    "sglang": "rollout.engines.sglang.engine:SGLangEngine",
+    "embedded": "mcore_mas.rollout.engines.embedded.engine:HostedEngine",
+    "embedded_replicas": "mcore_mas.rollout.engines.embedded.replicas:ReplicatedEngine",
+    "embedded_local": "mcore_mas.rollout.engines.embedded.batching:LocalEngine",
+    "sglang": "mcore_mas.rollout.engines.sglang.engine:SGLangEngine",
 }
 
-TRANSPORTS = {  # of each engine that is trained, its own choice first; `rollout.sync`
+TRANSPORTS = {  # of each engine that is trained, its own choice first; `mcore_mas.rollout.sync`
     "embedded": ("shared", "disk", "delta"),
     "sglang": ("disk", "changed", "tensor", "distributed"),
 }

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from rollout.base.errors import EnvError
-from rollout.environments.protocol import Case, Step, ToolCall, last_tag
-from rollout.environments.running import SandboxedEnv
-from rollout.records.trajectory import Task
-from rollout.sandbox.judge import CallTest, CompareBy, Judged, StdinTest, Test, judge_all
-from rollout.sandbox.records import Verdict
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.environments.protocol import Case, Step, ToolCall, last_tag
+from mcore_mas.rollout.environments.running import SandboxedEnv
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.sandbox.judge import CallTest, CompareBy, Judged, StdinTest, Test, judge_all
+from mcore_mas.rollout.sandbox.records import Verdict
 
 _THOUGHT = "</think>"
 _FENCE = re.compile(r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)

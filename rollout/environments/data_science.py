@@ -11,14 +11,14 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from rollout.base.errors import EnvError
-from rollout.environments.code import last_program
-from rollout.environments.predictions import TABLE_METRICS, BadSubmission, Target
-from rollout.environments.protocol import Step, ToolCall
-from rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
-from rollout.records.trajectory import Task
-from rollout.sandbox import Sandbox, Session
-from rollout.sandbox.records import RunLimits, Verdict, render_result
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.environments.code import last_program
+from mcore_mas.rollout.environments.predictions import TABLE_METRICS, BadSubmission, Target
+from mcore_mas.rollout.environments.protocol import Step, ToolCall
+from mcore_mas.rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.sandbox import Sandbox, Session
+from mcore_mas.rollout.sandbox.records import RunLimits, Verdict, render_result
 
 SUBMIT = "<submit>"  # the action that has the submission scored
 SUBMISSION = "submission.csv"

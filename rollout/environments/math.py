@@ -6,11 +6,17 @@ import asyncio
 import re
 from collections.abc import Sequence
 
-from rollout.base.errors import EnvError, Undecided
-from rollout.environments.math_equality import AnswerComparison, AnswerRefused, Comparer, ComparerError, check_answer
-from rollout.environments.protocol import Step
-from rollout.environments.running import CalculatingEnv
-from rollout.records.trajectory import Task
+from mcore_mas.rollout.base.errors import EnvError, Undecided
+from mcore_mas.rollout.environments.math_equality import (
+    AnswerComparison,
+    AnswerRefused,
+    Comparer,
+    ComparerError,
+    check_answer,
+)
+from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.environments.running import CalculatingEnv
+from mcore_mas.rollout.records.trajectory import Task
 
 _BOX = "\\boxed{"
 _THOUGHT = "</think>"

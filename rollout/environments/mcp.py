@@ -13,13 +13,13 @@ from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
-from rollout.base.errors import EnvError
-from rollout.base.task_group import cancel_tasks
-from rollout.environments.protocol import Step, ToolCall, last_tag
-from rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
-from rollout.environments.tools import BadArguments, Tool, ToolFailed, check_arguments
-from rollout.models.tool_calls import ToolSchema
-from rollout.records.trajectory import Task
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.task_group import cancel_tasks
+from mcore_mas.rollout.environments.protocol import Step, ToolCall, last_tag
+from mcore_mas.rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
+from mcore_mas.rollout.environments.tools import BadArguments, Tool, ToolFailed, check_arguments
+from mcore_mas.rollout.models.tool_calls import ToolSchema
+from mcore_mas.rollout.records.trajectory import Task
 
 _FORM = """Call a tool: <call>{"tool": "name", "arguments": {...}}</call>
 Or end with the answer alone: <answer> your answer </answer>"""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from rollout.environments.protocol import after_thought
+from mcore_mas.rollout.environments.protocol import after_thought
 
 _HUNK = re.compile(r"^@@ -(\d{1,9})(?:,\d+)? \+\d+(?:,\d+)? @@")
 _BLOCK = re.compile(

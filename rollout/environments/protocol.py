@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from rollout.records.trajectory import Task
+from mcore_mas.rollout.records.trajectory import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,15 +11,15 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
-from rollout.base.errors import EnvError
-from rollout.base.task_group import together
-from rollout.environments.patches import BadPatch, apply_patch, parse_patch
-from rollout.environments.protocol import Step, ToolCall
-from rollout.environments.running import Tier, own_sandbox
-from rollout.records.trajectory import Task
-from rollout.sandbox import Sandbox
-from rollout.sandbox.judge import CallTest, judge
-from rollout.sandbox.records import RunLimits, Verdict
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.task_group import together
+from mcore_mas.rollout.environments.patches import BadPatch, apply_patch, parse_patch
+from mcore_mas.rollout.environments.protocol import Step, ToolCall
+from mcore_mas.rollout.environments.running import Tier, own_sandbox
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.sandbox import Sandbox
+from mcore_mas.rollout.sandbox.judge import CallTest, judge
+from mcore_mas.rollout.sandbox.records import RunLimits, Verdict
 
 _FORM = """Answer with a unified diff, or with blocks of this form, each under the path of its file:
 

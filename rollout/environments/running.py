@@ -9,10 +9,10 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from rollout.environments.protocol import ToolCall
-from rollout.records.trajectory import Task
-from rollout.sandbox import RunLimits, Runner, Sandbox, SandboxFusion, Verdict
-from rollout.sandbox.records import render_result
+from mcore_mas.rollout.environments.protocol import ToolCall
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.sandbox import RunLimits, Runner, Sandbox, SandboxFusion, Verdict
+from mcore_mas.rollout.sandbox.records import render_result
 
 Tier = Literal["auto", "namespaces", "landlock", "unisolated"]  # of this machine's sandbox
 PRINTED_CHARS = 4000  # of what a program printed

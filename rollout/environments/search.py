@@ -12,10 +12,10 @@ from typing import Literal, Protocol, runtime_checkable
 
 from pydantic import PositiveInt
 
-from retrieval.client import BadRequest, NoRetriever, RetrievalError
-from rollout.base.errors import EnvError, Unusable
-from rollout.environments.protocol import Step, ToolCall, last_tag
-from rollout.records.trajectory import Task
+from mcore_mas.retrieval.client import BadRequest, NoRetriever, RetrievalError
+from mcore_mas.rollout.base.errors import EnvError, Unusable
+from mcore_mas.rollout.environments.protocol import Step, ToolCall, last_tag
+from mcore_mas.rollout.records.trajectory import Task
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

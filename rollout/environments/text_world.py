@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import JsonValue, PositiveFloat, PositiveInt
 
-from rollout.base.errors import EnvError
-from rollout.environments.protocol import Step
-from rollout.records.trajectory import Task
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.records.trajectory import Task
 
 _T = TypeVar("_T")
 

@@ -15,15 +15,15 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from rollout.base.errors import EnvError
-from rollout.base.options import descriptions, options_model
-from rollout.base.schema_words import json_schema
-from rollout.environments.protocol import Env, ToolCall
-from rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
-from rollout.models.tool_calls import ToolSchema
-from rollout.records.trajectory import ToolUse
-from rollout.sandbox import Sandbox, Session
-from rollout.sandbox.records import RunLimits, Verdict, render_result
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.options import descriptions, options_model
+from mcore_mas.rollout.base.schema_words import json_schema
+from mcore_mas.rollout.environments.protocol import Env, ToolCall
+from mcore_mas.rollout.environments.running import PRINTED_CHARS, Tier, own_sandbox
+from mcore_mas.rollout.models.tool_calls import ToolSchema
+from mcore_mas.rollout.records.trajectory import ToolUse
+from mcore_mas.rollout.sandbox import Sandbox, Session
+from mcore_mas.rollout.sandbox.records import RunLimits, Verdict, render_result
 
 
 class BadArguments(ValueError):

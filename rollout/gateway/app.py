@@ -17,13 +17,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
-from rollout.base.http_server import BodyTooLarge, answering, bears, bind, read_body, url_of
-from rollout.gateway.completions import COMPLETIONS
-from rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth, openai_error
-from rollout.gateway.messages import MESSAGES
-from rollout.gateway.responses import RESPONSES
-from rollout.gateway.sessions import GatewayCall, GatewaySession
+from mcore_mas.rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
+from mcore_mas.rollout.base.http_server import BodyTooLarge, answering, bears, bind, read_body, url_of
+from mcore_mas.rollout.gateway.completions import COMPLETIONS
+from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth, openai_error
+from mcore_mas.rollout.gateway.messages import MESSAGES
+from mcore_mas.rollout.gateway.responses import RESPONSES
+from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
 
 DIALECTS = (COMPLETIONS, RESPONSES, MESSAGES)
 MAX_CALL_BYTES = 16 << 20

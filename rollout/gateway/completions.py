@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from rollout.gateway import dialects
-from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, Dialect, Event, TextFormat
-from rollout.records.trajectory import Message, ToolUse
+from mcore_mas.rollout.gateway import dialects
+from mcore_mas.rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, Dialect, Event, TextFormat
+from mcore_mas.rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system", "function": "tool"}
 _FINISH = {"stop_sequence": "stop"}

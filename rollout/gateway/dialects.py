@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from rollout.models.tool_calls import ToolSchema
-from rollout.records.trajectory import Message, ToolUse
+from mcore_mas.rollout.models.tool_calls import ToolSchema
+from mcore_mas.rollout.records.trajectory import Message, ToolUse
 
 Finish = Literal["stop", "length", "tool_calls", "stop_sequence"]
 Event = tuple[str, Any]  # of a stream: its name, "" where the dialect gives it none, and its data

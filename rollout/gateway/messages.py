@@ -8,9 +8,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from rollout.gateway import dialects
-from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, ContentPart, Dialect, Event, GatewayError
-from rollout.records.trajectory import Message, ToolUse
+from mcore_mas.rollout.gateway import dialects
+from mcore_mas.rollout.gateway.dialects import (
+    Body,
+    ChatReply,
+    ChatRequest,
+    Content,
+    ContentPart,
+    Dialect,
+    Event,
+    GatewayError,
+)
+from mcore_mas.rollout.records.trajectory import Message, ToolUse
 
 _STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _THOUGHTS = ("thinking", "redacted_thinking")

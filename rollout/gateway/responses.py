@@ -8,9 +8,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from rollout.gateway import dialects
-from rollout.gateway.dialects import Body, ChatReply, ChatRequest, Content, Dialect, Event, GatewayError, TextFormat
-from rollout.records.trajectory import Message, ToolUse
+from mcore_mas.rollout.gateway import dialects
+from mcore_mas.rollout.gateway.dialects import (
+    Body,
+    ChatReply,
+    ChatRequest,
+    Content,
+    Dialect,
+    Event,
+    GatewayError,
+    TextFormat,
+)
+from mcore_mas.rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system"}
 _FIXED: dict[str, Any] = {  # of every response

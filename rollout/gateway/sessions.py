@@ -18,16 +18,16 @@ from typing import Any, TypeVar
 
 import jinja2
 
-from rollout.base.errors import Defect, PromptTooLong
-from rollout.base.task_group import cancel_tasks
-from rollout.environments.protocol import after_thought
-from rollout.environments.tools import Tool
-from rollout.gateway.dialects import ChatReply, ChatRequest, Finish, GatewayError
-from rollout.models.tool_calls import CALL_MARKS
-from rollout.records.trajectory import Message
-from rollout.teams.chat import Chat
-from rollout.teams.roles import Agent, AgentReply
-from rollout.teams.team import TeamSession
+from mcore_mas.rollout.base.errors import Defect, PromptTooLong
+from mcore_mas.rollout.base.task_group import cancel_tasks
+from mcore_mas.rollout.environments.protocol import after_thought
+from mcore_mas.rollout.environments.tools import Tool
+from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Finish, GatewayError
+from mcore_mas.rollout.models.tool_calls import CALL_MARKS
+from mcore_mas.rollout.records.trajectory import Message
+from mcore_mas.rollout.teams.chat import Chat
+from mcore_mas.rollout.teams.roles import Agent, AgentReply
+from mcore_mas.rollout.teams.team import TeamSession
 
 _T = TypeVar("_T")
 _OFF_LOOP_CHARS = 20_000  # of a conversation, from which on another thread compares it

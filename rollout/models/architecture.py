@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rollout.base.errors import ModelError
+from mcore_mas.rollout.base.errors import ModelError
 
 if TYPE_CHECKING:  # a config.json is read without torch
     from torch import Tensor

@@ -15,9 +15,9 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from rollout.base.errors import ModelError, PromptTooLong
-from rollout.models.tool_calls import PYTHON_TAG, ToolSchema, in_words, tool_format_of
-from rollout.records.trajectory import Message, Turn
+from mcore_mas.rollout.base.errors import ModelError, PromptTooLong
+from mcore_mas.rollout.models.tool_calls import PYTHON_TAG, ToolSchema, in_words, tool_format_of
+from mcore_mas.rollout.records.trajectory import Message, Turn
 
 # for models that bring none
 CHAT_TEMPLATES: Mapping[str, str] = MappingProxyType(

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.base.errors import EngineError
-from rollout.models.architecture import Architecture
-from rollout.models.tensors import RowBlocks, blocks_of, checksum, complete, cut, whole
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.models.architecture import Architecture
+from mcore_mas.rollout.models.tensors import RowBlocks, blocks_of, checksum, complete, cut, whole
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
 _ALIGNED = 16  # elements: every buffer starts on a cache line
@@ -78,7 +78,7 @@ class Weights:
             yield name, view.reshape(shape)
 
     def checksums(self) -> dict[str, str]:
-        """Checksum of every tensor by its Hugging Face name, as `rollout.models.tensors` has it."""
+        """Checksum of every tensor by its Hugging Face name, as `mcore_mas.rollout.models.tensors` has it."""
         return {name: checksum(tensor) for name, tensor in self.tensors()}
 
     def fill(self, stream: Iterable[tuple[str, RowBlocks]]) -> None:

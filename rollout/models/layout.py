@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from rollout.base.errors import ModelError
-from rollout.models.architecture import Architecture, Experts
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.models.architecture import Architecture, Experts
 
 Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
 

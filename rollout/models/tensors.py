@@ -13,7 +13,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rollout.base.errors import EngineError, ModelError
+from mcore_mas.rollout.base.errors import EngineError, ModelError
 
 RowBlocks = Tensor | Sequence[Tensor]  # a full tensor, or blocks of its rows in their order
 

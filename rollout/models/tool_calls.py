@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rollout.records.trajectory import Message, ToolUse
+from mcore_mas.rollout.records.trajectory import Message, ToolUse
 
 ToolFormat = Literal["hermes", "llama3", "fenced"]
 PYTHON_TAG = "<|python_tag|>"

@@ -36,16 +36,16 @@ from typing import Any
 
 import yaml
 
-from rollout.orchestras.ab_mcts import ab_mcts
-from rollout.orchestras.acting import game_team, self_verify, single
-from rollout.orchestras.coding import code_reflect, coder_tester, dsbench, tool_coder
-from rollout.orchestras.graph import graph
-from rollout.orchestras.parallel import debate, ensemble_judge, mixture, reason_tool
-from rollout.orchestras.program import program
-from rollout.orchestras.replies import PARSERS
-from rollout.orchestras.search import m_ask, memory_search, qa_decompose, qa_evidence, qa_rewrite, search_team
-from rollout.orchestras.sequential import chain, math_refine, mathchat, solver_verifier
-from rollout.teams.roles import register_agent
+from mcore_mas.rollout.orchestras.ab_mcts import ab_mcts
+from mcore_mas.rollout.orchestras.acting import game_team, self_verify, single
+from mcore_mas.rollout.orchestras.coding import code_reflect, coder_tester, dsbench, tool_coder
+from mcore_mas.rollout.orchestras.graph import graph
+from mcore_mas.rollout.orchestras.parallel import debate, ensemble_judge, mixture, reason_tool
+from mcore_mas.rollout.orchestras.program import program
+from mcore_mas.rollout.orchestras.replies import PARSERS
+from mcore_mas.rollout.orchestras.search import m_ask, memory_search, qa_decompose, qa_evidence, qa_rewrite, search_team
+from mcore_mas.rollout.orchestras.sequential import chain, math_refine, mathchat, solver_verifier
+from mcore_mas.rollout.teams.roles import register_agent
 
 ORCHESTRAS: dict[str, Callable[..., Awaitable[None]]] = {  # (task, team, env, **options)
     orchestra.__name__: orchestra

@@ -16,12 +16,12 @@ from typing import Literal, TypeVar
 
 from pydantic import PositiveInt
 
-from rollout.base.errors import EnvError
-from rollout.base.options import Names
-from rollout.environments.protocol import Previewing, after_thought
-from rollout.orchestras.replies import GradedEnv
-from rollout.records.trajectory import Task
-from rollout.teams.team import TeamSession
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.options import Names
+from mcore_mas.rollout.environments.protocol import Previewing, after_thought
+from mcore_mas.rollout.orchestras.replies import GradedEnv
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.teams.team import TeamSession
 
 
 async def ab_mcts(

@@ -14,12 +14,12 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from rollout.base.errors import EnvError
-from rollout.environments.protocol import Env, Running, after_thought
-from rollout.orchestras.replies import AnswerEnv, GradedEnv, boxed, graded, parse_listed
-from rollout.records.trajectory import Task
-from rollout.teams.roles import AgentReply
-from rollout.teams.team import TeamSession
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.environments.protocol import Env, Running, after_thought
+from mcore_mas.rollout.orchestras.replies import AnswerEnv, GradedEnv, boxed, graded, parse_listed
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.teams.roles import AgentReply
+from mcore_mas.rollout.teams.team import TeamSession
 
 
 async def _stated(proposal: AgentReply, env: Env) -> str:

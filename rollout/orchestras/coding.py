@@ -10,12 +10,12 @@ from typing import Annotated, Protocol
 
 from pydantic import Field, PositiveInt
 
-from rollout.base.errors import EnvError
-from rollout.environments.data_science import SUBMIT
-from rollout.environments.protocol import Case, Env, Keeping, Previewing, Running, Testing, after_thought
-from rollout.orchestras.replies import GradedEnv, fenced, with_output
-from rollout.records.trajectory import Task
-from rollout.teams.team import TeamSession
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.environments.data_science import SUBMIT
+from mcore_mas.rollout.environments.protocol import Case, Env, Keeping, Previewing, Running, Testing, after_thought
+from mcore_mas.rollout.orchestras.replies import GradedEnv, fenced, with_output
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.teams.team import TeamSession
 
 
 async def code_reflect(task: Task, team: TeamSession, env: GradedEnv, *, max_turns: PositiveInt = 3) -> None:

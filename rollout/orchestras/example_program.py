@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from rollout.orchestras.program import Job
+from mcore_mas.rollout.orchestras.program import Job
 
 _ATTEMPTS = 2
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
-from rollout.environments.protocol import Env
-from rollout.records.trajectory import Task
-from rollout.teams.team import TeamSession
+from mcore_mas.rollout.environments.protocol import Env
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.teams.team import TeamSession
 
 GIVEN = ("problem", "history")  # what every template may use besides the nodes
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)

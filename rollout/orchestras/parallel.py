@@ -8,12 +8,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, NonNegativeInt, PositiveInt, ValidationInfo
 
-from rollout.base.options import Names
-from rollout.environments.protocol import after_thought
-from rollout.orchestras.replies import AnswerEnv, ProgramEnv, boxed, calculated, graded, numbered, vote
-from rollout.records.trajectory import Task, derive_seed
-from rollout.teams.roles import AgentReply
-from rollout.teams.team import TeamSession
+from mcore_mas.rollout.base.options import Names
+from mcore_mas.rollout.environments.protocol import after_thought
+from mcore_mas.rollout.orchestras.replies import AnswerEnv, ProgramEnv, boxed, calculated, graded, numbered, vote
+from mcore_mas.rollout.records.trajectory import Task, derive_seed
+from mcore_mas.rollout.teams.roles import AgentReply
+from mcore_mas.rollout.teams.team import TeamSession
 
 
 async def debate(

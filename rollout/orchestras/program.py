@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from rollout.base.options import lookup
-from rollout.base.processes import TooMuchOutput, run_command
-from rollout.base.task_group import LateTool, cancel_tasks
-from rollout.environments.protocol import Env
-from rollout.records.trajectory import Task, valid_text
-from rollout.teams.team import TeamSession
+from mcore_mas.rollout.base.options import lookup
+from mcore_mas.rollout.base.processes import TooMuchOutput, run_command
+from mcore_mas.rollout.base.task_group import LateTool, cancel_tasks
+from mcore_mas.rollout.environments.protocol import Env
+from mcore_mas.rollout.records.trajectory import Task, valid_text
+from mcore_mas.rollout.teams.team import TeamSession
 
 _MOST_BYTES = 1 << 20  # of a program's output
 _SHOWN_CHARS = 2000  # of what it said as it failed
@@ -111,8 +111,8 @@ async def program(
         ProgramFailed: the program failed.
         LateTool: it took too long.
     """
-    from rollout.gateway.app import shared_gateway  # a web server, which only this orchestra needs
-    from rollout.gateway.sessions import GatewaySession
+    from mcore_mas.rollout.gateway.app import shared_gateway  # a web server, which only this orchestra needs
+    from mcore_mas.rollout.gateway.sessions import GatewaySession
 
     check_program([agent.name for agent in team.agents], call=call, command=command, models=models)
     problem = valid_text(env.reset(task))

@@ -7,14 +7,14 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from rollout.base.errors import Undecided
-from rollout.environments.code import last_program
-from rollout.environments.math import last_boxed
-from rollout.environments.patches import BadPatch, parse_patch
-from rollout.environments.protocol import Comparing, Env, Previewing, Running, after_thought, last_tag
-from rollout.sandbox.records import NO_OUTPUT
-from rollout.teams.roles import AgentReply
-from rollout.teams.team import TeamSession
+from mcore_mas.rollout.base.errors import Undecided
+from mcore_mas.rollout.environments.code import last_program
+from mcore_mas.rollout.environments.math import last_boxed
+from mcore_mas.rollout.environments.patches import BadPatch, parse_patch
+from mcore_mas.rollout.environments.protocol import Comparing, Env, Previewing, Running, after_thought, last_tag
+from mcore_mas.rollout.sandbox.records import NO_OUTPUT
+from mcore_mas.rollout.teams.roles import AgentReply
+from mcore_mas.rollout.teams.team import TeamSession
 
 LISTED = "**Actions List**:"  # what a game's proposal starts with, in a reply as in the output of a program
 DECIDED = "####"  # what a game's final actions start with

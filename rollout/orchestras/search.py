@@ -8,10 +8,10 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from rollout.environments.protocol import Env, after_thought, last_tag
-from rollout.orchestras.replies import END, NONE, GradedEnv, Steps, read_plan
-from rollout.records.trajectory import Task
-from rollout.teams.team import TeamSession
+from mcore_mas.rollout.environments.protocol import Env, after_thought, last_tag
+from mcore_mas.rollout.orchestras.replies import END, NONE, GradedEnv, Steps, read_plan
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.teams.team import TeamSession
 
 
 async def search_team(

@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from rollout.environments.protocol import Env, after_thought
-from rollout.orchestras.replies import AnswerEnv, ProgramEnv, boxed, grade, graded, with_output
-from rollout.records.trajectory import Task
-from rollout.teams.team import TeamSession
+from mcore_mas.rollout.environments.protocol import Env, after_thought
+from mcore_mas.rollout.orchestras.replies import AnswerEnv, ProgramEnv, boxed, grade, graded, with_output
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.teams.team import TeamSession
 
 
 def slots(problem: str, said: Sequence[tuple[str, str]]) -> dict[str, str]:

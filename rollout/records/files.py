@@ -13,7 +13,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout.records.trajectory import Message, Status, Task, ToolEvent, ToolUse, Trajectory, Turn, VersionSpan
+from mcore_mas.rollout.records.trajectory import (
+    Message,
+    Status,
+    Task,
+    ToolEvent,
+    ToolUse,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
 
 
 class RecordError(ValueError):

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout.records.files import RecordError, trajectory_of
-from rollout.records.trajectory import Trajectory
+from mcore_mas.rollout.records.files import RecordError, trajectory_of
+from mcore_mas.rollout.records.trajectory import Trajectory
 
 _LIGHT = ["id", "task_id", "source", "sample", "step", "outcome", "answer", "status", "error"]
 _OF_TURNS = ["turns.list.element.agent", "turns.list.element.reward"]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
-from rollout.records.trajectory import Group, Status, Trajectory, Turn
+from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
 
 
 class RewardError(ValueError):

@@ -16,11 +16,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollout.base.http import Unanswered
-from rollout.engines.remote import CallRefused, RemoteConfig, ReplySettings
-from rollout.engines.remote.caller import Caller, Tally
-from rollout.engines.remote.ledger import BudgetExhausted
-from rollout.records.trajectory import Group, Message, Status, Task, ToolEvent, Trajectory, Turn
+from mcore_mas.rollout.base.http import Unanswered
+from mcore_mas.rollout.engines.remote import CallRefused, RemoteConfig, ReplySettings
+from mcore_mas.rollout.engines.remote.caller import Caller, Tally
+from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted
+from mcore_mas.rollout.records.trajectory import Group, Message, Status, Task, ToolEvent, Trajectory, Turn
 
 
 class CoachConfig(RemoteConfig):

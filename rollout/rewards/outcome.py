@@ -8,9 +8,9 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from rollout.base.options import Share
-from rollout.records.trajectory import Group, Status, Trajectory
-from rollout.rewards.allocation import RewardError, allocate, locate, outcome, rounds, unbranched
+from mcore_mas.rollout.base.options import Share
+from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory
+from mcore_mas.rollout.rewards.allocation import RewardError, allocate, locate, outcome, rounds, unbranched
 
 
 def shared_outcome(group: Group) -> Group:

@@ -18,8 +18,8 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from rollout.records.trajectory import Group, Status, Trajectory, Turn
-from rollout.rewards.allocation import RewardError, locate
+from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
+from mcore_mas.rollout.rewards.allocation import RewardError, locate
 
 Penalty = Callable[..., float | None]  # (turn, **options) -> what to add to its reward; None: the turn does not train
 

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
-from rollout.base.options import Names, Share
-from rollout.records.trajectory import Group, Trajectory, Turn
-from rollout.rewards.allocation import (
+from mcore_mas.rollout.base.options import Names, Share
+from mcore_mas.rollout.records.trajectory import Group, Trajectory, Turn
+from mcore_mas.rollout.rewards.allocation import (
     RewardError,
     allocate,
     local_score,

@@ -9,9 +9,9 @@ pool, jail, cgroup: the host's side of the wall, with the tiers of isolation; gu
 
 from __future__ import annotations
 
-from rollout.sandbox.box import Runner, Sandbox, SandboxFusion
-from rollout.sandbox.records import RunLimits, RunResult, SandboxError, SandboxUnavailable, Verdict
-from rollout.sandbox.session import Session
+from mcore_mas.rollout.sandbox.box import Runner, Sandbox, SandboxFusion
+from mcore_mas.rollout.sandbox.records import RunLimits, RunResult, SandboxError, SandboxUnavailable, Verdict
+from mcore_mas.rollout.sandbox.session import Session
 
 __all__ = [
     "RunLimits",

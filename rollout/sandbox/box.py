@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from rollout.base.http import HttpClient, Refused, Unanswered, retried
-from rollout.sandbox import pool as tiers
-from rollout.sandbox.jail import Jail, check_name
-from rollout.sandbox.pool import JailPool
-from rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, SandboxUnavailable, Verdict
-from rollout.sandbox.session import Session, execute
+from mcore_mas.rollout.base.http import HttpClient, Refused, Unanswered, retried
+from mcore_mas.rollout.sandbox import pool as tiers
+from mcore_mas.rollout.sandbox.jail import Jail, check_name
+from mcore_mas.rollout.sandbox.pool import JailPool
+from mcore_mas.rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, SandboxUnavailable, Verdict
+from mcore_mas.rollout.sandbox.session import Session, execute
 
 
 class Runner(ABC):

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from rollout.sandbox.cgroup import Cgroup
-from rollout.sandbox.guest import wire
-from rollout.sandbox.records import RunLimits, SandboxError
+from mcore_mas.rollout.sandbox.cgroup import Cgroup
+from mcore_mas.rollout.sandbox.guest import wire
+from mcore_mas.rollout.sandbox.records import RunLimits, SandboxError
 
 _LISTING_BYTES = 64 << 20  # 2048 names of the greatest length, each byte written as six
 _ASK_S = 60.0  # for a warden to hand a file over

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout.base.task_group import together
-from rollout.sandbox.box import Runner
-from rollout.sandbox.records import RunLimits, RunResult, Verdict
+from mcore_mas.rollout.base.task_group import together
+from mcore_mas.rollout.sandbox.box import Runner
+from mcore_mas.rollout.sandbox.records import RunLimits, RunResult, Verdict
 
 _CALLER = (Path(__file__).resolve().parent / "guest" / "caller.py").read_text(encoding="utf-8")
 

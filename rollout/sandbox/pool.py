@@ -18,12 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from rollout.sandbox import cgroup
-from rollout.sandbox.cgroup import Cgroups
-from rollout.sandbox.guest import wire
-from rollout.sandbox.guest.box import remove_tree
-from rollout.sandbox.jail import Jail
-from rollout.sandbox.records import SandboxError, SandboxUnavailable
+from mcore_mas.rollout.sandbox import cgroup
+from mcore_mas.rollout.sandbox.cgroup import Cgroups
+from mcore_mas.rollout.sandbox.guest import wire
+from mcore_mas.rollout.sandbox.guest.box import remove_tree
+from mcore_mas.rollout.sandbox.jail import Jail
+from mcore_mas.rollout.sandbox.records import SandboxError, SandboxUnavailable
 
 BOXES = Path(tempfile.gettempdir())  # where boxes are, in tiers without a file system of their own
 

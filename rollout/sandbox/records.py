@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from rollout.base.errors import EnvError
+from mcore_mas.rollout.base.errors import EnvError
 
 MIB = 1 << 20
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
-from rollout.sandbox.guest import wire
-from rollout.sandbox.guest.program import OUT_OF_MEMORY
-from rollout.sandbox.jail import Jail, as_file, take_text, until_readable
-from rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, Verdict
+from mcore_mas.rollout.sandbox.guest import wire
+from mcore_mas.rollout.sandbox.guest.program import OUT_OF_MEMORY
+from mcore_mas.rollout.sandbox.jail import Jail, as_file, take_text, until_readable
+from mcore_mas.rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, Verdict
 
 _GRACE_S = 5.0  # for a warden to report, beyond the job's wall time
 _INTERRUPT_S = 1.0  # for a cell to give in to an interrupt before its process is killed

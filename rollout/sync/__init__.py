@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollout.base.options import lookup
+from mcore_mas.rollout.base.options import lookup
 
 if TYPE_CHECKING:
-    from rollout.models.tensors import RowBlocks
+    from mcore_mas.rollout.models.tensors import RowBlocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +83,12 @@ class WeightSender:
 
 # Import paths: a sender loads only what it needs.
 SENDERS = {
-    "shared": "rollout.sync.shared:SharedSender",
-    "disk": "rollout.sync.disk:FolderSender",
-    "changed": "rollout.sync.disk:ChangedSender",
-    "delta": "rollout.sync.disk:DeltaSender",
-    "tensor": "rollout.sync.push:TensorSender",
-    "distributed": "rollout.sync.push:GroupSender",
+    "shared": "mcore_mas.rollout.sync.shared:SharedSender",
+    "disk": "mcore_mas.rollout.sync.disk:FolderSender",
+    "changed": "mcore_mas.rollout.sync.disk:ChangedSender",
+    "delta": "mcore_mas.rollout.sync.disk:DeltaSender",
+    "tensor": "mcore_mas.rollout.sync.push:TensorSender",
+    "distributed": "mcore_mas.rollout.sync.push:GroupSender",
 }
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rollout.models.tensors import RowBlocks, checksum, complete, gpu_hash, whole
-from rollout.sync import SyncRoute
+from mcore_mas.rollout.models.tensors import RowBlocks, checksum, complete, gpu_hash, whole
+from mcore_mas.rollout.sync import SyncRoute
 
 
 class WeightDigest:

@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollout.base.errors import EngineError
-from rollout.base.files import atomic_folder
-from rollout.models.tensors import RowBlocks, tensor_shapes
-from rollout.sync import WeightSender
-from rollout.sync.digests import WeightDigest, digest_of, digested
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.files import atomic_folder
+from mcore_mas.rollout.models.tensors import RowBlocks, tensor_shapes
+from mcore_mas.rollout.sync import WeightSender
+from mcore_mas.rollout.sync.digests import WeightDigest, digest_of, digested
 
 _FILE_BYTES = 1 << 30  # of one file: what a rank holds of the model besides its shard
 _INDEX, _VALUE = "#index", "#value"  # after a tensor's name: flat positions int32 or int64, and what stands there now

@@ -21,10 +21,10 @@ import torch.distributed as dist
 import torch.multiprocessing  # teaches ForkingPickler how tensors travel
 from torch import Tensor
 
-from rollout.base.errors import EngineError
-from rollout.models.tensors import RowBlocks, tensor_shapes
-from rollout.sync import WeightSender
-from rollout.sync.digests import WeightDigest, digest_of, digested
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.models.tensors import RowBlocks, tensor_shapes
+from mcore_mas.rollout.sync import WeightSender
+from mcore_mas.rollout.sync.digests import WeightDigest, digest_of, digested
 
 _TIMEOUT_S = 600.0
 

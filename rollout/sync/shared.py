@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.base.errors import EngineError
-from rollout.models.architecture import Architecture, read_architecture
-from rollout.models.fused_weights import Weights
-from rollout.models.tensors import Checksum, RowBlocks, blocks_of, copy, flat_bytes, shape_of
-from rollout.sync import WeightSender
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.models.architecture import Architecture, read_architecture
+from mcore_mas.rollout.models.fused_weights import Weights
+from mcore_mas.rollout.models.tensors import Checksum, RowBlocks, blocks_of, copy, flat_bytes, shape_of
+from mcore_mas.rollout.sync import WeightSender
 
 _PAGE = 4096  # bytes: the halves start on a page of their own
 _LOOK_S = (5e-5, 2e-3)  # between two looks at what the trainer has written: at first, and after long idling

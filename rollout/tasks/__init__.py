@@ -18,23 +18,30 @@ from typing import Any
 
 from pydantic import BaseModel, PositiveInt
 
-from rollout.base.options import Share, options_model
-from rollout.environments.games import PUZZLES
-from rollout.environments.games.game import PuzzleSource
-from rollout.records.trajectory import Demonstration, Task
-from rollout.tasks.arithmetic import arithmetic_demonstrations, arithmetic_tasks
-from rollout.tasks.chats import program_demonstrations, program_tasks
-from rollout.tasks.encyclopedia import (
+from mcore_mas.rollout.base.options import Share, options_model
+from mcore_mas.rollout.environments.games import PUZZLES
+from mcore_mas.rollout.environments.games.game import PuzzleSource
+from mcore_mas.rollout.records.trajectory import Demonstration, Task
+from mcore_mas.rollout.tasks.arithmetic import arithmetic_demonstrations, arithmetic_tasks
+from mcore_mas.rollout.tasks.chats import program_demonstrations, program_tasks
+from mcore_mas.rollout.tasks.encyclopedia import (
     Article,
     encyclopedia_demonstrations,
     encyclopedia_tasks,
     memory_demonstrations,
     passages,
 )
-from rollout.tasks.games import CARELESS, alfworld_tasks, demonstrate, draw_tasks, gymnasium_tasks, webshop_tasks
-from rollout.tasks.repositories import repository_tasks
-from rollout.tasks.tabular import dsbench_tasks, tabular_tasks
-from rollout.teams.roles import Role
+from mcore_mas.rollout.tasks.games import (
+    CARELESS,
+    alfworld_tasks,
+    demonstrate,
+    draw_tasks,
+    gymnasium_tasks,
+    webshop_tasks,
+)
+from mcore_mas.rollout.tasks.repositories import repository_tasks
+from mcore_mas.rollout.tasks.tabular import dsbench_tasks, tabular_tasks
+from mcore_mas.rollout.teams.roles import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from rollout.base.options import Share
-from rollout.orchestras.sequential import slots
-from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
-from rollout.tasks.splits import draw_different, split_of
-from rollout.teams.roles import ROLES, Role
+from mcore_mas.rollout.base.options import Share
+from mcore_mas.rollout.orchestras.sequential import slots
+from mcore_mas.rollout.records.trajectory import Demonstration, Message, Task, derive_seed
+from mcore_mas.rollout.tasks.splits import draw_different, split_of
+from mcore_mas.rollout.teams.roles import ROLES, Role
 
 _FIRST, _VERDICTS = 0.75, 0.15  # shares of demonstrations; the rest are second attempts
 

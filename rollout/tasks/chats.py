@@ -13,19 +13,27 @@ from random import Random
 
 from pydantic import PositiveInt
 
-from rollout.base.options import Share
-from rollout.engines import ChatState, PolicyReply
-from rollout.environments.code import CodeEnv, pack_test
-from rollout.environments.protocol import Env
-from rollout.models.tool_calls import in_words
-from rollout.orchestras.coding import tool_coder
-from rollout.orchestras.replies import fenced
-from rollout.records.trajectory import Completion, Demonstration, Message, Sampling, Task, VersionSpan, derive_seed
-from rollout.sandbox.judge import StdinTest
-from rollout.tasks.splits import draw_different, split_of
-from rollout.teams.episode import Episode, Orchestra
-from rollout.teams.roles import Agent
-from rollout.teams.team import Team
+from mcore_mas.rollout.base.options import Share
+from mcore_mas.rollout.engines import ChatState, PolicyReply
+from mcore_mas.rollout.environments.code import CodeEnv, pack_test
+from mcore_mas.rollout.environments.protocol import Env
+from mcore_mas.rollout.models.tool_calls import in_words
+from mcore_mas.rollout.orchestras.coding import tool_coder
+from mcore_mas.rollout.orchestras.replies import fenced
+from mcore_mas.rollout.records.trajectory import (
+    Completion,
+    Demonstration,
+    Message,
+    Sampling,
+    Task,
+    VersionSpan,
+    derive_seed,
+)
+from mcore_mas.rollout.sandbox.judge import StdinTest
+from mcore_mas.rollout.tasks.splits import draw_different, split_of
+from mcore_mas.rollout.teams.episode import Episode, Orchestra
+from mcore_mas.rollout.teams.roles import Agent
+from mcore_mas.rollout.teams.team import Team
 
 Teacher = Callable[[str, Sequence[Message]], str]  # (agent, its chat so far) -> its reply
 

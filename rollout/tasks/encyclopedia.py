@@ -15,15 +15,15 @@ from functools import lru_cache, partial
 
 from pydantic import PositiveInt
 
-from rollout.base.options import Share
-from rollout.environments.protocol import Env
-from rollout.environments.search import PassageStyle, SearchEnv
-from rollout.orchestras.search import memory_search, search_team
-from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
-from rollout.tasks.chats import Teacher, asked_for, taught
-from rollout.tasks.splits import draw_listed
-from rollout.teams.roles import Agent, AgentReply, Role
-from rollout.teams.team import Team, TeamSession
+from mcore_mas.rollout.base.options import Share
+from mcore_mas.rollout.environments.protocol import Env
+from mcore_mas.rollout.environments.search import PassageStyle, SearchEnv
+from mcore_mas.rollout.orchestras.search import memory_search, search_team
+from mcore_mas.rollout.records.trajectory import Demonstration, Message, Task, derive_seed
+from mcore_mas.rollout.tasks.chats import Teacher, asked_for, taught
+from mcore_mas.rollout.tasks.splits import draw_listed
+from mcore_mas.rollout.teams.roles import Agent, AgentReply, Role
+from mcore_mas.rollout.teams.team import Team, TeamSession
 
 _QUESTIONS = {
     "trade": ("one_hop", "What is the trade of {name}?"),
@@ -89,7 +89,7 @@ def encyclopedia_demonstrations(
         roles: the roles as the rollout will use them, by agent name: verifier, searcher, answerer.
         slips: probability of a slip, in [0, 1], by agent; 0 for an agent that is not named.
         top_k: passages a search, as at rollout.
-        style: how they read, as at rollout (see `rollout.environments.search.PASSAGE_STYLES`).
+        style: how they read, as at rollout (see `mcore_mas.rollout.environments.search.PASSAGE_STYLES`).
     """
     book, spoken = _train_book(seed), 0
     for chance, person, fact in _train_questions(seed, "encyclopedia demonstration"):

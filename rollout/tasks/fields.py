@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollout.environments.math import last_boxed
-from rollout.environments.math_equality import MAX_CHARS
+from mcore_mas.rollout.environments.math import last_boxed
+from mcore_mas.rollout.environments.math_equality import MAX_CHARS
 
 # what published prompts put around a problem; a role's own prompt says how to answer
 _FRAMES = (

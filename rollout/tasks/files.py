@@ -12,11 +12,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from rollout.base.options import lookup
-from rollout.records.files import RecordError, read_tasks
-from rollout.records.trajectory import Task
-from rollout.tasks.fields import BadRow, Fields, Format, Problem, bare_question, final_answer
-from rollout.tasks.programs import STYLES, Programs, SweBench
+from mcore_mas.rollout.base.options import lookup
+from mcore_mas.rollout.records.files import RecordError, read_tasks
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.tasks.fields import BadRow, Fields, Format, Problem, bare_question, final_answer
+from mcore_mas.rollout.tasks.programs import STYLES, Programs, SweBench
 
 _MATH = Fields(
     env="math",
@@ -156,7 +156,7 @@ READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
     ".csv": _csv,
 }
 
-OWN = "tasks"  # the format of `rollout.records.files.write_tasks`
+OWN = "tasks"  # the format of `mcore_mas.rollout.records.files.write_tasks`
 READABLE: dict[str, Format | None] = {OWN: None, **FORMATS}
 
 Placed = tuple[str, Task]  # where a task is from, "file: row 7"

@@ -11,17 +11,17 @@ from typing import Any, TypeVar
 
 from pydantic import PositiveInt
 
-from rollout.base.options import Share
-from rollout.environments import ENVS
-from rollout.environments.games import GAMES
-from rollout.environments.games.game import PuzzleSource
-from rollout.orchestras.acting import game_team, single
-from rollout.orchestras.replies import DECIDED, LISTED
-from rollout.records.files import RecordError
-from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
-from rollout.tasks.splits import digest, draw_different, draw_listed, split_of
-from rollout.teams.roles import AgentReply, Role
-from rollout.teams.team import Team, TeamSession
+from mcore_mas.rollout.base.options import Share
+from mcore_mas.rollout.environments import ENVS
+from mcore_mas.rollout.environments.games import GAMES
+from mcore_mas.rollout.environments.games.game import PuzzleSource
+from mcore_mas.rollout.orchestras.acting import game_team, single
+from mcore_mas.rollout.orchestras.replies import DECIDED, LISTED
+from mcore_mas.rollout.records.files import RecordError
+from mcore_mas.rollout.records.trajectory import Demonstration, Message, Task, derive_seed
+from mcore_mas.rollout.tasks.splits import digest, draw_different, draw_listed, split_of
+from mcore_mas.rollout.teams.roles import AgentReply, Role
+from mcore_mas.rollout.teams.team import Team, TeamSession
 
 CARELESS: Mapping[str, float] = {"tool": 0.5, "planner": 0.5, "player": 0.5}
 

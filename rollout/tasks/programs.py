@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout.environments.code import pack_solution, pack_test
-from rollout.environments.patches import BadPatch, parse_patch
-from rollout.environments.repository import pack_instance
-from rollout.sandbox.judge import CallTest, StdinTest, Test
-from rollout.tasks.fields import BadRow, DataRow, Problem
+from mcore_mas.rollout.environments.code import pack_solution, pack_test
+from mcore_mas.rollout.environments.patches import BadPatch, parse_patch
+from mcore_mas.rollout.environments.repository import pack_instance
+from mcore_mas.rollout.sandbox.judge import CallTest, StdinTest, Test
+from mcore_mas.rollout.tasks.fields import BadRow, DataRow, Problem
 
 _STDIN = "Write a Python program that reads from standard input and writes to standard output."
 _CALL = "Write Python code that defines {name} as described{starter}."

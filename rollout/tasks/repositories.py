@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rollout.environments.repository import CheckCall, pack_check, pack_source
-from rollout.records.trajectory import Task, derive_seed
-from rollout.tasks.repository_functions import BUGGY_FUNCTIONS, BuggyFunction
-from rollout.tasks.splits import digest, draw_different, split_of
+from mcore_mas.rollout.environments.repository import CheckCall, pack_check, pack_source
+from mcore_mas.rollout.records.trajectory import Task, derive_seed
+from mcore_mas.rollout.tasks.repository_functions import BUGGY_FUNCTIONS, BuggyFunction
+from mcore_mas.rollout.tasks.splits import digest, draw_different, split_of
 
 _PACKAGES = ("toolbox", "pantry", "drawer", "shelf", "crate", "basket", "locker", "chest")
 _MODULES = ("core", "basics", "lists", "extra", "shapes", "more")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, TypeVar
 
-from rollout.environments.code import unpack_test
-from rollout.records.trajectory import Task
-from rollout.sandbox.judge import StdinTest, Test
+from mcore_mas.rollout.environments.code import unpack_test
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.sandbox.judge import StdinTest, Test
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")

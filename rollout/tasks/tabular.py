@@ -25,12 +25,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollout.environments.data_science import SUBMISSION, pack_file, pack_file_at, pack_target
-from rollout.environments.predictions import TABLE_METRICS, Target
-from rollout.records.files import RecordError
-from rollout.records.trajectory import Task, derive_seed
-from rollout.tasks.files import read_rows
-from rollout.tasks.splits import digest, split_of
+from mcore_mas.rollout.environments.data_science import SUBMISSION, pack_file, pack_file_at, pack_target
+from mcore_mas.rollout.environments.predictions import TABLE_METRICS, Target
+from mcore_mas.rollout.records.files import RecordError
+from mcore_mas.rollout.records.trajectory import Task, derive_seed
+from mcore_mas.rollout.tasks.files import read_rows
+from mcore_mas.rollout.tasks.splits import digest, split_of
 
 TableKind = Literal["regression", "classification"]
 _METRICS: dict[TableKind, tuple[str, ...]] = {

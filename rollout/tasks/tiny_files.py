@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout.base.files import write_text
-from rollout.base.options import lookup
-from rollout.tasks.arithmetic import arithmetic_tasks
-from rollout.tasks.encyclopedia import encyclopedia_tasks
+from mcore_mas.rollout.base.files import write_text
+from mcore_mas.rollout.base.options import lookup
+from mcore_mas.rollout.tasks.arithmetic import arithmetic_tasks
+from mcore_mas.rollout.tasks.encyclopedia import encyclopedia_tasks
 
 SEARCH_SOURCES = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 _ROWS = 14  # of a file

@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from rollout.base.errors import PromptTooLong
-from rollout.base.task_group import together
-from rollout.engines import ChatState
-from rollout.environments.protocol import ToolCall
-from rollout.environments.tools import Tool, call_tool
-from rollout.models.tool_calls import ToolFormat
-from rollout.records.trajectory import Message, ToolUse, Turn
-from rollout.teams.roles import Agent, AgentReply, WhenFull
+from mcore_mas.rollout.base.errors import PromptTooLong
+from mcore_mas.rollout.base.task_group import together
+from mcore_mas.rollout.engines import ChatState
+from mcore_mas.rollout.environments.protocol import ToolCall
+from mcore_mas.rollout.environments.tools import Tool, call_tool
+from mcore_mas.rollout.models.tool_calls import ToolFormat
+from mcore_mas.rollout.records.trajectory import Message, ToolUse, Turn
+from mcore_mas.rollout.teams.roles import Agent, AgentReply, WhenFull
 
 _UNANSWERED = "This tool was not called: there were no turns left for it."
 _DROPPED = "[This result was dropped to save space.]"

@@ -8,15 +8,15 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rollout.base.errors import Defect, PromptTooLong, Undecided
-from rollout.base.task_group import LEFT, Deadlines, Late, Watchdog, cancel_tasks, together
-from rollout.engines import Heard
-from rollout.environments.protocol import Env, Step
-from rollout.records.trajectory import Group, Status, Task, Trajectory
-from rollout.teams.episode import Episode, Orchestra
-from rollout.teams.quarantine import write_quarantined
-from rollout.teams.team import Team
-from rollout.teams.tree import Branching, Tree
+from mcore_mas.rollout.base.errors import Defect, PromptTooLong, Undecided
+from mcore_mas.rollout.base.task_group import LEFT, Deadlines, Late, Watchdog, cancel_tasks, together
+from mcore_mas.rollout.engines import Heard
+from mcore_mas.rollout.environments.protocol import Env, Step
+from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
+from mcore_mas.rollout.teams.episode import Episode, Orchestra
+from mcore_mas.rollout.teams.quarantine import write_quarantined
+from mcore_mas.rollout.teams.team import Team
+from mcore_mas.rollout.teams.tree import Branching, Tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

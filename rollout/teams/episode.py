@@ -11,12 +11,12 @@ from dataclasses import asdict
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from rollout.base.errors import Defect, EngineError, EnvError
-from rollout.base.task_group import Late, LateTool, Wait, within
-from rollout.environments.protocol import Case, Env, Living, Stateful, Step, ToolCall
-from rollout.environments.tools import Tool
-from rollout.records.trajectory import Task, ToolEvent, Turn
-from rollout.teams.team import Call, TeamSession, blamed
+from mcore_mas.rollout.base.errors import Defect, EngineError, EnvError
+from mcore_mas.rollout.base.task_group import Late, LateTool, Wait, within
+from mcore_mas.rollout.environments.protocol import Case, Env, Living, Stateful, Step, ToolCall
+from mcore_mas.rollout.environments.tools import Tool
+from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Turn
+from mcore_mas.rollout.teams.team import Call, TeamSession, blamed
 
 Orchestra = Callable[[Task, TeamSession, Env], Awaitable[None]]
 _T = TypeVar("_T")

@@ -10,12 +10,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollout.base.errors import EngineError
-from rollout.base.files import write_json
-from rollout.engines import ChatState, Heard, PolicyReply
-from rollout.records.files import RecordError
-from rollout.records.trajectory import Completion, Message, Sampling, Task, ToolUse, Trajectory, VersionSpan, valid_text
-from rollout.teams.team import Team
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.files import write_json
+from mcore_mas.rollout.engines import ChatState, Heard, PolicyReply
+from mcore_mas.rollout.records.files import RecordError
+from mcore_mas.rollout.records.trajectory import (
+    Completion,
+    Message,
+    Sampling,
+    Task,
+    ToolUse,
+    Trajectory,
+    VersionSpan,
+    valid_text,
+)
+from mcore_mas.rollout.teams.team import Team
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from rollout.base.options import Section
-from rollout.environments.tools import ToolMaker
-from rollout.records.trajectory import Message, Sampling, ToolUse
+from mcore_mas.rollout.base.options import Section
+from mcore_mas.rollout.environments.tools import ToolMaker
+from mcore_mas.rollout.records.trajectory import Message, Sampling, ToolUse
 
 WhenFull = Literal["stop", "fold", "drop_oldest_results"]
 
@@ -144,10 +144,10 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
     words = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
     words |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     imported = any(isinstance(node, ast.ImportFrom) and not _ours(node) for node in nodes)
-    ours = (module.__name__ if module else "").startswith("rollout.")
+    ours = (module.__name__ if module else "").startswith("mcore_mas.rollout.")
     return frozenset(filter(str.isidentifier, words)) if ours or not imported else None
 
 
 def _ours(node: ast.ImportFrom) -> bool:
     first = (node.module or "").split(".")[0]
-    return first in ("rollout", "mcore_mas") or first in sys.stdlib_module_names
+    return first == "mcore_mas" or first in sys.stdlib_module_names

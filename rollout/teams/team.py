@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout.base.errors import Defect, EngineError, EnvError, PromptTooLong, Unusable
-from rollout.base.task_group import Late, LateCall, cancel_tasks
-from rollout.engines import ChatState, Heard, Listener, PolicyClient, PolicyReply
-from rollout.environments.protocol import ToolCall
-from rollout.environments.tools import Tool
-from rollout.models.tool_calls import parse_reply
-from rollout.records.trajectory import Message, Turn, derive_seed
-from rollout.teams.chat import Chat, ToolRunner
-from rollout.teams.roles import Agent, AgentReply
+from mcore_mas.rollout.base.errors import Defect, EngineError, EnvError, PromptTooLong, Unusable
+from mcore_mas.rollout.base.task_group import Late, LateCall, cancel_tasks
+from mcore_mas.rollout.engines import ChatState, Heard, Listener, PolicyClient, PolicyReply
+from mcore_mas.rollout.environments.protocol import ToolCall
+from mcore_mas.rollout.environments.tools import Tool
+from mcore_mas.rollout.models.tool_calls import parse_reply
+from mcore_mas.rollout.records.trajectory import Message, Turn, derive_seed
+from mcore_mas.rollout.teams.chat import Chat, ToolRunner
+from mcore_mas.rollout.teams.roles import Agent, AgentReply
 
 TurnReply = tuple[Turn, AgentReply]  # what is written down, and what the orchestra gets
 

@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rollout.base.errors import EngineError, EnvError, Undecided
-from rollout.base.options import Section
-from rollout.base.task_group import Late, Wait, cancel_tasks, together
-from rollout.environments.protocol import Env
-from rollout.records.trajectory import Task, ToolEvent, Turn, derive_seed
-from rollout.teams.episode import Episode, Orchestra
-from rollout.teams.team import Call, Team, TeamSession, TurnReply
+from mcore_mas.rollout.base.errors import EngineError, EnvError, Undecided
+from mcore_mas.rollout.base.options import Section
+from mcore_mas.rollout.base.task_group import Late, Wait, cancel_tasks, together
+from mcore_mas.rollout.environments.protocol import Env
+from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Turn, derive_seed
+from mcore_mas.rollout.teams.episode import Episode, Orchestra
+from mcore_mas.rollout.teams.team import Call, Team, TeamSession, TurnReply
 
 _SETTLE = 8  # turns of the event loop in which nested gathers start their calls and hand results on
 

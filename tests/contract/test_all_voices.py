@@ -1,4 +1,4 @@
-"""An engine, canned replies and a remote model all keep the promises of `rollout.engines.PolicyClient`."""
+"""An engine, canned replies and a remote model all keep the promises of `mcore_mas.rollout.engines.PolicyClient`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from rollout.base.errors import EngineError
-from rollout.config.sections import build_player
-from rollout.engines import PolicyClient, PolicyReply, engine_class
-from rollout.engines.remote import RemoteConfig
-from rollout.engines.remote.caller import RemoteClient
-from rollout.records.trajectory import Message, Sampling
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.config.sections import build_player
+from mcore_mas.rollout.engines import PolicyClient, PolicyReply, engine_class
+from mcore_mas.rollout.engines.remote import RemoteConfig
+from mcore_mas.rollout.engines.remote.caller import RemoteClient
+from mcore_mas.rollout.records.trajectory import Message, Sampling
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny import MAX_LENGTH, make_model

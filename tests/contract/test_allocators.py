@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rollout.records.trajectory import Status
-from rollout.rewards import ALLOCATORS
+from mcore_mas.rollout.records.trajectory import Status
+from mcore_mas.rollout.rewards import ALLOCATORS
 from tests.support.played import failed, group, trajectory, turn
 
 OPTIONS = {"discounts": {"mode": "hop_discount"}, "turn_difference": {"metric": "f1", "scored": ["verifier"]}}
@@ -61,7 +61,7 @@ def test_a_masked_turn_stays_masked(name):
 
 @pytest.mark.parametrize("name", ALLOCATORS)
 def test_an_allocator_is_documented(name):
-    import rollout.rewards
+    import mcore_mas.rollout.rewards
 
-    assert f"\n{name} " in str(rollout.rewards.__doc__)
+    assert f"\n{name} " in str(mcore_mas.rollout.rewards.__doc__)
     assert ALLOCATORS[name].__doc__

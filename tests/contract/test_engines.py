@@ -1,4 +1,4 @@
-"""Every engine keeps the promises of `rollout.engines`; Hugging Face computes what is right."""
+"""Every engine keeps the promises of `mcore_mas.rollout.engines`; Hugging Face computes what is right."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from rollout.base.errors import EngineError
-from rollout.base.options import UnknownName
-from rollout.engines import ENGINES, engine_class
-from rollout.records.trajectory import Completion, Sampling
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.options import UnknownName
+from mcore_mas.rollout.engines import ENGINES, engine_class
+from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.tiny import MAX_LENGTH, VOCAB, make_model
 
@@ -88,7 +88,9 @@ def ask(engine: Any, requests: Sequence[tuple[list[int], Sampling]]) -> list[Com
 def test_a_stream_tells_the_tokens_of_the_reply_and_ends_when_nobody_listens(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout.engines.embedded.engine._BUDGET_S", 0.0)  # each call to the actor is one token
+    monkeypatch.setattr(
+        "mcore_mas.rollout.engines.embedded.engine._BUDGET_S", 0.0
+    )  # each call to the actor is one token
     heard: list[list[int]] = []
 
     def hear(place: int, ids: Sequence[int]) -> bool:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-import rollout.environments
-from rollout.environments import ENVS
-from rollout.environments.games import GAMES
-from rollout.tasks import GENERATORS
+import mcore_mas.rollout.environments
+from mcore_mas.rollout.environments import ENVS
+from mcore_mas.rollout.environments.games import GAMES
+from mcore_mas.rollout.tasks import GENERATORS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -19,8 +19,8 @@ DOCS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("name", sorted(set(ENVS) - set(GAMES)))
 def test_an_environment_is_described(name: str) -> None:
-    described = re.search(rf"(^|[ ,]){name}\b", rollout.environments.__doc__ or "", re.MULTILINE)
-    assert described, f"{name} is not in the docstring of rollout.environments"
+    described = re.search(rf"(^|[ ,]){name}\b", mcore_mas.rollout.environments.__doc__ or "", re.MULTILINE)
+    assert described, f"{name} is not in the docstring of mcore_mas.rollout.environments"
 
 
 @pytest.mark.parametrize("name", sorted(set(ENVS) - set(GAMES)))

@@ -9,14 +9,14 @@ from random import Random
 import pytest
 from pydantic import ValidationError
 
-from rollout.base.options import checked, options_model
-from rollout.environments import ENVS
-from rollout.environments.games import GAMES, PUZZLES
-from rollout.environments.games.game import GameEnv
-from rollout.environments.protocol import Step
-from rollout.records.trajectory import Task
-from rollout.tasks import GENERATORS
-from rollout.tasks.games import draw_tasks
+from mcore_mas.rollout.base.options import checked, options_model
+from mcore_mas.rollout.environments import ENVS
+from mcore_mas.rollout.environments.games import GAMES, PUZZLES
+from mcore_mas.rollout.environments.games.game import GameEnv
+from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.tasks import GENERATORS
+from mcore_mas.rollout.tasks.games import draw_tasks
 
 SMALL = {
     "plan_path": {"size": 5},

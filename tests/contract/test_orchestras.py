@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-import rollout.orchestras
-from rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
-from rollout.orchestras import ORCHESTRAS
-from rollout.teams.roles import ROLES
+import mcore_mas.rollout.orchestras
+from mcore_mas.rollout.config.sections import AgentConfig, EnvConfig, OrchestraConfig, RewardConfig
+from mcore_mas.rollout.orchestras import ORCHESTRAS
+from mcore_mas.rollout.teams.roles import ROLES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEAMS = ROOT / "configs" / "team"
@@ -23,7 +23,7 @@ NAMES = sorted(ORCHESTRAS)
 def test_it_is_described(name: str) -> None:
     orchestra = ORCHESTRAS[name]
     assert inspect.iscoroutinefunction(orchestra) and orchestra.__name__ == name
-    assert re.search(rf"^{name} +\w", rollout.orchestras.__doc__ or "", re.MULTILINE)
+    assert re.search(rf"^{name} +\w", mcore_mas.rollout.orchestras.__doc__ or "", re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rollout.environments
-import rollout.orchestras  # noqa: F401  (registers the roles)
-from rollout.teams.roles import ROLES
+import mcore_mas.rollout.environments
+import mcore_mas.rollout.orchestras  # noqa: F401  (registers the roles)
+from mcore_mas.rollout.teams.roles import ROLES
 
 SAYS_NOTHING = [
     "",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.orchestras import FLOWS, ORCHESTRAS
+from mcore_mas.rollout.orchestras import FLOWS, ORCHESTRAS
 from tests.support import lessons, ranks
 from tests.support.run_folder import make_run
 from tests.support.shipped import TEAMS, sharings

@@ -11,7 +11,7 @@ from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.spec import PROJECTIONS
 from mcore_mas.packing.pack import pack
-from rollout.models.layout import Projection
+from mcore_mas.rollout.models.layout import Projection
 from tests.support import ranks
 
 

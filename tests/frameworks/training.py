@@ -30,7 +30,7 @@ from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_pr
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from mcore_mas.pipeline.base_model import _init_model, _train_tokenizer
-from rollout.config.sections import (
+from mcore_mas.rollout.config.sections import (
     AgentConfig,
     EnvConfig,
     OrchestraConfig,
@@ -39,13 +39,22 @@ from rollout.config.sections import (
     build_env,
     build_team,
 )
-from rollout.engines import ChatState, EngineClient, PolicyClient, PolicyReply
-from rollout.engines.embedded.batching import LocalEngine
-from rollout.models.chat_template import Renderer
-from rollout.models.tool_calls import in_words
-from rollout.records.trajectory import Completion, Group, Message, Sampling, Task, Trajectory, VersionSpan, derive_seed
-from rollout.teams.collect import collect
-from rollout.teams.team import Team
+from mcore_mas.rollout.engines import ChatState, EngineClient, PolicyClient, PolicyReply
+from mcore_mas.rollout.engines.embedded.batching import LocalEngine
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.models.tool_calls import in_words
+from mcore_mas.rollout.records.trajectory import (
+    Completion,
+    Group,
+    Message,
+    Sampling,
+    Task,
+    Trajectory,
+    VersionSpan,
+    derive_seed,
+)
+from mcore_mas.rollout.teams.collect import collect
+from mcore_mas.rollout.teams.team import Team
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

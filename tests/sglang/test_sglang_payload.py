@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from rollout.models.tensors import gpu_hash
-from rollout.sync import push
-from rollout.sync.push import flatten, serialize
+from mcore_mas.rollout.models.tensors import gpu_hash
+from mcore_mas.rollout.sync import push
+from mcore_mas.rollout.sync.push import flatten, serialize
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.base.errors import EngineError
-from rollout.engines.sglang.engine import SGLangEngine
-from rollout.records.trajectory import Completion, Sampling
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
+from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, worst
 from tests.support import reference
 from tests.support.sglang_server import make_engine

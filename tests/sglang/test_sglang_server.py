@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.base.errors import EngineError
-from rollout.engines import Tag
-from rollout.engines.sglang import SGLANG_VERSION
-from rollout.engines.sglang.engine import SGLangEngine
-from rollout.records.trajectory import Completion, Sampling
-from rollout.sync import make_sender
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines import Tag
+from mcore_mas.rollout.engines.sglang import SGLANG_VERSION
+from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
+from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from mcore_mas.rollout.sync import make_sender
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, reference, weights, worst
 from tests.support.tiny import MAX_LENGTH, make_model
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from mcore_mas.rollout.engines.sglang import fleet as checks
+from mcore_mas.rollout.models.tensors import compare
+from mcore_mas.rollout.records.files import read_trajectories
+from mcore_mas.rollout.sync.digests import SGLangDigest
 from mcore_mas.training.train import train
-from rollout.engines.sglang import fleet as checks
-from rollout.models.tensors import compare
-from rollout.records.files import read_trajectories
-from rollout.sync.digests import SGLangDigest
 from tests.support.run_folder import make_run
 from tests.support.sglang_server import server_settings
 

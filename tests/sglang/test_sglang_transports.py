@@ -13,11 +13,11 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from rollout.base.errors import EngineError
-from rollout.engines.sglang.engine import SGLangEngine
-from rollout.records.trajectory import Sampling
-from rollout.sync import make_sender, push
-from rollout.sync.digests import kind_of
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
+from mcore_mas.rollout.records.trajectory import Sampling
+from mcore_mas.rollout.sync import make_sender, push
+from mcore_mas.rollout.sync.digests import kind_of
 from tests.contract.test_engines import (
     LOGPROB_TOLERANCE,
     ask,

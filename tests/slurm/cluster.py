@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from rollout.base.processes import free_port, start_group, stop_group
+from mcore_mas.rollout.base.processes import free_port, start_group, stop_group
 
 PACKAGES = [
     "slurmctld",

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from rollout.records.files import read_trajectories
+from mcore_mas.rollout.records.files import read_trajectories
 from tests.slurm.cluster import GPUS, NoSlurm, Slurm, wait_until
 from tests.support.run_folder import make_run
 from tests.workflow.test_training import SETTINGS, assert_same, finished_steps, start

@@ -8,7 +8,7 @@ import sys
 
 from openai import AsyncOpenAI
 
-from rollout.orchestras.program import Job
+from mcore_mas.rollout.orchestras.program import Job
 
 
 async def two_numbers(job: Job) -> str:

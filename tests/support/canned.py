@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rollout.sandbox import RunLimits, RunResult, Verdict
+from mcore_mas.rollout.sandbox import RunLimits, RunResult, Verdict
 
 
 class Canned:

@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rollout.engines import EngineClient
-from rollout.environments import ENVS
-from rollout.environments.protocol import Env
-from rollout.orchestras import ORCHESTRAS
-from rollout.records.trajectory import Sampling, Task, Trajectory
-from rollout.teams.roles import ROLES, Agent
-from rollout.teams.team import Team
-from rollout.teams.tree import Branching
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.environments import ENVS
+from mcore_mas.rollout.environments.protocol import Env
+from mcore_mas.rollout.orchestras import ORCHESTRAS
+from mcore_mas.rollout.records.trajectory import Sampling, Task, Trajectory
+from mcore_mas.rollout.teams.roles import ROLES, Agent
+from mcore_mas.rollout.teams.team import Team
+from mcore_mas.rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, Bytes, collect, seeded
 from tests.support.scripted_engine import ScriptedEngine
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.records.trajectory import Completion
+from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
+from mcore_mas.rollout.records.trajectory import Completion
 
 LOGPROB_TOLERANCE = 5e-5  # nats; float32 sums in another order move a log-probability by up to about 1.5e-5
 SIZES = {

@@ -9,8 +9,8 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
+from mcore_mas.rollout.base.files import write_json, write_text
 from mcore_mas.training.tracking import CLOCK
-from rollout.base.files import write_json, write_text
 
 STEPS = 20
 

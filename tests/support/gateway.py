@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollout.engines import EngineClient
-from rollout.engines.embedded.batching import LocalEngine
-from rollout.gateway.app import shared_gateway
-from rollout.gateway.sessions import GatewaySession
-from rollout.models.chat_template import Renderer
-from rollout.records.trajectory import Sampling
-from rollout.teams.roles import Agent, Role
-from rollout.teams.team import Team, TeamSession
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.engines.embedded.batching import LocalEngine
+from mcore_mas.rollout.gateway.app import shared_gateway
+from mcore_mas.rollout.gateway.sessions import GatewaySession
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.records.trajectory import Sampling
+from mcore_mas.rollout.teams.roles import Agent, Role
+from mcore_mas.rollout.teams.team import Team, TeamSession
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.templates import renderer_of
 

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import torch
 
-from rollout.engines import Hear
-from rollout.records.trajectory import Completion, Sampling, Turn
+from mcore_mas.rollout.engines import Hear
+from mcore_mas.rollout.records.trajectory import Completion, Sampling, Turn
 from tests.support.gateway import opened, sampling_team
 
 Row = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # prompt, completion, log-probabilities

@@ -15,8 +15,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
-from rollout.engines.embedded.batching import LocalEngine
-from rollout.sync import SyncRoute, WeightUpdate
+from mcore_mas.rollout.engines.embedded.batching import LocalEngine
+from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 from tests.support.simulated import handed_over
 
 

@@ -24,18 +24,18 @@ from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
-from rollout.config.sections import EnvConfig, build_allocator, build_env, build_team
-from rollout.engines import ChatState, EngineClient, PolicyReply
-from rollout.engines.embedded.batching import LocalEngine
-from rollout.environments.code import pack_solution, pack_test
-from rollout.environments.data_science import pack_file, pack_target
-from rollout.environments.predictions import Target
-from rollout.environments.repository import CheckCall, pack_check, pack_source
-from rollout.models.chat_template import Renderer
-from rollout.records.trajectory import Message, Sampling, Status, Task
-from rollout.sandbox.judge import StdinTest
-from rollout.teams.collect import collect
-from rollout.teams.roles import Agent
+from mcore_mas.rollout.config.sections import EnvConfig, build_allocator, build_env, build_team
+from mcore_mas.rollout.engines import ChatState, EngineClient, PolicyReply
+from mcore_mas.rollout.engines.embedded.batching import LocalEngine
+from mcore_mas.rollout.environments.code import pack_solution, pack_test
+from mcore_mas.rollout.environments.data_science import pack_file, pack_target
+from mcore_mas.rollout.environments.predictions import Target
+from mcore_mas.rollout.environments.repository import CheckCall, pack_check, pack_source
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.records.trajectory import Message, Sampling, Status, Task
+from mcore_mas.rollout.sandbox.judge import StdinTest
+from mcore_mas.rollout.teams.collect import collect
+from mcore_mas.rollout.teams.roles import Agent
 from tests.support import worlds
 from tests.support.shipped import TEAMS, Library
 

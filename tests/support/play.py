@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout.base.errors import EnvError
-from rollout.engines import EngineClient
-from rollout.environments.protocol import Step, ToolCall
-from rollout.models.tool_calls import ToolFormat, ToolSchema
-from rollout.records.trajectory import Group, Message, Sampling, Task, Turn, derive_seed
-from rollout.teams import collect as collecting
-from rollout.teams.roles import Agent, Role
-from rollout.teams.team import Team
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.environments.protocol import Step, ToolCall
+from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
+from mcore_mas.rollout.records.trajectory import Group, Message, Sampling, Task, Turn, derive_seed
+from mcore_mas.rollout.teams import collect as collecting
+from mcore_mas.rollout.teams.roles import Agent, Role
+from mcore_mas.rollout.teams.team import Team
 from tests.support.scripted_engine import ScriptedEngine
 
 SEED, STEP = 7, 3
@@ -21,7 +21,7 @@ AGENTS = ("a", "b")
 
 
 async def collect(*played: Any, group_size: int, seed: int, step: int, **options: Any) -> list[Group]:
-    """`rollout.teams.collect.collect` with the options beside the rest."""
+    """`mcore_mas.rollout.teams.collect.collect` with the options beside the rest."""
     chosen = collecting.CollectOptions(**options)
     return await collecting.collect(*played, group_size=group_size, seed=seed, step=step, options=chosen)
 

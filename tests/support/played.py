@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.records.trajectory import Group, Status, Task, Trajectory, Turn
+from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory, Turn
 
 TASK = Task(id="t", prompt="?", answers=("1",), env="math", source="s", split="train")
 

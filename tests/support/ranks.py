@@ -26,9 +26,9 @@ from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_pr
 from mcore_mas.megatron.state.sharded_model import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
-from rollout.models.layout import ParallelLayout
-from rollout.models.tensors import whole as whole_of
-from rollout.sync import SyncRoute, make_sender
+from mcore_mas.rollout.models.layout import ParallelLayout
+from mcore_mas.rollout.models.tensors import whole as whole_of
+from mcore_mas.rollout.sync import SyncRoute, make_sender
 
 LR = 1e-3
 EPS = 1e-4

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.records.trajectory import Sampling, Turn
+from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
+from mcore_mas.rollout.records.trajectory import Sampling, Turn
 
 
 def sample_again(

@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 
-from rollout.records.trajectory import Group, Status
+from mcore_mas.rollout.records.trajectory import Group, Status
 
 
 def by_first_token(group: Group) -> Group:

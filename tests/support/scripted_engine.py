@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rollout.base.errors import EngineError
-from rollout.records.trajectory import Completion, Sampling, VersionSpan
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor

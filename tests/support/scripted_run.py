@@ -5,9 +5,9 @@ from pathlib import Path
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
+from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.training.async_rollout import Schedule
 from mcore_mas.training.step import TrainingSession
-from rollout.records.trajectory import Task
 from tests.support.scripted_engine import Script, ScriptedEngine
 from tests.support.simulated import Log, make_session, with_engines
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rollout.engines.sglang.engine import SGLangEngine
+from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
 from tests.support.tiny import MAX_LENGTH
 
 IN_FLOAT32 = {  # kernels of its own compute in half precision only

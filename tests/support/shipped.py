@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from mcore_mas.config.compose import CONFIGS
-from rollout.config.sections import (
+from mcore_mas.rollout.config.sections import (
     AgentConfig,
     EnvConfig,
     OrchestraConfig,
@@ -19,10 +19,10 @@ from rollout.config.sections import (
     build_env,
     build_team,
 )
-from rollout.engines import EngineClient
-from rollout.records.trajectory import Task, Trajectory
-from rollout.tasks.encyclopedia import Article
-from rollout.teams.collect import collect
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.records.trajectory import Task, Trajectory
+from mcore_mas.rollout.tasks.encyclopedia import Article
+from mcore_mas.rollout.teams.collect import collect
 from tests.support.play import Bytes
 from tests.support.scripted_engine import ScriptedEngine
 

@@ -13,15 +13,15 @@ from typing import Any
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.samples import Sample
+from mcore_mas.rollout.base.files import Digest
+from mcore_mas.rollout.config.sections import build_env, build_player, build_team
+from mcore_mas.rollout.records.trajectory import Completion, Group, Sampling, Task, VersionSpan, derive_seed
+from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
 from mcore_mas.training.checkpoint import Checkpoints, Identity
 from mcore_mas.training.policy_trainer import PolicyTrainer
 from mcore_mas.training.step import TrainingSession
 from mcore_mas.training.weight_sync import Memory, WeightSync
-from rollout.base.files import Digest
-from rollout.config.sections import build_env, build_player, build_team
-from rollout.records.trajectory import Completion, Group, Sampling, Task, VersionSpan, derive_seed
-from rollout.sync import SyncRoute, WeightUpdate
 
 TOKEN_S = 0.1  # of decoding one token
 

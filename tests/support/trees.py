@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout.records.trajectory import Trajectory
+from mcore_mas.rollout.records.trajectory import Trajectory
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 
 

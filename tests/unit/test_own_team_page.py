@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.config.compose import resolve
-from rollout.config.sections import RewardConfig, build_allocator
-from rollout.teams.roles import ROLES
+from mcore_mas.rollout.config.sections import RewardConfig, build_allocator
+from mcore_mas.rollout.teams.roles import ROLES
 from tests.support.played import group, trajectory, turn
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_team.md"

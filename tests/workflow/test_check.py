@@ -12,7 +12,7 @@ from mcore_mas.config.models import located
 from mcore_mas.pipeline.check import check_suite, complaints
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
-from rollout.teams.roles import filled_slots, template_slots
+from mcore_mas.rollout.teams.roles import filled_slots, template_slots
 from tests.support import reference
 
 NO_START = ["cold_start=null", "engine.max_length=256"]

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_mas.config.run import RunConfig
+from mcore_mas.rollout.base.files import sha256
+from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
+from mcore_mas.rollout.records.files import read_trajectories
+from mcore_mas.rollout.records.trajectory import Turn
 from mcore_mas.training.evaluate import seated
 from mcore_mas.training.export import export
 from mcore_mas.training.train import train
-from rollout.base.files import sha256
-from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.records.files import read_trajectories
-from rollout.records.trajectory import Turn
 from tests.support import precision
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.replay import sample_again

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.records.files import read_trajectories
+from mcore_mas.rollout.records.files import read_trajectories
 from tests.support.run_folder import describe_model, make_run
 from tests.workflow.test_dag import planned, snakemake
 

@@ -26,12 +26,12 @@ from mcore_mas.pipeline.paper_suite import paper_suite
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.planning.jobs import tenants_of
 from mcore_mas.reports.paper_tables import table_names
+from mcore_mas.retrieval.client import RetrievalClient
+from mcore_mas.retrieval.sidecar import RetrieverSidecar
+from mcore_mas.rollout.config.sections import build_env
+from mcore_mas.rollout.environments.protocol import Env
+from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.training import crew, logbook, train
-from retrieval.client import RetrievalClient
-from retrieval.sidecar import RetrieverSidecar
-from rollout.config.sections import build_env
-from rollout.environments.protocol import Env
-from rollout.records.trajectory import Task
 from tests.support.in_process import Engine, Group
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from mcore_mas.rollout.records.files import RecordError
 from mcore_mas.training.joblog import cause, failure_message, success_message
-from rollout.records.files import RecordError
 
 
 def run_job(log: Path, body: str) -> subprocess.CompletedProcess[str]:

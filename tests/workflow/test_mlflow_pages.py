@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from mcore_mas.rollout.base.processes import free_port
 from mcore_mas.training.publish import LOCAL_PAGES, publish
-from rollout.base.processes import free_port
 from tests.support.browser import browse, needs_chromium
 from tests.support.finished import finished
 

@@ -17,7 +17,7 @@ from mcore_mas.pipeline.paper_suite import asked_tables, asks_inputs, paper_suit
 from mcore_mas.pipeline.sources import choose_hub
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
-from rollout.tasks.tiny_files import write_tiny_file
+from mcore_mas.rollout.tasks.tiny_files import write_tiny_file
 from tests.support.hub import COMMIT, FakeHub, running
 
 ROOT = Path(__file__).resolve().parents[2]

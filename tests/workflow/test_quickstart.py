@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout.records.files import read_trajectories
+from mcore_mas.rollout.records.files import read_trajectories
 from tests.slurm.cluster import wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -18,15 +18,14 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
+from mcore_mas.rollout.config.sections import build_allocator, build_env, build_player, build_team
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.teams.collect import collect
 from mcore_mas.training.policy_trainer import PolicyTrainer, policy_spec
-from rollout.config.sections import build_allocator, build_env, build_player, build_team
-from rollout.records.trajectory import Task
-from rollout.teams.collect import collect
 from tests.support.in_process import Bytes, Engine, Group, make_model
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("mcore_mas", "rollout", "retrieval")
 FOR_CUDA = "mcore_mas/megatron/cpu.py"  # stands in for CUDA; no turn meets it on a GPU
 MOST_FILES = 30  # that run anything
 MOST_HOLDING = 14  # whose functions are given the turn
@@ -39,7 +38,7 @@ def shapes_in(value: Any) -> set[str]:
     if isinstance(value, (list, tuple)) and value:
         value = value[0]
     kind = type(value)
-    if not dataclasses.is_dataclass(kind) or kind.__module__.partition(".")[0] not in OURS:
+    if not dataclasses.is_dataclass(kind) or kind.__module__.partition(".")[0] != "mcore_mas":
         return set()
     return {kind.__qualname__} if _TOKENS & {field.name for field in dataclasses.fields(kind)} else set()
 
@@ -57,7 +56,7 @@ class Trace:
 
         def seen(frame: FrameType, event: str, argument: Any) -> None:
             path = Path(frame.f_code.co_filename)
-            if event == "call" and path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in OURS:
+            if event == "call" and path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] == "mcore_mas":
                 files[str(path.relative_to(ROOT))] = None
                 for value in frame.f_locals.values():  # at a call: the arguments
                     for shape in shapes_in(value):

@@ -39,7 +39,7 @@ def test_its_own_test_passes_and_its_suite_plans(project: Path) -> None:
 
 
 def test_a_name_that_is_no_package_or_is_taken_is_refused(project: Path) -> None:
-    for name in ("my-team", "class", "rollout", "../x", ""):
+    for name in ("my-team", "class", "mcore_mas", "../x", ""):
         with pytest.raises(ScaffoldError, match="cannot be a Python package"):
             new_project(name, project.parent)
     with pytest.raises(ScaffoldError, match="something is there already"):

@@ -17,13 +17,13 @@ from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.reports.study import MetricsError, lemma_factors, norms, skills, study_stability
+from mcore_mas.rollout.config.sections import AgentConfig, build_team
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.records.trajectory import Group, Task, Trajectory
+from mcore_mas.rollout.rewards import ALLOCATORS
+from mcore_mas.rollout.teams.collect import CollectOptions, collect
+from mcore_mas.rollout.teams.roles import ROLES
 from mcore_mas.training.metrics import credit_metrics
-from rollout.config.sections import AgentConfig, build_team
-from rollout.engines import EngineClient
-from rollout.records.trajectory import Group, Task, Trajectory
-from rollout.rewards import ALLOCATORS
-from rollout.teams.collect import CollectOptions, collect
-from rollout.teams.roles import ROLES
 from tests.support.play import Bytes
 from tests.support.played import TASK, failed, group, trajectory, turn
 from tests.support.scripted_engine import ScriptedEngine

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import yaml
 
-from rollout.base.files import sha256
-from rollout.records.files import read_trajectories
+from mcore_mas.rollout.base.files import sha256
+from mcore_mas.rollout.records.files import read_trajectories
 from tests.slurm.cluster import Slurm, wait_until
 from tests.support.run_folder import make_run
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from mcore_mas.training import joblog
-from rollout.base.files import FolderError, owned, writable
+from mcore_mas.rollout.base.files import FolderError, owned, writable
 from mcore_mas.pipeline import sharing
 from mcore_mas.pipeline.check import check_suite
 from mcore_mas.pipeline.suite import Suite

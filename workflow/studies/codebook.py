@@ -13,13 +13,13 @@ from random import Random
 
 from pydantic import PositiveInt
 
-from rollout.base.options import Share
-from rollout.environments.protocol import Step
-from rollout.records.trajectory import Demonstration, Message, Task, derive_seed
-from rollout.tasks import Generator
-from rollout.tasks.splits import split_of
-from rollout.teams.roles import Role, register_agent
-from rollout.teams.team import TeamSession
+from mcore_mas.rollout.base.options import Share
+from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.records.trajectory import Demonstration, Message, Task, derive_seed
+from mcore_mas.rollout.tasks import Generator
+from mcore_mas.rollout.tasks.splits import split_of
+from mcore_mas.rollout.teams.roles import Role, register_agent
+from mcore_mas.rollout.teams.team import TeamSession
 
 LETTERS = "abcdefgh"
 CODES = range(10, 34)

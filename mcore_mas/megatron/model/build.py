@@ -21,7 +21,7 @@ from torch import Tensor
 from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
 from mcore_mas.megatron.model.decoder import ColumnLinear, PackedGPTModel, RMSNorm, RowLinear
 from mcore_mas.megatron.spec import TrainerSpec
-from rollout.models.architecture import Architecture
+from mcore_mas.rollout.models.architecture import Architecture
 
 
 def layer_specs(config: TransformerConfig, kind: str, vp_stage: int | None = None) -> TransformerBlockSubmodules:

@@ -25,10 +25,10 @@ from torch.nn import Parameter
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
 from mcore_mas.megatron.state.weight_import import LINEARS, SafeTensors
-from rollout.base.errors import ModelError
-from rollout.base.files import atomic_folder
-from rollout.models.architecture import Architecture
-from rollout.records.trajectory import derive_seed
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.base.files import atomic_folder
+from mcore_mas.rollout.models.architecture import Architecture
+from mcore_mas.rollout.records.trajectory import derive_seed
 
 _PEFT = re.compile(r"\.(\w+)_proj\.lora_([AB])\.weight$")
 

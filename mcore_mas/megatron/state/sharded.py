@@ -20,9 +20,9 @@ from torch import Tensor
 from mcore_mas.megatron.device import exchange
 from mcore_mas.megatron.state.optimizer import OptimizerState
 from mcore_mas.megatron.state.weight_import import LazyTensor, WeightMapping, tensor_parallel, weight_mappings
-from rollout.base.errors import ModelError
-from rollout.base.files import Digest, write_chunks
-from rollout.models.architecture import Architecture
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.base.files import Digest, write_chunks
+from mcore_mas.rollout.models.architecture import Architecture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

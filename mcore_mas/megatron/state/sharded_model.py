@@ -37,10 +37,10 @@ from mcore_mas.megatron.state.weight_import import (
     weight_mappings,
     write_folder,
 )
-from rollout.base.errors import ModelError
-from rollout.models.architecture import Architecture, read_architecture
-from rollout.models.layout import check_fit
-from rollout.models.tensors import whole
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.models.architecture import Architecture, read_architecture
+from mcore_mas.rollout.models.layout import check_fit
+from mcore_mas.rollout.models.tensors import whole
 
 
 class ShardedModel:

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_mas.megatron.model.decoder import EXPERT, LAYER
-from rollout.base.errors import ModelError
-from rollout.base.files import atomic_folder
-from rollout.models.architecture import Architecture
-from rollout.models.layout import Projection
-from rollout.models.tensors import TensorFiles, shape_of
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.base.files import atomic_folder
+from mcore_mas.rollout.models.architecture import Architecture
+from mcore_mas.rollout.models.layout import Projection
+from mcore_mas.rollout.models.tensors import TensorFiles, shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

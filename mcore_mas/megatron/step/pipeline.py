@@ -23,7 +23,7 @@ from mcore_mas.megatron.device import ahead, download, rank_device, upload
 from mcore_mas.megatron.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import TrainerSpec
-from rollout.models.architecture import Architecture
+from mcore_mas.rollout.models.architecture import Architecture
 
 # by name: sum, number of tokens, minimum, maximum, or of a percentile its histogram; plain, to be sent around
 _Part: TypeAlias = dict[str, list[float]]

@@ -25,7 +25,7 @@ from mcore_mas.megatron.state.optimizer import Offload, OptimizerState, gathers_
 from mcore_mas.megatron.state.sharded import ShardedCheckpoint
 from mcore_mas.megatron.state.sharded_model import ShardedModel
 from mcore_mas.megatron.step.pipeline import Pipeline, speaks, summarise
-from rollout.base.files import Digest
+from mcore_mas.rollout.base.files import Digest
 
 _POLICY = ""  # the spike monitor of the whole gradient, beside those of the agents
 

@@ -20,9 +20,9 @@ from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.device import exchange
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
-from rollout.base.files import Digest
-from rollout.base.processes import interface_of
-from rollout.sync import SyncRoute, WeightSender, WeightUpdate, make_sender
+from mcore_mas.rollout.base.files import Digest
+from mcore_mas.rollout.base.processes import interface_of
+from mcore_mas.rollout.sync import SyncRoute, WeightSender, WeightUpdate, make_sender
 
 _LOOPBACK = "127.0.0.1"
 

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.base.errors import EngineError
-from rollout.base.task_group import settle
-from rollout.engines import BUSY, Hear, Tag, problem_of
-from rollout.engines.embedded.decoder import Cache, CachedDecoder, Span
-from rollout.engines.embedded.rows import CacheRows, GenerationRequest
-from rollout.models.architecture import read_architecture
-from rollout.models.tensors import read_tensors
-from rollout.records.trajectory import Completion, Sampling, VersionSpan
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.task_group import settle
+from mcore_mas.rollout.engines import BUSY, Hear, Tag, problem_of
+from mcore_mas.rollout.engines.embedded.decoder import Cache, CachedDecoder, Span
+from mcore_mas.rollout.engines.embedded.rows import CacheRows, GenerationRequest
+from mcore_mas.rollout.models.architecture import read_architecture
+from mcore_mas.rollout.models.tensors import read_tensors
+from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
 
 _PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
 

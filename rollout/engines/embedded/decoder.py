@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollout.base.errors import EngineError
-from rollout.models.architecture import Architecture
-from rollout.models.fused_weights import Layer, Weights
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.models.architecture import Architecture
+from mcore_mas.rollout.models.fused_weights import Layer, Weights
 
 _QUERY_BLOCK = 128  # prompt tokens per attention product: bounds its memory, skips most of the masked half
 _BLOCK_COST = 400  # tokens of context that can be read in the time it takes to start another attention product

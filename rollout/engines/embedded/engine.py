@@ -15,17 +15,17 @@ from typing import Any
 import ray
 import torch
 
-from rollout.base.errors import EngineError
-from rollout.base.files import memory_path
-from rollout.base.processes import say
-from rollout.engines import BUSY, TRANSPORTS, Tag, TrainedEngine
-from rollout.engines.embedded.batching import Ask, Dispatcher, EmbeddedEngine, Report
-from rollout.engines.embedded.decoder import CachedDecoder
-from rollout.models.architecture import read_architecture
-from rollout.models.tensors import compare, read_tensors
-from rollout.sync import SyncRoute, WeightUpdate
-from rollout.sync.disk import patched
-from rollout.sync.shared import SharedCheck, SharedWeights
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.files import memory_path
+from mcore_mas.rollout.base.processes import say
+from mcore_mas.rollout.engines import BUSY, TRANSPORTS, Tag, TrainedEngine
+from mcore_mas.rollout.engines.embedded.batching import Ask, Dispatcher, EmbeddedEngine, Report
+from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
+from mcore_mas.rollout.models.architecture import read_architecture
+from mcore_mas.rollout.models.tensors import compare, read_tensors
+from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
+from mcore_mas.rollout.sync.disk import patched
+from mcore_mas.rollout.sync.shared import SharedCheck, SharedWeights
 
 _LOOK_S = 1.0  # between two looks at what has become of an actor
 _BUDGET_S = 0.02  # of decoding per call: new requests wait at most this long, or a few times it when none ends

@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rollout.base.errors import EngineError
-from rollout.base.processes import say
-from rollout.engines import Tag, TrainedEngine
-from rollout.engines.embedded.engine import ActorDied, HostedEngine
-from rollout.records.trajectory import Completion, Sampling
-from rollout.sync import SyncRoute, WeightUpdate
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.processes import say
+from mcore_mas.rollout.engines import Tag, TrainedEngine
+from mcore_mas.rollout.engines.embedded.engine import ActorDied, HostedEngine
+from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 
 Place = Mapping[str, Any]  # options of an actor
 _LOOK_S = 5.0  # between looks for actors that have died while nobody asked them anything

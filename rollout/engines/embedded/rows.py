@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.records.trajectory import Completion, Sampling, VersionSpan
+from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
 
 _NEVER = np.iinfo(np.int64).max
 

@@ -17,16 +17,16 @@ from typing import Any, NoReturn, Protocol
 
 from pydantic import Field, JsonValue, model_validator
 
-from rollout.base.errors import Unusable
-from rollout.base.http import Unanswered, check_url, retry_after_s
-from rollout.base.options import Section, lookup
-from rollout.records.trajectory import Message
+from mcore_mas.rollout.base.errors import Unusable
+from mcore_mas.rollout.base.http import Unanswered, check_url, retry_after_s
+from mcore_mas.rollout.base.options import Section, lookup
+from mcore_mas.rollout.records.trajectory import Message
 
 # Import paths, so that naming a provider imports no library.
 PROVIDERS = {
-    "openai": "rollout.engines.remote.providers:OpenAIChat",
-    "anthropic": "rollout.engines.remote.providers:AnthropicMessages",
-    "gemini": "rollout.engines.remote.providers:GeminiContent",
+    "openai": "mcore_mas.rollout.engines.remote.providers:OpenAIChat",
+    "anthropic": "mcore_mas.rollout.engines.remote.providers:AnthropicMessages",
+    "gemini": "mcore_mas.rollout.engines.remote.providers:GeminiContent",
 }
 
 

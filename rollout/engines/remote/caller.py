@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from rollout.base.errors import EngineError
-from rollout.base.http import Unanswered, retried
-from rollout.base.task_group import LateCall
-from rollout.engines import ChatState, PolicyReply
-from rollout.engines.remote import (
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.http import Unanswered, retried
+from mcore_mas.rollout.base.task_group import LateCall
+from mcore_mas.rollout.engines import ChatState, PolicyReply
+from mcore_mas.rollout.engines.remote import (
     Answer,
     CallRefused,
     Provider,
@@ -25,9 +25,9 @@ from rollout.engines.remote import (
     provider_class,
     read_key,
 )
-from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending
-from rollout.models.tool_calls import in_words
-from rollout.records.trajectory import Completion, Message, Sampling, VersionSpan
+from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending
+from mcore_mas.rollout.models.tool_calls import in_words
+from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, VersionSpan
 
 CALL_BACKOFF_S = 0.5  # mean of the first pause; doubles with each retry
 _REPLY_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # fields of requests

@@ -10,8 +10,8 @@ import sqlite3
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from rollout.base.errors import Unusable
-from rollout.engines.remote import Answer, BudgetConfig, RemoteError
+from mcore_mas.rollout.base.errors import Unusable
+from mcore_mas.rollout.engines.remote import Answer, BudgetConfig, RemoteError
 
 LEDGER_VERSION = 1
 LEDGER_SCHEMA = (

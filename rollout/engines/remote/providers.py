@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from rollout.base.http import HttpClient, Unanswered, unanswered
-from rollout.engines.remote import (
+from mcore_mas.rollout.base.http import HttpClient, Unanswered, unanswered
+from mcore_mas.rollout.engines.remote import (
     Answer,
     ApiKey,
     RemoteError,
@@ -20,10 +20,10 @@ from rollout.engines.remote import (
     split_system,
     status_error,
 )
-from rollout.records.trajectory import Message
+from mcore_mas.rollout.records.trajectory import Message
 
 if TYPE_CHECKING:
-    from rollout.engines.remote import RemoteConfig
+    from mcore_mas.rollout.engines.remote import RemoteConfig
 
 OPENAI_URL = "https://api.openai.com/v1"
 LARGEST = 4 * 2**20  # bytes of a reply

@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollout.base.errors import EngineError
-from rollout.base.http import HttpClient, HttpReply, TimedOut, Unanswered, retried
-from rollout.engines import Hear
-from rollout.records.trajectory import Completion, Sampling, VersionSpan
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.http import HttpClient, HttpReply, TimedOut, Unanswered, retried
+from mcore_mas.rollout.engines import Hear
+from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
 
 RETRIES = 3  # of a connection that broke
 _SHOWN = 300  # characters of a server's words in an error

@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollout.base.errors import EngineError
-from rollout.base.files import memory_path
-from rollout.base.processes import say
-from rollout.engines import Hear, Tag, TrainedEngine, problem_of
-from rollout.engines.sglang.client import Lost, StreamedReply, body_of, completion_of
-from rollout.engines.sglang.fleet import Checks, Fleet, Left, LostWeights
-from rollout.engines.sglang.server import Replica
-from rollout.engines.sglang.settings import PUSHED, SGLangSettings
-from rollout.records.trajectory import Completion, Sampling
-from rollout.sync import SyncRoute, WeightUpdate
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.files import memory_path
+from mcore_mas.rollout.base.processes import say
+from mcore_mas.rollout.engines import Hear, Tag, TrainedEngine, problem_of
+from mcore_mas.rollout.engines.sglang.client import Lost, StreamedReply, body_of, completion_of
+from mcore_mas.rollout.engines.sglang.fleet import Checks, Fleet, Left, LostWeights
+from mcore_mas.rollout.engines.sglang.server import Replica
+from mcore_mas.rollout.engines.sglang.settings import PUSHED, SGLangSettings
+from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 
 _IDLE_S = 60.0  # that requests which were aborted may take to end, before servers sleep
 

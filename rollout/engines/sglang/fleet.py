@@ -7,19 +7,19 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rollout.base.errors import EngineError
-from rollout.base.task_group import settle
-from rollout.engines import Tag
-from rollout.engines.sglang.client import Lost, StreamedReply
-from rollout.engines.sglang.server import Replica, attached_replica, owned_replica
-from rollout.engines.sglang.settings import SGLangSettings
-from rollout.models.tensors import TensorFiles, compare
-from rollout.sync.digests import SGLangDigest, kind_of, layer_of, of_rank
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.task_group import settle
+from mcore_mas.rollout.engines import Tag
+from mcore_mas.rollout.engines.sglang.client import Lost, StreamedReply
+from mcore_mas.rollout.engines.sglang.server import Replica, attached_replica, owned_replica
+from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
+from mcore_mas.rollout.models.tensors import TensorFiles, compare
+from mcore_mas.rollout.sync.digests import SGLangDigest, kind_of, layer_of, of_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollout.sync import WeightUpdate
+    from mcore_mas.rollout.sync import WeightUpdate
 
 
 class Left(EngineError):

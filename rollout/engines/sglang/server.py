@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rollout.base.errors import EngineError
-from rollout.base.processes import free_port, interface_of, start_group, stop_group
-from rollout.engines.sglang.client import SGLangClient
-from rollout.engines.sglang.settings import SGLangSettings
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.processes import free_port, interface_of, start_group, stop_group
+from mcore_mas.rollout.engines.sglang.client import SGLangClient
+from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 
 _SPARE = 6  # tokens of its context that SGLang leaves empty (`get_worker_info` in managers/tp_worker.py)
 _SHOWN = 300  # characters of the log's end in an error

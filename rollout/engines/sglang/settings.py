@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollout.base.errors import EngineError
-from rollout.base.http import is_loopback
-from rollout.engines import TRANSPORTS
-from rollout.models.architecture import read_config
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.http import is_loopback
+from mcore_mas.rollout.engines import TRANSPORTS
+from mcore_mas.rollout.models.architecture import read_config
 
 PUSHED = ("tensor", "distributed")  # written into the servers while they pause
 _SHORT = {"half": "float16", "float": "float32"}  # names that SGLang has for types of numbers

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout.environments.games.blocksworld import Blocksworld, BlocksworldSource
-from rollout.environments.games.game import Game, PuzzleSource
-from rollout.environments.games.grids import PlanPath, PlanPathSource, Sokoban, SokobanSource
-from rollout.environments.games.sudoku import Sudoku, SudokuSource
+from mcore_mas.rollout.environments.games.blocksworld import Blocksworld, BlocksworldSource
+from mcore_mas.rollout.environments.games.game import Game, PuzzleSource
+from mcore_mas.rollout.environments.games.grids import PlanPath, PlanPathSource, Sokoban, SokobanSource
+from mcore_mas.rollout.environments.games.sudoku import Sudoku, SudokuSource
 
 GAMES: dict[str, type[Game[Any]]] = {  # keyword arguments are the rewards
     "plan_path": PlanPath,

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rollout.environments.games.game import (
+from mcore_mas.rollout.environments.games.game import (
     BadPuzzle,
     Game,
     Owns,

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import PositiveInt
 
-from rollout.base.errors import EnvError
-from rollout.environments.protocol import Step
-from rollout.environments.running import CalculatingEnv
-from rollout.records.trajectory import Task
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.environments.running import CalculatingEnv
+from mcore_mas.rollout.records.trajectory import Task
 
 _State = TypeVar("_State")
 _Action = TypeVar("_Action")

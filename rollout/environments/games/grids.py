@@ -9,8 +9,8 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, PositiveInt
 
-from rollout.base.options import Share
-from rollout.environments.games.game import (
+from mcore_mas.rollout.base.options import Share
+from mcore_mas.rollout.environments.games.game import (
     BadPuzzle,
     Game,
     Owns,

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ValidationInfo
 
-from rollout.environments.games.game import (
+from mcore_mas.rollout.environments.games.game import (
     BadPuzzle,
     Game,
     Owns,

@@ -13,9 +13,9 @@ from mcore_mas import api
 from mcore_mas.api.objects import TaskError, allocator_of, known_here, split_tasks
 from mcore_mas.api.page import API_PAGE, public_methods, render_api
 from mcore_mas.config.run import ConfigError
-from rollout.base.options import HERE
-from rollout.records.trajectory import Task
-from rollout.rewards.outcome import shared_outcome
+from mcore_mas.rollout.base.options import HERE
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.rewards.outcome import shared_outcome
 from tests.support.played import group, trajectory, turn
 
 AGENTS = [mm.AgentSpec("writer", "{problem}"), mm.AgentSpec("editor", "{problem} {draft}", policy="second")]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollout.base.files import FolderError, owned, writable, write_text
+from mcore_mas.rollout.base.files import FolderError, owned, writable, write_text
 
 
 def test_a_living_owner_keeps_its_folder(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_killed_owners_folder_is_free_at_once(tmp_path: Path) -> None:
     source = f"""
 import time
 from pathlib import Path
-from rollout.base.files import owned
+from mcore_mas.rollout.base.files import owned
 with owned(Path({str(tmp_path)!r})):
     print(1, flush=True)
     time.sleep(60)

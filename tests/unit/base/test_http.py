@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rollout.base.http import HttpClient, HttpReply, Refused, Unanswered, is_loopback, retried
+from mcore_mas.rollout.base.http import HttpClient, HttpReply, Refused, Unanswered, is_loopback, retried
 
 
 def failing(times: int, error: Callable[[], Exception]) -> tuple[Callable[[], object], list[int]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from rollout.base.options import (
+from mcore_mas.rollout.base.options import (
     OptionsError,
     Registry,
     UnknownName,
@@ -23,7 +23,7 @@ from rollout.base.options import (
     offered,
     options_model,
 )
-from rollout.rewards.penalties import invalid_reply
+from mcore_mas.rollout.rewards.penalties import invalid_reply
 
 if TYPE_CHECKING:
     from decimal import Decimal

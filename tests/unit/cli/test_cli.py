@@ -7,7 +7,7 @@ import pytest
 
 from mcore_mas.cli.inspection import REGISTRIES
 from mcore_mas.cli.main import main, snakemake_command
-from rollout.base.options import offered
+from mcore_mas.rollout.base.options import offered
 
 HELPED = "Usage: "  # what a command's own parser refuses comes with where to find help
 

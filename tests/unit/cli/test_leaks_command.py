@@ -11,8 +11,8 @@ import yaml
 
 from mcore_mas.cli.main import main
 from mcore_mas.config.compose import resolve
-from rollout.records.files import write_tasks
-from rollout.records.trajectory import Task
+from mcore_mas.rollout.records.files import write_tasks
+from mcore_mas.rollout.records.trajectory import Task
 
 
 def write(path: Path, *pairs: tuple[str, str]) -> str:

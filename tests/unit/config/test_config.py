@@ -12,7 +12,7 @@ from mcore_mas.config.compose import CONFIGS, experiments, resolve
 from mcore_mas.config.credit import cut_off
 from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule
 from mcore_mas.equations.advantages import ESTIMATORS
-from rollout.base.options import Section
+from mcore_mas.rollout.base.options import Section
 from tests.support.shipped import TEAMS, sharings
 
 GROUPS = sorted(

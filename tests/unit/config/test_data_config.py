@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.prepare import prepare_tasks
-from rollout.config.data import DataConfig, make_tasks, prepared_tasks
-from rollout.records.files import RecordError, read_tasks, write_tasks
-from rollout.records.trajectory import Task
+from mcore_mas.rollout.config.data import DataConfig, make_tasks, prepared_tasks
+from mcore_mas.rollout.records.files import RecordError, read_tasks, write_tasks
+from mcore_mas.rollout.records.trajectory import Task
 
 
 def problems(path: Path, count: int, **columns: Any) -> Path:

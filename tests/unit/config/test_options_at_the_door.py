@@ -17,9 +17,9 @@ from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterCon
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.equations.divergence import KL_ESTIMATES, KLName
 from mcore_mas.equations.losses import AGGREGATIONS, AggregationName
-from rollout.base.schema_words import json_schema
-from rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
-from rollout.tasks import GENERATORS
+from mcore_mas.rollout.base.schema_words import json_schema
+from mcore_mas.rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
+from mcore_mas.rollout.tasks import GENERATORS
 
 REGISTRIES = (
     EnvConfig.registry,

@@ -3,13 +3,14 @@
 import pytest
 from pydantic import ValidationError
 
-from rollout.base.options import UnknownName, lookup
-from rollout.config.sections import RewardConfig, build_allocator
-from rollout.rewards import ALLOCATORS
-from rollout.rewards.outcome import shared_outcome
+from mcore_mas.rollout.base.options import UnknownName, lookup
+from mcore_mas.rollout.config.sections import RewardConfig, build_allocator
+from mcore_mas.rollout.rewards import ALLOCATORS
+from mcore_mas.rollout.rewards.outcome import shared_outcome
 from tests.support.played import group, rewards, trajectory, turn
 
 TEAM = ("searcher", "answerer")
+REWARDS = "mcore_mas.rollout.rewards"
 
 
 def halved(group, *, share=0.5):
@@ -48,10 +49,10 @@ def test_unknown_names_are_named_with_what_is_known():
 def test_an_import_path_stands_for_a_name():
     config = RewardConfig(name=f"{__name__}:halved", options={"share": 0.25})
     assert rewards(build_allocator(config, {})(group(trajectory(turn(0))))) == [[0.25]]
-    assert lookup("reward", "rollout.rewards.outcome:shared_outcome", ALLOCATORS) is shared_outcome
+    assert lookup("reward", f"{REWARDS}.outcome:shared_outcome", ALLOCATORS) is shared_outcome
 
 
-@pytest.mark.parametrize("path", ["nowhere:x", "rollout.rewards:no_such", ":x", ".rewards:x", "rollout.rewards:"])
+@pytest.mark.parametrize("path", ["nowhere:x", f"{REWARDS}:no_such", ":x", ".rewards:x", f"{REWARDS}:"])
 def test_an_import_path_that_leads_nowhere_is_one_line(path):
     with pytest.raises(UnknownName, match=f"^reward '{path}' cannot be imported: ") as caught:
         lookup("reward", path, ALLOCATORS)

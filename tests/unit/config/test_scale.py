@@ -8,8 +8,8 @@ import pytest
 
 from mcore_mas.config.compose import experiments, resolve
 from mcore_mas.config.run import ConfigError
-from rollout.tasks.files import read_task_file
-from rollout.tasks.tiny_files import SEARCH_SOURCES, write_tiny_file
+from mcore_mas.rollout.tasks.files import read_task_file
+from mcore_mas.rollout.tasks.tiny_files import SEARCH_SOURCES, write_tiny_file
 
 SYSTEMS = [
     "drmas_t1_8b_separate_drmas",

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.credit.samples import CreditError, to_samples
+from mcore_mas.rollout.records.trajectory import Group, Message, Status, Task, Trajectory, Turn
 from mcore_mas.training.metrics import credit_metrics, rollout_metrics, success
-from rollout.records.trajectory import Group, Message, Status, Task, Trajectory, Turn
 
 TASK = Task(id="t", prompt="1+1", answers=("2",), env="math", source="sums", split="train")
 

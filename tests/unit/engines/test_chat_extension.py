@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.models.chat_template import Renderer
-from rollout.models.tool_calls import ToolSchema
-from rollout.records.trajectory import Message, Turn
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.models.tool_calls import ToolSchema
+from mcore_mas.rollout.records.trajectory import Message, Turn
 from tests.support.played import turn
 from tests.support.templates import byte_tokenizer, renderer_of
 

@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling
 from mcore_mas.training.engine_factory import make_renderers
-from rollout.base.errors import ModelError
-from rollout.engines import EngineClient
-from rollout.models.chat_template import Renderer
-from rollout.records.trajectory import Completion, Message, Sampling
 
 CHAT = (Message(role="system", content="S"), Message(role="user", content="U"))
 # as Qwen3's: thoughts are switched off by an empty one at the start of the reply

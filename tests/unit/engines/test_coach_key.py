@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rollout.base.http import retry_after_s
-from rollout.engines import remote as keys
-from rollout.engines.remote import RemoteError, read_key
-from rollout.rewards.coach import Coach
+from mcore_mas.rollout.base.http import retry_after_s
+from mcore_mas.rollout.engines import remote as keys
+from mcore_mas.rollout.engines.remote import RemoteError, read_key
+from mcore_mas.rollout.rewards.coach import Coach
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.coached import config, group, trajectory, turn
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rollout.engines.remote import Answer, BudgetConfig, RemoteError, ReplySettings
-from rollout.engines.remote.caller import Caller, Tally
-from rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Spending
-from rollout.records.trajectory import Message
-from rollout.rewards.coach import Coach
+from mcore_mas.rollout.engines.remote import Answer, BudgetConfig, RemoteError, ReplySettings
+from mcore_mas.rollout.engines.remote.caller import Caller, Tally
+from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Spending
+from mcore_mas.rollout.records.trajectory import Message
+from mcore_mas.rollout.rewards.coach import Coach
 from tests.support.chat_server import chat_server, says
 from tests.support.coached import config, group, trajectory, turn
 
@@ -131,7 +131,7 @@ def test_a_killed_run_has_kept_its_replies_and_owes_what_was_in_flight(tmp_path)
     code = """
         import asyncio, sys
         from pathlib import Path
-        from rollout.rewards.coach import Coach
+        from mcore_mas.rollout.rewards.coach import Coach
         from tests.support.coached import config, group, trajectory, turn
 
         played = [group(trajectory(*(turn(i, "solver", f"{i}") for i in range(8))))]

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from rollout.base.http import Unanswered
-from rollout.engines.remote import PROVIDERS, ApiKey, RemoteError, ReplySettings, provider_class
-from rollout.records.trajectory import Message
-from rollout.rewards.coach import Coach
+from mcore_mas.rollout.base.http import Unanswered
+from mcore_mas.rollout.engines.remote import PROVIDERS, ApiKey, RemoteError, ReplySettings, provider_class
+from mcore_mas.rollout.records.trajectory import Message
+from mcore_mas.rollout.rewards.coach import Coach
 from tests.support.chat_server import Response, chat_server
 from tests.support.coached import config
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from rollout.base.errors import EngineError
-from rollout.engines.embedded.batching import EmbeddedEngine, LocalEngine
-from rollout.engines.embedded.rows import uniforms
-from rollout.records.trajectory import Completion, Sampling
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine, LocalEngine
+from mcore_mas.rollout.engines.embedded.rows import uniforms
+from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, steps, worst
 
 torch.set_num_threads(1)

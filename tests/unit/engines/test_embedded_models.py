@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rollout.base.errors import EngineError
-from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.records.trajectory import Sampling
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
+from mcore_mas.rollout.records.trajectory import Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, SIZES, drain, make_qwen2, worst
 
 torch.set_num_threads(1)

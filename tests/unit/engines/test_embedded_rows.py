@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.records.trajectory import Completion, Sampling
+from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
+from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, worst
 
 torch.set_num_threads(1)

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rollout.base.errors import EngineError
-from rollout.engines.embedded import rows as sampler
-from rollout.engines.embedded.batching import EmbeddedEngine
-from rollout.engines.embedded.decoder import CachedDecoder
-from rollout.models.architecture import architecture_of
-from rollout.records.trajectory import Sampling
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines.embedded import rows as sampler
+from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
+from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
+from mcore_mas.rollout.models.architecture import architecture_of
+from mcore_mas.rollout.records.trajectory import Sampling
 
 CONFIG = {
     "model_type": "qwen3",  # has all there is: norms of queries and keys, and heads of a size of their own

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.base.errors import EngineError
-from rollout.engines import engine_class
-from rollout.engines.embedded import replicas
-from rollout.engines.embedded.batching import LocalEngine
-from rollout.engines.embedded.replicas import ReplicatedEngine
-from rollout.records.trajectory import Sampling
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines import engine_class
+from mcore_mas.rollout.engines.embedded import replicas
+from mcore_mas.rollout.engines.embedded.batching import LocalEngine
+from mcore_mas.rollout.engines.embedded.replicas import ReplicatedEngine
+from mcore_mas.rollout.records.trajectory import Sampling
 from tests.support.tiny import MAX_LENGTH, make_model
 
 torch.set_num_threads(1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engines.embedded.rows import choose, uniforms
+from mcore_mas.rollout.engines.embedded.rows import choose, uniforms
 
 DRAWS = 40_000
 PROBS = np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04, 0.0, 0.0])

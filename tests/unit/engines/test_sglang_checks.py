@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from rollout.base.errors import EngineError
-from rollout.engines.sglang.fleet import Checks
-from rollout.engines.sglang.settings import SGLangSettings
-from rollout.models.tensors import read_tensors
-from rollout.sync import WeightUpdate
-from rollout.sync.digests import SGLangDigest, kind_of
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines.sglang.fleet import Checks
+from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
+from mcore_mas.rollout.models.tensors import read_tensors
+from mcore_mas.rollout.sync import WeightUpdate
+from mcore_mas.rollout.sync.digests import SGLangDigest, kind_of
 from tests.support import reference
 
 QKV = "model.layers.{}.self_attn.qkv_proj.weight of rank {}"

@@ -14,12 +14,12 @@ import pytest
 import ray
 import torch
 
-from rollout.base.errors import EngineError
-from rollout.engines.sglang.client import body_of, completion_of
-from rollout.engines.sglang.engine import SGLangEngine
-from rollout.engines.sglang.server import Server, attached_replica, server_arguments
-from rollout.records.trajectory import Completion, Sampling
-from rollout.sync import make_sender
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines.sglang.client import body_of, completion_of
+from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
+from mcore_mas.rollout.engines.sglang.server import Server, attached_replica, server_arguments
+from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from mcore_mas.rollout.sync import make_sender
 from tests.support.slotted_sglang import slotted_server
 from tests.support.tiny import make_model
 

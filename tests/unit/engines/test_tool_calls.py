@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.models.tool_calls import ToolSchema, in_words, parse_reply, tool_format_of
-from rollout.records.trajectory import Message, ToolUse
+from mcore_mas.rollout.models.tool_calls import ToolSchema, in_words, parse_reply, tool_format_of
+from mcore_mas.rollout.records.trajectory import Message, ToolUse
 from tests.support.templates import LLAMA3, QWEN3, QWEN25
 
 ADD = ToolSchema(name="add", description="Adds.", parameters={"type": "object", "properties": {}})

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from rollout.base.errors import EnvError
-from rollout.environments.data_science import DataScienceEnv, pack_file, pack_target, unpack_files
-from rollout.environments.predictions import Target
-from rollout.environments.protocol import Step
-from rollout.records.files import RecordError, read_trajectories, write_trajectories
-from rollout.records.trajectory import Status, Task, Trajectory
-from rollout.sandbox import Sandbox, SandboxFusion
-from rollout.tasks import GENERATORS
-from rollout.tasks.tabular import TableModel, metric_of
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.environments.data_science import DataScienceEnv, pack_file, pack_target, unpack_files
+from mcore_mas.rollout.environments.predictions import Target
+from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.records.files import RecordError, read_trajectories, write_trajectories
+from mcore_mas.rollout.records.trajectory import Status, Task, Trajectory
+from mcore_mas.rollout.sandbox import Sandbox, SandboxFusion
+from mcore_mas.rollout.tasks import GENERATORS
+from mcore_mas.rollout.tasks.tabular import TableModel, metric_of
 from tests.support.casts import play, scores, speakers, validity
 from tests.support.sandboxes import started
 

@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 import pytest
 
 from mcore_mas.reports.pages import picture
-from rollout.base.errors import EnvError
-from rollout.environments import ENVS
-from rollout.environments.games import GAMES
-from rollout.environments.games.game import BadPuzzle, items, letters
-from rollout.environments.games.sudoku import solutions
-from rollout.environments.protocol import Step
-from rollout.records.trajectory import Task
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.environments import ENVS
+from mcore_mas.rollout.environments.games import GAMES
+from mcore_mas.rollout.environments.games.game import BadPuzzle, items, letters
+from mcore_mas.rollout.environments.games.sudoku import solutions
+from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.records.trajectory import Task
 
 PATH = "S 1 1 G 3 3\nS . .\n# . #\n. . G"
 ROOM = "# # # # # #\n# @ _ $ . #\n# # # # # #"

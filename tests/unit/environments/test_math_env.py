@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from rollout.base.errors import EnvError
-from rollout.environments.math import MathEnv, compare_answers, last_boxed
-from rollout.records.trajectory import Task
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.environments.math import MathEnv, compare_answers, last_boxed
+from mcore_mas.rollout.records.trajectory import Task
 
 
 def task(*answers):

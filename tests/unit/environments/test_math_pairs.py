@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.environments.math import compare_answers
-from rollout.environments.math_equality import AnswerRefused, check_answer
+from mcore_mas.rollout.environments.math import compare_answers
+from mcore_mas.rollout.environments.math_equality import AnswerRefused, check_answer
 
 PAIRS = [
     json.loads(line) for line in (Path(__file__).parents[2] / "data" / "math_pairs.jsonl").read_text().splitlines()

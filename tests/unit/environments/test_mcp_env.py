@@ -12,11 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout.base.errors import EnvError
-from rollout.environments.mcp import McpEnv, McpServer
-from rollout.environments.protocol import Step
-from rollout.orchestras.replies import parse_call_or_answer
-from rollout.records.trajectory import Status, Task
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.environments.mcp import McpEnv, McpServer
+from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.orchestras.replies import parse_call_or_answer
+from mcore_mas.rollout.records.trajectory import Status, Task
 from tests.support.casts import play, validity
 
 SERVER = Path(__file__).parents[2] / "support" / "mcp_server.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.environments.patches import BadPatch, Edit, apply_patch, parse_patch
+from mcore_mas.rollout.environments.patches import BadPatch, Edit, apply_patch, parse_patch
 
 FILES = {"pkg/a.py": "one\ntwo\nthree\ntwo\nfive\n", "b.txt": "x\n"}
 BLOCK = "pkg/a.py\n<<<<<<< SEARCH\nthree\n=======\n3\n3.5\n>>>>>>> REPLACE"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rollout.environments.predictions import TABLE_METRICS, BadSubmission, Target
+from mcore_mas.rollout.environments.predictions import TABLE_METRICS, BadSubmission, Target
 
 LABELS, GUESSES = ["1", "1", "0", "0", "1"], ["1", "0", "0", "1", "1.0"]
 VALUES, PREDICTED = ["1", "2", "3"], ["1", "4", "0"]

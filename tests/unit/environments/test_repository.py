@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from rollout.base.errors import EnvError
-from rollout.environments.protocol import Step
-from rollout.environments.repository import CheckCall, RepositoryEnv, pack_check, pack_source
-from rollout.records.trajectory import Status, Task
-from rollout.sandbox import Sandbox
-from rollout.tasks import GENERATORS
-from rollout.tasks.fields import BadRow
-from rollout.tasks.files import FORMATS
-from rollout.tasks.repositories import _checks, source_of
-from rollout.tasks.repository_functions import BUGGY_FUNCTIONS
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.environments.repository import CheckCall, RepositoryEnv, pack_check, pack_source
+from mcore_mas.rollout.records.trajectory import Status, Task
+from mcore_mas.rollout.sandbox import Sandbox
+from mcore_mas.rollout.tasks import GENERATORS
+from mcore_mas.rollout.tasks.fields import BadRow
+from mcore_mas.rollout.tasks.files import FORMATS
+from mcore_mas.rollout.tasks.repositories import _checks, source_of
+from mcore_mas.rollout.tasks.repository_functions import BUGGY_FUNCTIONS
 from tests.support.casts import play, validity
 from tests.support.sandboxes import started
 

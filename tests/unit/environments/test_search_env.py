@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from retrieval.client import BadRequest, NoRetriever, RetrievalError
-from rollout.base.errors import EnvError, Unusable
-from rollout.environments.protocol import Step
-from rollout.environments.search import SearchEnv
-from rollout.records.trajectory import Task
+from mcore_mas.retrieval.client import BadRequest, NoRetriever, RetrievalError
+from mcore_mas.rollout.base.errors import EnvError, Unusable
+from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.environments.search import SearchEnv
+from mcore_mas.rollout.records.trajectory import Task
 
 TASK = Task(id="t", prompt="Who?", answers=("Silver Harbor",), env="search", source="one_hop", split="test")
 

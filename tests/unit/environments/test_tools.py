@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from retrieval.client import Passage
-from rollout.base.errors import EnvError
-from rollout.config.sections import AgentConfig
-from rollout.environments import TOOLS
-from rollout.environments.mcp import McpServer
-from rollout.environments.protocol import ToolCall
-from rollout.environments.search import SearchEnv
-from rollout.environments.tools import ToolMaker, call_tool
-from rollout.records.trajectory import Task, ToolUse
+from mcore_mas.retrieval.client import Passage
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.config.sections import AgentConfig
+from mcore_mas.rollout.environments import TOOLS
+from mcore_mas.rollout.environments.mcp import McpServer
+from mcore_mas.rollout.environments.protocol import ToolCall
+from mcore_mas.rollout.environments.search import SearchEnv
+from mcore_mas.rollout.environments.tools import ToolMaker, call_tool
+from mcore_mas.rollout.records.trajectory import Task, ToolUse
 from tests.support.sandboxes import started
 from tests.support.shipped import Library
 

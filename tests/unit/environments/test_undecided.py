@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 
 from mcore_mas.credit.samples import to_samples
+from mcore_mas.rollout.base.errors import Undecided
+from mcore_mas.rollout.environments.math import MathEnv, compare_answers
+from mcore_mas.rollout.environments.math_equality import AnswerComparison, Comparer
+from mcore_mas.rollout.records.trajectory import Group, Status
+from mcore_mas.rollout.rewards import ALLOCATORS
+from mcore_mas.rollout.rewards.allocation import judge_undecided
 from mcore_mas.training.metrics import rollout_metrics
-from rollout.base.errors import Undecided
-from rollout.environments.math import MathEnv, compare_answers
-from rollout.environments.math_equality import AnswerComparison, Comparer
-from rollout.records.trajectory import Group, Status
-from rollout.rewards import ALLOCATORS
-from rollout.rewards.allocation import judge_undecided
 from tests.support.casts import SUM, grow, play, scores
 from tests.support.played import group, rewards, trajectory, turn
 

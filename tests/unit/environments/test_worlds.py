@@ -16,13 +16,13 @@ import pytest
 import yaml
 from gymnasium import spaces
 
-from rollout.base.errors import EnvError
-from rollout.environments import text_world
-from rollout.environments.protocol import Env, Step
-from rollout.environments.text_world import AlfworldEnv, BadAction, GymnasiumEnv, Scene, WebshopEnv, WorldEnv
-from rollout.records.files import RecordError
-from rollout.records.trajectory import Status, Task
-from rollout.tasks import GENERATORS
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.environments import text_world
+from mcore_mas.rollout.environments.protocol import Env, Step
+from mcore_mas.rollout.environments.text_world import AlfworldEnv, BadAction, GymnasiumEnv, Scene, WebshopEnv, WorldEnv
+from mcore_mas.rollout.records.files import RecordError
+from mcore_mas.rollout.records.trajectory import Status, Task
+from mcore_mas.rollout.tasks import GENERATORS
 from tests.support.casts import grow, play, validity
 from tests.support.worlds import FakeAlfred, FakeShop, modules
 

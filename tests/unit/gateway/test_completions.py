@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from rollout.teams.team import Team
+from mcore_mas.rollout.teams.team import Team
 from tests.support.gateway import opened, sampling_team, scripted
 
 TOOL: dict[str, Any] = {
@@ -212,7 +212,7 @@ def test_bad_calls_are_refused_in_one_line(
 
 
 def test_keys_paths_bodies_and_the_number_of_calls_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.gateway.app.MAX_CALL_BYTES", 1000)
+    monkeypatch.setattr("mcore_mas.rollout.gateway.app.MAX_CALL_BYTES", 1000)
     team, _ = scripted(tmp_path, lambda prompt, n: "x")
 
     async def run() -> list[int]:

@@ -12,7 +12,7 @@ import anthropic
 import openai
 import pytest
 
-from rollout.records.trajectory import Turn
+from mcore_mas.rollout.records.trajectory import Turn
 from tests.support.gateway import opened, sampling_team, scripted
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'

@@ -14,15 +14,15 @@ import pytest
 import yaml
 
 from mcore_mas.config.compose import resolve
-from rollout.base.errors import EngineError
-from rollout.config.sections import AgentConfig, OrchestraConfig
-from rollout.engines.remote import RemoteConfig
-from rollout.engines.remote.caller import RemoteClient
-from rollout.orchestras.program import program
-from rollout.records.trajectory import Group, Status, Trajectory, Turn
-from rollout.rewards import ALLOCATORS
-from rollout.teams.team import Team
-from rollout.teams.tree import Branching
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.config.sections import AgentConfig, OrchestraConfig
+from mcore_mas.rollout.engines.remote import RemoteConfig
+from mcore_mas.rollout.engines.remote.caller import RemoteClient
+from mcore_mas.rollout.orchestras.program import program
+from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
+from mcore_mas.rollout.rewards import ALLOCATORS
+from mcore_mas.rollout.teams.team import Team
+from mcore_mas.rollout.teams.tree import Branching
 from tests.support.agent_programs import alive, script
 from tests.support.chat_server import chat_server, says
 from tests.support.gateway import scripted
@@ -115,7 +115,7 @@ def test_the_guides_team_and_the_demo_fit_together() -> None:
     assert orchestra.arguments["command"] == ["python", "my_agents.py"]
     assert orchestra.arguments["models"] == {"gpt-4o": "solver", "*": "helper"}
     demo = resolve(["experiment=demo_program"])
-    assert demo["orchestra"]["options"]["call"] == "rollout.orchestras.example_program:solve_and_check"
+    assert demo["orchestra"]["options"]["call"] == "mcore_mas.rollout.orchestras.example_program:solve_and_check"
 
 
 def test_agents_behind_other_peoples_apis_play_beside_trained_ones(tmp_path: Path) -> None:

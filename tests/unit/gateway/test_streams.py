@@ -11,8 +11,8 @@ import anthropic
 import openai
 import pytest
 
-from rollout.gateway.sessions import settled
-from rollout.records.trajectory import Turn
+from mcore_mas.rollout.gateway.sessions import settled
+from mcore_mas.rollout.records.trajectory import Turn
 from tests.support.gateway import opened, sampling_team
 
 QUESTION: Any = [{"role": "user", "content": "q"}]

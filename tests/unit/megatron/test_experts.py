@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from rollout.base.errors import ModelError
-from rollout.models.architecture import Architecture, Experts
-from rollout.models.layout import ParallelLayout, check_fit
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.models.architecture import Architecture, Experts
+from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
 
 CONFIG = {
     "num_hidden_layers": 6,

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.gpu.shapes import write_model
 from mcore_mas.config.policy import LoraConfig
 from mcore_mas.planning.memory import TrainerKind, trainer_memory
-from rollout.models.architecture import read_architecture
-from rollout.models.layout import ParallelLayout
+from mcore_mas.rollout.models.architecture import read_architecture
+from mcore_mas.rollout.models.layout import ParallelLayout
 
 ROOT = Path(__file__).resolve().parents[3]
 STATISTICS, NORMS = "/mcore_mas/megatron/device.py", "/core/optimizer/clip_grads.py"

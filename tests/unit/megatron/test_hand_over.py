@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.base.errors import EngineError
-from rollout.base.files import memory_path
-from rollout.engines.embedded.engine import HostedEngine
-from rollout.models.architecture import read_architecture
-from rollout.models.tensors import checksum, read_tensors
-from rollout.records.trajectory import Sampling
-from rollout.sync import SyncRoute, WeightSender, make_sender
-from rollout.sync.shared import SharedWeights
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.files import memory_path
+from mcore_mas.rollout.engines.embedded.engine import HostedEngine
+from mcore_mas.rollout.models.architecture import read_architecture
+from mcore_mas.rollout.models.tensors import checksum, read_tensors
+from mcore_mas.rollout.records.trajectory import Sampling
+from mcore_mas.rollout.sync import SyncRoute, WeightSender, make_sender
+from mcore_mas.rollout.sync.shared import SharedWeights
 from tests.support import ranks, reference
 
 LAYOUTS = [(tp, pp, dp) for tp in (1, 2) for pp in (1, 2) for dp in (1, 2) if tp * pp * dp < 8]

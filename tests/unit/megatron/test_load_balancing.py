@@ -8,7 +8,7 @@ import torch
 from mcore_mas.equations.losses import ValueObjective
 from mcore_mas.megatron.batch import CostModel, Microbatch, Segment, balance_work
 from mcore_mas.megatron.spec import TrainerSpec
-from rollout.models.architecture import Architecture, read_architecture
+from mcore_mas.rollout.models.architecture import Architecture, read_architecture
 from tests.support import reference
 
 

@@ -13,8 +13,8 @@ from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
 from mcore_mas.megatron.state.lora import AdapterFolder, initial_adapter
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
-from rollout.base.errors import ModelError
-from rollout.models.architecture import Architecture
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.models.architecture import Architecture
 from tests.support import lora, precision, ranks, reference
 
 LORA = LoraSpec(rank=4, alpha=8.0, targets=("k", "o", "up"), seed=3)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.base.errors import ModelError
-from rollout.models.architecture import read_architecture
-from rollout.models.layout import ParallelLayout, check_fit
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.models.architecture import read_architecture
+from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
 from tests.support import precision, ranks, reference
 
 STEPS = 3

@@ -5,7 +5,7 @@ import torch
 
 from mcore_mas.megatron.state.sharded import TensorBlock, tensor_blocks
 from mcore_mas.megatron.state.weight_import import BY_COLUMNS, VOCAB, WHOLE, LazyTensor, WeightMapping, weight_mappings
-from rollout.models.architecture import Architecture, read_architecture
+from mcore_mas.rollout.models.architecture import Architecture, read_architecture
 from tests.support import reference
 
 PARAMETERS = [

@@ -8,8 +8,8 @@ import torch
 
 from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.packing.pack import pack, unpack
-from rollout.models.tensors import read_tensors
-from rollout.sync import SyncRoute
+from mcore_mas.rollout.models.tensors import read_tensors
+from mcore_mas.rollout.sync import SyncRoute
 from tests.support import precision, ranks, reference
 
 

@@ -24,9 +24,9 @@ from mcore_mas.megatron.state.weight_import import (
     weight_mappings,
 )
 from mcore_mas.megatron.step.trainer import MegatronTrainer
-from rollout.base.errors import ModelError
-from rollout.models.architecture import read_architecture
-from rollout.models.layout import ParallelLayout, check_fit
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.models.architecture import read_architecture
+from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
 from tests.support import ranks, reference
 
 CUTS = SimpleNamespace(heads=4, kv_heads=2, head_dim=1, vocab=3, vocab_padded=lambda tp: 4)  # an architecture

@@ -12,11 +12,11 @@ import torch
 from mcore_mas.credit.assign import columns
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.equations.advantages import mars2, mcts
-from rollout.environments.code import CodeEnv, pack_test
-from rollout.orchestras.ab_mcts import TreeSearch, draw_gaussian
-from rollout.records.trajectory import Group, Status, Task, Trajectory, derive_seed
-from rollout.rewards.turn_scores import local_team, tree_shaping
-from rollout.sandbox.judge import StdinTest
+from mcore_mas.rollout.environments.code import CodeEnv, pack_test
+from mcore_mas.rollout.orchestras.ab_mcts import TreeSearch, draw_gaussian
+from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory, derive_seed
+from mcore_mas.rollout.rewards.turn_scores import local_team, tree_shaping
+from mcore_mas.rollout.sandbox.judge import StdinTest
 from tests.support.canned import Canned
 from tests.support.casts import SUM, grow, play, scores, validity
 from tests.support.play import SEED, STEP

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rollout.orchestras import ORCHESTRAS
-from rollout.orchestras.replies import parse_boxed_verdict, parse_review
-from rollout.records.trajectory import Group, Status
-from rollout.rewards.turn_scores import shaping
+from mcore_mas.rollout.orchestras import ORCHESTRAS
+from mcore_mas.rollout.orchestras.replies import parse_boxed_verdict, parse_review
+from mcore_mas.rollout.records.trajectory import Group, Status
+from mcore_mas.rollout.rewards.turn_scores import shaping
 from tests.support.casts import SUM, grow, play, scores, speakers, validity
 
 RIGHT, WRONG, NONE = "so \\boxed{7}", "so \\boxed{8}", "no idea"

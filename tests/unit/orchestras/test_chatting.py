@@ -8,10 +8,10 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from rollout.config.sections import AgentConfig, EnvConfig
-from rollout.environments.code import pack_test
-from rollout.records.trajectory import Task
-from rollout.sandbox.judge import StdinTest
+from mcore_mas.rollout.config.sections import AgentConfig, EnvConfig
+from mcore_mas.rollout.environments.code import pack_test
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.sandbox.judge import StdinTest
 from tests.support.shipped import Library, play_shipped
 
 TESTS = [StdinTest(stdin=f"{n} {n}\n", expected=f"{2 * n}\n") for n in (1, 2)]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from rollout.environments.code import CodeEnv, pack_solution, pack_test
-from rollout.environments.protocol import Env
-from rollout.orchestras.replies import PARSERS, parse_cases
-from rollout.records.trajectory import Group, Status, Task, Trajectory
-from rollout.rewards.turn_scores import local_team, turn_difference
-from rollout.sandbox.judge import CallTest, StdinTest, Test
+from mcore_mas.rollout.environments.code import CodeEnv, pack_solution, pack_test
+from mcore_mas.rollout.environments.protocol import Env
+from mcore_mas.rollout.orchestras.replies import PARSERS, parse_cases
+from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
+from mcore_mas.rollout.rewards.turn_scores import local_team, turn_difference
+from mcore_mas.rollout.sandbox.judge import CallTest, StdinTest, Test
 from tests.support.canned import Canned
 from tests.support.casts import grow, play, scores, speakers, validity
 from tests.support.sandboxes import started

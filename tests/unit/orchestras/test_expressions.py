@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.orchestras.graph import ExpressionError, read_expression
+from mcore_mas.rollout.orchestras.graph import ExpressionError, read_expression
 
 VALUES = {"verdict": "yes", "verdict.runs": 2, "draft": "", "draft.text": "no tag"}
 

@@ -8,9 +8,9 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from rollout.config.sections import build_allocator, build_env, build_team
-from rollout.engines import EngineClient
-from rollout.records.trajectory import Task
+from mcore_mas.rollout.config.sections import build_allocator, build_env, build_team
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.records.trajectory import Task
 from tests.support.play import Bytes, collect
 from tests.support.sandboxes import started
 from tests.support.scripted_engine import ScriptedEngine

@@ -13,22 +13,22 @@ import pytest
 from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import to_samples
-from rollout.engines import EngineClient
-from rollout.environments import ENVS
-from rollout.environments.games import PUZZLES
-from rollout.orchestras.acting import game_team, single
-from rollout.orchestras.replies import parse_decided, parse_listed, parse_search_or_answer, parse_solution
-from rollout.records.trajectory import Group, Sampling, Status, Task, Trajectory
-from rollout.rewards.outcome import majority
-from rollout.rewards.turn_scores import local_team
-from rollout.tasks import GENERATORS
-from rollout.tasks.encyclopedia import Article
-from rollout.tasks.games import demonstrate
-from rollout.tasks.splits import split_of
-from rollout.teams.episode import Orchestra
-from rollout.teams.roles import ROLES, Agent, Role
-from rollout.teams.team import Team
-from rollout.teams.tree import Branching
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.environments import ENVS
+from mcore_mas.rollout.environments.games import PUZZLES
+from mcore_mas.rollout.orchestras.acting import game_team, single
+from mcore_mas.rollout.orchestras.replies import parse_decided, parse_listed, parse_search_or_answer, parse_solution
+from mcore_mas.rollout.records.trajectory import Group, Sampling, Status, Task, Trajectory
+from mcore_mas.rollout.rewards.outcome import majority
+from mcore_mas.rollout.rewards.turn_scores import local_team
+from mcore_mas.rollout.tasks import GENERATORS
+from mcore_mas.rollout.tasks.encyclopedia import Article
+from mcore_mas.rollout.tasks.games import demonstrate
+from mcore_mas.rollout.tasks.splits import split_of
+from mcore_mas.rollout.teams.episode import Orchestra
+from mcore_mas.rollout.teams.roles import ROLES, Agent, Role
+from mcore_mas.rollout.teams.team import Team
+from mcore_mas.rollout.teams.tree import Branching
 from tests.support.canned import Canned
 from tests.support.play import SEED, STEP, Adder, Bytes, collect, seeded
 from tests.support.scripted_engine import ScriptedEngine

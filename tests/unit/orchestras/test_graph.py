@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from rollout.config.sections import AgentConfig, OrchestraConfig, build_team
-from rollout.engines import EngineClient
-from rollout.environments.search import SearchEnv
-from rollout.orchestras.graph import Graph, graph
-from rollout.orchestras.search import search_team
-from rollout.records.trajectory import Task, Trajectory
-from rollout.teams.collect import collect
+from mcore_mas.rollout.config.sections import AgentConfig, OrchestraConfig, build_team
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.environments.search import SearchEnv
+from mcore_mas.rollout.orchestras.graph import Graph, graph
+from mcore_mas.rollout.orchestras.search import search_team
+from mcore_mas.rollout.records.trajectory import Task, Trajectory
+from mcore_mas.rollout.teams.collect import collect
 from tests.support.play import TASK, Adder, Bytes, make_team
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.shipped import TEAMS, Library, play_shipped

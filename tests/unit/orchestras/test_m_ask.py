@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.orchestras.replies import parse_change, parse_plan, parse_search, read_plan
-from rollout.orchestras.search import AskPlan
-from rollout.records.trajectory import Task, Trajectory
+from mcore_mas.rollout.orchestras.replies import parse_change, parse_plan, parse_search, read_plan
+from mcore_mas.rollout.orchestras.search import AskPlan
+from mcore_mas.rollout.records.trajectory import Task, Trajectory
 from tests.support.shipped import Library, play_shipped, seen
 
 TASK = Task(id="t", prompt="Who?", answers=("Alice Walker Smith",), env="search", source="hops", split="train")

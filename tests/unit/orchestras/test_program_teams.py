@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rollout.environments.code import last_program
-from rollout.environments.math import MathEnv
-from rollout.records.trajectory import Group, Status, Trajectory
-from rollout.rewards.turn_scores import local_team
+from mcore_mas.rollout.environments.code import last_program
+from mcore_mas.rollout.environments.math import MathEnv
+from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory
+from mcore_mas.rollout.rewards.turn_scores import local_team
 from tests.support.canned import Canned
 from tests.support.casts import SUM, grow, play, scores, speakers, validity
 from tests.support.sandboxes import started

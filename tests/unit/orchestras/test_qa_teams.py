@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.orchestras.replies import PARSERS, parse_queries, parse_selection
-from rollout.orchestras.search import select
-from rollout.records.trajectory import Task, Trajectory
+from mcore_mas.rollout.orchestras.replies import PARSERS, parse_queries, parse_selection
+from mcore_mas.rollout.orchestras.search import select
+from mcore_mas.rollout.records.trajectory import Task, Trajectory
 from tests.support.shipped import Library, play_shipped, seen
 
 TASK = Task(id="t", prompt="Who?", answers=("Alice Walker",), env="search", source="hops", split="train")

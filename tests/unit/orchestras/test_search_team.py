@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from rollout.environments.search import SearchEnv
-from rollout.orchestras.replies import PARSERS, parse_enough, parse_query
-from rollout.orchestras.search import search_team
-from rollout.records.trajectory import Task
-from rollout.tasks.encyclopedia import Article
-from rollout.teams.roles import ROLES, AgentReply
-from rollout.teams.team import Team, TeamSession
+from mcore_mas.rollout.environments.search import SearchEnv
+from mcore_mas.rollout.orchestras.replies import PARSERS, parse_enough, parse_query
+from mcore_mas.rollout.orchestras.search import search_team
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.tasks.encyclopedia import Article
+from mcore_mas.rollout.teams.roles import ROLES, AgentReply
+from mcore_mas.rollout.teams.team import Team, TeamSession
 
 TASK = Task(id="t", prompt="Who?", answers=("Otter",), env="search", source="one_hop", split="test")
 ROLE_OF = {"verifier": "search_verifier", "searcher": "searcher", "answerer": "answerer"}

@@ -5,15 +5,15 @@ from functools import partial
 
 import pytest
 
-from rollout.engines import EngineClient
-from rollout.environments import ENVS
-from rollout.orchestras import ORCHESTRAS
-from rollout.orchestras.replies import parse_approval, parse_boxed
-from rollout.orchestras.sequential import slots, solver_verifier
-from rollout.records.trajectory import Sampling, Status, Task
-from rollout.teams.collect import collect
-from rollout.teams.roles import ROLES, Agent
-from rollout.teams.team import Team
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.environments import ENVS
+from mcore_mas.rollout.orchestras import ORCHESTRAS
+from mcore_mas.rollout.orchestras.replies import parse_approval, parse_boxed
+from mcore_mas.rollout.orchestras.sequential import slots, solver_verifier
+from mcore_mas.rollout.records.trajectory import Sampling, Status, Task
+from mcore_mas.rollout.teams.collect import collect
+from mcore_mas.rollout.teams.roles import ROLES, Agent
+from mcore_mas.rollout.teams.team import Team
 from tests.support.scripted_engine import ScriptedEngine
 
 TASK = Task(id="t", prompt="What is 3+4?", answers=("7",), env="math", source="sums", split="train")

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from rollout.orchestras.ab_mcts import ScoreDraw, TreeSearch, draw_beta, draw_gaussian
+from mcore_mas.rollout.orchestras.ab_mcts import ScoreDraw, TreeSearch, draw_beta, draw_gaussian
 
 
 def test_a_beta_posterior_counts_successes_and_failures() -> None:

@@ -21,8 +21,8 @@ from mcore_mas.pipeline.acquire import acquire, assemble, report_inputs
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.pipeline.hub import AcquireError, Hub
 from mcore_mas.pipeline.sources import Source, known_sources
-from rollout.config.data import DataConfig
-from rollout.tasks.splits import SPLITS
+from mcore_mas.rollout.config.data import DataConfig
+from mcore_mas.rollout.tasks.splits import SPLITS
 from tests.support.hub import COMMIT, FakeHub, running
 
 DATA = "data/math/math_500.parquet"

@@ -21,12 +21,12 @@ from mcore_mas.pipeline import acquire as acquiring
 from mcore_mas.pipeline.acquire import acquire
 from mcore_mas.pipeline.hub import AcquireError, Hub
 from mcore_mas.pipeline.sources import Source
-from retrieval.build import import_index
-from retrieval.client import RetrievalClient
-from retrieval.corpus import Passage, RetrievalError
-from retrieval.encoder import Encoder
-from retrieval.index import Index
-from retrieval.sidecar import RetrieverSidecar
+from mcore_mas.retrieval.build import import_index
+from mcore_mas.retrieval.client import RetrievalClient
+from mcore_mas.retrieval.corpus import Passage, RetrievalError
+from mcore_mas.retrieval.encoder import Encoder
+from mcore_mas.retrieval.index import Index
+from mcore_mas.retrieval.sidecar import RetrieverSidecar
 from tests.support.hub import FakeHub, running
 from tests.support.tiny_bert import write_bert
 

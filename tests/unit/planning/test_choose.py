@@ -16,7 +16,7 @@ from mcore_mas.planning.estimate import GPUS, Placement, estimate_run, step_seco
 from mcore_mas.planning.memory import count_parameters
 from mcore_mas.planning.page import PLAN, plan_row
 from mcore_mas.reports.published import paper_hardware
-from rollout.models.layout import ParallelLayout, check_fit
+from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
 
 PUBLISHED = sorted(name for name in experiments() if not name.startswith("demo_"))
 FILES = {path: name for name, path in experiments().items() if not name.startswith("demo_")}  # the last row of each

@@ -17,15 +17,15 @@ from mcore_mas.planning.memory import (
     rank_parameters,
     trainer_memory,
 )
-from rollout.base.errors import ModelError
-from rollout.models.architecture import (
+from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.models.architecture import (
     Architecture,
     architecture_of,
     planned_architecture,
     published_shapes,
     read_architecture,
 )
-from rollout.models.layout import ParallelLayout
+from mcore_mas.rollout.models.layout import ParallelLayout
 from tests.support import ranks, reference
 
 # Parameters that the model cards on Hugging Face state, to the last one

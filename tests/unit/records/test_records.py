@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.records.files import (
+from mcore_mas.rollout.records.files import (
     TASK_SCHEMA,
     RecordError,
     read_tasks,
@@ -15,7 +15,16 @@ from rollout.records.files import (
     write_tasks,
     write_trajectories,
 )
-from rollout.records.trajectory import Message, Status, Task, ToolEvent, ToolUse, Trajectory, Turn, VersionSpan
+from mcore_mas.rollout.records.trajectory import (
+    Message,
+    Status,
+    Task,
+    ToolEvent,
+    ToolUse,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
 
 TASKS = [
     Task(id="a:1+2", prompt="What is 1+2?", answers=("3",), env="math", source="a", split="train"),

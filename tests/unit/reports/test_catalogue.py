@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_mas.reports import catalogue
-from rollout.orchestras import FLOWS, ORCHESTRAS
+from mcore_mas.rollout.orchestras import FLOWS, ORCHESTRAS
 from tests.support.shipped import TEAMS
 
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from mcore_mas.reports.costs import run_costs
-from rollout.records.files import write_trajectories
-from rollout.records.trajectory import Status, Trajectory, Turn
+from mcore_mas.rollout.records.files import write_trajectories
+from mcore_mas.rollout.records.trajectory import Status, Trajectory, Turn
 
 
 def turn(agent: str, tokens: int, started: float, took: float) -> Turn:

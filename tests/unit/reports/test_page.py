@@ -14,8 +14,8 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.reports import pages
 from mcore_mas.reports.pages import trajectory_page
 from mcore_mas.reports.terminal import advantages_of
-from rollout.records.files import read_trajectories, write_trajectories
-from rollout.records.trajectory import Message, Status, ToolEvent, VersionSpan
+from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
+from mcore_mas.rollout.records.trajectory import Message, Status, ToolEvent, VersionSpan
 from tests.support.played import trajectory, turn
 
 ATTACK = (

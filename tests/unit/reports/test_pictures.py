@@ -13,13 +13,13 @@ import pytest
 
 from mcore_mas.cli.main import main
 from mcore_mas.reports.pages import actions_of, draw_games, drawing, picture
-from rollout.environments import ENVS
-from rollout.environments.games import GAMES, PUZZLES
-from rollout.orchestras import ORCHESTRAS
-from rollout.records.files import RecordError, write_tasks, write_trajectories
-from rollout.records.trajectory import Task, Trajectory
-from rollout.tasks.games import draw_tasks
-from rollout.teams.collect import collect
+from mcore_mas.rollout.environments import ENVS
+from mcore_mas.rollout.environments.games import GAMES, PUZZLES
+from mcore_mas.rollout.orchestras import ORCHESTRAS
+from mcore_mas.rollout.records.files import RecordError, write_tasks, write_trajectories
+from mcore_mas.rollout.records.trajectory import Task, Trajectory
+from mcore_mas.rollout.tasks.games import draw_tasks
+from mcore_mas.rollout.teams.collect import collect
 from tests.support.canned import Canned
 from tests.support.casts import make_team
 from tests.support.scripted_engine import ScriptedEngine

@@ -9,11 +9,11 @@ import pytest
 
 from mcore_mas.cli.main import main
 from mcore_mas.reports.pages import find_trajectory
+from mcore_mas.rollout.records.files import RecordError, read_trajectories, write_trajectories
+from mcore_mas.rollout.records.trajectory import Message, ToolEvent
+from mcore_mas.rollout.teams.tree import Branching
 from mcore_mas.training.joblog import cause
 from mcore_mas.training.logbook import Reporter
-from rollout.records.files import RecordError, read_trajectories, write_trajectories
-from rollout.records.trajectory import Message, ToolEvent
-from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
 from tests.support.played import failed, trajectory, turn
 

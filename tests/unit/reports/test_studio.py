@@ -18,9 +18,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from mcore_mas.reports.studio import Studio, studio_app
-from rollout.base.http_server import bind, server_config, url_of
-from rollout.records.files import RecordError, write_trajectories
-from rollout.records.trajectory_list import TrajectoryFilter, count_trajectories, list_trajectories, trajectory_at
+from mcore_mas.rollout.base.http_server import bind, server_config, url_of
+from mcore_mas.rollout.records.files import RecordError, write_trajectories
+from mcore_mas.rollout.records.trajectory_list import (
+    TrajectoryFilter,
+    count_trajectories,
+    list_trajectories,
+    trajectory_at,
+)
 from tests.support.browser import browse, needs_chromium
 from tests.support.played import failed, trajectory, turn
 from tests.unit.reports.test_runs import make_run

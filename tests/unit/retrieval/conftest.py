@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from retrieval.build import build_index
-from retrieval.corpus import Passage, write_corpus
-from retrieval.encoder import Encoder
-from retrieval.sidecar import RetrieverSidecar
+from mcore_mas.retrieval.build import build_index
+from mcore_mas.retrieval.corpus import Passage, write_corpus
+from mcore_mas.retrieval.encoder import Encoder
+from mcore_mas.retrieval.sidecar import RetrieverSidecar
 
 FACTS = [
     ("Alice Walker", "Alice Walker lives in Amber Falls and works as a weaver."),

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from retrieval.batcher import Batcher, Overloaded, prometheus
-from retrieval.corpus import Passage
+from mcore_mas.retrieval.batcher import Batcher, Overloaded, prometheus
+from mcore_mas.retrieval.corpus import Passage
 
 
 class Search:

@@ -16,11 +16,18 @@ from typing import Any
 import httpx
 import pytest
 
-from retrieval import client as client_module
-from retrieval import endpoints as endpoints_module
-from retrieval.client import BadRequest, NoRetriever, Passage, RetrievalClient, RetrievalError, RetrievalUnavailable
-from retrieval.endpoints import BALANCES, Endpoint, EndpointPool
-from retrieval.sidecar import Golden, RetrieverSidecar, probe, read_golden
+from mcore_mas.retrieval import client as client_module
+from mcore_mas.retrieval import endpoints as endpoints_module
+from mcore_mas.retrieval.client import (
+    BadRequest,
+    NoRetriever,
+    Passage,
+    RetrievalClient,
+    RetrievalError,
+    RetrievalUnavailable,
+)
+from mcore_mas.retrieval.endpoints import BALANCES, Endpoint, EndpointPool
+from mcore_mas.retrieval.sidecar import Golden, RetrieverSidecar, probe, read_golden
 
 ONE_HIT = b'{"result": [[{"document": {"id": "0", "contents": "x"}, "score": 0.5}]]}'
 

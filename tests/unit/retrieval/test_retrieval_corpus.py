@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from retrieval.corpus import Corpus, Passage, RetrievalError, copy_corpus, write_corpus
+from mcore_mas.retrieval.corpus import Corpus, Passage, RetrievalError, copy_corpus, write_corpus
 
 
 def test_a_passage_is_a_quoted_title_then_its_text() -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from retrieval.corpus import RetrievalError
-from retrieval.encoder import MINILM_SHA256, Encoder, minilm_folder, open_encoder
+from mcore_mas.retrieval.corpus import RetrievalError
+from mcore_mas.retrieval.encoder import MINILM_SHA256, Encoder, minilm_folder, open_encoder
 from tests.support import precision
 
 
@@ -101,7 +101,7 @@ def test_an_encoder_that_is_not_packaged_needs_a_folder(encoder: Encoder) -> Non
 
 def test_the_client_imports_neither_torch_nor_faiss() -> None:
     heavy = "('torch', 'faiss', 'transformers', 'numpy')"
-    code = f"import sys, retrieval.client; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, mcore_mas.retrieval.client; print([name for name in {heavy} if name in sys.modules])"
     root = Path(__file__).resolve().parents[3]
     shown = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert shown.stdout == "[]\n"

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from bm25s.stopwords import STOPWORDS_EN
 
-from retrieval.build import CHUNK, build_index, encode_shard, shard_rows
-from retrieval.corpus import Corpus, Passage, RetrievalError, write_corpus
-from retrieval.encoder import ENCODERS, Encoder
-from retrieval.index import INDEX_TYPES, SCORE_DECIMALS, Index, check_canary, read_manifest, retrieve
-from retrieval.lexical import fused
-from retrieval.scan import TorchScan, open_scan
-from rollout.base import files
-from rollout.config.sections import RetrieverConfig
+from mcore_mas.retrieval.build import CHUNK, build_index, encode_shard, shard_rows
+from mcore_mas.retrieval.corpus import Corpus, Passage, RetrievalError, write_corpus
+from mcore_mas.retrieval.encoder import ENCODERS, Encoder
+from mcore_mas.retrieval.index import INDEX_TYPES, SCORE_DECIMALS, Index, check_canary, read_manifest, retrieve
+from mcore_mas.retrieval.lexical import fused
+from mcore_mas.retrieval.scan import TorchScan, open_scan
+from mcore_mas.rollout.base import files
+from mcore_mas.rollout.config.sections import RetrieverConfig
 from tests.support.tiny_bert import write_bert
 
 
@@ -225,7 +225,7 @@ def test_shards_are_cut_at_chunks() -> None:
 def test_shards_go_on_where_they_stopped_and_make_the_same_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("retrieval.build.CHUNK", 8)
+    monkeypatch.setattr("mcore_mas.retrieval.build.CHUNK", 8)
     write_bert(tmp_path / "bert", [*CLOUD, "query: passage:"], seed=3)
     encoder, corpus = Encoder.of("e5", tmp_path / "bert"), tmp_path / "corpus.jsonl"
     write_corpus(corpus, (Passage(id=str(row), contents=text) for row, text in enumerate(CLOUD)))
@@ -259,7 +259,7 @@ def test_torch_scans_in_half_precision_and_answers_the_same(
     tmp_path: Path, index_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that bf16 cannot tell apart are all scored again; blocks of the scan are merged."""
-    monkeypatch.setattr("retrieval.scan.BLOCK", 700)
+    monkeypatch.setattr("mcore_mas.retrieval.scan.BLOCK", 700)
     made = np.random.default_rng(0).standard_normal((3000, 8)).astype(np.float32)
     made[500:900] = made[0] + 1e-4 * made[500:900]
     index = by_hand(tmp_path, index_dir, (made / np.linalg.norm(made, axis=1, keepdims=True)).tolist())

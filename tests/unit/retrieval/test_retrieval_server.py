@@ -18,16 +18,17 @@ import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrieval.client import RetrievalClient
-from retrieval.corpus import Passage, RetrievalError
-from retrieval.encoder import Encoder, minilm_folder
-from retrieval.index import Index, check_canary
-from retrieval.sidecar import RetrieverSidecar
-from rollout.base import http_server as serving_module
-from rollout.base.http import is_loopback
-from rollout.base.http_server import TimedProtocol, bind
+from mcore_mas.retrieval.client import RetrievalClient
+from mcore_mas.retrieval.corpus import Passage, RetrievalError
+from mcore_mas.retrieval.encoder import Encoder, minilm_folder
+from mcore_mas.retrieval.index import Index, check_canary
+from mcore_mas.retrieval.sidecar import RetrieverSidecar
+from mcore_mas.rollout.base import http_server as serving_module
+from mcore_mas.rollout.base.http import is_loopback
+from mcore_mas.rollout.base.http_server import TimedProtocol, bind
 
 ROOT = Path(__file__).resolve().parents[3]
+SERVE = [sys.executable, "-m", "mcore_mas.retrieval.server"]
 
 
 def post(url: str, body: Any, **options: Any) -> httpx.Response:
@@ -35,7 +36,7 @@ def post(url: str, body: Any, **options: Any) -> httpx.Response:
 
 
 def start(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "retrieval.server", *map(str, args)]
+    command = [*SERVE, *map(str, args)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
@@ -226,7 +227,7 @@ def test_a_token_guards_all_but_health(index_dir: Path, tmp_path: Path) -> None:
 def test_a_server_of_another_machine_is_found_by_its_file(index_dir: Path, tmp_path: Path) -> None:
     """It makes a token and writes it, for this user alone; a heartbeat writes a lost file anew."""
     file = tmp_path / "servers/one.json"
-    command = [sys.executable, "-m", "retrieval.server", "--index", str(index_dir), "--host", "0.0.0.0"]
+    command = [*SERVE, "--index", str(index_dir), "--host", "0.0.0.0"]
     child = subprocess.Popen([*command, "--ready-file", str(file), "--die-with-parent"], cwd=ROOT)
 
     def comes() -> None:
@@ -259,7 +260,13 @@ def test_a_server_of_another_machine_is_found_by_its_file(index_dir: Path, tmp_p
 @pytest.mark.slow
 def test_sigterm_drains_and_exits_0(index_dir: Path, tmp_path: Path) -> None:
     ready = tmp_path / "ready.json"
-    command = [sys.executable, "-m", "retrieval.server", "--index", str(index_dir), "--ready-file", str(ready)]
+    command = [
+        *SERVE,
+        "--index",
+        str(index_dir),
+        "--ready-file",
+        str(ready),
+    ]
     # A long wait for company keeps the request in the queue while the signal arrives.
     child = subprocess.Popen([*command, "--max-wait-ms", "1500", "--die-with-parent"], cwd=ROOT, stderr=subprocess.PIPE)
     try:
@@ -297,7 +304,7 @@ def test_sigterm_drains_and_exits_0(index_dir: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_server_dies_with_its_parent(index_dir: Path) -> None:
     code = (
-        "import sys, time; from retrieval.sidecar import RetrieverSidecar; "
+        "import sys, time; from mcore_mas.retrieval.sidecar import RetrieverSidecar; "
         "s = RetrieverSidecar(sys.argv[1]); s.__enter__(); print(s.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(index_dir)], cwd=ROOT, stdout=subprocess.PIPE)

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from rollout.engines.remote import RemoteError
-from rollout.engines.remote.ledger import BudgetExhausted
-from rollout.records.trajectory import Status
-from rollout.rewards.coach import Coach
+from mcore_mas.rollout.engines.remote import RemoteError
+from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted
+from mcore_mas.rollout.records.trajectory import Status
+from mcore_mas.rollout.rewards.coach import Coach
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.coached import config, group, trajectory, turn
 
@@ -102,7 +102,7 @@ def test_a_wait_past_the_deadline_is_not_begun_and_holds_back_everybody(tmp_path
 
 
 def test_500_is_tried_again_and_then_leaves_no_score(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
+    monkeypatch.setattr("mcore_mas.rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
     with chat_server(lambda body, n: by_length(body, n) if n == 2 else Response(status=500)) as server:
         scores, _, _ = scored(config(server.url), tmp_path / "a", one())
     assert scores[0][0]["process"] == 1.0
@@ -115,7 +115,7 @@ def test_500_is_tried_again_and_then_leaves_no_score(tmp_path, monkeypatch) -> N
 
 
 def test_bodies_that_are_no_completion_are_failures_of_the_server(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
+    monkeypatch.setattr("mcore_mas.rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
     garbage = [b"<html>busy</html>", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": 7}}]}', b"\xff"]
     with chat_server(lambda _, number: Response(garbage[number])) as server:
         scores, metrics, coach = scored(config(server.url, retries=4), tmp_path, one())
@@ -126,7 +126,7 @@ def test_bodies_that_are_no_completion_are_failures_of_the_server(tmp_path, monk
 
 
 def test_a_server_that_hangs_up_or_is_not_there(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
+    monkeypatch.setattr("mcore_mas.rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
     with chat_server(Response(hangs_up=True)) as server:
         scores, metrics, _ = scored(config(server.url), tmp_path / "a", one())
         gone = server.url
@@ -149,7 +149,7 @@ def test_a_slow_server_meets_the_deadline(tmp_path) -> None:
 
 
 def test_a_call_and_a_batch_have_deadlines_too(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
+    monkeypatch.setattr("mcore_mas.rollout.engines.remote.caller.CALL_BACKOFF_S", 0.01)
     slow_once = [says("PROCESS_SCORE: 7", delay_s=30), says("PROCESS_SCORE: 7")]
     with chat_server(lambda _, number: slow_once[number]) as server:
         scores, _, _ = scored(config(server.url, timeout_s=0.3), tmp_path / "a", one())

@@ -3,8 +3,8 @@
 import re
 from dataclasses import replace
 
-from rollout.records.trajectory import Message, ToolEvent
-from rollout.rewards.coach import CoachConfig, ask_again, clip, question
+from mcore_mas.rollout.records.trajectory import Message, ToolEvent
+from mcore_mas.rollout.rewards.coach import CoachConfig, ask_again, clip, question
 from tests.support.coached import TASK, config, trajectory, turn
 
 SHOWN = config("http://127.0.0.1:9/v1")

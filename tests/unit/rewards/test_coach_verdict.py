@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.rewards.coach import Malformed, parse
+from mcore_mas.rollout.rewards.coach import Malformed, parse
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from rollout.rewards import ALLOCATORS
-from rollout.rewards.allocation import RewardError
+from mcore_mas.rollout.rewards import ALLOCATORS
+from mcore_mas.rollout.rewards.allocation import RewardError
 from tests.support.played import failed, group, rewards, trajectory, turn
 
 

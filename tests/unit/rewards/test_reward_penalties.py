@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 
-from rollout.config.sections import AgentConfig, RewardConfig, build_allocator
-from rollout.rewards import penalties as package
-from rollout.rewards.allocation import RewardError
-from rollout.rewards.penalties import PENALTIES, apply_penalties, invalid_reply, mask_truncated, overlong
+from mcore_mas.rollout.config.sections import AgentConfig, RewardConfig, build_allocator
+from mcore_mas.rollout.rewards import penalties as package
+from mcore_mas.rollout.rewards.allocation import RewardError
+from mcore_mas.rollout.rewards.penalties import PENALTIES, apply_penalties, invalid_reply, mask_truncated, overlong
 from tests.support.played import failed, group, rewards, trajectory, turn
 
 AGENTS = {"solver": AgentConfig(policy="p", max_tokens=10), "verifier": AgentConfig(policy="p", max_tokens=6)}

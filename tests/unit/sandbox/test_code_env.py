@@ -7,16 +7,16 @@ from typing import get_args
 
 import pytest
 
-from rollout.base.errors import EnvError
-from rollout.config.sections import EnvConfig
-from rollout.environments import ENVS
-from rollout.environments.code import _WORDS, CodeEnv, last_program, pack_test, unpack_test
-from rollout.environments.protocol import Step
-from rollout.environments.running import Tier
-from rollout.records.trajectory import Task
-from rollout.sandbox import RunLimits, RunResult, Sandbox, SandboxError, Verdict
-from rollout.sandbox.judge import CallTest, StdinTest, Test
-from rollout.sandbox.pool import TIERS
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.config.sections import EnvConfig
+from mcore_mas.rollout.environments import ENVS
+from mcore_mas.rollout.environments.code import _WORDS, CodeEnv, last_program, pack_test, unpack_test
+from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.environments.running import Tier
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.sandbox import RunLimits, RunResult, Sandbox, SandboxError, Verdict
+from mcore_mas.rollout.sandbox.judge import CallTest, StdinTest, Test
+from mcore_mas.rollout.sandbox.pool import TIERS
 
 VISIBLE = StdinTest(stdin="1 2\n", expected="3\n")
 HIDDEN = [StdinTest(stdin=f"{n} {n}\n", expected=f"{2 * n}\n") for n in (0, 50, 1700)]

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.environments.code import pack_solution, unpack_test
-from rollout.records.files import RecordError
-from rollout.records.trajectory import Task
-from rollout.sandbox.judge import CallTest, StdinTest
-from rollout.tasks.files import read_task_file
-from rollout.tasks.programs import parse_tests, unpack_private
+from mcore_mas.rollout.environments.code import pack_solution, unpack_test
+from mcore_mas.rollout.records.files import RecordError
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.sandbox.judge import CallTest, StdinTest
+from mcore_mas.rollout.tasks.files import read_task_file
+from mcore_mas.rollout.tasks.programs import parse_tests, unpack_private
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

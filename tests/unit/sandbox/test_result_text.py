@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.sandbox.records import RunResult, Verdict, render_result
+from mcore_mas.rollout.sandbox.records import RunResult, Verdict, render_result
 
 
 def result(verdict: Verdict, stdout: str = "", stderr: str = "") -> RunResult:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.sandbox import RunLimits, RunResult, Sandbox, Verdict
+from mcore_mas.rollout.sandbox import RunLimits, RunResult, Sandbox, Verdict
 from tests.support.sandboxes import refused, run, started
 
 # --- network

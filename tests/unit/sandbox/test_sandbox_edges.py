@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rollout.sandbox import RunLimits, Sandbox, Verdict, cgroup
-from rollout.sandbox.guest import filters, linux
-from rollout.sandbox.guest.box import remove_tree
+from mcore_mas.rollout.sandbox import RunLimits, Sandbox, Verdict, cgroup
+from mcore_mas.rollout.sandbox.guest import filters, linux
+from mcore_mas.rollout.sandbox.guest.box import remove_tree
 from tests.support.sandboxes import LIMITS, run, started
 
 CHANNEL = "import os, socket, time\nhost = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, 3)\n"

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from rollout.sandbox import RunLimits, Sandbox, Verdict
+from mcore_mas.rollout.sandbox import RunLimits, Sandbox, Verdict
 from tests.support.sandboxes import refused, run
 
 # --- processes

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from rollout.base import http
-from rollout.config.sections import EnvConfig, build_env
-from rollout.environments.code import pack_test
-from rollout.records.trajectory import Task
-from rollout.sandbox import RunLimits, SandboxError, SandboxFusion, Verdict
-from rollout.sandbox.judge import StdinTest, judge_all
+from mcore_mas.rollout.base import http
+from mcore_mas.rollout.config.sections import EnvConfig, build_env
+from mcore_mas.rollout.environments.code import pack_test
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.sandbox import RunLimits, SandboxError, SandboxFusion, Verdict
+from mcore_mas.rollout.sandbox.judge import StdinTest, judge_all
 
 
 class Server(ThreadingHTTPServer):

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from rollout.sandbox import Sandbox, SandboxError, Verdict
-from rollout.sandbox.judge import (
+from mcore_mas.rollout.sandbox import Sandbox, SandboxError, Verdict
+from mcore_mas.rollout.sandbox.judge import (
     CallTest,
     StdinTest,
     Test,

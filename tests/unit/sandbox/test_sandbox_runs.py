@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout.base.errors import EnvError
-from rollout.sandbox import RunLimits, Sandbox, SandboxError, SandboxUnavailable, Verdict
-from rollout.sandbox import box as box_module
-from rollout.sandbox.pool import BOXES, Zygote
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.sandbox import RunLimits, Sandbox, SandboxError, SandboxUnavailable, Verdict
+from mcore_mas.rollout.sandbox import box as box_module
+from mcore_mas.rollout.sandbox.pool import BOXES, Zygote
 from tests.support.sandboxes import run, started
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -199,7 +199,7 @@ def test_many_runs_survive_their_zygote() -> None:
 
 SCRIPT = """
 import asyncio, sys
-from rollout.sandbox import Sandbox
+from mcore_mas.rollout.sandbox import Sandbox
 asyncio.run(Sandbox(tier={tier!r}).run({source!r}))
 """
 
@@ -272,7 +272,7 @@ def test_without_user_namespaces_it_takes_landlock() -> None:
     started("landlock").close()
     inner = 'echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all "$@"'
     source = (
-        "import asyncio\nfrom rollout.sandbox import Sandbox\nbox = Sandbox()\n"
+        "import asyncio\nfrom mcore_mas.rollout.sandbox import Sandbox\nbox = Sandbox()\n"
         "print(asyncio.run(box.run('print(6 * 7)')).stdout, box.tier)\nbox.close()"
     )
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", inner, "sh", sys.executable, "-c", source]

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rollout.sandbox import RunLimits, Sandbox, Session, Verdict
+from mcore_mas.rollout.sandbox import RunLimits, Sandbox, Session, Verdict
 
 LIMITS = RunLimits(wall_s=10, memory_mb=256, disk_mb=8, file_mb=4)
 

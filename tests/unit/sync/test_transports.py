@@ -18,12 +18,12 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollout.base import files
-from rollout.base.errors import EngineError
-from rollout.base.files import memory_path
-from rollout.engines.embedded.decoder import CachedDecoder
-from rollout.models.architecture import read_architecture
-from rollout.models.tensors import (
+from mcore_mas.rollout.base import files
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.files import memory_path
+from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
+from mcore_mas.rollout.models.architecture import read_architecture
+from mcore_mas.rollout.models.tensors import (
     Checksum,
     RowBlocks,
     checksum,
@@ -36,11 +36,11 @@ from rollout.models.tensors import (
     tensor_shapes,
     whole,
 )
-from rollout.sync import SyncRoute, alone, make_sender, push
-from rollout.sync.digests import SGLangDigest
-from rollout.sync.disk import changes, patched
-from rollout.sync.push import GroupSender, TensorSender, buckets, flatten
-from rollout.sync.shared import SharedCheck, SharedWeights
+from mcore_mas.rollout.sync import SyncRoute, alone, make_sender, push
+from mcore_mas.rollout.sync.digests import SGLangDigest
+from mcore_mas.rollout.sync.disk import changes, patched
+from mcore_mas.rollout.sync.push import GroupSender, TensorSender, buckets, flatten
+from mcore_mas.rollout.sync.shared import SharedCheck, SharedWeights
 from tests.support.tiny import make_model
 
 NAMES = ("a.weight", "b.weight", "c.bias")
@@ -461,7 +461,7 @@ def test_the_hash_of_a_gpu_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_hash(many.view(200, 200).t().contiguous().t()) == 0xA5A582EB081D1E92
     assert gpu_hash(torch.arange(5, dtype=torch.uint8)) == 0x5378E41554869438  # two words, filled up
     assert gpu_hash(torch.empty(0)) == 0
-    monkeypatch.setattr("rollout.models.tensors._TILES", 2)  # blocks of 16,384 words
+    monkeypatch.setattr("mcore_mas.rollout.models.tensors._TILES", 2)  # blocks of 16,384 words
     assert gpu_hash(many) == 0xA5A582EB081D1E92
 
 

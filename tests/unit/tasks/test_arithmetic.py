@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from rollout.environments.math import last_boxed
-from rollout.orchestras.replies import parse_approval, parse_boxed
-from rollout.tasks import GENERATORS
-from rollout.tasks.arithmetic import (
+from mcore_mas.rollout.environments.math import last_boxed
+from mcore_mas.rollout.orchestras.replies import parse_approval, parse_boxed
+from mcore_mas.rollout.tasks import GENERATORS
+from mcore_mas.rollout.tasks.arithmetic import (
     LEVELS,
     Slip,
     arithmetic_demonstrations,
@@ -19,7 +19,7 @@ from rollout.tasks.arithmetic import (
     work_out,
     work_out_wrongly,
 )
-from rollout.teams.roles import ROLES
+from mcore_mas.rollout.teams.roles import ROLES
 
 SHORT = {
     "solver": replace(ROLES["solver"], system="", user="{team_context}{problem}"),

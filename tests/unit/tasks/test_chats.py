@@ -9,11 +9,11 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.base_model import run_demonstrations
-from rollout.environments.code import last_program, unpack_test
-from rollout.environments.protocol import last_tag
-from rollout.records.trajectory import Demonstration
-from rollout.tasks.chats import WORDED_FORMULAS, program_tasks
-from rollout.tasks.splits import find_leaks
+from mcore_mas.rollout.environments.code import last_program, unpack_test
+from mcore_mas.rollout.environments.protocol import last_tag
+from mcore_mas.rollout.records.trajectory import Demonstration
+from mcore_mas.rollout.tasks.chats import WORDED_FORMULAS, program_tasks
+from mcore_mas.rollout.tasks.splits import find_leaks
 
 
 def shown(experiment: str, n: int, **options: object) -> list[Demonstration]:

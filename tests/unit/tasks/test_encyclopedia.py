@@ -8,14 +8,14 @@ from itertools import combinations
 
 import pytest
 
-from rollout.tasks.encyclopedia import (
+from mcore_mas.rollout.tasks.encyclopedia import (
     encyclopedia_demonstrations,
     encyclopedia_tasks,
     make_encyclopedia,
     passages,
     split_of_entity,
 )
-from rollout.teams.roles import ROLES, Role
+from mcore_mas.rollout.teams.roles import ROLES, Role
 
 SPLITS = ("train", "validation", "test")
 SIZES = {"train": 400, "validation": 60, "test": 200}

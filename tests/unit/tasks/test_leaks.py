@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from rollout.environments.code import pack_test
-from rollout.records.trajectory import Task
-from rollout.sandbox.judge import CallTest, StdinTest
-from rollout.tasks.splits import Leak, LeakKind, find_leaks, shingles, shows_its_score, tokenise
+from mcore_mas.rollout.environments.code import pack_test
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.sandbox.judge import CallTest, StdinTest
+from mcore_mas.rollout.tasks.splits import Leak, LeakKind, find_leaks, shingles, shows_its_score, tokenise
 
 
 def task(id: str, prompt: str, env: str = "math", answers: tuple[str, ...] = ("1",)) -> Task:

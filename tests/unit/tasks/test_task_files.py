@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout.records.files import RecordError, write_tasks
-from rollout.records.trajectory import Task
-from rollout.tasks.fields import Fields
-from rollout.tasks.files import FORMATS, distinct, read_rows, read_task_file
+from mcore_mas.rollout.records.files import RecordError, write_tasks
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.tasks.fields import Fields
+from mcore_mas.rollout.tasks.files import FORMATS, distinct, read_rows, read_task_file
 
 DAPO_HEAD = (
     "Solve the following math problem step by step. The last line of your response should be of the form "

@@ -15,15 +15,15 @@ import pytest
 
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.packing.pack import pack
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.environments.tools import BadArguments, Tool, tool_of
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.records.trajectory import Group, Sampling, Status, Trajectory
+from mcore_mas.rollout.teams.chat import Chat
+from mcore_mas.rollout.teams.roles import Agent, ChatRules, Role
+from mcore_mas.rollout.teams.team import Team
+from mcore_mas.rollout.teams.tree import Branching
 from mcore_mas.training.metrics import rollout_metrics
-from rollout.engines import EngineClient
-from rollout.environments.tools import BadArguments, Tool, tool_of
-from rollout.models.chat_template import Renderer
-from rollout.records.trajectory import Group, Sampling, Status, Trajectory
-from rollout.teams.chat import Chat
-from rollout.teams.roles import Agent, ChatRules, Role
-from rollout.teams.team import Team
-from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, number
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.templates import renderer_of

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from rollout.base.errors import EngineError
-from rollout.engines.remote import RemoteConfig
-from rollout.engines.remote.caller import RemoteClient
-from rollout.engines.remote.ledger import BudgetExhausted
-from rollout.records.trajectory import Message, Sampling
-from rollout.teams.team import Team
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines.remote import RemoteConfig
+from mcore_mas.rollout.engines.remote.caller import RemoteClient
+from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted
+from mcore_mas.rollout.records.trajectory import Message, Sampling
+from mcore_mas.rollout.teams.team import Team
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.play import make_team
 from tests.support.scripted_engine import ScriptedEngine

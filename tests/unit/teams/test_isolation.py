@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import pytest
 
+from mcore_mas.rollout.base.errors import EngineError, EnvError
+from mcore_mas.rollout.base.task_group import LEFT, PATIENCE_S, Deadlines, Watchdog, cancel_tasks
+from mcore_mas.rollout.records.trajectory import Status
+from mcore_mas.rollout.teams.tree import Branching
 from mcore_mas.training.metrics import losses, rollout_metrics
-from rollout.base.errors import EngineError, EnvError
-from rollout.base.task_group import LEFT, PATIENCE_S, Deadlines, Watchdog, cancel_tasks
-from rollout.records.trajectory import Status
-from rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.slow import Slow, ask, play, statuses, tasks, team_of

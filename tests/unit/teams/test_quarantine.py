@@ -16,18 +16,18 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.base.errors import EnvError
-from rollout.base.text import shown_text
-from rollout.config.sections import OrchestraConfig
-from rollout.environments import ENVS
-from rollout.environments.games import GAMES
-from rollout.environments.mcp import McpEnv, McpServer
-from rollout.environments.protocol import Step, ToolCall
-from rollout.orchestras import ORCHESTRAS
-from rollout.records.files import read_trajectories, write_trajectories
-from rollout.records.trajectory import Message, Status, Task, valid_text
-from rollout.tasks import GENERATORS
-from rollout.teams.quarantine import Quarantined
+from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.text import shown_text
+from mcore_mas.rollout.config.sections import OrchestraConfig
+from mcore_mas.rollout.environments import ENVS
+from mcore_mas.rollout.environments.games import GAMES
+from mcore_mas.rollout.environments.mcp import McpEnv, McpServer
+from mcore_mas.rollout.environments.protocol import Step, ToolCall
+from mcore_mas.rollout.orchestras import ORCHESTRAS
+from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
+from mcore_mas.rollout.records.trajectory import Message, Status, Task, valid_text
+from mcore_mas.rollout.tasks import GENERATORS
+from mcore_mas.rollout.teams.quarantine import Quarantined
 from tests.support import casts
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 from tests.support.scripted_engine import ScriptedEngine

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from rollout.engines import EngineClient
-from rollout.records.trajectory import Sampling
-from rollout.teams.roles import Agent, Role
-from rollout.teams.team import Team
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.records.trajectory import Sampling
+from mcore_mas.rollout.teams.roles import Agent, Role
+from mcore_mas.rollout.teams.team import Team
 from tests.support.play import Bytes, make_team
 from tests.support.scripted_engine import ScriptedEngine
 

@@ -7,9 +7,9 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.records.trajectory import Group, Status, derive_seed
-from rollout.rewards.turn_scores import local_team
-from rollout.teams.tree import Branching
+from mcore_mas.rollout.records.trajectory import Group, Status, derive_seed
+from mcore_mas.rollout.rewards.turn_scores import local_team
+from mcore_mas.rollout.teams.tree import Branching
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team, seeded
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.trees import DUET, duet, grow, rows

@@ -7,7 +7,7 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.models import check_layouts
 from mcore_mas.config.run import ConfigError, RunConfig
-from rollout.base.errors import ModelError
+from mcore_mas.rollout.base.errors import ModelError
 from tests.support import reference
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
+from mcore_mas.rollout.base.files import Digest, write_chunks
+from mcore_mas.rollout.records.files import write_tasks
+from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity, _read_manifest, _write_manifest
 from mcore_mas.training.recipe import identity_of, recipe_of
-from rollout.base.files import Digest, write_chunks
-from rollout.records.files import write_tasks
-from rollout.records.trajectory import Task
 from tests.support.tiny import make_model
 
 MODELS = {"policy": {"vocab": 512, "layers": 2, "rope_factor": None}}

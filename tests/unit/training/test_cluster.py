@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mcore_mas.rollout.base.processes import free_port
 from mcore_mas.training.cluster import KEEP_PAGES, ClusterError, joined_ray
-from rollout.base.processes import free_port
 
 _SCRIPT = """
 import json, os, resource

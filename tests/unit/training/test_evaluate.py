@@ -17,15 +17,15 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.rollout.base.files import FolderError
+from mcore_mas.rollout.engines.sglang.server import Replica, Server, visible_gpus
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.records.files import read_tasks, read_trajectories
 from mcore_mas.training import placement
 from mcore_mas.training.engine_factory import make_engines
 from mcore_mas.training.evaluate import EvaluationError, evaluate, seated
 from mcore_mas.training.measure import Shards
 from mcore_mas.training.placement import PlacementError, gpus_of_servers
-from rollout.base.files import FolderError
-from rollout.engines.sglang.server import Replica, Server, visible_gpus
-from rollout.models.chat_template import Renderer
-from rollout.records.files import read_tasks, read_trajectories
 from tests.support.run_folder import make_run
 from tests.support.slotted_sglang import slotted_server
 from tests.unit.training.test_measure import trajectory

@@ -8,14 +8,14 @@ import pytest
 import yaml
 
 from mcore_mas.cli.main import main
+from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
+from mcore_mas.rollout.environments import math
+from mcore_mas.rollout.environments.math import last_boxed
+from mcore_mas.rollout.records.files import read_trajectories
+from mcore_mas.rollout.records.trajectory import Group, Status
+from mcore_mas.rollout.rewards.allocation import allocate
 from mcore_mas.training.metrics import rollout_metrics
 from mcore_mas.training.stopping import TrainingError
-from rollout.base.errors import EngineError, PromptTooLong
-from rollout.environments import math
-from rollout.environments.math import last_boxed
-from rollout.records.files import read_trajectories
-from rollout.records.trajectory import Group, Status
-from rollout.rewards.allocation import allocate
 from tests.support.scripted_run import box, make_run, task_of
 
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.base_model import make_tiny_model
+from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.training.export import ExportError, export
-from rollout.models.chat_template import Renderer
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from mlflow.tracking import MlflowClient
 from mcore_mas import code_commit
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
+from mcore_mas.rollout.records.files import tasks_digest, write_tasks
+from mcore_mas.rollout.records.trajectory import Group, Task
 from mcore_mas.training.journal import Journal
 from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.stopping import Stopped
-from rollout.records.files import tasks_digest, write_tasks
-from rollout.records.trajectory import Group, Task
 from tests.support.played import TASK, trajectory, turn
 
 

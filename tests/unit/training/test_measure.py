@@ -12,13 +12,13 @@ from statistics import fmean
 import pytest
 
 from mcore_mas.equations.statistics import majority_score, pass_at
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.models.chat_template import render_within
+from mcore_mas.rollout.records.trajectory import Message, Status, Trajectory
+from mcore_mas.rollout.teams.collect import CollectOptions, Collector
 from mcore_mas.training.measure import Scoreboard, measure, score_rows
-from rollout.base.errors import EngineError
-from rollout.engines import EngineClient
-from rollout.environments.protocol import Step
-from rollout.models.chat_template import render_within
-from rollout.records.trajectory import Message, Status, Trajectory
-from rollout.teams.collect import CollectOptions, Collector
 from tests.support.play import SEED, TASK, Bytes, make_team
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.virtual_time import run_virtually

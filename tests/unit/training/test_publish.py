@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
+from mcore_mas.rollout.base.files import write_text
 from mcore_mas.training.publish import publish
-from rollout.base.files import write_text
 from tests.support.finished import finished
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from mcore_mas.rollout.engines.embedded.batching import Ask, EmbeddedEngine, LocalEngine, Outcome
+from mcore_mas.rollout.records.files import read_trajectories
+from mcore_mas.rollout.records.trajectory import Trajectory
+from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import TrainingSession
-from rollout.engines.embedded.batching import Ask, EmbeddedEngine, LocalEngine, Outcome
-from rollout.records.files import read_trajectories
-from rollout.records.trajectory import Trajectory
-from rollout.sync import SyncRoute, WeightUpdate
 from tests.support.replay import sample_again
 from tests.support.simulated import TOKEN_S, simulated_run, with_engines
 from tests.support.virtual_time import run_virtually

@@ -2,8 +2,8 @@
 
 import pytest
 
+from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.training.async_rollout import Schedule
-from rollout.records.trajectory import Task
 
 
 def tasks(n: int) -> list[Task]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory, Turn
 from mcore_mas.training.metrics import rollout_metrics, success
-from rollout.records.trajectory import Group, Status, Task, Trajectory, Turn
 
 TASK = Task(id="t", prompt="p", answers=(), env="plan_path", source="grid", split="test")
 TURN = Turn(

@@ -13,10 +13,10 @@ import mlflow
 import pytest
 from mlflow.tracking import MlflowClient
 
+from mcore_mas.rollout.records.trajectory import Message, Status, ToolEvent, VersionSpan
 from mcore_mas.training.traces import Traces, chosen
 from mcore_mas.training.tracking import TrackedRun, Tracker
 from mcore_mas.training.tracking_store import Store
-from rollout.records.trajectory import Message, Status, ToolEvent, VersionSpan
 from tests.support.played import group, trajectory, turn
 
 BEGAN = 1_700_000_000.0

@@ -13,9 +13,9 @@ from mlflow.server import ARTIFACT_ROOT_ENV_VAR, BACKEND_STORE_URI_ENV_VAR, app,
 from mlflow.tracking import MlflowClient
 from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 
+from mcore_mas.rollout.base.processes import free_port
 from mcore_mas.training.tracking import CLOCK, TrackedRun, Tracker
 from mcore_mas.training.tracking_store import Store
-from rollout.base.processes import free_port
 
 STEPS = range(-1, 6)
 WANTED = [(step + 1, float(step)) for step in STEPS]

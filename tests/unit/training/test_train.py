@@ -11,10 +11,10 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.retrieval.corpus import RetrievalError
+from mcore_mas.rollout.engines import remote as keys
 from mcore_mas.training.engine_factory import world
 from mcore_mas.training.train import train
-from retrieval.corpus import RetrievalError
-from rollout.engines import remote as keys
 from tests.support.run_folder import make_run
 
 VARIABLE = "RUN_TEST_KEY"
@@ -82,7 +82,7 @@ def test_a_retriever_inherits_no_key_even_where_no_coach_is_asked(monkeypatch: p
         seen.update(os.environ)
         raise _NothingStarts
 
-    monkeypatch.setattr("retrieval.sidecar.RetrieverSidecar.__enter__", start)
+    monkeypatch.setattr("mcore_mas.retrieval.sidecar.RetrieverSidecar.__enter__", start)
     config = RunConfig.check(resolve(["experiment=demo_search", *COACHED]), "a test")
     with pytest.raises(_NothingStarts), world(config, "evaluation/base-retriever"):
         pass

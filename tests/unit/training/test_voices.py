@@ -12,9 +12,9 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.rollout.base.files import MEMORY
+from mcore_mas.rollout.records.files import read_trajectories
 from mcore_mas.training.evaluate import evaluate
-from rollout.base.files import MEMORY
-from rollout.records.files import read_trajectories
 from tests.support.chat_server import ChatServer, chat_server, says
 from tests.support.run_folder import make_run
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 from mcore_mas.training.weight_sync import WeightSync, watched
-from rollout.base.errors import EngineError
-from rollout.sync import SyncRoute, WeightUpdate
 from tests.support.simulated import handed_over
 
 
