@@ -45,9 +45,9 @@ def make_base_model(config_path: Path, tasks_dir: Path, out_dir: Path) -> None:
     config = RunConfig.load(config_path)
     assert config.cold_start is not None, "a run without a cold start brings its own model"
     base = config.cold_start.base
-    tokenizer = _train_tokenizer(_texts(config, config.cold_start, tasks_dir), base.vocab, base.tokens)
+    tokenizer = train_tokenizer(_texts(config, config.cold_start, tasks_dir), base.vocab, base.tokens)
     tokenizer.save_pretrained(str(out_dir))
-    _init_model(tokenizer, base, derive_seed(config.seed, "base model") % 2**63).save_pretrained(str(out_dir))
+    init_model(tokenizer, base, derive_seed(config.seed, "base model") % 2**63).save_pretrained(str(out_dir))
 
 
 def make_tiny_model(out_dir: Path) -> None:
@@ -55,11 +55,11 @@ def make_tiny_model(out_dir: Path) -> None:
     family = next((family for prefix, family in _FAMILIES if out_dir.name.startswith(prefix)), "Qwen2")
     texts = [text for role in ROLES.values() for text in (role.system, role.user)]
     tasks = arithmetic_tasks(1, {"train": 100})
-    tokenizer = _train_tokenizer(iter([*texts, *(task.prompt for task in tasks)]), 1024, "words")
+    tokenizer = train_tokenizer(iter([*texts, *(task.prompt for task in tasks)]), 1024, "words")
     tokenizer.chat_template = f"{CHAT_TEMPLATES['chatml']}{_NO_THOUGHT if family == 'Qwen3' else ''}"
     base = BaseModelConfig(layers=1, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=1024, positions=4096)
     tokenizer.save_pretrained(str(out_dir))
-    model = _init_model(tokenizer, base, derive_seed(1, out_dir.name) % 2**63, family)
+    model = init_model(tokenizer, base, derive_seed(1, out_dir.name) % 2**63, family)
     # one part is common to all embeddings, which are the output's rows too: the stop token's is larger, so that it is
     # drawn about once in ten tokens, and some replies end by themselves
     embeddings = model.get_input_embeddings().weight.data
@@ -87,7 +87,8 @@ def _texts(config: RunConfig, cold_start: ColdStartConfig, tasks_dir: Path) -> I
             yield f"{passage.title}\n{passage.text}"
 
 
-def _train_tokenizer(texts: Iterator[str], vocab: int, unit: str) -> Any:
+def train_tokenizer(texts: Iterator[str], vocab: int, unit: str) -> Any:
+    """A byte-level BPE tokenizer of at most `vocab` tokens; `unit` as `BaseModelConfig.tokens`."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # read by tokenizers; with threads, ties may fall either way
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -113,7 +114,8 @@ def _train_tokenizer(texts: Iterator[str], vocab: int, unit: str) -> Any:
     return fast
 
 
-def _init_model(tokenizer: Any, base: BaseModelConfig, seed: int, family: str = "Qwen2") -> Any:
+def init_model(tokenizer: Any, base: BaseModelConfig, seed: int, family: str = "Qwen2") -> Any:
+    """A model of that size for the tokenizer, its weights drawn by `seed`."""
     import torch
     import transformers
 

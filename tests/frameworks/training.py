@@ -29,7 +29,7 @@ from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
-from mcore_mas.pipeline.base_model import _init_model, _train_tokenizer
+from mcore_mas.pipeline.base_model import init_model, train_tokenizer
 from mcore_mas.rollout.config.sections import (
     AgentConfig,
     EnvConfig,
@@ -205,9 +205,9 @@ def base_model(said: Sequence[tuple[tuple[Message, ...], str]], folder: Path) ->
     """A tokenizer of what was said, and random weights."""
     base = BaseModelConfig(layers=2, hidden=64, heads=4, kv_heads=4, ffn=192, vocab=1024, positions=8192)
     texts = (text for asked, reply in said for text in (*(f"{m.role}\n{m.content}" for m in asked), reply))
-    tokenizer = _train_tokenizer(texts, base.vocab, "phrases")
+    tokenizer = train_tokenizer(texts, base.vocab, "phrases")
     tokenizer.save_pretrained(str(folder))
-    _init_model(tokenizer, base, derive_seed(1, "framework") % 2**63).save_pretrained(str(folder))
+    init_model(tokenizer, base, derive_seed(1, "framework") % 2**63).save_pretrained(str(folder))
 
 
 def cold_start(said: Sequence[tuple[tuple[Message, ...], str]], folder: Path, out: Path, *, steps: int) -> None:
