@@ -14,3 +14,6 @@ endpoints the servers that a client asks, with circuit breakers
 sidecar   the server as a child process
 wire      limits and JSON shapes that server and client share
 """
+
+if __name__ == "retrieval":  # from the checkout's folder; a second copy of each module would meet the first
+    raise ModuleNotFoundError("No module named 'retrieval'", name="retrieval")

@@ -119,6 +119,7 @@ def init_model(tokenizer: Any, base: BaseModelConfig, seed: int, family: str = "
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()  # writing takes milliseconds
     torch.manual_seed(seed)
     own = {"head_dim": base.hidden // base.heads} if family == "Qwen3" else {}  # it is not hidden / heads by itself
     return getattr(transformers, f"{family}ForCausalLM")(

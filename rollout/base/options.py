@@ -105,7 +105,9 @@ def lookup(kind: str, name: str, known: Mapping[str, _T]) -> _T:
         found: _T = getattr(importlib.import_module(module), attribute)
         return found
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError, NameError) as error:
-        raise UnknownName(f"{kind} '{name}' cannot be imported: {error}") from error
+        missing = str(getattr(error, "name", None)).partition(".")[0]
+        moved = f"; it is mcore_mas.{missing} now" if missing in ("rollout", "retrieval") else ""
+        raise UnknownName(f"{kind} '{name}' cannot be imported: {error}{moved}") from error
 
 
 @cache

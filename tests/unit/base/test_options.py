@@ -238,3 +238,11 @@ def test_a_name_may_be_offered_by_an_installed_package(tmp_path: Path, monkeypat
             lookup("task generator", "lost", {})
     finally:
         offered.cache_clear()
+
+
+def test_an_import_path_of_before_says_where_its_module_is_now(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "of_before.py").write_text("from rollout.teams import roles\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("rollout.orchestras.search:search_team", "of_before:relay"):
+        with pytest.raises(UnknownName, match=r"No module named 'rollout'; it is mcore_mas.rollout now$"):
+            lookup("orchestra", name, {})
