@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,9 +103,11 @@ class ValueHead(torch.nn.Module):
         return (hidden @ self.value.t())[:, 0].float()
 
 
-# Of the float32 logits that exist at a time. Computing with them takes three times as much on the CPU, 1.5 times on a
-# GPU, where every chunk also reads the whole weight three times, and its gradient twice
-_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+# Of the float32 logits that exist at a time. Computing with them takes 1.5 times as much on a GPU, where every chunk
+# also reads the whole weight three times, and its gradient twice; on the CPU a chunk is what stays in a core's cache,
+# if that is enough rows for the products, and as many as fit are kept for the backward pass
+_CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
+_CACHED_BYTES, _CACHED_ROWS = 4 << 20, 128
 
 
 def logprobs_and_entropy(
@@ -113,7 +116,7 @@ def logprobs_and_entropy(
     """Log-probabilities of `labels`, and the entropy, of softmax(hidden · weightᵀ / temperature), in float32.
 
     Both carry the gradient; an entropy that no loss uses costs nothing in the backward pass. Logits are made in chunks
-    of rows, and but for the last chunk's made again in the backward pass, so that all of them never exist.
+    of rows, and but for the last ones made again in the backward pass, so that all of them never exist.
 
     Args:
         hidden: [N, hidden] the same on every tensor-parallel rank, as its gradient will be.
@@ -145,9 +148,11 @@ class _Head(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_tensor_model_parallel_group()
         peak, log_z, expected, label = torch.zeros(4, len(labels), device=hidden.device)
-        shifted = hidden.new_empty(0)
-        for part in _chunks(len(labels), weight):
-            del shifted  # before the next is made
+        parts = list(_chunks(len(labels), weight))
+        kept: deque[Tensor] = deque(maxlen=_kept(parts, weight))
+        for part in parts:
+            if len(kept) == kept.maxlen:
+                kept.popleft()  # before the next is made
             shifted = _logits(hidden[part], weight, temperatures[part], columns)
             peak[part] = shifted.amax(dim=-1)
             dist.all_reduce(peak[part], op=dist.ReduceOp.MAX, group=group)
@@ -164,23 +169,24 @@ class _Head(torch.autograd.Function):
             del weights
             dist.all_reduce(sums, group=group)
             log_z[part], expected[part], label[part] = sums[0].log(), sums[1] / sums[0], sums[2]
-            shifted.sub_(log_z[part, None])
+            kept.append(shifted.sub_(log_z[part, None]))
+            del shifted
         # H = log Z − E[z]
         entropy = log_z - expected
         ctx.set_materialize_grads(False)
         ctx.columns = columns
-        ctx.save_for_backward(hidden, weight, labels, temperatures, peak, log_z, entropy, shifted)
+        ctx.save_for_backward(hidden, weight, labels, temperatures, peak, log_z, entropy, *kept)
         return label - log_z, entropy
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, temperatures, peak, log_z, entropy, kept = ctx.saved_tensors
+        hidden, weight, labels, temperatures, peak, log_z, entropy, *kept = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
         parts = list(_chunks(len(labels), weight))
-        for part in parts:
-            if part is parts[-1]:
-                logp = kept
+        for number, part in enumerate(parts, len(kept) - len(parts)):
+            if number >= 0:
+                logp = kept[number]
             else:
                 logp = _logits(hidden[part], weight, temperatures[part], ctx.columns)
                 logp.sub_(peak[part, None]).sub_(log_z[part, None])
@@ -206,9 +212,22 @@ class _Head(torch.autograd.Function):
 
 
 def _chunks(rows: int, weight: Tensor) -> Iterator[slice]:
-    size = max(1, _CHUNK_BYTES["cpu" if weight.device.type == "cpu" else "cuda"] // (4 * len(weight)))
+    row = 4 * len(weight)
+    size = max(1, _chunk_bytes(weight) // row)
+    if weight.device.type == "cpu":
+        size = min(size, max(_CACHED_ROWS, _CACHED_BYTES // row))
     for first in range(0, rows, size):
         yield slice(first, min(first + size, rows))
+
+
+def _kept(parts: Sequence[slice], weight: Tensor) -> int:
+    """How many of the chunks' logits may exist at a time."""
+    rows = max((part.stop - part.start for part in parts), default=1)
+    return max(1, _chunk_bytes(weight) // (4 * len(weight) * rows))
+
+
+def _chunk_bytes(weight: Tensor) -> int:
+    return _CHUNK_BYTES["cpu" if weight.device.type == "cpu" else "cuda"]
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor, columns: int) -> Tensor:
