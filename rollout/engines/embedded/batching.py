@@ -219,9 +219,8 @@ class EmbeddedEngine:
         rows = self._rows
         newest = rows.size[live] - 1
         batches = np.arange(len(live))[:, None] if self._alone else [slice(None)]
-        logits = torch.cat(
-            [self.decoder.decode(self._cache, live[b], rows.tokens[live[b], newest[b]], newest[b]) for b in batches]
-        )
+        parts = [self.decoder.decode(self._cache, live[b], rows.tokens[live[b], newest[b]], newest[b]) for b in batches]
+        logits = torch.cat(parts) if self._alone else parts[0]
         rows.cached[live] = np.where(rows.fresh[live], newest + 1, 0)
         self.stats.steps += 1
         self.stats.decode_s += time.thread_time() - began

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
@@ -190,23 +191,40 @@ def choose(
     greedy = temperature == 0
     if (temperature != 1).any():
         scale = np.where(greedy, 1, temperature).astype(np.float32)
-        logprobs = (logits / torch.from_numpy(scale).to(device)[:, None]).log_softmax(-1)
-    else:
-        logprobs = logits.log_softmax(-1)
-    probs = logprobs.exp()
+        logits = logits / torch.from_numpy(scale).to(device)[:, None]
+    peak = logits.amax(-1, keepdim=True)
+    weights = (logits - peak).exp_()
+    log_z = weights.sum(-1, keepdim=True).log_().add_(peak)
     cut = np.flatnonzero((top_p < 1) | (top_k > 0))
     if len(cut):
         rows, p, k = (torch.from_numpy(array).to(device) for array in (cut, top_p[cut], top_k[cut]))
-        probs[rows] = _truncate(probs[rows], p, k)
-    cumulative = probs.cumsum(-1)
-    total = cumulative[:, -1:]
-    # Rounding may lift uniform * total to total itself, past the last token that has any mass.
-    point = torch.from_numpy(uniform).to(device)[:, None] * total
-    point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)  # NaN sorts last
+        weights[rows] = _truncate((logits[rows] - log_z[rows]).exp_(), p, k)
+    tokens = _inverse(weights, torch.from_numpy(uniform).to(device)[:, None])
     if greedy.any():
-        tokens = torch.where(torch.from_numpy(greedy).to(device), logits.argmax(-1), tokens)
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+        tokens = torch.where(torch.from_numpy(greedy).to(device)[:, None], logits.argmax(-1, keepdim=True), tokens)
+    return tokens[:, 0], (logits.gather(-1, tokens) - log_z)[:, 0]
+
+
+_BLOCK = 64  # tokens whose weights are summed before they are looked at one by one
+
+
+def _inverse(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The token [N, 1] at which the running sum of `weights` [N, V] passes `uniform` [N, 1] times their total."""
+    missing = -weights.shape[1] % _BLOCK
+    blocks = (F.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, _BLOCK))
+    sums = blocks.sum(-1).cumsum_(-1)
+    point = uniform * sums[:, -1:]
+    block = _passed(sums, point)
+    point -= torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0].cumsum_(-1)
+    return (block * _BLOCK + _passed(inside, point)).clamp_(max=weights.shape[1] - 1)
+
+
+def _passed(sums: Tensor, point: Tensor) -> Tensor:
+    """Where running sums [N, K] first exceed `point` [N, 1], which rounding may have lifted past the last of them."""
+    last = sums[:, -1:]
+    below = torch.minimum(point, torch.nextafter(last, torch.zeros_like(last)))
+    return torch.searchsorted(sums, below, right=True).clamp_(max=sums.shape[1] - 1)  # NaN sorts last
 
 
 def _truncate(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
