@@ -8,7 +8,6 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import faiss
@@ -20,13 +19,24 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from transformers.utils import logging as transformers_logging
 
-from mcore_mas.retrieval.batcher import Batcher, Overloaded, SearchFunction, prometheus
+from mcore_mas.retrieval.batcher import Batcher, Overloaded, prometheus
 from mcore_mas.retrieval.encoder import open_encoder
-from mcore_mas.retrieval.index import Index, check_canary, read_manifest, retrieve
-from mcore_mas.retrieval.wire import DEFAULT_TOPK, MAX_BODY_BYTES, BadRequest, parse_ids, parse_request, render_response
+from mcore_mas.retrieval.index import Index, Searcher, check_canary, read_manifest
+from mcore_mas.retrieval.wire import (
+    DEFAULT_TOPK,
+    MAX_BODY_BYTES,
+    BadRequest,
+    PassagesRequest,
+    SearchRequest,
+    check_topk,
+    openapi,
+    parse_request,
+    render_response,
+)
 from mcore_mas.rollout.base.http import Result
 from mcore_mas.rollout.base.http_server import BodyTooLarge, bears, read_body
 
+_FAISS: Any = faiss  # whose stubs lack its settings
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -38,39 +48,44 @@ def load_app(args: argparse.Namespace, token: str | None) -> Starlette:
     """
     torch.set_num_threads(args.threads)
     faiss.omp_set_num_threads(args.threads)
+    # queries * dimensions from which FAISS takes BLAS. Its own 128,000 is for many threads, and on one a
+    # batch of 64 takes twelve times as long (facebookresearch/faiss#5109).
+    _FAISS.cvar.distance_compute_blas_threshold = 800 * args.threads
     transformers_logging.disable_progress_bar()
     encoder = open_encoder(read_manifest(args.index).encoder, args.encoder_folder).to(args.device)
     index = Index.open(
         args.index, encoder=encoder.identity, verify=args.verify, backend=args.backend, device=args.device
     )
     check_canary(index, encoder)
-    search = partial(retrieve, index, encoder, ranking=args.ranking)
+    searcher = Searcher(index, encoder, args.ranking)
     batcher = Batcher(
-        search,
+        searcher.encode,
+        searcher.search,
         max_batch=args.max_batch,
         max_wait_s=args.max_wait_ms / 1000,
         max_queue=args.max_queue,
         cache_size=args.cache_size,
         deadline_s=args.deadline_s,
     )
-    return build_app(index, search, batcher, token)
+    return build_app(searcher, batcher, token)
 
 
-def build_app(index: Index, search: SearchFunction, batcher: Batcher, token: str | None) -> Starlette:
-    """The HTTP application; with a token, every route but /health asks for `Authorization: Bearer <token>`."""
+def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starlette:
+    """The HTTP application; with a token, all routes but /health and /openapi.json ask for `Authorization: Bearer`."""
+    index = searcher.index
     canary = index.corpus[0].title
-    expected = search([canary], DEFAULT_TOPK)
+    expected = searcher([canary], DEFAULT_TOPK)
 
     async def retrieve_route(request: HttpRequest) -> Response:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise BadRequest("the content type is not application/json")
-        wanted = parse_request(await read_body(request, MAX_BODY_BYTES))
-        results = await while_connected(request, batcher.submit(wanted.queries, wanted.topk))
+        wanted = parse_request(SearchRequest, await read_body(request, MAX_BODY_BYTES))
+        results = await while_connected(request, batcher.submit(wanted.asked, check_topk(wanted.topk)))
         return JSONResponse(render_response(results, wanted.return_scores))
 
     async def passages_route(request: HttpRequest) -> Response:
-        ids, around = parse_ids(await read_body(request, MAX_BODY_BYTES))
-        found = await asyncio.to_thread(lambda: [index.corpus.around(id, around) for id in ids])
+        wanted = parse_request(PassagesRequest, await read_body(request, MAX_BODY_BYTES))
+        found = await asyncio.to_thread(lambda: [index.corpus.around(id, wanted.around) for id in wanted.ids])
         return JSONResponse(render_response(found, return_scores=False))
 
     async def health(_: HttpRequest) -> Response:
@@ -86,6 +101,11 @@ def build_app(index: Index, search: SearchFunction, batcher: Batcher, token: str
     async def metrics(_: HttpRequest) -> Response:
         return PlainTextResponse(prometheus(batcher), media_type="text/plain; version=0.0.4")
 
+    document = openapi()
+
+    async def describe(_: HttpRequest) -> Response:
+        return JSONResponse(document)
+
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         searching = asyncio.create_task(batcher.run())
@@ -98,6 +118,7 @@ def build_app(index: Index, search: SearchFunction, batcher: Batcher, token: str
             Route("/retrieve", _guarded(retrieve_route, token), methods=["POST"]),
             Route("/passages", _guarded(passages_route, token), methods=["POST"]),
             Route("/health", health),
+            Route("/openapi.json", describe),
             Route("/ready", _guarded(ready, token)),
             Route("/info", _guarded(info, token)),
             Route("/metrics", _guarded(metrics, token)),

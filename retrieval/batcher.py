@@ -1,19 +1,25 @@
-"""Dynamic batching: many concurrent requests become few searches, all on one thread."""
+"""Dynamic batching: many concurrent requests become few searches, while the next queries are encoded."""
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import accumulate
+from typing import TypeVar
+
+import numpy as np
 
 from mcore_mas.retrieval.corpus import Passage
 
-SearchFunction = Callable[[list[str], int], list[list[Passage]]]  # (distinct queries, k) -> k passages for each
+EncodeFunction = Callable[[list[str]], np.ndarray]  # queries -> [Q, dim], each row whatever its batch
+SearchFunction = Callable[[list[str], np.ndarray, int], list[list[Passage]]]  # (queries, their rows, k) -> k for each
 QueryKey = tuple[str, int]  # (query, k)
+Made = TypeVar("Made")
+Entry = TypeVar("Entry")
 
 
 class Overloaded(Exception):
@@ -51,14 +57,16 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Batcher:
-    """A queue, one search thread and a least-recently-used cache; `run` must be running for `submit` to finish.
+    """Two queues with a thread each, and a least-recently-used cache; `run` must be running for `submit` to finish.
 
-    `search` must give a query the same passages whatever it is batched with, and a smaller k a prefix of a larger
-    one's answer: requests of different k share a batch.
+    One thread encodes a few queries at a time, the other searches for all that are encoded by then: as long as
+    queries come, it is never idle. `search` must give a query the same passages whatever it is batched with, and a
+    smaller k a prefix of a larger one's answer: requests of different k share a batch.
     """
 
     def __init__(
         self,
+        encode: EncodeFunction,
         search: SearchFunction,
         *,
         max_batch: int = 64,
@@ -68,7 +76,7 @@ class Batcher:
         deadline_s: float = 30.0,
     ) -> None:
         self.counts = Counts()
-        self._search = search
+        self._encode, self._search = encode, search
         self._max_batch = max_batch
         self._max_wait_s = max_wait_s
         self._max_queue = max_queue
@@ -80,12 +88,13 @@ class Batcher:
         self._pending: dict[QueryKey, asyncio.Future[list[Passage]]] = {}  # queued or being searched
         self._wanted: Counter[QueryKey] = Counter()  # requests that wait for a pair
         self._queue: deque[QueryKey] = deque()
-        self._wake = asyncio.Event()
+        self._encoded: deque[tuple[QueryKey, np.ndarray]] = deque()
+        self._wake, self._wake_search = asyncio.Event(), asyncio.Event()
 
     @property
     def queued(self) -> int:
         """Pairs that wait for a search."""
-        return len(self._queue)
+        return len(self._queue) + len(self._encoded)
 
     async def submit(self, queries: list[str], k: int, *, use_cache: bool = True) -> list[list[Passage]]:
         """Passages for each query, in order; raises Overloaded, or what the search raised."""
@@ -99,9 +108,9 @@ class Batcher:
                 self._cache.move_to_end(key)
         missing = [key for key in dict.fromkeys(keys) if key not in answers]
         new = [key for key in missing if key not in self._pending]
-        if len(self._queue) + len(new) > self._max_queue:
+        if self.queued + len(new) > self._max_queue:
             self.counts.rejected += 1
-            raise Overloaded(f"{len(self._queue)} queries are waiting, at most {self._max_queue} may")
+            raise Overloaded(f"{self.queued} queries are waiting, at most {self._max_queue} may")
         for key in new:
             self._pending[key] = asyncio.get_running_loop().create_future()
             self._queue.append(key)
@@ -126,46 +135,75 @@ class Batcher:
 
     async def run(self) -> None:
         """Searches for what is queued, until cancelled."""
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="search") as thread:
+        async with asyncio.TaskGroup() as stages:
+            stages.create_task(self._encode_all())
+            stages.create_task(self._search_all())
+
+    async def _encode_all(self) -> None:
+        some = max(1, self._max_batch // 4)  # the search need not wait for all
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as thread:
             while True:
                 await self._wake.wait()
-                if len(self._queue) < self._max_batch:
+                if len(self._queue) < some:
                     await asyncio.sleep(self._max_wait_s)
-                keys = list(self._next())
+                keys = [key for key in _taken(self._queue, some) if self._is_wanted(key)]
                 if not self._queue:
                     self._wake.clear()
-                if keys:
-                    await self._answer(keys, thread)
+                queries = list(dict.fromkeys(query for query, _ in keys))
+                vectors = await self._made(keys, thread, self._encode, queries)
+                if vectors is not None:
+                    rows = dict(zip(queries, vectors, strict=True))
+                    self._encoded.extend((key, rows[key[0]]) for key in keys)
+                    self._wake_search.set()
 
-    def _next(self) -> Iterator[QueryKey]:
-        """The pairs of the next search, without those that nobody waits for any more."""
-        for _ in range(min(self._max_batch, len(self._queue))):
-            key = self._queue.popleft()
-            if self._wanted[key] > 0:
-                yield key
-            else:
-                self.counts.dropped += 1
-                self._pending.pop(key).cancel()
+    async def _search_all(self) -> None:
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="search") as thread:
+            while True:
+                await self._wake_search.wait()
+                taken = [one for one in _taken(self._encoded, self._max_batch) if self._is_wanted(one[0])]
+                if not self._encoded:
+                    self._wake_search.clear()
+                if taken:
+                    await self._answer(taken, thread)
 
-    async def _answer(self, keys: list[QueryKey], thread: ThreadPoolExecutor) -> None:
-        queries = list(dict.fromkeys(query for query, _ in keys))
-        most = max(k for _, k in keys)
+    def _is_wanted(self, key: QueryKey) -> bool:
+        """Whether somebody waits for the pair still; else it is dropped."""
+        if self._wanted[key] > 0:
+            return True
+        self.counts.dropped += 1
+        self._pending.pop(key).cancel()
+        return False
+
+    async def _made(
+        self, keys: list[QueryKey], thread: ThreadPoolExecutor, make: Callable[..., Made], *args: object
+    ) -> Made | None:
+        """What `make` gives for some pairs; None if there are none, or if it fails, which is the callers' to see."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, make, *args) if keys else None
+        except Exception as error:  # the next batch may well work
+            for key in keys:
+                self._pending.pop(key).set_exception(error)
+            return None
+
+    async def _answer(self, taken: list[tuple[QueryKey, np.ndarray]], thread: ThreadPoolExecutor) -> None:
+        keys, rows = [key for key, _ in taken], {key[0]: row for key, row in taken}
         self.counts.searches += 1
         self.counts.searched += len(keys)
         self.batches.add(len(keys))
-        try:
-            found = await asyncio.get_running_loop().run_in_executor(thread, self._search, queries, most)
-        except Exception as error:  # the callers get it; the next batch may well work
-            for key in keys:
-                self._pending.pop(key).set_exception(error)
+        most = max(k for _, k in keys)
+        found = await self._made(keys, thread, self._search, list(rows), np.stack([*rows.values()]), most)
+        if found is None:
             return
-        passages = dict(zip(queries, found, strict=True))
+        passages = dict(zip(rows, found, strict=True))
         for key in keys:
-            query, k = key
-            self._cache[key] = passages[query][:k]
+            self._cache[key] = passages[key[0]][: key[1]]
             self._pending.pop(key).set_result(self._cache[key])
         while len(self._cache) > self._cache_size:
             self._cache.popitem(last=False)
+
+
+def _taken(queue: deque[Entry], most: int) -> list[Entry]:
+    return [queue.popleft() for _ in range(min(most, len(queue)))]
 
 
 def prometheus(batcher: Batcher) -> str:

@@ -18,7 +18,6 @@ from mcore_mas.retrieval.wire import (
     DEFAULT_TOPK,
     MAX_AROUND,
     MAX_BODY_BYTES,
-    MAX_REQUEST_QUERIES,
     BadRequest,
     check_query,
     check_topk,
@@ -38,6 +37,7 @@ __all__ = [
 ]
 
 POLL_S = 2.0  # between two looks for a server when none answers, about
+POSTED = 256  # queries in one request; more go to several servers
 BODY_ROOM = MAX_BODY_BYTES - 1024  # bytes of queries in one request
 
 
@@ -236,7 +236,7 @@ def _bodies(queries: list[str]) -> Iterator[list[str]]:
     room = BODY_ROOM
     for query in queries:
         size = len(json.dumps(query).encode()) + 1
-        if run and (len(run) == MAX_REQUEST_QUERIES or size > room):
+        if run and (len(run) == POSTED or size > room):
             yield run
             run, room = [], BODY_ROOM
         run.append(query)

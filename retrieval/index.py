@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isqrt
 from pathlib import Path
@@ -263,24 +263,44 @@ class Index:
         return candidates[best], exact[best]
 
 
-def retrieve(
-    index: Index, encoder: Encoder, queries: list[str], k: int, ranking: Ranking = "dense"
-) -> list[list[Passage]]:
-    """The k best passages with scores for each query, best first: by vectors, by words (BM25), or both fused."""
-    rankings: list[tuple[np.ndarray, np.ndarray]] = []
-    if ranking != "bm25":
-        depth = k if ranking == "dense" else DEPTH
-        rankings = list(zip(*index.search(encoder.encode_queries(queries), depth), strict=True))
-    if ranking != "dense":
-        if index.lexical is None:
-            raise RetrievalError(f"the index has no words to rank by; build it with retriever.ranking={ranking}")
-        words = [index.lexical.search(query, DEPTH) for query in queries]
-        both = zip(rankings, words, strict=True) if rankings else ()
-        rankings = [fused(dense[0], lexical[0]) for dense, lexical in both] or words
-    return [
-        [replace(index.corpus[int(id)], score=float(score)) for id, score in zip(ids[:k], scores[:k], strict=True)]
-        for ids, scores in rankings
-    ]
+@dataclass(frozen=True, slots=True)
+class Searcher:
+    """The best passages of an index by vectors, by words (BM25), or both fused, in two stages for two threads."""
+
+    index: Index
+    encoder: Encoder
+    ranking: Ranking = "dense"
+
+    def encode(self, queries: Sequence[str]) -> np.ndarray:
+        """`[Q, dim]` float32; `[Q, 0]` where words alone rank."""
+        return self.encoder.encode_queries(queries) if self.ranking != "bm25" else np.empty((len(queries), 0))
+
+    def search(self, queries: Sequence[str], vectors: np.ndarray, k: int) -> list[list[Passage]]:
+        """The k best passages with scores for each query, best first.
+
+        Raises:
+            RetrievalError: the index has no words to rank by.
+        """
+        rankings: list[tuple[np.ndarray, np.ndarray]] = []
+        if self.ranking != "bm25":
+            rankings = list(zip(*self.index.search(vectors, k if self.ranking == "dense" else DEPTH), strict=True))
+        if self.ranking != "dense":
+            if self.index.lexical is None:
+                raise RetrievalError(
+                    f"the index has no words to rank by; build it with retriever.ranking={self.ranking}"
+                )
+            words = [self.index.lexical.search(query, DEPTH) for query in queries]
+            both = zip(rankings, words, strict=True) if rankings else ()
+            rankings = [fused(dense[0], lexical[0]) for dense, lexical in both] or words
+        corpus = self.index.corpus
+        return [
+            [replace(corpus[int(id)], score=float(score)) for id, score in zip(ids[:k], scores[:k], strict=True)]
+            for ids, scores in rankings
+        ]
+
+    def __call__(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """Both stages."""
+        return self.search(queries, self.encode(queries), k)
 
 
 def check_canary(index: Index, encoder: Encoder) -> None:

@@ -64,7 +64,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads for encoding and search")
     parser.add_argument("--encoder-folder", type=Path, help="local Hugging Face folder, if not the packaged MiniLM")
     parser.add_argument("--token-file", type=Path, help="bearer token; not on loopback it is needed, or made")
-    parser.add_argument("--max-batch", type=int, default=64, help="queries searched together")
+    parser.add_argument("--max-batch", type=int, default=64, help="queries searched together, at most")
     parser.add_argument("--max-wait-ms", type=float, default=2.0, help="how long a query waits for company")
     parser.add_argument("--max-queue", type=int, default=4096, help="waiting queries beyond which requests get 503")
     parser.add_argument("--deadline-s", type=float, default=30.0, help="after which a request gets 503")

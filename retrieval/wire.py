@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic.json_schema import models_json_schema
 
 from mcore_mas.retrieval.corpus import Passage, RetrievalError
 
@@ -14,8 +17,9 @@ Ranking = Literal["dense", "bm25", "hybrid"]  # by vectors, by words, or both fu
 
 DEFAULT_TOPK = 3
 MAX_TOPK = 100
-MAX_REQUEST_QUERIES = 256
+MAX_REQUEST_QUERIES = 4096  # Search-R1's trainer sends all of a step in one request
 MAX_QUERY_CHARS = 2000
+MAX_IDS = 256
 MAX_AROUND = 5
 MAX_BODY_BYTES = 1 << 20
 
@@ -24,74 +28,109 @@ class BadRequest(RetrievalError):
     """A request, or one query in it, that no retry can make right."""
 
 
-@dataclass(frozen=True, slots=True)
-class SearchRequest:
-    """A valid request: up to MAX_REQUEST_QUERIES queries, `topk` passages for each."""
-
-    queries: list[str]
-    topk: int
-    return_scores: bool
+Query = Annotated[str, Field(min_length=1, max_length=MAX_QUERY_CHARS, pattern=r"[^\x00-\x20]")]
+# JSON has one kind of number, in which 3.0 is an integer
+_WHOLE = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
+Topk = Annotated[int, Field(ge=0, le=MAX_TOPK), _WHOLE] | None  # null and 0 are DEFAULT_TOPK
+_LIMITS = ConfigDict(strict=True, frozen=True, extra="ignore")  # other servers have parameters of their own
 
 
-def check_query(query: object, where: str = "query") -> str:
-    """The query itself, or BadRequest naming `where` and what is wrong with it."""
-    if not isinstance(query, str):
-        raise BadRequest(f"{where} is a {type(query).__name__}, expected a string")
-    if not query.strip():
-        raise BadRequest(f"{where} is empty")
-    if len(query) > MAX_QUERY_CHARS:
-        raise BadRequest(f"{where} has {len(query)} characters, at most {MAX_QUERY_CHARS} are taken")
-    try:
-        query.encode()
-    except UnicodeEncodeError:
-        raise BadRequest(f"{where} is not valid Unicode (a lone surrogate)") from None
-    return query
+class SearchRequest(BaseModel):
+    """`POST /retrieve`: passages for each of `queries`, as Search-R1 asks, or for one `query`, as Dr.MAS does."""
+
+    model_config = _LIMITS | {"json_schema_extra": {"oneOf": [{"required": ["queries"]}, {"required": ["query"]}]}}
+
+    queries: Annotated[list[Query], Field(max_length=MAX_REQUEST_QUERIES)] = []
+    query: Query = ""
+    topk: Topk = None
+    return_scores: bool = False
+
+    @model_validator(mode="after")
+    def _asks(self) -> SearchRequest:
+        if ("query" in self.model_fields_set) == ("queries" in self.model_fields_set):
+            raise ValueError('expected either queries, such as {"queries": ["..."], "topk": 3}, or one query')
+        return self
+
+    @property
+    def asked(self) -> list[str]:
+        """All queries."""
+        return [self.query] if self.query else self.queries
 
 
-def check_topk(topk: object) -> int:
-    """`topk` with null and 0 read as the default; BadRequest outside 1..MAX_TOPK."""
-    if topk is None or (topk == 0 and type(topk) is int):
-        return DEFAULT_TOPK
-    if type(topk) is not int or not 1 <= topk <= MAX_TOPK:
-        raise BadRequest(f"topk is {topk!r}, expected an integer from 1 to {MAX_TOPK}, or null or 0 for {DEFAULT_TOPK}")
-    return topk
+class PassagesRequest(BaseModel):
+    """`POST /passages`: passages by their ids, each with `around` neighbours of its title on each side."""
+
+    model_config = _LIMITS
+
+    ids: Annotated[list[Query], Field(max_length=MAX_IDS)]
+    around: Annotated[int, Field(ge=0, le=MAX_AROUND), _WHOLE] = 0
 
 
-def parse_request(body: bytes) -> SearchRequest:
+_Kind = TypeVar("_Kind", bound=BaseModel)
+
+
+def parse_request(kind: type[_Kind], body: bytes) -> _Kind:
     """The request in a JSON body; raises BadRequest. An empty list of queries is a valid request."""
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
-        raise BadRequest("the body is not JSON") from None
-    if not isinstance(data, dict) or not isinstance(data.get("queries"), list):
-        raise BadRequest('the body is not an object like {"queries": ["..."], "topk": 3, "return_scores": true}')
-    queries = data["queries"]
-    if len(queries) > MAX_REQUEST_QUERIES:
-        raise BadRequest(f"{len(queries)} queries in one request, at most {MAX_REQUEST_QUERIES} are taken")
-    return_scores = data.get("return_scores", False)
-    if not isinstance(return_scores, bool):
-        raise BadRequest(f"return_scores is {return_scores!r}, expected true or false")
-    return SearchRequest(
-        queries=[check_query(query, f"queries[{i}]") for i, query in enumerate(queries)],
-        topk=check_topk(data.get("topk")),
-        return_scores=return_scores,
-    )
+    with _named(""):
+        return kind.model_validate_json(body)
 
 
-def parse_ids(body: bytes) -> tuple[list[str], int]:
-    """The ids of `{"ids": ["..."], "around": 0}`, and how many neighbours on each side; raises BadRequest."""
+def check_query(query: str, what: str = "query") -> str:
+    """The query itself; raises BadRequest that names `what` and what is wrong with it."""
+    with _named(what):
+        return _QUERY.validate_python(query)
+
+
+def check_topk(topk: int | None) -> int:
+    """`topk` with null and 0 read as the default; raises BadRequest outside 1..MAX_TOPK."""
+    with _named("topk"):
+        return _TOPK.validate_python(topk) or DEFAULT_TOPK
+
+
+_QUERY: TypeAdapter[str] = TypeAdapter(Query, config=ConfigDict(strict=True))
+_TOPK: TypeAdapter[int | None] = TypeAdapter(Topk, config=ConfigDict(strict=True))
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """The first thing that is wrong with a request, as one line."""
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
-        raise BadRequest("the body is not JSON") from None
-    if not isinstance(data, dict) or not isinstance(data.get("ids"), list):
-        raise BadRequest('the body is not an object like {"ids": ["..."], "around": 0}')
-    ids, around = data["ids"], data.get("around", 0)
-    if len(ids) > MAX_REQUEST_QUERIES:
-        raise BadRequest(f"{len(ids)} ids in one request, at most {MAX_REQUEST_QUERIES} are taken")
-    if type(around) is not int or not 0 <= around <= MAX_AROUND:
-        raise BadRequest(f"around is {around!r}, expected an integer from 0 to {MAX_AROUND}")
-    return [check_query(id, f"ids[{i}]") for i, id in enumerate(ids)], around
+        yield
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(filter(None, [what, *map(str, first["loc"])]))
+        raise BadRequest(": ".join(filter(None, [place, first["msg"]]))) from None
+
+
+def openapi() -> dict[str, Any]:
+    """The server's OpenAPI document."""
+    posts: dict[str, type[BaseModel]] = {"/retrieve": SearchRequest, "/passages": PassagesRequest}
+    _, schemas = models_json_schema([(kind, "validation") for kind in posts.values()], ref_template=_SCHEMA)
+    problem = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+    refused = {"401": "no bearer token", "413": "the body is too large", "422": "bad input", "503": "busy: ask again"}
+    errors = {code: _reply(said, problem) for code, said in refused.items()}
+    rows = {"type": "array", "items": {"type": "array", "items": {"type": "object"}}}
+    found = {"type": "object", "required": ["result"], "properties": {"result": rows}}
+    paths: dict[str, Any] = {}
+    for path, kind in posts.items():
+        body = {"application/json": {"schema": {"$ref": _SCHEMA.format(model=kind.__name__)}}}
+        answers = {"200": _reply("for each asked, passages", found), **errors}
+        paths[path] = {"post": {"requestBody": {"required": True, "content": body}, "responses": answers}}
+    for path in ("/health", "/ready", "/info"):
+        answers = {"200": _reply("as docs/retrieval.md says", {"type": "object"})}
+        answers |= {"503": _reply("not ready", {"type": "object"}), "401": errors["401"]} if path != "/health" else {}
+        paths[path] = {"get": {"responses": answers}}
+    text = {"200": {"description": "for Prometheus", "content": {"text/plain": {}}}, "401": errors["401"]}
+    paths["/metrics"] = {"get": {"responses": text}}
+    about = {"title": "mcore-mas retrieval server", "version": "1"}
+    return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas["$defs"]}}
+
+
+_SCHEMA = "#/components/schemas/{model}"
+
+
+def _reply(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
 def parse_passages(body: bytes) -> list[Passage]:

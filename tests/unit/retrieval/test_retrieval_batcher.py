@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 
+import numpy as np
 import pytest
 
 from mcore_mas.retrieval.batcher import Batcher, Overloaded, prometheus
@@ -11,15 +12,22 @@ from mcore_mas.retrieval.corpus import Passage
 
 
 class Search:
-    """Passage i of a query is `query/i`; remembers its calls."""
+    """Passage i of a query is `query/i`, its vector its letters; remembers its calls."""
 
     def __init__(self) -> None:
+        self.encoded: list[str] = []
         self.calls: list[tuple[list[str], int]] = []
         self.threads: set[int] = set()
         self.gate = threading.Event()
         self.gate.set()
 
-    def __call__(self, queries: list[str], k: int) -> list[list[Passage]]:
+    def encode(self, queries: list[str]) -> np.ndarray:
+        self.encoded += queries
+        self.threads.add(threading.get_ident())
+        return np.array([[*query.encode().ljust(8)] for query in queries])
+
+    def search(self, queries: list[str], vectors: np.ndarray, k: int) -> list[list[Passage]]:
+        assert [bytes(row.tolist()).decode().strip() for row in vectors] == queries
         assert self.gate.wait(10)
         self.calls.append((queries, k))
         self.threads.add(threading.get_ident())
@@ -45,7 +53,7 @@ def ids(results: list[list[Passage]]) -> list[list[str]]:
 
 def test_concurrent_requests_of_different_k_share_one_search() -> None:
     search = Search()
-    batcher = Batcher(search, max_wait_s=0.05)
+    batcher = Batcher(search.encode, search.search, max_wait_s=0.05)
 
     async def body() -> None:
         one, two = await asyncio.gather(batcher.submit(["a", "b", "a"], 1), batcher.submit(["b"], 3))
@@ -58,7 +66,7 @@ def test_concurrent_requests_of_different_k_share_one_search() -> None:
 
 def test_answers_are_cached_by_query_and_k_and_the_oldest_go() -> None:
     search = Search()
-    batcher = Batcher(search, cache_size=2)
+    batcher = Batcher(search.encode, search.search, cache_size=2)
 
     async def body() -> None:
         await batcher.submit(["a"], 1)
@@ -75,23 +83,43 @@ def test_answers_are_cached_by_query_and_k_and_the_oldest_go() -> None:
     assert batcher.counts.cached == 2
 
 
-def test_batches_are_bounded_and_run_on_one_thread() -> None:
+def test_batches_are_bounded_and_each_stage_has_a_thread() -> None:
     search = Search()
-    batcher = Batcher(search, max_batch=4)
+    batcher = Batcher(search.encode, search.search, max_batch=4)
 
     async def body() -> None:
         await asyncio.gather(*(batcher.submit([f"q{n}"], 1) for n in range(10)))
         assert await batcher.submit([], 3) == []
 
     run(batcher, body)
-    assert [len(queries) for queries, _ in search.calls] == [4, 4, 2]
-    assert len(search.threads) == 1
+    assert [query for queries, _ in search.calls for query in queries] == [f"q{n}" for n in range(10)]
+    assert max(len(queries) for queries, _ in search.calls) <= 4
+    assert len(search.threads) == 2
+
+
+def test_queries_are_encoded_while_others_are_searched() -> None:
+    search = Search()
+    search.gate.clear()
+    batcher = Batcher(search.encode, search.search, max_batch=8, max_wait_s=0)
+
+    async def body() -> None:
+        first = asyncio.create_task(batcher.submit(["first"], 1))
+        while not batcher.counts.searches:
+            await asyncio.sleep(0.001)
+        others = asyncio.create_task(batcher.submit([f"q{n}" for n in range(9)], 1))
+        while len(search.encoded) < 10:
+            await asyncio.sleep(0.001)
+        search.gate.set()
+        await asyncio.gather(first, others)
+
+    run(batcher, body)
+    assert [len(queries) for queries, _ in search.calls] == [1, 8, 1]
 
 
 def test_a_full_queue_turns_requests_away_and_recovers() -> None:
     search = Search()
     search.gate.clear()
-    batcher = Batcher(search, max_batch=1, max_queue=2)
+    batcher = Batcher(search.encode, search.search, max_batch=1, max_queue=2)
 
     async def body() -> None:
         first = asyncio.create_task(batcher.submit(["a"], 1))
@@ -112,7 +140,7 @@ def test_a_full_queue_turns_requests_away_and_recovers() -> None:
 
 def test_an_error_reaches_its_callers_and_the_next_search_works() -> None:
     search = Search()
-    batcher = Batcher(search)
+    batcher = Batcher(search.encode, search.search)
 
     async def body() -> None:
         with pytest.raises(ValueError, match="bad query"):
@@ -125,7 +153,7 @@ def test_an_error_reaches_its_callers_and_the_next_search_works() -> None:
 def test_a_cancelled_caller_does_not_cancel_those_who_share_its_query() -> None:
     search = Search()
     search.gate.clear()
-    batcher = Batcher(search)
+    batcher = Batcher(search.encode, search.search)
 
     async def body() -> None:
         leaving, staying = (asyncio.create_task(batcher.submit(["a"], 1)) for _ in range(2))
@@ -142,7 +170,7 @@ def test_a_cancelled_caller_does_not_cancel_those_who_share_its_query() -> None:
 def test_a_late_answer_is_overload() -> None:
     search = Search()
     search.gate.clear()
-    batcher = Batcher(search, deadline_s=0.05)
+    batcher = Batcher(search.encode, search.search, deadline_s=0.05)
 
     async def body() -> None:
         with pytest.raises(Overloaded, match=r"no answer within 0\.05 s"):
@@ -155,7 +183,7 @@ def test_a_late_answer_is_overload() -> None:
 def test_what_nobody_waits_for_any_more_is_not_searched() -> None:
     search = Search()
     search.gate.clear()
-    batcher = Batcher(search, max_batch=1, max_wait_s=0)
+    batcher = Batcher(search.encode, search.search, max_batch=1, max_wait_s=0)
 
     async def body() -> None:
         first = asyncio.create_task(batcher.submit(["a"], 1))
@@ -176,7 +204,8 @@ def test_what_nobody_waits_for_any_more_is_not_searched() -> None:
 
 
 def test_histograms_count_as_prometheus_does() -> None:
-    batcher = Batcher(Search())
+    search = Search()
+    batcher = Batcher(search.encode, search.search)
     for value in (1, 2, 3, 300):
         batcher.batches.add(value)
     lines = prometheus(batcher).splitlines()

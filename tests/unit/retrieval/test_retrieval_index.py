@@ -18,7 +18,7 @@ from bm25s.stopwords import STOPWORDS_EN
 from mcore_mas.retrieval.build import CHUNK, build_index, encode_shard, shard_rows
 from mcore_mas.retrieval.corpus import Corpus, Passage, RetrievalError, write_corpus
 from mcore_mas.retrieval.encoder import ENCODERS, Encoder
-from mcore_mas.retrieval.index import INDEX_TYPES, SCORE_DECIMALS, Index, check_canary, read_manifest, retrieve
+from mcore_mas.retrieval.index import INDEX_TYPES, SCORE_DECIMALS, Index, Searcher, check_canary, read_manifest
 from mcore_mas.retrieval.lexical import fused
 from mcore_mas.retrieval.scan import TorchScan, open_scan
 from mcore_mas.rollout.base import files
@@ -72,7 +72,7 @@ def test_a_bad_query_vector_is_an_error(tmp_path: Path, index_dir: Path) -> None
 
 def test_names_find_their_passages(index_dir: Path, encoder: Encoder, passages: list[Passage]) -> None:
     index = Index.open(index_dir, encoder=encoder.identity)
-    found = retrieve(index, encoder, [passage.title for passage in passages], 2)
+    found = Searcher(index, encoder)([passage.title for passage in passages], 2)
     assert [hits[0].id for hits in found] == ["0", "1", "2", "3", "4"]
     assert all(0.3 < hits[0].score <= 1.0 for hits in found if hits[0].score is not None)
 
@@ -80,9 +80,10 @@ def test_names_find_their_passages(index_dir: Path, encoder: Encoder, passages: 
 def test_answers_are_identical_batched_and_alone(index_dir: Path, encoder: Encoder) -> None:
     index = Index.open(index_dir)
     queries = [f"the mayor of {a} {b}" for a in ("Amber", "Iron", "Silver", "Old") for b in ("Falls", "Bridge", "Hill")]
-    together = retrieve(index, encoder, queries * 2, 5)
-    assert together[:12] == [retrieve(index, encoder, [query], 5)[0] for query in queries]
-    assert [hits[:2] for hits in together] == retrieve(index, encoder, queries * 2, 2)
+    search = Searcher(index, encoder)
+    together = search(queries * 2, 5)
+    assert together[:12] == [search([query], 5)[0] for query in queries]
+    assert [hits[:2] for hits in together] == search(queries * 2, 2)
 
 
 def test_the_manifest_says_what_was_built(index_dir: Path, encoder: Encoder) -> None:
@@ -290,12 +291,12 @@ def test_words_and_both_rankings_by_hand(tmp_path: Path, encoder: Encoder, passa
     rows, scores = index.lexical.search("a baker", 3)
     assert (rows.tolist(), scores.tolist()) == ([4, 0, 1], pytest.approx([expected, 0, 0]))
     assert index.lexical.search("zzz", 9)[0].tolist() == [0, 1, 2, 3, 4]
-    (hits,) = retrieve(index, encoder, ["baker"], 2, "bm25")
+    (hits,) = Searcher(index, encoder, "bm25")(["baker"], 2)
     assert [hit.id for hit in hits] == ["4", "0"]
     ids, scores = fused(np.array([3, 1]), np.array([1, 0]))
     assert ids.tolist() == [1, 3, 0]
     assert scores.tolist() == [1 / 62 + 1 / 61, 1 / 61, 1 / 62]
-    dense, hybrid = (retrieve(index, encoder, ["the baker", "weaver"], 5, how) for how in ("dense", "hybrid"))
+    dense, hybrid = (Searcher(index, encoder, how)(["the baker", "weaver"], 5) for how in ("dense", "hybrid"))
     assert [hits[0].id for hits in hybrid] == ["4", "0"]
     ranks = [[hit.id for hit in dense[0]].index("4") + 1, 1]
     assert hybrid[0][0].score == sum(1 / (60 + rank) for rank in ranks)
@@ -305,7 +306,7 @@ def test_words_and_both_rankings_by_hand(tmp_path: Path, encoder: Encoder, passa
     shutil.rmtree(tmp_path / "index/bm25")
     build_index(tmp_path / "corpus.jsonl", tmp_path / "index", encoder)
     with pytest.raises(RetrievalError, match=r"no words to rank by; build it with retriever\.ranking=hybrid"):
-        retrieve(Index.open(tmp_path / "index"), encoder, ["baker"], 1, "hybrid")
+        Searcher(Index.open(tmp_path / "index"), encoder, "hybrid")(["baker"], 1)
 
 
 def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
