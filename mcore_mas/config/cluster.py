@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -81,15 +81,23 @@ class ClusterConfig(Section):
                 "shared and offload: true of every policy that trains, or one_by_one: false"
             )
 
-    def check_nodes(self, policies: Collection[str]) -> None:
-        """Refuse nodes of a policy that is not there.
+    def check_nodes(self, policies: Mapping[str, Sequence[str]]) -> None:
+        """Refuse nodes of a policy that is not there, or others for policies that share their ranks.
+
+        Args:
+            policies: those on the same ranks, by policy.
 
         Raises:
-            ValueError: which policies there are.
+            ValueError: which policies there are, or share.
         """
         for name in self.nodes:
             if name not in policies:
                 raise ValueError(f"cluster.nodes: no policy is called '{name}'; policies: {', '.join(policies)}")
+        for name, (first, *_) in policies.items():
+            if self.nodes.get(name) != self.nodes.get(first):
+                raise ValueError(
+                    f"cluster.nodes.{name}: share_base puts it on the nodes of '{first}'; give both the same ones"
+                )
 
     def check_actors(self, policy: str, engine: EngineConfig) -> None:
         """Refuse several actors of a policy's engine where they have no devices of their own.

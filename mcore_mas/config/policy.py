@@ -136,6 +136,7 @@ class PolicyConfig(RateConfig):
     attention: Literal["auto", "torch"] = "auto"  # "auto": Triton's kernel where there is CUDA; "torch": its kernels
     bf16: bool = False  # train in bfloat16 with float32 master weights
     lora: LoraConfig | None = None  # train adapters on the frozen model; None: train all weights
+    share_base: bool = False  # hold the frozen model once for all policies of this model that say so
     max_in_flight: int | None = Field(None, ge=1)  # replies asked of its engine at once; None: as many as it decodes
     staleness: int | None = Field(None, ge=0)  # hand-overs its turns may be behind; None: trainer.staleness
     betas: tuple[float, float] = (0.9, 0.95)
@@ -167,6 +168,41 @@ class PolicyConfig(RateConfig):
         if self.overlap and self.dp * self.cp == 1:
             raise ValueError("overlap: one data-parallel rank exchanges nothing; use overlap: false, or dp: 2")
         return self
+
+
+# what the trainers of policies on one frozen model have in common
+_OF_BASE = ("tp", "pp", "vpp", "cp", "dp", "ep", "sp", "bf16", "layers", "offload")
+
+
+def sharing(policies: Mapping[str, PolicyConfig], name: str) -> tuple[str, ...]:
+    """The policies that hold one frozen model together with policy `name`, which is one of them or the only one."""
+    own = policies[name]
+    same = {other for other, p in policies.items() if own.share_base and p.share_base and p.model == own.model}
+    return tuple(other for other in policies if other in same | {name})
+
+
+def check_sharing(policies: Mapping[str, PolicyConfig], trained: Collection[str]) -> None:
+    """Refuse policies that are to hold their model with others and cannot.
+
+    Raises:
+        ValueError: which policy, and what is in the way.
+    """
+    for name, policy in policies.items():
+        if not policy.share_base:
+            continue
+        where, others = f"policies.{name}: share_base", sharing(policies, name)
+        if name not in trained or policy.lora is None:
+            why = "all of its weights are trained; give it a lora section" if name in trained else "nothing trains it"
+            raise ValueError(f"{where} is of trained adapters on a frozen model, and {why}, or leave share_base out")
+        if len(others) == 1:
+            raise ValueError(f"{where}: no other policy with it has model {policy.model}; leave it out, or check model")
+        first = policies[others[0]]
+        for key in _OF_BASE:
+            if (mine := getattr(policy, key)) != (theirs := getattr(first, key)):
+                raise ValueError(
+                    f"{where} puts it on the ranks of '{others[0]}', whose {key} is {theirs} and not {mine}; make "
+                    "them equal, or leave share_base out"
+                )
 
 
 class AlternateConfig(Section):

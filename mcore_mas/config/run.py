@@ -25,6 +25,8 @@ from mcore_mas.config.policy import (
     PolicyConfig,
     TrackingConfig,
     TrainerConfig,
+    check_sharing,
+    sharing,
 )
 from mcore_mas.equations.advantages import NEEDS, compared
 from mcore_mas.equations.divergence import Precision
@@ -117,7 +119,8 @@ class RunConfig(Section):
         _check_credit(self)
         _check_turns(self)
         self.cluster.check_one_by_one([name for name in self.trained if not self.policies[name].offload])
-        self.cluster.check_nodes(self.policies)
+        check_sharing(self.policies, self.trained)
+        self.cluster.check_nodes({name: sharing(self.policies, name) for name in self.policies})
         for name in self.models:
             engine = for_policy(self, name).engine
             self.cluster.check_transport(engine)
@@ -164,6 +167,10 @@ class RunConfig(Section):
         """The policies that an agent with a loss weight plays; the others are frozen."""
         played = {agent.policy for agent in self.agents.values() if agent.loss_weight}
         return tuple(name for name in self.policies if name in played)
+
+    def holder(self, policy: str) -> str:
+        """The policy on whose ranks a trained one is: the first of those that hold their frozen model together."""
+        return sharing(self.policies, policy)[0]
 
     def in_turn(self, step: int) -> tuple[str, ...]:
         """The policies that are trained in `step`."""

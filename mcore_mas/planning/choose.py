@@ -14,7 +14,7 @@ import yaml
 
 from mcore_mas.config.models import cold_started, layout_of
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.estimate import GPU, GPUS, Placement, RunEstimate, estimate_run, fits, workloads
+from mcore_mas.planning.estimate import GPU, GPUS, Placement, RunEstimate, estimate_run, fits, gangs, workloads
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture, planned_architecture
 from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
@@ -147,7 +147,7 @@ def _best(
 def _placements(config: RunConfig, models: Mapping[str, Architecture], cluster: Cluster) -> Iterator[Placement]:
     """What uses all GPUs of the cluster: shared by all parts, or split evenly among trainers and among engines."""
     trained = {policy: models[policy] for policy in config.trained}
-    trainers = sum(2 if config.policies[policy].critic is not None else 1 for policy in trained)
+    trainers = len(gangs(config, trained))
     cuts = [tp for tp in _CUTS if tp <= cluster.node and all(a.heads % tp == 0 for a in models.values())]
     for tp, recompute in itertools.product(cuts, (False, True)):
         made = partial(Placement, engine_tp=tp, recompute=recompute, tokens=config.trainer.microbatch_tokens)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Literal
 
 from mcore_mas.config.run import RunConfig, for_policy
@@ -155,8 +156,10 @@ def trainer_kinds(config: RunConfig, policy: str, placement: Placement) -> dict[
         host_moments=placement.one_by_one,
         agents=sum(agent.policy == policy and agent.loss_weight > 0 for agent in config.agents.values()),
         lora=own.lora,
+        on_base=config.holder(policy) != policy,
     )
-    return {"trainer": kind, **({"critic": replace(kind, value_head=True)} if own.critic is not None else {})}
+    critic = replace(kind, value_head=True, on_base=own.share_base)
+    return {"trainer": kind, **({"critic": critic} if own.critic is not None else {})}
 
 
 def _own(own: object, runs: int) -> int:
@@ -173,6 +176,17 @@ def memory_of_trainers(
         for policy in config.trained
         for part, kind in trainer_kinds(config, policy, placement).items()
     }
+
+
+def gangs(config: RunConfig, policies: Collection[str]) -> list[list[tuple[str, str]]]:
+    """(policy, part) of the trainers and critics of `policies`, those together that are on the same ranks."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for policy in policies:
+        own = config.policies[policy]
+        for part in ("trainer", "critic") if own.critic is not None else ("trainer",):
+            key = (config.holder(policy), "trainer" if own.share_base else part)
+            found.setdefault(key, []).append((policy, part))
+    return list(found.values())
 
 
 def estimate_run(
@@ -258,6 +272,7 @@ def _phases(
     Keys and values take what is left, at most what all slots can fill and at least one longest sequence.
     """
     usable, context = assumed.usable * gpu.memory * _GB, assumed.process * _GB
+    ranks = [reduce(TrainerMemory.beside, (trainers[key] for key in gang)) for gang in gangs(config, config.trained)]
     own = {policy: config.policies[policy].own.engine for policy in models}
     longest = {  # sequence of each policy
         policy: kv_bytes(a, placement.engine_tp) * _own(own[policy].get("max_length"), config.engine.max_length)
@@ -267,10 +282,10 @@ def _phases(
     most = max(size * _own(own[policy].get("slots"), config.engine.slots) for policy, size in longest.items())
     if placement.pool == "split":
         kv = min(most, max(least, usable - max(weights.values()) - context))
-        return kv, max(memory.total for memory in trainers.values()) + context, max(weights.values()) + kv + context
-    contexts = context * (len(trainers) + len(weights))
+        return kv, max(memory.total for memory in ranks) + context, max(weights.values()) + kv + context
+    contexts = context * (len(ranks) + len(weights))
     together = max if placement.one_by_one else sum
-    trained, kept = together(m.total for m in trainers.values()), sum(m.kept for m in trainers.values())
+    trained, kept = together(m.total for m in ranks), sum(m.kept for m in ranks)
     engines = sum(weights.values())
     # engines take new weights while other policies are still trained
     beside = {"update": trained + engines, "rollout": engines + (0 if placement.colocated else kept)}
@@ -300,7 +315,8 @@ def step_seconds(
     joined = max if placement.pool == "split" else sum
     acting = joined(_rollout_s(config, models[p], works[p], placement, gpu, kv, assumed) for p in models)
     depth = sum(works[p].depth * _turn_s(models[p], works[p], placement, gpu, assumed) for p in models)
-    updating = joined(_update_s(config, p, models[p], works[p], placement, gpu, assumed) for p in config.trained)
+    alone = {p: _update_s(config, p, models[p], works[p], placement, gpu, assumed) for p in config.trained}
+    updating = joined(sum(alone[p] for p, part in gang if part == "trainer") for gang in gangs(config, alone))
     moved = joined(engine_weights(models[p], 1) / placement.layouts[p].tp for p in config.trained)
     if placement.colocated:  # out and in again
         for policy in config.trained:
@@ -361,7 +377,7 @@ def _update_s(
     scores = (1 if config.loss.kl.coef else 0) + (models - 1)
     scores += 1 if updates > 1 and config.loss.correction.name != "none" else 0
     # on GPUs of their own a critic works beside its policy
-    beside = 1 if placement.pool == "split" else models
+    beside = 1 if placement.pool == "split" and not config.policies[policy].share_base else models
     layout, tokens = placement.layouts[policy], work.tokens
     passes = beside * work.passes * (4 if placement.recompute else 3) / assumed.train_mfu + scores / assumed.score_mfu
     computing = forward * passes / (layout.ranks * gpu.flops * 1e12)

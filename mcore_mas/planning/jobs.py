@@ -39,10 +39,10 @@ def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
     for name, policy in config.policies.items():
         nodes = config.cluster.nodes.get(name)
         train, rollout = (nodes.train, nodes.rollout) if nodes else (None, None)
-        if name in config.trained:
+        if name in config.trained and config.holder(name) == name:
             ranks: dict[str, Any] = {"devices": policy.ranks, "unit": policy.tp, "label": train}
             tenants.append(Tenant(policy=name, part="trainer", **ranks))
-            if policy.critic is not None:
+            if policy.critic is not None and not policy.share_base:
                 tenants.append(Tenant(policy=name, part="critic", **ranks))
         if policy.remote is not None:
             continue

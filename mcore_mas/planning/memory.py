@@ -6,8 +6,9 @@ Everything is counted tensor by tensor, and the tests compare it with the tensor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from operator import add
 
 from mcore_mas.config.policy import LoraConfig
 from mcore_mas.rollout.models.architecture import Architecture
@@ -37,6 +38,13 @@ class TrainerMemory:
         """At the peak of an update."""
         return self.kept + self.activations + self.logits
 
+    def beside(self, other: TrainerMemory) -> TrainerMemory:
+        """With another trainer on the same rank, of which one computes at a time."""
+        both = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in both:
+            both[name] = (max if name in ("activations", "logits") else add)(both[name], getattr(other, name))
+        return TrainerMemory(**both)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerKind:
@@ -50,6 +58,7 @@ class TrainerKind:
     agents: int = 1  # that share the policy: with several, their gradients are added up in a buffer of its own
     lora: LoraConfig | None = None
     value_head: bool = False  # of a critic, in place of the output layer
+    on_base: bool = False  # the frozen weights are another trainer's, on the same ranks
 
 
 @lru_cache(maxsize=256)
@@ -115,7 +124,7 @@ def trainer_memory(a: Architecture, layout: ParallelLayout, kind: TrainerKind) -
     largest = max(rows * a.hidden, 2 * a.hidden * a.ffn // layout.tp)  # the embedding, or gate and up together
     of_weight = 0 if kind.lora is not None else weight * rows * a.hidden
     return TrainerMemory(
-        weights=weight * (here + added),
+        weights=weight * ((a.hidden * kind.value_head if kind.on_base else here) + added),
         gradients=4 * trained * (2 if kind.agents > 1 else 1),
         optimizer=state * trained / ranks - moments + min(moments, 8 * largest),
         on_host=moments,

@@ -40,9 +40,10 @@ class Crew:
 
     @property
     def offloaded(self) -> list[TrainerGroup]:
-        """Trainers that give memory away while the team acts."""
+        """Trainers that give memory away while the team acts; of those on the same ranks the first."""
         own = self._config.policies
-        return [g for name, trainer in self.trainers.items() if own[name].offload for g in trainer.groups.values()]
+        groups = [g for name, trainer in self.trainers.items() if own[name].offload for g in trainer.groups.values()]
+        return [group for group in groups if group.home is group]
 
     def start(self, kl: Mapping[str, Mapping[str, float]]) -> None:
         """Start all that does not run; `kl` are adaptive coefficients that a checkpoint has.
@@ -63,7 +64,9 @@ class Crew:
             berths=self._berths,
         )
         turns = TrainerTurns() if self._config.cluster.one_by_one else None
-        self.trainers = {name: self._trainer(name, kl.get(name), turns) for name in self._config.trained}
+        self.trainers = {}
+        for name in self._config.trained:
+            self.trainers[name] = self._trainer(name, kl.get(name), turns)
         if self._joined:
             for name in self.trainers:
                 own = getattr(self.engines[name], "transport", "")
@@ -138,13 +141,16 @@ class Crew:
         return {*self._placement.nodes[policy, "engine"]} != {node_here()}
 
     def _trainer(self, name: str, kl: Mapping[str, float] | None, turns: TrainerTurns | None) -> PolicyTrainer:
-        """A policy's trainer, with its critic where it has one."""
+        """A policy's trainer, with its critic where it has one; on the ranks of the policy that holds their model."""
         config, places, critic = self._config, self._placement.options, None
         shared: Any = {"threads": config.cluster.threads_per_process, "turns": turns}
-        if (name, "critic") in places:
-            spec = critic_spec(name, config)
-            critic = TrainerGroup(f"{name}-critic", spec, **shared, places=places[name, "critic"])
-        group = TrainerGroup(name, policy_spec(name, config), **shared, places=places[name, "trainer"])
+        holder = self.trainers.get(config.holder(name))
+        base = holder.groups[config.holder(name)] if holder else None
+        group = TrainerGroup(name, policy_spec(name, config), **shared, places=places.get((name, "trainer")), base=base)
+        if config.policies[name].critic is not None:
+            base = group if config.policies[name].share_base else None
+            own = places.get((name, "critic"))
+            critic = TrainerGroup(f"{name}-critic", critic_spec(name, config), **shared, places=own, base=base)
         return PolicyTrainer(name, config, group, critic=critic, kl=_adaptive_kl(for_policy(config, name), kl))
 
 

@@ -46,6 +46,7 @@ _RECIPE: dict[str, frozenset[str]] = {
     "policies": frozenset(
         {"model", "remote", "lora", "tp", "pp", "vpp", "cp", "dp", "ep", "sp", "distributed_optimizer", "overlap"}
         | {"offload", "host_moments", "recompute", "layers", "attention", "bf16", "max_in_flight", "spike_factor"}
+        | {"share_base"}
     ),
     "reward": frozenset(),
     "advantage": frozenset(),

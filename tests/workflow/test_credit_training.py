@@ -61,11 +61,13 @@ CREDIT = {
         "+agents.verifier.advantage={name: rloo, align: 3}",
         "+agents.verifier.loss_weight=0.5",
     ],
-    # adapters of two policies on one model, one with a critic, trained in turn and held near the model without them
+    # adapters of two policies on one model that is held once, one with a critic, trained in turn and held near the
+    # model without them
     "lora": [
         "trainer.steps=3",
         "+policies.solver.lora={rank: 4, alpha: 8}",
         "+policies.verifier.lora={rank: 2, alpha: 2, targets: [q, v]}",
+        *(f"+policies.{policy}.share_base=true" for policy in ("solver", "verifier")),
         "+policies.solver.schedule=cosine",
         "policies.solver.warmup_steps=0",
         "policies.solver.lr=1.0e-3",

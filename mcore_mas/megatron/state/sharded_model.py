@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from mcore_mas.megatron.device import exchange, rank_device
 from mcore_mas.megatron.model.build import build_model
-from mcore_mas.megatron.model.decoder import EXPERT, renumbered
+from mcore_mas.megatron.model.decoder import EXPERT, PackedGPTModel, renumbered
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.lora import (
     Adapter,
@@ -46,8 +47,11 @@ from mcore_mas.rollout.models.tensors import whole
 class ShardedModel:
     """Pipeline stages, with their parameters under Megatron's names; every rank of the process group holds one."""
 
-    def __init__(self, spec: TrainerSpec) -> None:
+    def __init__(self, spec: TrainerSpec, base: ShardedModel | None = None) -> None:
         """Load `spec.model` into this rank's shard. The process group must exist.
+
+        Args:
+            base: has adapters on the same model in the same layout and precision; its frozen weights are these too.
 
         Raises:
             ModelError: the folder is no supported model, or cannot be cut as `spec` says.
@@ -55,10 +59,12 @@ class ShardedModel:
         self._spec = spec
         self.architecture = read_architecture(Path(spec.model))
         check_fit(self.architecture, spec, spec.layers, spec.lora.targets if spec.lora else ())
-        self.stages = [
-            build_model(self.architecture, spec, vp_stage if spec.vpp > 1 else None).to(rank_device())
-            for vp_stage in range(spec.vpp)
-        ]
+        self.stages: list[Any] = []
+        for number in range(spec.vpp):
+            stage = build_model(self.architecture, spec, number if spec.vpp > 1 else None)
+            if base is not None:
+                _put_on(stage, base.stages[number])
+            self.stages.append(stage.to(rank_device()))
         self._adapters: dict[str, Adapter] = {}
         for stage in self.stages if spec.lora is not None else ():
             attach_adapters(stage, self.architecture, spec)
@@ -70,7 +76,8 @@ class ShardedModel:
         self._low_rank = {name: p for name, p in self.parameters.items() if is_adapter(name)}
         self._frozen: dict[str, Tensor] = {}  # the reference's parameters, once they are needed
         self._plans: dict[str, ExportPlan] = {}  # how what is exported is gathered, by what it is
-        self._load(self._start())
+        frozen = base._base.items() if base else ()
+        self._load(self._start(), held={name for name, parameter in frozen if not parameter.requires_grad})
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -110,14 +117,14 @@ class ShardedModel:
             full_shapes(drawn, self.architecture), std=self.architecture.init_std, seed=self._spec.seed
         )
 
-    def _load(self, source: SafeTensors | RandomTensors) -> None:
-        """Weights from full tensors; a critic's head keeps its fresh start where there is none."""
-        held = {
+    def _load(self, source: SafeTensors | RandomTensors, held: Collection[str]) -> None:
+        """Weights that are not `held`, from full tensors; a critic's head keeps its fresh start where there is none."""
+        missing = {
             name: parameter
             for name, parameter in self._base.items()
-            if name != VALUE_HEAD or weight_mappings([name])[0].tensors[0] in source
+            if name not in held and (name != VALUE_HEAD or weight_mappings([name])[0].tensors[0] in source)
         }
-        import_weights(held, self.architecture, source)
+        import_weights(missing, self.architecture, source)
         if (lora := self._spec.lora) is not None:
             import_weights(
                 self._low_rank,
@@ -144,7 +151,11 @@ class ShardedModel:
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Stream (PEFT name, full tensor) of the adapters, none where all weights are trained; as `weights`."""
-        return _joined(self._export("adapter", self._low_rank))
+        return _joined(self.adapter_blocks())
+
+    def adapter_blocks(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """`adapter` in blocks, as `weight_blocks`."""
+        return self._export("adapter", self._low_rank)
 
     def gradients(self, local: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Stream (Hugging Face or PEFT name, full tensor) of this rank's gradients by Megatron name; as `weights`."""
@@ -181,6 +192,14 @@ class ShardedModel:
         if dist.get_rank() == 0:
             write_adapter(folder, self._spec.model, self._spec.lora, full)
         dist.barrier()
+
+
+def _put_on(stage: PackedGPTModel, base: PackedGPTModel) -> None:
+    """Give a pipeline stage the frozen parameters of `base` for its own, which nothing has been written to yet."""
+    held = {name: p for name, p in base.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for path, module in stage.named_modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, held.get(f"{path}.{name}", module.get_parameter(name)))
 
 
 def _joined(stream: Iterator[tuple[str, list[Tensor]]]) -> Iterator[tuple[str, Tensor]]:

@@ -33,14 +33,17 @@ _POLICY = ""  # the spike monitor of the whole gradient, beside those of the age
 class MegatronTrainer:
     """Trains one policy; every rank of the policy's process group holds one and makes the same calls."""
 
-    def __init__(self, spec: TrainerSpec) -> None:
+    def __init__(self, spec: TrainerSpec, base: MegatronTrainer | None = None) -> None:
         """Load `spec.model` into this rank's shard. The process group must exist (`init_process_groups`).
+
+        Args:
+            base: trains adapters on the same model, whose frozen weights both then hold once (see `ShardedModel`).
 
         Raises:
             ModelError: the folder is no supported model, or cannot be cut as `spec` says.
         """
         self.spec = spec
-        self._model = ShardedModel(spec)
+        self._model: ShardedModel = ShardedModel(spec, base._model if base else None)
         self._parameters = self._model.parameters
         self._stages = [_wrap(stage, spec, first=i == 0) for i, stage in enumerate(self._model.stages)]
         self._optimizer = make_optimizer(self._stages, spec)

@@ -28,14 +28,14 @@ _LOOPBACK = "127.0.0.1"
 
 
 class _Rank:
-    """One process of a policy's trainer."""
+    """One process of the trainers of a policy, or of all policies on one frozen model."""
 
-    def __init__(self, spec: TrainerSpec, threads: int) -> None:
-        self._spec = spec
+    def __init__(self, threads: int) -> None:
         self._rank = 0  # until it joins the others
         self._threads = threads
         self._store: Any = None
-        self._sender: tuple[SyncRoute, WeightSender] | None = None
+        self._trainers: dict[str, MegatronTrainer] = {}
+        self._senders: dict[str, tuple[SyncRoute, WeightSender]] = {}
 
     def seat(self) -> tuple[str, list[int]]:
         """The address of the node that this rank is on, and its GPU there."""
@@ -50,37 +50,47 @@ class _Rank:
         )
         return address, port
 
-    def join(self, rank: int, place: tuple[str, int]) -> None:
-        """Meet the other ranks and load the model."""
+    def join(self, rank: int, place: tuple[str, int], specs: Mapping[str, TrainerSpec]) -> None:
+        """Meet the other ranks and load the model, once for all policies."""
         self._rank = rank
         own = str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else _LOOPBACK
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # else that of the host's name, if it has an address
             os.environ.setdefault(name, interface_of(own))
         store = self._store or TCPStore(*place, is_master=False)
-        init_process_groups(self._spec, rank=rank, threads=self._threads, store=store)
-        self._trainer = MegatronTrainer(self._spec)
+        init_process_groups(next(iter(specs.values())), rank=rank, threads=self._threads, store=store)
+        for policy, spec in specs.items():
+            base = next(iter(self._trainers.values()), None)
+            self._trainers[policy] = MegatronTrainer(spec, base)
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call the trainer's `method`, as all ranks do."""
-        return getattr(self._trainer, method)(*arguments)
+    def call(self, policy: str, method: str, *arguments: Any) -> Any:
+        """Call the `method` of a policy's trainer, as all ranks do."""
+        return getattr(self._trainers[policy], method)(*arguments)
 
-    def score(self, microbatches: Sequence[Microbatch], reference: bool, send: bool) -> list[Any]:
-        scores = self._trainer.score(microbatches, reference=reference)
+    def score(self, policy: str, microbatches: Sequence[Microbatch], reference: bool, send: bool) -> list[Any]:
+        scores = self._trainers[policy].score(microbatches, reference=reference)
         return [score.numpy() for score in scores] if send else []
 
-    def export(self, route: SyncRoute, version: int) -> WeightUpdate:
+    def export(self, policy: str, route: SyncRoute, version: int) -> WeightUpdate:
         """Gather all weights with the other ranks and send them where the engine wants them."""
         lasting = replace(route, state={})
-        if self._sender is None or self._sender[0] != lasting:
-            self._sender = lasting, make_sender(route, rank=self._rank, exchange=exchange)
-        return self._sender[1].send(self._trainer.model.weight_blocks(), version, route.state)
+        if policy not in self._senders or self._senders[policy][0] != lasting:
+            self._senders[policy] = lasting, make_sender(route, rank=self._rank, exchange=exchange)
+        return self._senders[policy][1].send(self._trainers[policy].model.weight_blocks(), version, route.state)
 
     @ray.method(concurrency_group="writing")
-    def written(self) -> dict[str, Digest]:
-        return self._trainer.written()
+    def written(self, policy: str) -> dict[str, Digest]:
+        return self._trainers[policy].written()
 
-    def write_model(self, folder: Path) -> None:
-        self._trainer.model.write(folder)
+    def write_model(self, policy: str, folder: Path) -> None:
+        self._trainers[policy].model.write(folder)
+
+    def sleep(self) -> int:
+        """All trainers; weights that they have in common are given away once."""
+        return sum(trainer.sleep() for trainer in self._trainers.values())
+
+    def wake(self) -> None:
+        for trainer in self._trainers.values():
+            trainer.wake()
 
 
 def meeting_address(nodes: Sequence[str]) -> str:
@@ -121,44 +131,59 @@ class TrainerGroup:
         threads: int,
         places: Sequence[Mapping[str, Any]] | None = None,
         turns: TrainerTurns | None = None,
+        base: TrainerGroup | None = None,
     ) -> None:
         """Start the ranks; returns before they have loaded the model (see `ready`), which waits for its turn.
 
         Args:
             places: actor options of each rank, as `DevicePlacement` of `mcore_mas.training` gives them; None: a GPU
                 each where there are any, and none set aside.
+            base: is not `ready` yet, and trains adapters on the same model; its ranks do this policy's work too, one
+                call after the other, hold the frozen model once, and sleep and wake as one. It takes the places of
+                `places` and `turns`.
         """
         self.policy = policy
+        self.cost_model = CostModel.of(spec)  # what micro-batches are to be packed for
+        self.home: TrainerGroup = base.home if base else self  # whose ranks do the work
+        if base:
+            self.home._specs[policy] = spec
+            return
+        self._specs: dict[str, TrainerSpec] = {policy: spec}
         self._turns = turns
         self._asleep, self._joined = turns is not None, False
+        self._waking = asyncio.Lock()
         if turns:
             turns.join(self)
-        self.cost_model = CostModel.of(spec)  # what micro-batches are to be packed for
         if places is None:
             places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
         # a thread of its own waits for what is written while the ranks' other calls go on in their order
         actor = ray.remote(num_cpus=0, concurrency_groups={"writing": 1})(_Rank)  # type: ignore[call-overload]
-        self._ranks = [actor.options(**place).remote(spec, threads) for place in places]  # in their order once `ready`
+        self._ranks = [actor.options(**place).remote(threads) for place in places]  # in their order once `ready`
 
     async def ready(self) -> None:
-        """Number the ranks by node and GPU, so that neighbours are near, and wait until each has its shard."""
+        """Number the ranks by node and GPU, so that neighbours are near, and wait until each has its shard.
+
+        With a `base` this is the base's to do.
+        """
+        if self.home is not self:
+            return
         seats = await _together(rank.seat.remote() for rank in self._ranks)
         order = sorted(range(len(seats)), key=lambda number: (*seats[number], number))
         self._ranks = [self._ranks[number] for number in order]
         async with self._turn():
             self._joined = True
             place = await self._ranks[0].host.remote(meeting_address([seats[number][0] for number in order]))
-            await _together(rank.join.remote(number, place) for number, rank in enumerate(self._ranks))
+            await _together(rank.join.remote(number, place, self._specs) for number, rank in enumerate(self._ranks))
 
     def close(self) -> None:
         """End all ranks, also those that wait for one that is gone."""
-        for rank in self._ranks:
+        for rank in self.home._ranks:
             ray.kill(rank)
 
     async def update(self, microbatches: Sequence[Microbatch], at: int | None = None) -> dict[str, float]:
         """One optimizer step; see `MegatronTrainer.update`."""
         async with self._turn():
-            metrics: dict[str, float] = (await self._all("update", ray.put(list(microbatches)), at))[0]
+            metrics: dict[str, float] = (await self._all("call", "update", ray.put(list(microbatches)), at))[0]
         return metrics
 
     async def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
@@ -166,7 +191,8 @@ class TrainerGroup:
         batches = ray.put(list(microbatches))
         async with self._turn():
             scores = await _together(
-                rank.score.remote(batches, reference, send=i == 0) for i, rank in enumerate(self._ranks)
+                rank.score.remote(self.policy, batches, reference, send=i == 0)
+                for i, rank in enumerate(self.home._ranks)
             )
         # what comes out of the object store is read-only, and torch has no tensors of that kind
         return [torch.from_numpy(score.copy()) for score in scores[0]]
@@ -178,36 +204,39 @@ class TrainerGroup:
             EngineError: the engine does not have these tensors, or does not take them.
         """
         async with self._turn():
-            updates: list[WeightUpdate] = await _together(rank.export.remote(route, version) for rank in self._ranks)
+            updates: list[WeightUpdate] = await self._all("export", route, version)
         return updates[0]
 
     async def sleep(self) -> int:
         """Give memory away while nothing is trained; returns the bytes on all ranks; see `MegatronTrainer.sleep`."""
-        given = sum(await self._all("sleep")) if not self._asleep else 0
-        self._asleep = True
+        home = self.home
+        given = sum(await _together(rank.sleep.remote() for rank in home._ranks)) if not home._asleep else 0
+        home._asleep = True
         return given
 
     async def wake(self) -> None:
         """Take it back."""
-        if self._asleep and self._joined:
-            await self._all("wake")
-        self._asleep = False
+        home = self.home
+        if home._asleep and home._joined:
+            await _together(rank.wake.remote() for rank in home._ranks)
+        home._asleep = False
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
         """Inside the block it can be asked anything; afterwards it sleeps again if it slept."""
-        slept = self._asleep
-        await self.wake()
-        try:
-            yield
-        finally:
-            if slept:
-                await self.sleep()
+        async with self.home._waking:  # another policy on these ranks may want the same
+            slept = self.home._asleep
+            await self.wake()
+            try:
+                yield
+            finally:
+                if slept:
+                    await self.sleep()
 
     async def save(self, folder: Path) -> None:
         """Copy weights and optimizer state, which the ranks then write into `folder` beside their other work."""
         async with self._turn():
-            await self._all("save", folder)
+            await self._all("call", "save", folder)
 
     async def written(self) -> dict[str, Digest]:
         """Wait until what `save` copied is on disk; size and digest of every file by name.
@@ -216,7 +245,7 @@ class TrainerGroup:
             OSError: a rank could not write, or has died.
         """
         files: dict[str, Digest] = {}
-        for number, ref in enumerate([rank.written.remote() for rank in self._ranks]):
+        for number, ref in enumerate([rank.written.remote(self.policy) for rank in self.home._ranks]):
             try:
                 files |= await ref
             except ray.exceptions.RayError as error:
@@ -227,18 +256,20 @@ class TrainerGroup:
     async def restore(self, folder: Path) -> None:
         """Continue from what `save` wrote."""
         async with self._turn():
-            await self._all("restore", folder)
+            await self._all("call", "restore", folder)
 
     async def write_model(self, folder: Path) -> None:
         """Write a Hugging Face folder of the policy as it is now."""
         async with self._turn():
-            await _together(rank.write_model.remote(folder) for rank in self._ranks)
+            await self._all("write_model", folder)
 
     def _turn(self) -> AbstractAsyncContextManager[None]:
-        return self._turns.of(self) if self._turns else nullcontext()
+        home = self.home
+        return home._turns.of(home) if home._turns else nullcontext()
 
     async def _all(self, method: str, *arguments: object) -> list[Any]:
-        return await _together(rank.call.remote(method, *arguments) for rank in self._ranks)
+        """What every rank's `method` gives for this policy."""
+        return await _together(getattr(rank, method).remote(self.policy, *arguments) for rank in self.home._ranks)
 
 
 async def _together(calls: Iterable[Any]) -> list[Any]:
