@@ -38,18 +38,21 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
 def _updates(lines: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
         "bf16, one micro-batch. MFU is of 989 TFLOP/s, and counts no recomputation. Waits and copies are per update.",
+        "Recomputed are norms' outputs and SwiGLU's products (selective), or all of every layer (full).",
         "",
-        "| model | layout | tokens | launches | waits | copies | MFU, predicted | MFU | tokens/s | GiB |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| model | recompute | layout | tokens | launches | waits | copies | MFU, predicted | GiB, predicted | MFU "
+        "| GiB | tokens/s |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for case in CASES:
         want = _case(lines, "meter", case) or {}
         got = _case(measured, "updates", case) or {}
-        name = f"{case['model']}{', recompute' if case.get('recompute') else ''}"
         waits, copies = (sum(want[key].values()) if key in want else _NOT for key in ("waits", "copies"))
         predicted = (want.get(key, _NOT) for key in ("tokens", "launches"))
-        found = (got.get(key, got.get("failed", _NOT)) for key in ("mfu", "tokens_per_s", "gib"))
-        cells = (name, case["layout"], *predicted, waits, copies, want.get("mfu", _NOT), *found)
+        gib = round(want["bytes"]["peak"] / 2**30, 1) if "bytes" in want else _NOT
+        found = (got.get(key, got.get("failed", _NOT)) for key in ("mfu", "gib", "tokens_per_s"))
+        what = (case["model"], case.get("recompute", "none"), case["layout"])
+        cells = (*what, *predicted, waits, copies, want.get("mfu", _NOT), gib, *found)
         rows.append(f"| {' | '.join(str(cell) for cell in cells)} |")
     return rows
 
@@ -88,8 +91,6 @@ def _latest(lines: Sequence[dict[str, Any]], section: str, key: str) -> dict[str
 
 
 def _case(lines: Sequence[dict[str, Any]], section: str, case: dict[str, Any]) -> dict[str, Any] | None:
-    """The latest line of a section for a case; the meter's lines do not repeat `recompute`."""
-    wanted = {key: value for key, value in case.items() if section != "meter" or key != "recompute"}
-    return next(
-        (line for line in reversed(lines) if line["section"] == section and wanted.items() <= line.items()), None
-    )
+    """The latest line of a section for a case."""
+    wanted = case if section != "meter" else {"recompute": "none", **case}  # the meter says it of all
+    return next((x for x in reversed(lines) if x["section"] == section and wanted.items() <= x.items()), None)

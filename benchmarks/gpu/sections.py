@@ -182,7 +182,7 @@ def updates(tiny: bool) -> None:
 
 
 def _update(folder: Path, case: dict[str, Any]) -> None:
-    spec = {"bf16": device().type == "cuda", "recompute": case.get("recompute", False)}
+    spec = {"bf16": device().type == "cuda", "recompute": case.get("recompute", "none")}
     trainer, batches = _trainer(folder, case["model"], case["layout"], spec)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -257,7 +257,8 @@ def profile(tiny: bool) -> None:
 def meter(tiny: bool) -> None:
     """What the meter predicts of the same updates; it needs no GPU, and must not see one."""
     cases = [{"model": "tiny", "layout": "small"}] if tiny else CASES
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.fake_gpu", *map(json.dumps, cases)]
+    again = [{**case, "updates": 2} for case in cases]  # the second, which has Adam's moments from the start
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.fake_gpu", *map(json.dumps, again)]
     subprocess.run(command, check=True, cwd=Path(__file__).resolve().parents[2])
 
 

@@ -125,8 +125,9 @@ def operations(folder: Path, batch: Microbatch) -> float:
 
 # updates that are measured, and predicted by the meter
 CASES: list[dict[str, Any]] = [
-    {"model": "4b", "layout": "groups", "recompute": True},
-    {"model": "4b", "layout": "turns", "recompute": True},
+    {"model": "4b", "layout": "groups", "recompute": "selective"},
+    {"model": "4b", "layout": "turns", "recompute": "selective"},
+    {"model": "4b", "layout": "groups", "recompute": "full"},
     {"model": "1.7b", "layout": "groups"},
     {"model": "1.7b", "layout": "branches"},
     {"model": "1.7b", "layout": "whole"},

@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from mcore_mas.equations.divergence import Figure
 from mcore_mas.rollout.base.options import Section
 from mcore_mas.rollout.engines.remote import RemoteConfig
+from mcore_mas.rollout.models.layout import Recompute
 from mcore_mas.rollout.teams.tree import Branching
 
 
@@ -131,7 +132,8 @@ class PolicyConfig(RateConfig):
     overlap: bool = False  # exchange gradients, and with the distributed optimizer weights, while others are computed
     offload: bool = False  # give the trainer's memory away while the team acts
     host_moments: bool = False  # keep Adam's moments in host memory, but for the weight that is being stepped
-    recompute: bool = False  # recompute activations in the backward pass
+    # what the backward pass computes again: nothing; norms' outputs and SwiGLU's products; or all of every layer
+    recompute: Recompute = "none"
     layers: Literal["local", "te"] = "local"  # whose linear layers: Megatron's own, or Transformer Engine's
     attention: Literal["auto", "torch"] = "auto"  # "auto": Triton's kernel where there is CUDA; "torch": its kernels
     bf16: bool = False  # train in bfloat16 with float32 master weights

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import types
 import warnings
+from functools import partialmethod
 from importlib import metadata
 from typing import Any, cast
 
@@ -179,7 +180,8 @@ def patch_release() -> None:
 
     What this package uses of megatron-core has the same names and arguments from 0.16.1 to 0.19.2. But:
 
-    - 0.16: the router reads `te_general_gemm`, which only an import of Transformer Engine defines.
+    - 0.16: the router reads `te_general_gemm`, which only an import of Transformer Engine defines; and selective
+      recomputation takes its default, no fp8, for fp8, which is Transformer Engine's.
     - 0.17 on: Python 3.12 or later by their metadata. 0.18 on: `triton` is imported with the schedules; its package
       does that without a GPU too, where torch came without it.
     - 0.18 on: a module is made by calling what a spec names, with keywords only; `RMSNorm` and `TreeAttention` take
@@ -192,3 +194,9 @@ def patch_release() -> None:
     moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe, "te_general_gemm"):
         moe.te_general_gemm = None
+    checkpoint = importlib.import_module("megatron.core.tensor_parallel.random").CheckpointWithoutOutput
+    checkpoint.__init__ = partialmethod(_without_fp8, checkpoint.__init__)
+
+
+def _without_fp8(checkpoint: Any, init: Any, fp8: bool = False, **more: Any) -> None:
+    init(checkpoint, fp8=fp8 or None, **more)

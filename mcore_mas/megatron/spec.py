@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from mcore_mas.equations.losses import Objective, ValueObjective
-from mcore_mas.rollout.models.layout import ParallelLayout, Projection
+from mcore_mas.rollout.models.layout import ParallelLayout, Projection, Recompute
 
 PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -47,7 +47,7 @@ class TrainerSpec(ParallelLayout):
     overlap: bool = False  # reduce gradients while others are computed; with the distributed optimizer, gather likewise
     bucket: int | None = None  # parameters of one overlapping exchange; None: Megatron's choice
     host_moments: bool = False  # Adam's moments are in host memory, but for the weight that is being stepped
-    recompute: bool = False  # recompute every layer's activations in the backward pass
+    recompute: Recompute = "none"  # activations in the backward pass
     layers: Literal["local", "te"] = "local"  # whose linear layers: Megatron's own, or Transformer Engine's
     attention: Literal["auto", "torch"] = "auto"  # "auto": Triton's kernel where there is CUDA; "torch": its kernels
     bf16: bool = False  # train in bfloat16 with float32 master weights

@@ -14,7 +14,17 @@ import yaml
 
 from mcore_mas.config.models import cold_started, layout_of
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.estimate import GPU, GPUS, Placement, RunEstimate, estimate_run, fits, gangs, workloads
+from mcore_mas.planning.estimate import (
+    GPU,
+    GPUS,
+    PASSES,
+    Placement,
+    RunEstimate,
+    estimate_run,
+    fits,
+    gangs,
+    workloads,
+)
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture, planned_architecture
 from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
@@ -149,7 +159,7 @@ def _placements(config: RunConfig, models: Mapping[str, Architecture], cluster: 
     trained = {policy: models[policy] for policy in config.trained}
     trainers = len(gangs(config, trained))
     cuts = [tp for tp in _CUTS if tp <= cluster.node and all(a.heads % tp == 0 for a in models.values())]
-    for tp, recompute in itertools.product(cuts, (False, True)):
+    for tp, recompute in itertools.product(cuts, PASSES):
         made = partial(Placement, engine_tp=tp, recompute=recompute, tokens=config.trainer.microbatch_tokens)
         if cluster.gpus % tp == 0 and trained:
             for layouts in _layouts(trained, cluster.gpus, cluster.node):
@@ -232,7 +242,7 @@ def placement_of(config: RunConfig) -> Placement:
         replicas=config.engine.replicas,
         engine_tp=config.engine.tp,
         colocated=any(policy.offload for policy in trained.values()),
-        recompute=any(policy.recompute for policy in trained.values()),
+        recompute=max((policy.recompute for policy in trained.values()), key=list(PASSES).index, default="none"),
         tokens=config.trainer.microbatch_tokens,
     )
 
@@ -250,7 +260,8 @@ def describe(placement: Placement) -> str:
         cuts.setdefault(sizes or "one rank", []).append(policy)
     trainers = "; ".join(cut if len(cuts) == 1 else f"{', '.join(names)} {cut}" for cut, names in cuts.items())
     engines = f"{placement.replicas} x tp {placement.engine_tp}"
-    marks = {"in turn": placement.colocated, "one by one": placement.one_by_one, "recompute": placement.recompute}
+    marks = {"in turn": placement.colocated, "one by one": placement.one_by_one}
+    marks |= {f"{placement.recompute} recompute": placement.recompute != "none"}
     rest = [word for word, on in marks.items() if on]
     rest.append(f"{placement.tokens} tokens")
     return ", ".join([placement.pool, f"trainers {trainers}", f"engines {engines}", *rest])

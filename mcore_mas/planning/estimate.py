@@ -19,7 +19,7 @@ from mcore_mas.planning.memory import (
     trainer_memory,
 )
 from mcore_mas.rollout.models.architecture import Architecture
-from mcore_mas.rollout.models.layout import ParallelLayout
+from mcore_mas.rollout.models.layout import ParallelLayout, Recompute
 
 _GB = 1e9
 
@@ -60,6 +60,8 @@ class Assumptions:
 
 
 ASSUMED = Assumptions()
+# forward passes that an update takes as long as; what selective recomputation adds is by the meter (docs/gpu.md)
+PASSES: dict[Recompute, float] = {"none": 3.0, "selective": 3.1, "full": 4.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,7 @@ class Placement:
     engine_tp: int
     colocated: bool = False  # trainers are offloaded and engines sleep in turn
     one_by_one: bool = False  # ... and of the trainers one has its memory, and Adam's moments are in the host's
-    recompute: bool = True
+    recompute: Recompute = "full"
     tokens: int  # of a micro-batch
 
 
@@ -369,8 +371,8 @@ def _update_s(
 ) -> float:
     """Seconds of a policy's update, its critic's, and of the passes before them.
 
-    A forward pass and a backward pass of twice as much (Kaplan et al. 2020, arXiv 2001.08361, §2.1), recomputing makes
-    it four; the reference and a critic score once more.
+    A forward pass and a backward pass of twice as much (Kaplan et al. 2020, arXiv 2001.08361, §2.1), full recomputation
+    makes it four; the reference and a critic score once more.
     """
     forward, updates = work.turns * _forward_flops(a, work.prompt + work.reply), work.updates
     models = 2 if config.policies[policy].critic is not None else 1
@@ -379,13 +381,13 @@ def _update_s(
     # on GPUs of their own a critic works beside its policy
     beside = 1 if placement.pool == "split" and not config.policies[policy].share_base else models
     layout, tokens = placement.layouts[policy], work.tokens
-    passes = beside * work.passes * (4 if placement.recompute else 3) / assumed.train_mfu + scores / assumed.score_mfu
+    passes = beside * work.passes * PASSES[placement.recompute] / assumed.train_mfu + scores / assumed.score_mfu
     computing = forward * passes / (layout.ranks * gpu.flops * 1e12)
     microbatches = max(1.0, tokens / (placement.tokens * layout.dp * layout.cp * updates / work.passes))
     bubble = 1 + (layout.pp - 1) / microbatches  # Narayanan et al. 2021 (arXiv 2104.04473, §2.2)
     # two sums a layer and pass over the hidden states of a token (Shoeybi et al. 2019, arXiv 1909.08053, §3), of which
     # a ring sends each rank's part twice; gradients likewise, once an update
-    sums = 2 * (3 if placement.recompute else 2) * beside + 2 * scores
+    sums = 2 * (3 if placement.recompute == "full" else 2) * beside + 2 * scores
     per_token = sums * a.layers / layout.pp * 2 * a.hidden * 2 * (layout.tp - 1) / layout.tp
     exchanged = tokens / (layout.dp * layout.cp) * per_token
     exchanged += updates * beside * 4 * rank_parameters(a, layout) * 2 * (layout.dp > 1)

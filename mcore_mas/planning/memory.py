@@ -12,7 +12,7 @@ from operator import add
 
 from mcore_mas.config.policy import LoraConfig
 from mcore_mas.rollout.models.architecture import Architecture
-from mcore_mas.rollout.models.layout import ParallelLayout
+from mcore_mas.rollout.models.layout import ParallelLayout, Recompute
 
 LOGITS = 1 << 30  # float32 logits that exist at a time on a GPU (`mcore_mas/megatron/model/decoder.py`)
 
@@ -26,6 +26,7 @@ class TrainerMemory:
     optimizer: float  # float32 master weights and Adam's two moments, or of these the largest weight's
     on_host: float  # moments that are kept in host memory
     activations: float  # of one micro-batch
+    passing: float  # gradients of one layer's activations, which are whole for a moment
     logits: float  # a chunk of them, its gradient and the output layer's, as the parameters are
 
     @property
@@ -36,13 +37,15 @@ class TrainerMemory:
     @property
     def total(self) -> float:
         """At the peak of an update."""
-        return self.kept + self.activations + self.logits
+        return self.kept + self.activations + self.passing + self.logits
 
     def beside(self, other: TrainerMemory) -> TrainerMemory:
         """With another trainer on the same rank, of which one computes at a time."""
         both = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in both:
-            both[name] = (max if name in ("activations", "logits") else add)(both[name], getattr(other, name))
+            both[name] = (max if name in ("activations", "passing", "logits") else add)(
+                both[name], getattr(other, name)
+            )
         return TrainerMemory(**both)
 
 
@@ -52,8 +55,9 @@ class TrainerKind:
 
     bf16: bool
     distributed_optimizer: bool
-    recompute: bool
+    recompute: Recompute
     tokens: int  # of a micro-batch
+    fused: bool = True  # norms, rotations and SwiGLU, as on a GPU; torch's operations on a CPU keep more
     host_moments: bool = False
     agents: int = 1  # that share the policy: with several, their gradients are added up in a buffer of its own
     lora: LoraConfig | None = None
@@ -123,12 +127,16 @@ def trainer_memory(a: Architecture, layout: ParallelLayout, kind: TrainerKind) -
     moments = 8 * trained / ranks if kind.host_moments else 0.0
     largest = max(rows * a.hidden, 2 * a.hidden * a.ffn // layout.tp)  # the embedding, or gate and up together
     of_weight = 0 if kind.lora is not None else weight * rows * a.hidden
+    # of both halves and their product, with adapters of both halves again; and of hidden states around a layer
+    ffn = a.ffn if a.experts is None else max(a.ffn, a.experts.per_token * a.experts.ffn)
+    passing = (5 if kind.lora is not None else 3) * ffn + 4 * a.hidden
     return TrainerMemory(
         weights=weight * ((a.hidden * kind.value_head if kind.on_base else here) + added),
         gradients=4 * trained * (2 if kind.agents > 1 else 1),
         optimizer=state * trained / ranks - moments + min(moments, 8 * largest),
         on_host=moments,
         activations=activation_bytes(a, layout, kind),
+        passing=weight * kind.tokens / layout.cp * passing,
         logits=0 if kind.value_head else LOGITS * (1 + weight / 4) + of_weight,
     )
 
@@ -137,24 +145,29 @@ def activation_bytes(a: Architecture, layout: ParallelLayout, kind: TrainerKind)
     """What the layers of a pipeline stage save of a micro-batch.
 
     As Korthikanti et al. 2022 (arXiv 2205.05198, §4) count, for the local layers, without dropout, and with attention
-    that keeps no scores. Per token and layer, in elements: of each norm its input and what it is scaled to, both in
-    float32, and its output; queries, keys and values, queries and keys again after their rotation (and twice in float32
-    with norms of their own), the rotation's cosines and sines, attention's output, and 5 f (two halves, silu of one and
-    two products). Experts save that of those a token is sent to, and their inputs. The last norm saves as others do.
-    Without sequence parallelism what norms save is on every tensor-parallel rank. Recomputing keeps a layer's input,
-    and all of the one layer that is computed again. A pipeline holds as many micro-batches as it has stages.
+    that keeps no scores. Per token and layer, in elements: of each norm its input and output; queries, keys and values
+    (queries again with norms of their own), queries and keys after their rotation, attention's output, and 3 f (two
+    halves and their product). Experts save that of those a token is sent to, scaled as well, and their inputs. The last
+    norm saves as others do. Without fused kernels norms save their input and what it is scaled to, both in float32,
+    rotations their cosines and sines, and silu its result. Without sequence parallelism what norms save is on every
+    tensor-parallel rank. Selective recomputation leaves out norms' outputs and the products; full keeps a layer's
+    input, and all of the one layer that is computed again. A pipeline holds as many micro-batches as it has stages.
     """
     queries, values, wide = a.heads * a.head_dim, a.kv_heads * a.head_dim, 2 if kind.bf16 else 1
-    whole, cut = (4 * wide + 2) * a.hidden, 3 * queries + 3 * values + 2 * wide * a.qk_norm * (queries + values)
-    mlps = [5 * a.ffn]
+    again = kind.recompute == "selective"
+    norm = 1 if again else 2 if kind.fused else 2 * wide + 1
+    heads = queries if kind.fused else 2 * wide * (queries + values)  # of their norms
+    cut = 3 * queries + 3 * values + a.qk_norm * heads
+    gated = 2 if again else 3 if kind.fused else 4  # feed-forward widths
+    mlps = [gated * a.ffn]
     if a.experts is not None:
-        sent = a.experts.per_token * (5 * a.experts.ffn + a.hidden) + a.hidden
-        mlps = [sent if sparse else 5 * a.ffn for sparse in a.experts.sparse]
-    mlp = max(mlps) if kind.recompute else sum(mlps) / len(mlps)
-    repeated = layout.tp if layout.sp else 1
-    layer = whole / repeated + (cut + mlp) / layout.tp + 4 * a.head_dim
+        sent = a.experts.per_token * ((gated + (not again)) * a.experts.ffn + a.hidden) + a.hidden
+        mlps = [sent if sparse else gated * a.ffn for sparse in a.experts.sparse]
+    full, repeated = kind.recompute == "full", layout.tp if layout.sp else 1
+    mlp = max(mlps) if full else sum(mlps) / len(mlps)
+    layer = 2 * norm * a.hidden / repeated + (cut + mlp) / layout.tp + (0 if kind.fused else 4 * a.head_dim)
     layers, entry = a.layers // layout.pp, a.hidden / repeated
-    elements = entry * layers * layout.pp + layer if kind.recompute else layer * layers * layout.pp
+    elements = entry * layers * layout.pp + layer if full else layer * layers * layout.pp
     return (2 if kind.bf16 else 4) * kind.tokens / layout.cp * (elements + 2 * wide * entry)
 
 

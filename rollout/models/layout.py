@@ -11,6 +11,7 @@ from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture, Experts
 
 Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
+Recompute = Literal["none", "selective", "full"]  # of activations: norms' outputs and SwiGLU's products, or all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ groups are torch's fake ones. Every operation is counted with its floating-point
 for it is the largest of operations / 0.9 of what its kernel was seen to reach, bytes / (0.8 · 4.8 TB/s), and 2.5 µs.
 Such a figure is a prediction: it is for comparing two versions of the code.
 
-    python -m tests.support.fake_gpu '{"model": "4b", "layout": "groups", "recompute": true}' ...
+    python -m tests.support.fake_gpu '{"model": "4b", "layout": "groups", "recompute": "selective"}' ...
 """
 
 # Everything of torch is patched before Megatron is imported, so this is a program, and tests run it as one.
@@ -34,7 +34,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from torch.utils.weak import WeakIdKeyDictionary
 
 META = torch.device("meta")
 PEAK, MEMORY, LAUNCH = 0.9 * 790e12, 0.8 * 4.8e12, 2.5e-6  # operations and bytes a second, seconds
@@ -109,7 +108,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.region = "other"
         self.bytes = 0  # on the device now
-        self._storages: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._sizes: dict[int, int] = {}  # of each storage there
         self.clear()
 
     def clear(self) -> None:
@@ -126,14 +125,29 @@ class Meter(TorchDispatchMode):
     def held(self, tensor: Any) -> None:
         """Count the storage of a tensor on the device until nobody holds it."""
         storage = tensor.untyped_storage()
-        if tensor.device.type == "meta" and storage not in self._storages and storage.nbytes():
-            self._storages[storage] = storage.nbytes()
-            weakref.finalize(storage, self._freed, storage.nbytes())
+        if tensor.device.type == "meta" and storage._cdata not in self._sizes and storage.nbytes():
+            self._sizes[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, self._freed, storage._cdata)
             self.bytes += storage.nbytes()
             self.peak = max(self.peak, self.bytes)
 
-    def _freed(self, size: int) -> None:
-        self.bytes -= size
+    def _freed(self, storage: int) -> None:
+        self.bytes -= self._sizes.pop(storage)
+
+    def resized(self, storage: Any, resize: Any, size: int) -> Any:
+        """A storage resized; what was on the device counts as it is from now on."""
+        if storage._cdata in self._sizes:
+            self.bytes += size - self._sizes[storage._cdata]
+            self._sizes[storage._cdata] = size
+            self.peak = max(self.peak, self.bytes)
+        return resize(storage, size)
+
+    def copied(self, storage: Any, copy: Any, source: Any) -> Any:
+        """A storage copied on the device, in one launch."""
+        if storage.device.type == "meta":
+            self.launches[self.region] += 1
+            self.seconds[self.region] += max(2 * storage.nbytes() / MEMORY, LAUNCH)
+        return copy(storage, source)
 
     def within(self, name: str, function: Any) -> Any:
         """The function, metered as a region."""
@@ -258,8 +272,6 @@ class OnMeta(TorchFunctionMode):
         if name == "pin_memory":
             return args[0]
         kwargs.pop("pin_memory", None)
-        if name == "rms_norm" and args[0].device.type == "meta":  # which has no kernel for it, as CUDA has
-            return FusedNorm.apply(args[0], kwargs["weight"])
         return func(*args, **kwargs)
 
 
@@ -315,6 +327,10 @@ def pretend() -> None:
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *_, **__: torch.empty(0, dtype=torch.uint8)
     torch.nn.Module._apply = move
+    norm = torch.nn.functional.rms_norm
+    torch.nn.functional.rms_norm = lambda x, shape, weight, eps: (  # `meta` has no kernel for it, as CUDA has
+        FusedNorm.apply(x, weight) if x.device.type == "meta" else norm(x, shape, weight, eps)
+    )
     importlib.import_module("torch.optim.adam")._device_dtype_check_for_fused = lambda *_, **__: None
 
 
@@ -372,6 +388,7 @@ def measure(
     return {
         "model": model,
         "layout": layout,
+        "recompute": trainer_spec.recompute,
         "tokens": len(batches[0].token_ids),
         "bytes": {"kept": kept, "peak": meter.peak - others},
         "launches": launches,
@@ -409,6 +426,9 @@ def main(cases: list[str]) -> None:
             setattr(own, method, staticmethod(meter.within(region, getattr(own, method))))
     for method, region in (("_step", "optimizer"), ("_norm", "norms")):
         setattr(trainer.MegatronTrainer, method, meter.within(region, getattr(trainer.MegatronTrainer, method)))
+    resize, copy = torch.UntypedStorage.resize_, torch.UntypedStorage.copy_
+    torch.UntypedStorage.resize_ = lambda storage, size: meter.resized(storage, resize, size)
+    torch.UntypedStorage.copy_ = lambda storage, source, *_: meter.copied(storage, copy, source)
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
             print(json.dumps(measure(meter, Path(folder), **json.loads(case))), flush=True)

@@ -266,13 +266,18 @@ def rest(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None
 
 def held(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
     """An update; bytes of this rank's weights, gradients and optimizer, and of what the forward pass saved."""
-    trainer, saved = MegatronTrainer(spec), {}
+    trainer, saved, sizes = MegatronTrainer(spec), {}, []
     weights = {tensor.untyped_storage().data_ptr() for tensor in trainer.model.tensors.values()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage.nbytes()
+            saved[storage._cdata] = storage
+        return tensor
+
+    def use(tensor: torch.Tensor) -> torch.Tensor:
+        if not sizes:  # the forward pass is over, and what it let go of is empty
+            sizes.append(sum(storage.nbytes() for storage in saved.values()))
         return tensor
 
     (batch,) = pack([sample for sample in samples if sample.agent == "a"], 4096)
@@ -285,9 +290,9 @@ def held(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None
         "optimizer": sum(t.numel() * t.element_size() for t in own),
         "tokens": len(batch.token_ids),
     }
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(keep, use):
         trainer.update([batch])
-    found["activations"] = sum(saved.values())
+    found["activations"] = sizes[0]
     (out / f"{rank}.json").write_text(json.dumps(found))
 
 

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model import head_ops
+from mcore_mas.megatron.model.layer_ops import KernelRotation, KernelSwiGLU
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 
 
@@ -94,3 +95,17 @@ def head_kernels() -> list[dict[str, int]]:
         head_ops._gradient(logits, labels, numbers, 151_669, torch.bfloat16)
 
     return compiled(rows)
+
+
+def layer_kernels() -> list[dict[str, int]]:
+    """SwiGLU of Qwen3 4B and its gradient, the rotation of its queries and the opposite one, in bfloat16."""
+
+    def compute() -> None:
+        angles, given = torch.zeros(8, 1, 1, 128), {"dtype": torch.bfloat16, "requires_grad": True}
+        for out in (
+            KernelSwiGLU.apply(torch.zeros(8, 1, 2 * 9728, **given)),
+            KernelRotation.apply(torch.zeros(8, 1, 32, 128, **given), angles),
+        ):
+            out.backward(torch.zeros_like(out))
+
+    return compiled(compute)

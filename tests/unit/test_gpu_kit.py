@@ -91,17 +91,17 @@ def test_without_a_gpu_sections_say_so_and_small_shapes_run(tmp_path: Path) -> N
 
 
 def test_measurements_stand_beside_predictions() -> None:
+    meter = {"section": "meter", "model": "4b", "layout": "groups", "recompute": "full", "bytes": {"peak": 96 << 30}}
     written = [
         {"section": "probe", "date": "2026-11-22", "gpu": "NVIDIA H200", "gib": 140},
-        {"section": "meter", "date": "2026-11-22", "model": "4b", "layout": "groups", "tokens": 16384}
-        | {"launches": 9322, "mfu": 0.301, "waits": {"a": 1, "b": 3}, "copies": {}},
-        {"section": "updates", "date": "2026-11-22", "model": "4b", "layout": "groups", "recompute": True}
+        meter | {"tokens": 16384, "launches": 9322, "mfu": 0.301, "waits": {"a": 1, "b": 3}, "copies": {}},
+        {"section": "updates", "date": "2026-11-22", "model": "4b", "layout": "groups", "recompute": "full"}
         | {"mfu": 0.25, "tokens_per_s": 9000, "gib": 91.5},
         {"section": "attention", "date": "2026-11-22", "layout": "turns", "triton_ms": 2.4, "torch_ms": 48.0},
     ]
     made = page(written)
     assert "Measured on NVIDIA H200, 2026-11-22." in made
-    assert "| 4b, recompute | groups | 16384 | 9322 | 4 | 0 | 0.301 | 0.25 | 9000 | 91.5 |" in made
+    assert "| 4b | full | groups | 16384 | 9322 | 4 | 0 | 0.301 | 96.0 | 0.25 | 91.5 | 9000 |" in made
     assert "| turns | 2.4 | 48.0 |" in made
     assert "| groups | not measured | not measured |" in made
     without = page([{**written[0], "gpu": None}, *written[1:]])  # figures of a machine without a GPU say nothing

@@ -60,7 +60,7 @@ class TreeAttention(torch.nn.Module):
             [T, 1, heads * head_dim]
         """
         assert packed_seq_params is not None, "TreeAttention runs on packed trees only"
-        q, k, v = query[:, 0], key[:, 0], value[:, 0]
+        q, k, v = (x.squeeze(1) for x in (query, key, value))  # a view, whose gradient needs no copy either
         if self.fused and packed_seq_params.starts is not None:
             return self._whole_sequences(q, k, v, packed_seq_params.starts, packed_seq_params.longest)[:, None]
         if packed_seq_params.plan is not None:
@@ -274,11 +274,13 @@ class ContextAttention(TreeAttention):
             key, value = (x.repeat_interleave(self.copies, dim=2) for x in (key, value))
         ranks = parallel_state.get_context_parallel_world_size()
         # [T / cp, cp, heads / cp, head_dim] of queries, keys and values travel together
-        parts = [x[:, 0].unflatten(1, (ranks, -1)) for x in (query, key, value)]
+        parts = [x.squeeze(1).unflatten(1, (ranks, -1)) for x in (query, key, value)]
         whole = _AllToAll.apply(torch.cat(parts, dim=2).transpose(0, 1)).flatten(0, 1)  # [T, heads / cp, head_dim]
         heads = whole.split([part.shape[2] for part in parts], dim=1)
         attended = super().forward(*(x[:, None] for x in heads), *args, **kwargs)  # [T, 1, heads / cp · head_dim]
-        back: Tensor = _AllToAll.apply(attended[:, 0].unflatten(0, (ranks, -1)))  # [cp, T / cp, heads / cp · head_dim]
+        back: Tensor = _AllToAll.apply(
+            attended.squeeze(1).unflatten(0, (ranks, -1))
+        )  # [cp, T / cp, heads / cp · head_dim]
         return back.transpose(0, 1).reshape(query.shape[0], 1, -1)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -18,8 +19,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from mcore_mas.megatron.device import rank_device
 from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
 from mcore_mas.megatron.model.decoder import ColumnLinear, PackedGPTModel, RMSNorm, RowLinear
+from mcore_mas.megatron.model.layer_ops import kernels_run, rotated
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.rollout.models.architecture import Architecture
 
@@ -164,9 +167,10 @@ def _arithmetic(spec: TrainerSpec) -> dict[str, Any]:
         "bf16": spec.bf16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "recompute_granularity": "full" if spec.recompute else None,
-        "recompute_method": "uniform" if spec.recompute else None,
-        "recompute_num_layers": 1 if spec.recompute else None,
+        "recompute_granularity": None if spec.recompute == "none" else spec.recompute,
+        "recompute_method": "uniform" if spec.recompute == "full" else None,
+        "recompute_num_layers": 1 if spec.recompute == "full" else None,
+        "recompute_modules": ["layernorm"],  # if selective; and SwiGLU, see GatedMLP
         # must stay on: initialisation is also what marks shards as shards, and an unmarked shard is left out of the
         # gradient norm as if it were a duplicate
         "perform_initialization": True,
@@ -175,13 +179,20 @@ def _arithmetic(spec: TrainerSpec) -> dict[str, Any]:
         "embedding_init_method": _leave,
         "gradient_accumulation_fusion": torch.cuda.is_available(),  # into float32, see device.py
         "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
+        "bias_activation_fusion": False,  # see GatedMLP
         "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
+        "apply_rope_fusion": _fuse_rotation(),
         "persist_layer_norm": False,
         # gradients are summed over ranks and never rescaled: the denominator is in the token weights
         "calculate_per_token_loss": True,
     }
+
+
+def _fuse_rotation() -> bool:
+    """Whether positions rotate queries and keys in one launch: Transformer Engine's, or ours in the place of one."""
+    if rope_utils.fused_apply_rotary_pos_emb is None and kernels_run(rank_device()):
+        rope_utils.fused_apply_rotary_pos_emb = rotated
+    return torch.cuda.is_available() and rope_utils.fused_apply_rotary_pos_emb is not None
 
 
 def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | None = None) -> PackedGPTModel:

@@ -7,7 +7,6 @@ added to Megatron's buffer as it is made, instead of made and then added.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.device import add_product, added
 from mcore_mas.megatron.model.attention import TreeRotary
 from mcore_mas.megatron.model.head_ops import KernelHead
+from mcore_mas.megatron.model.layer_ops import GatedMLP, kernels_run
 
 LAYER = re.compile(r"(?<=layers\.)\d+")  # the layer's number in a parameter's name
 EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+")  # and the expert's
@@ -54,6 +55,9 @@ class PackedGPTModel(GPTModel):
         super().__init__(*args, **kwargs)
         self._vocab = vocab
         self.rotary_pos_emb.__class__ = TreeRotary  # GPTModel has no slot for another rotary module; it adds no state
+        for module in self.modules():  # nor has its layer one for another MLP
+            if type(module) is MLP:
+                module.__class__ = GatedMLP
         if self.post_process and value_head:
             self.output_layer: Any = ValueHead(self.config)
 
@@ -131,7 +135,7 @@ def logprobs_and_entropy(
     """
     first = len(weight) * parallel_state.get_tensor_model_parallel_rank()
     columns = max(0, min(len(weight), vocab - first))
-    if weight.device.type != "cpu" and importlib.util.find_spec("triton"):
+    if kernels_run(weight.device):
         parts = list(_chunks(len(labels), weight))
         logprobs, entropy = KernelHead.apply(hidden, weight, labels - first, temperatures, columns, embeds, parts)
     else:

@@ -138,7 +138,7 @@ def attach_adapters(decoder: PackedGPTModel, architecture: Architecture, spec: T
             Adapter(linear, rows=rows, groups=groups, inputs_cut=inputs_cut, lora=lora)
     if decoder.post_process and spec.head == "value":
         decoder.output_layer.value.requires_grad_(True)
-    if decoder.pre_process and spec.recompute:
+    if decoder.pre_process and spec.recompute != "none":
         # what is recomputed trains only if its input asks for a gradient, and a frozen embedding's output does not
         decoder.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(torch.is_grad_enabled()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
 from mcore_mas.megatron.device import ahead, download, rank_device, upload
 from mcore_mas.megatron.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.decoder import PackedGPTModel
+from mcore_mas.megatron.model.layer_ops import kernels_run
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.rollout.models.architecture import Architecture
 
@@ -102,7 +102,7 @@ class _Input:
 
 def _tiles(spec: TrainerSpec, a: Architecture, device: torch.device) -> TileSizes | None:
     """Those of Triton's attention, or None where torch's kernels attend."""
-    if spec.attention == "torch" or device.type == "cpu" or importlib.util.find_spec("triton") is None:
+    if spec.attention == "torch" or not kernels_run(device):
         return None
     # context-parallel ranks repeat the key/value heads that they lack
     shared = a.heads // spec.tp // math.lcm(a.kv_heads // spec.tp, spec.cp)

@@ -114,7 +114,9 @@ class MegatronTrainer:
                 gradient += self._parameters[name].main_grad
         for name, gradient in total.items():
             self._parameters[name].main_grad.copy_(gradient)
-        return metrics | self._step(self.updates if at is None else at)
+        # an only agent's gradient is the whole one
+        norm = self._norm() if len(agents) > 1 else metrics[f"agent/{next(iter(agents))}/grad_norm"]
+        return metrics | self._step(self.updates if at is None else at, norm)
 
     def _accumulate(self, microbatches: list[Microbatch]) -> dict[str, float]:
         """Gradients of one agent's micro-batches into `main_grad`, with its metrics."""
@@ -131,9 +133,8 @@ class MegatronTrainer:
     def _spike(self, of: str, norm: float) -> bool:
         return self._spikes.setdefault(of, SpikeMonitor(self.spec.spike_factor)).observe(norm)
 
-    def _step(self, at: int) -> dict[str, float]:
+    def _step(self, at: int, norm: float) -> dict[str, float]:
         lr = self._schedule.set(at)
-        norm = self._norm()
         spike = self._spike(_POLICY, norm)
         skipped = not math.isfinite(norm) or (spike and self.spec.skip_spikes)
         if not skipped:

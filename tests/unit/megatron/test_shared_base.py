@@ -19,7 +19,7 @@ SOLVER = LoraSpec(rank=4, alpha=8.0, targets=("k", "o", "up"), seed=3)
 VERIFIER = LoraSpec(rank=2, alpha=2.0, seed=5)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
-    "tp2": {"tp": 2, "sp": True, "recompute": True},
+    "tp2": {"tp": 2, "sp": True, "recompute": "full"},
     "pp2": {"pp": 2, "bf16": True},
     "dp2": {"dp": 2, "distributed_optimizer": True, "overlap": True},
 }

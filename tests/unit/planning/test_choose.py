@@ -31,7 +31,7 @@ def config(experiment: str, *overrides: str) -> RunConfig:
 def alone(**changes: object) -> Placement:
     """Two GPUs for the trainer, one for the engine."""
     plain = {"pool": "split", "layouts": {"shared": ParallelLayout(dp=2)}, "replicas": 1, "engine_tp": 1}
-    return Placement(**plain | {"recompute": True, "tokens": 16384} | changes)
+    return Placement(**plain | {"recompute": "full", "tokens": 16384} | changes)
 
 
 def test_turns_by_hand() -> None:
@@ -56,7 +56,7 @@ def test_seconds_of_an_update_by_hand() -> None:
     gradients = 2 * 4 * 3_212_749_824 * 2 / 200e9  # two updates, there and back
     assert seconds["update"] == pytest.approx(forward * 4 / 0.25 / (2 * 989e12) + gradients)
     assert seconds["copies"] == pytest.approx(2 * 3_212_749_824 / 20e9)
-    plain = step_seconds(run, {"shared": a}, alone(recompute=False), GPUS["H100"], kv=1e12)
+    plain = step_seconds(run, {"shared": a}, alone(recompute="none"), GPUS["H100"], kv=1e12)
     assert (plain["update"] - gradients) / (seconds["update"] - gradients) == pytest.approx(3 / 4)
 
 
@@ -209,7 +209,7 @@ def own_placement(config: RunConfig) -> Placement:
         engine_tp=config.engine.tp,
         colocated=config.engine.sleep and all(policy.offload for policy in own),
         one_by_one=config.cluster.one_by_one and all(policy.host_moments for policy in own),
-        recompute=any(policy.recompute for policy in own),
+        recompute=own[0].recompute,
         tokens=config.trainer.microbatch_tokens,
     )
 

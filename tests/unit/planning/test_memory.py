@@ -52,8 +52,8 @@ TINY |= {"num_key_value_heads": 1, "intermediate_size": 16, "max_position_embedd
 LAYER = 64 + 32 + 32 + 64 + 16 + 3 * 128 + 16
 LAYOUTS = {
     "qwen2": {},
-    "qwen3": {"recompute": True},
-    "llama": {"bf16": True},
+    "qwen3": {"recompute": "full"},
+    "llama": {"bf16": True, "recompute": "selective"},
     "qwen3_moe": {},
     "tp2": {"tp": 2, "sp": True},
     "pp2": {"pp": 2},
@@ -67,7 +67,7 @@ def tiny(**changes: object) -> Architecture:
 
 
 def kind(**changes: object) -> TrainerKind:
-    plain = {"bf16": True, "distributed_optimizer": True, "recompute": True, "tokens": 100}
+    plain = {"bf16": True, "distributed_optimizer": True, "recompute": "full", "tokens": 100}
     return TrainerKind(**plain | changes)
 
 
@@ -107,13 +107,22 @@ def test_bytes_by_hand() -> None:
     assert trainer_memory(tiny(), ParallelLayout(dp=4), kind(distributed_optimizer=False)).optimizer == 12 * n
     exact = trainer_memory(tiny(), ParallelLayout(), kind(bf16=False, agents=2))
     assert (exact.weights, exact.gradients, exact.optimizer) == (4 * n, 8 * n, 8 * n)
-    # of a layer two norms of 2 x 8 in float32 and 8, q and k twice, v and the output once, sines and cosines, 5 x 16
-    layer = 2 * (2 * 2 * 8 + 8) + 2 * (8 + 4) + 4 + 8 + 16 + 80
+    # of a layer two norms of 2 x 8, q and k twice, v and the output once, 3 x 16
+    layer = 2 * 2 * 8 + 2 * (8 + 4) + 4 + 8 + 48
     last = 2 * 2 * 8  # norm
     assert plain.activations == 200 * (2 * 8 + layer + last)  # 100 tokens of 2 bytes, and the layers' inputs
-    assert trainer_memory(tiny(), ParallelLayout(), kind(recompute=False)).activations == 200 * (2 * layer + last)
+
+    def activations(**changes: object) -> float:
+        return trainer_memory(tiny(), ParallelLayout(), kind(**changes)).activations
+
+    assert activations(recompute="none") == 200 * (2 * layer + last)
+    assert activations(recompute="selective") == 200 * (2 * (layer - 2 * 8 - 16) + last)
+    # unfused: what norms read and scale in float32, sines and cosines, and silu's result
+    assert activations(recompute="none", fused=False) == 200 * (2 * (layer + 2 * 3 * 8 + 16 + 16) + last)
     assert plain.logits == (4 + 2) * 2**28 + 2 * 80  # 2^28 logits and their gradients, 80 weights' gradients
-    assert plain.total == plain.kept + plain.activations + plain.logits == 18 * n + 200 * 260 + plain.logits
+    assert plain.passing == 200 * (3 * 16 + 4 * 8)  # two halves and their product, and four hidden states
+    assert plain.total == plain.kept + plain.activations + plain.passing + plain.logits
+    assert plain.total == 18 * n + 200 * (164 + 80) + plain.logits
     assert trainer_memory(tiny(), ParallelLayout(), kind(value_head=True)).logits == 0
     assert checkpoint_bytes(tiny(), {"trainer": kind()}) == 12 * n
     assert engine_weights(tiny(), 1) == 2 * n
@@ -149,7 +158,8 @@ def test_a_real_trainer_holds_as_much(measured: Path, name: str) -> None:
     found = [json.loads(file.read_text()) for file in files]
     sizes = ParallelLayout(**{key: layout[key] for key in ("tp", "pp", "dp", "sp") if key in layout})
     assert len(found) == sizes.ranks
-    settings = {key: layout.get(key) or False for key in ("bf16", "distributed_optimizer", "recompute")}
+    settings = {key: layout.get(key) or False for key in ("bf16", "distributed_optimizer")}
+    settings |= {"recompute": layout.get("recompute", "none"), "fused": False}
     planned = trainer_memory(a, sizes, TrainerKind(**settings, tokens=found[0]["tokens"], lora=layout.get("lora")))
     most = {part: max(rank[part] for rank in found) for part in found[0]}
     assert most["weights"] == planned.weights
@@ -158,12 +168,12 @@ def test_a_real_trainer_holds_as_much(measured: Path, name: str) -> None:
     assert planned.optimizer <= most["optimizer"] <= 1.01 * planned.optimizer + 4096
     # a pipeline is planned full, and has one micro-batch here; recomputing saves a layer's input twice
     ratio = most["activations"] / (planned.activations / sizes.pp)
-    assert settings["recompute"] or 0.9 < ratio < 1.1
+    assert settings["recompute"] == "full" or 0.9 < ratio < 1.12
 
 
 RESIDENT = {
     "plain": {},
-    "recomputed": {"recompute": True},
+    "recomputed": {"recompute": "full"},
     "tp2": {"tp": 2, "sp": True},
 }
 DEEP = {1: 256, 4: 1024}  # layers, and tokens of an update
@@ -199,8 +209,8 @@ def test_a_process_grows_by_about_as_much(grown: Path, name: str) -> None:
     layout, planned, found = RESIDENT[name], {}, {}
     sizes = ParallelLayout(**{key: layout[key] for key in ("tp", "sp") if key in layout})
     for layers, tokens in DEEP.items():
-        recompute = bool(layout.get("recompute"))
-        kind = TrainerKind(bf16=False, distributed_optimizer=False, recompute=recompute, tokens=tokens)
+        settings = {"bf16": False, "distributed_optimizer": False, "fused": False}
+        kind = TrainerKind(**settings, recompute=layout.get("recompute", "none"), tokens=tokens)
         memory = trainer_memory(read_architecture(grown / str(layers)), sizes, kind)
         planned[layers] = memory.kept + memory.activations  # logits of 100 rows are nothing
         files = (grown / str(layers) / name).glob("*.json")

@@ -1,0 +1,55 @@
+"""What the backward pass computes again changes gradients by the order of sums at most."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.shapes import LAYOUTS, make_batch
+from mcore_mas.megatron.model import layer_ops
+from mcore_mas.megatron.spec import LoraSpec, destroy_process_groups, init_process_groups
+from mcore_mas.megatron.step.trainer import MegatronTrainer
+from tests.support import ranks, reference
+
+WAYS = {
+    "qwen2": {},
+    "qwen3": {"bf16": True},
+    "qwen3_moe": {},
+    "llama": {"lora": LoraSpec(rank=2, alpha=4)},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    init_process_groups(rank=0, threads=1)
+    yield
+    destroy_process_groups()
+
+
+@pytest.mark.parametrize("family", WAYS)
+def test_gradients_are_the_same_whatever_is_computed_again(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference.make_model(family, tmp_path / family)
+    batch = make_batch(LAYOUTS["small"], vocab=64)
+    products: list[Tensor] = []
+    once = layer_ops.gated
+    monkeypatch.setattr(layer_ops, "gated", lambda *given: (products.append(out := once(*given)), out)[1])
+    found, calls = {}, {}
+    for way in ("none", "selective", "full"):
+        trainer = MegatronTrainer(ranks.spec_of(str(tmp_path / family), recompute=way, **WAYS[family]))
+        scores = trainer.score([batch])[0]
+        products.clear()
+        norm = trainer.update([batch])["grad_norm"]
+        calls[way] = len(products)
+        gradient = torch.cat([gradient.double().flatten() for _, gradient in trainer.gradients()])
+        found[way] = scores, norm, gradient
+    assert calls["none"] > 0 and calls["selective"] == calls["full"] == 2 * calls["none"]
+    scores, norm, gradient = found["none"]
+    assert norm > 0
+    for way in ("selective", "full"):
+        assert torch.equal(found[way][0], scores)
+        apart = float((found[way][2] - gradient).norm() / gradient.norm())
+        assert apart <= (1e-2 if "bf16" in WAYS[family] else 1e-6)
