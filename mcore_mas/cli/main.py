@@ -186,11 +186,13 @@ def evaluate_run(
     """Measure a team on its test tasks: avg@k, pass@k and maj@k per data source."""
     from mcore_mas.config.run import RunConfig
     from mcore_mas.training.evaluate import evaluate, read_seats
+    from mcore_mas.training.publish import publish_evaluated
 
     seats, file = read_seats(state, seat or []), config_file(run, config)
     path = out or RunConfig.load(file).folder / "evaluation" / f"{state}.json"
     evaluate(file, state, path, seats)
     print(path)
+    publish_evaluated(file, lambda line: print(line, file=sys.stderr))
 
 
 @app.command("serve", rich_help_panel=_PANEL)

@@ -13,18 +13,35 @@ from urllib.parse import quote
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.costs import answer_costs, training_costs
 from mcore_mas.rollout.base.files import sha256
-from mcore_mas.training.tracking import inputs_of, open_tracker, store_of, tags_of
+from mcore_mas.training.tracking import Sink, inputs_of, open_tracker, store_of, tags_of
 from mcore_mas.training.tracking_store import Store, key_of, one_line
 
 LOCAL_PAGES = "http://127.0.0.1:5000"  # of a local store, by `make ui`
+_PATIENCE_S = 30.0  # at the end of an evaluation
+
+
+def publish_evaluated(config_path: Path, warn: Callable[[str], None] = print) -> None:
+    """Send MLflow what it lacks of a run that was evaluated; after 30 s that is left to the report, or `track`."""
+    config, sink = RunConfig.load(config_path), Sink("mlflow")
+    sink.put(lambda: publish(config.results, [config.run], [], warn, means=False))
+    if not sink.close(_PATIENCE_S):
+        warn(f"MLflow hangs; `mcore-mas track {config.results}` sends it the scores later")
 
 
 def publish(
-    results: Path, runs: Iterable[str], tables: Iterable[str], warn: Callable[[str], None] = print
+    results: Path,
+    runs: Iterable[str],
+    tables: Iterable[str],
+    warn: Callable[[str], None] = print,
+    *,
+    means: bool = True,
 ) -> str | None:
     """Send MLflow what it lacks of those `runs` that have finished, and `tables` with their charts as artifacts.
 
-    It gives up where the store fails, and tells `warn`: the next call sends the rest.
+    It gives up where the store fails, and tells `warn`: the next call sends the rest. Any number may do so at once.
+
+    Args:
+        means: send each experiment's means too, which are over its seeds among `runs`.
 
     Returns:
         The address of MLflow's page that compares the trainings; None where the store failed, or none has finished.
@@ -44,13 +61,14 @@ def publish(
             store = stores.setdefault((store.uri, store.experiment), store)
             store.connect()
             parent = store.parent(config)
-            if run_id := _training(store, config, path, warn):
-                trained[store].append(run_id)
+            run_id, models = _training(store, config, path, warn)
+            trained[store] += [run_id] if run_id else []
             for file in sorted((config.folder / "evaluation").glob("*.json")):
                 newest = max(newest, file.stat().st_mtime)
-                for name, value in _evaluation(store, config, path, file, parent).items():
+                played = models if file.stem == "trained" else []
+                for name, value in _evaluation(store, config, path, file, parent, played).items():
                     scores[store, parent][name].append(value)
-        for (store, parent), own in scores.items():
+        for (store, parent), own in scores.items() if means else ():
             store.metrics(parent, [(name, fmean(values), newest, -1) for name, values in own.items()])
         for store in list(stores.values())[:1]:
             for name in tables:
@@ -72,11 +90,11 @@ class _Refused(RuntimeError):
     """A store has not taken a run's steps, and has said so."""
 
 
-def _training(store: Store, config: RunConfig, path: Path, warn: Callable[[str], None]) -> str | None:
-    """The MLflow run of a finished training, with all of its steps, its costs and where its models are."""
+def _training(store: Store, config: RunConfig, path: Path, warn: Callable[[str], None]) -> tuple[str | None, list[str]]:
+    """(Run, models) that MLflow has of a finished training, with all of its steps, its costs and its folders."""
     done = config.folder / "train" / "done.json"
     if not done.is_file():
-        return None
+        return None, []
     written: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
     tracker = open_tracker(config, path, config.trainer.steps, written.get("mlflow_run"), warn, ended=True)
     if not tracker.finish("FINISHED") or tracker.run_id is None:
@@ -86,10 +104,12 @@ def _training(store: Store, config: RunConfig, path: Path, warn: Callable[[str],
         tracker.run_id, [(f"cost/{name}", value, at, last) for name, value in training_costs(config.folder).items()]
     )
     store.tag(tracker.run_id, {f"trained.{policy}": str(model) for policy, model in written["policies"].items()})
-    return tracker.run_id
+    return tracker.run_id, store.models(tracker.run_id, written["policies"])
 
 
-def _evaluation(store: Store, config: RunConfig, path: Path, file: Path, parent: str) -> dict[str, float]:
+def _evaluation(
+    store: Store, config: RunConfig, path: Path, file: Path, parent: str, models: Sequence[str]
+) -> dict[str, float]:
     """Have an evaluation's scores and costs sent, if they are not; the scores, by state, metric and data source."""
     found = json.loads(file.read_text(encoding="utf-8"))
     scores = {f"{row['metric']}/{row['dataset']}": row["value"] for row in found["rows"]}
@@ -105,7 +125,7 @@ def _evaluation(store: Store, config: RunConfig, path: Path, file: Path, parent:
         counts = {f"replies/{name}": float(found[name]) for name in ("replies", "overlong", "cut")}
         counts["replies/failed"] = float(sum(found["failed"].values()))
         store.metrics(run_id, [(name, value, at, -1) for name, value in (scores | of_agents | counts).items()])
-        store.inputs(run_id, inputs)
+        store.inputs(run_id, inputs, models)
         store.client.set_terminated(run_id, "FINISHED", int(at * 1000))
         store.tag(run_id, {"sha256": digest})
     return {f"{file.stem}/{name}": value for name, value in scores.items()}

@@ -185,8 +185,10 @@ class Tracker:
     def _log_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send what MLflow lacks of these steps, in as few calls as it allows."""
         waiting: list[MetricRow] = []
+        # of a version that wrote no times; two processes have to send the same one
+        written = self._journal.stat().st_mtime if rows else 0.0
         for number, row in enumerate(rows):
-            self._last = row.get(CLOCK, time.time())
+            self._last = row.get(CLOCK, written)
             metrics = [
                 (name, float(value), self._last, row["step"])
                 for name, value in [*row.items(), *((_KEY[key], row[key]) for key in _KEY if key in row)]

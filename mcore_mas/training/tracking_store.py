@@ -105,9 +105,35 @@ class Store:
         for first in range(0, len(metrics), _METRICS_PER_CALL):
             self.client.log_batch(run_id, metrics=metrics[first : first + _METRICS_PER_CALL])
 
-    def inputs(self, run_id: str, inputs: Mapping[str, tuple[str, str]]) -> None:
-        """Say which data sets a run reads, by digest and place; the store gets no copy."""
-        from mlflow.entities import Dataset, DatasetInput, InputTag
+    def models(self, run_id: str, folders: Mapping[str, str]) -> list[str]:
+        """Say which models a run has written, by policy and folder; the store gets no copy. Their ids, once each.
+
+        A server before MLflow 3 knows no models; the run's tags have the folders there.
+        """
+        from mlflow.entities import LoggedModelOutput, LoggedModelStatus
+        from mlflow.exceptions import MlflowException
+
+        with self._alone():
+            try:
+                found = self.client.search_logged_models([self.experiment_id], f"source_run_id = '{run_id}'")
+            except MlflowException as error:
+                if error.error_code != "ENDPOINT_NOT_FOUND":
+                    raise
+                return []
+            ids = {model.name: model.model_id for model in found}
+            for policy, folder in folders.items():
+                name = re.sub(r"[/:.%\"']", "_", policy)  # MLflow refuses these
+                if name in ids:
+                    continue
+                tags = {"folder": folder, "mlflow.model.isExternal": "true"}
+                ids[name] = self.client.create_logged_model(self.experiment_id, name, run_id, tags).model_id
+                self.client.finalize_logged_model(ids[name], LoggedModelStatus.READY)
+                self.client.log_outputs(run_id, [LoggedModelOutput(ids[name], 0)])
+        return list(ids.values())
+
+    def inputs(self, run_id: str, inputs: Mapping[str, tuple[str, str]], models: Sequence[str] = ()) -> None:
+        """Say which data sets a run reads, by digest and place, and which `models` by id; the store gets no copy."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput
 
         data = [
             DatasetInput(
@@ -116,8 +142,8 @@ class Store:
             )
             for name, (digest, where) in inputs.items()
         ]
-        if data:
-            self.client.log_inputs(run_id, datasets=data)
+        if data or models:
+            self.client.log_inputs(run_id, datasets=data, models=[LoggedModelInput(model) for model in models])
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

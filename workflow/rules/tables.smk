@@ -11,6 +11,9 @@ TABLE_INPUTS = {
 TINY = SUITE.tiny_files
 
 
+ruleorder: make_paper_table > plot_curves
+
+
 rule make_paper_table:
     input:
         lambda wildcards: [path for paths in TABLE_INPUTS[wildcards.table].values() for path in paths],
@@ -18,6 +21,7 @@ rule make_paper_table:
         csv="<results>/tables/{table}.csv",
         markdown="<results>/tables/{table}.md",
         made="<results>/tables/{table}.json",
+        charts="<results>/figures/{table}/charts.html",
     log:
         "<results>/logs/make_paper_table_{table}.log",
     benchmark:

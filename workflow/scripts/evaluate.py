@@ -8,10 +8,8 @@ from mcore_mas.training.slurm import queued_again
 scores = Path(snakemake.output.scores)
 with logged(snakemake.log[0]), queued_again(scores.with_suffix(""), "part_*"):
     from mcore_mas.training.evaluate import evaluate
+    from mcore_mas.training.publish import publish_evaluated
 
-    evaluate(
-        Path(snakemake.params.config),
-        snakemake.wildcards.state,
-        scores,
-        snakemake.params.seats,
-    )
+    config = Path(snakemake.params.config)
+    evaluate(config, snakemake.wildcards.state, scores, snakemake.params.seats)
+    publish_evaluated(config)

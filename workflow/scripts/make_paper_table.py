@@ -1,4 +1,4 @@
-"""Rule `make_paper_table`: a paper's table, ours beside theirs; MLflow gets its runs' results."""
+"""Rule `make_paper_table`: a paper's table, ours beside theirs, and its runs' curves; MLflow gets all of it."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.paper_suite import write_paper_table
+    from mcore_mas.reports.charts import write_charts
     from mcore_mas.training.publish import publish
 
     table, out = snakemake.wildcards.table, Path(snakemake.output.markdown)
@@ -17,4 +18,6 @@ with logged(snakemake.log[0]):
         seeds=list(snakemake.params.seeds),
     )
     runs = {Path(path).parents[1].name: path for paths in snakemake.params.evaluations.values() for path in paths}
+    steps = {run: out.parents[1] / run / "train" / "metrics.jsonl" for run in runs}
+    write_charts({run: path for run, path in steps.items() if path.is_file()}, Path(snakemake.output.charts))
     publish(out.parents[1], runs, [table])

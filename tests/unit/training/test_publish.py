@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,12 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from mcore_mas.rollout.base.files import write_text
-from mcore_mas.training.publish import publish
+from mcore_mas.training import publish as publishing
+from mcore_mas.training.publish import publish, publish_evaluated
+from mcore_mas.training.tracking import CLOCK
 from tests.support.finished import finished
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def tracked(results: Path) -> tuple[MlflowClient, dict[str, Any]]:
@@ -55,6 +62,50 @@ def test_runs_of_two_seeds_and_two_suites_have_their_parents(tmp_path: Path) -> 
     points = client.get_metric_history(train.info.run_id, "reward/mean")
     assert [point.step for point in points] == list(range(1, 21))  # each once
     assert said == []
+
+
+def test_two_at_once_send_old_results_that_have_no_times_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    journal = finished(tmp_path, "duo", 1).folder / "train" / "metrics.jsonl"
+    rows = [json.loads(line) for line in journal.read_text().splitlines()]
+    journal.write_text("".join(json.dumps({k: row[k] for k in row if k != CLOCK}) + "\n" for row in rows))
+    command = [sys.executable, "-m", "mcore_mas", "track", str(tmp_path)]
+    both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [(one.communicate(timeout=120)[0].splitlines()[:-1], one.returncode) for one in both] == [([], 0)] * 2
+    (tmp_path / "duo" / "train" / "mlflow.json").unlink()  # as if a third had begun before they wrote it
+    publish(tmp_path, ["duo"], [], said.append)
+    client, runs = tracked(tmp_path)
+    assert said == []
+    train = runs["pages: duo train, train"].info.run_id
+    for name in ("reward/mean", "0_key/reward"):
+        assert [point.step for point in client.get_metric_history(train, name)] == list(range(1, 21))
+    models = client.search_logged_models([runs["pages: duo train, train"].info.experiment_id])
+    assert sorted(model.name for model in models) == ["solver", "verifier"]  # once each
+
+
+def test_an_evaluation_sends_its_scores_and_what_its_training_has_cost(tmp_path: Path) -> None:
+    said: list[str] = []
+    config = finished(tmp_path, "duo", 1)
+    publish_evaluated(config.folder / "config.yaml", said.append)
+    client, runs = tracked(tmp_path)
+    train, evaluation = runs["pages: duo train, train"], runs["pages: duo evaluate trained, evaluate"]
+    assert (train.data.metrics["cost/tokens"], evaluation.data.metrics["avg_at_4/all"]) == (20000, 0.6)
+    assert runs["pages: duo, experiment"].data.metrics == {}  # of all seeds, which the report knows
+    written = {model.model_id: client.get_logged_model(model.model_id) for model in train.outputs.model_outputs}
+    assert {model.name: model.tags["folder"] for model in written.values()} == config.models
+    read = client.get_run(evaluation.info.run_id).inputs.model_inputs
+    assert {model.model_id for model in read} == written.keys()
+    assert said == []
+
+
+def test_an_evaluation_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    config, let_go = finished(tmp_path, "duo", 1), threading.Event()
+    monkeypatch.setattr(publishing, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(publishing, "publish", lambda *_, **__: let_go.wait(60))
+    publish_evaluated(config.folder / "config.yaml", said.append)
+    let_go.set()
+    assert said == [f"MLflow hangs; `mcore-mas track {tmp_path}` sends it the scores later"]
 
 
 def test_a_run_of_another_version_is_told_of_and_passed_over(tmp_path: Path) -> None:
