@@ -137,11 +137,10 @@ async def _streamed(dialect: Dialect, call: GatewayCall, asked: ChatRequest) -> 
     before, sent = None, 0
     try:
         async for reply in call.replies():
-            growth = Growth(before=before, now=reply, sent=sent)
-            for name, data in dialect.stream(growth, asked):
-                sent += 1
-                yield written(name, data)
-            before = reply
+            events = list(dialect.stream(Growth(before=before, now=reply, sent=sent), asked))
+            # in one write: asyncio complains where several follow each other to a caller who has gone
+            yield "".join(written(name, data) for name, data in events)
+            before, sent = reply, sent + len(events)
         yield dialect.last
         call.read = True
     except Exception as error:
