@@ -19,9 +19,11 @@ from mcore_mas.retrieval.client import RetrievalClient
 from mcore_mas.retrieval.corpus import Passage, RetrievalError
 from mcore_mas.retrieval.wire import DEFAULT_TOPK, BadRequest, check_query
 from mcore_mas.rollout.base.processes import say, start_group, stop_group
+from mcore_mas.rollout.base.supervision import Restarts
 
 _READ_PER_S = 1e8  # bytes of an index that are read and verified in a second, at least
-RESTARTS = 3  # of a server that died, at most
+RESTARTS = 3  # of a server that died or hangs, in an hour
+_SAME_S = 60.0  # in which whoever waits for a server asks for it again
 
 
 class RetrieverSidecar:
@@ -56,7 +58,8 @@ class RetrieverSidecar:
         self._timeout_s = 120.0 + size / _READ_PER_S if timeout_s is None else timeout_s
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._child: subprocess.Popen[bytes] | None = None
-        self._restarts = RESTARTS
+        self._restarts = Restarts("retriever", RESTARTS)
+        self._missed = self._asked = 0.0  # when it was missed first, and last
 
     def __enter__(self) -> str:
         """Starts the server, returns its URL; raises RetrievalError with the server's last line if it cannot start."""
@@ -73,11 +76,22 @@ class RetrieverSidecar:
         return self.url
 
     def revive(self) -> None:
-        """Start the server again at its port if it has died, and do not wait for it; at most RESTARTS times."""
-        if self.url is None or self._child is None or self._child.poll() is None or not self._restarts:
+        """Start the server again at its port if it has died, and do not wait for it; at most RESTARTS times an hour.
+
+        One that has been asked for as long as a start may take, and has not answered, is ended first.
+        """
+        if self.url is None or self._child is None:
             return
-        self._restarts -= 1
-        say(f"retrieval server for {self.index_dir} ended with code {self._child.returncode}; it is started again")
+        now = time.monotonic()
+        self._missed, self._asked = self._missed if now - self._asked < _SAME_S else now, now
+        running = self._child.poll() is None
+        if (running and now - self._missed < self._timeout_s) or not self._restarts.take():
+            return
+        if running:
+            stop_group(self._child, grace_s=0.1)
+        happened = "does not answer" if running else f"ended with code {self._child.returncode}"
+        say(f"retrieval server for {self.index_dir} {happened}; it is started again")
+        self._missed = now
         folder = Path(str(self._folder and self._folder.name))
         self._start(int(self.url.rpartition(":")[2]), folder / "ready.json", self._log_path or folder / "server.log")
 

@@ -23,7 +23,8 @@ class ClusterConfig(Section):
     """What of a machine, or of the nodes of a Ray that runs already, a run takes."""
 
     address: str = "local"  # a Ray of the run's own; host:port of a running one's head, or auto: this machine's
-    restarts: int = Field(3, ge=0)  # of all trainers from the newest checkpoint when nodes are lost, in all
+    restarts: int = Field(3, ge=0)  # of all trainers from the newest checkpoint when one is lost or hangs, in an hour
+    hang_s: float | None = Field(1800.0, gt=0)  # without a sign of life of a trainer at work; None: any time
     threads_per_process: int = Field(1, ge=1)
     object_store_mb: int = Field(256, ge=80)
     pool: Literal["split", "shared"] = "split"  # a device for each process, or the same devices for all policies

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.rollout.base.files import Digest, sha256, sync_folder, write_json
+from mcore_mas.rollout.base.supervision import ProcessLost
+from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.training.stopping import TrainingError
 
 CHECKPOINT_FORMAT = 2  # of what a checkpoint's folder holds
@@ -102,6 +104,12 @@ class Checkpoints:
             writing, self._writing = self._writing, None
             await writing
 
+    async def abandon(self) -> None:
+        """Give up the checkpoint that is being written, if one is."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await cancel_tasks([writing])
+
     def newest(self, told: Callable[[str], None]) -> Saved | None:
         """The newest checkpoint that can be used, None if there is none at all.
 
@@ -152,6 +160,8 @@ class Checkpoints:
         try:
             manifest["files"] = dict(sorted((await files).items()))
             await asyncio.to_thread(self._commit, partial, manifest)
+        except ProcessLost:
+            raise
         except Exception as error:
             raise _unwritten(partial, error) from error
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_mas.rollout.base.supervision import ProcessLost
 from mcore_mas.training.ray_cleanup import reaped
 
 # glibc's tunables (malloc(3), mallopt(3)), read when a process starts. By default it maps every large tensor and unmaps
@@ -32,7 +33,7 @@ class ClusterError(RuntimeError):
     """A Ray that runs already cannot be used: one line that says what, where, what to do."""
 
 
-class NodeLost(Exception):
+class NodeLost(ProcessLost):
     """Nodes that a run's trainers were on are gone."""
 
 

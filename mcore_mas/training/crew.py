@@ -1,4 +1,4 @@
-"""A run's processes on the devices that are set aside for them: started, and started again when nodes are lost."""
+"""A run's processes on the devices that are set aside for them: started, and started again when some are lost."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from ray.exceptions import RayError
 
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.equations.divergence import AdaptiveKL
+from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.step.rank_watch import WatchFiles
 from mcore_mas.megatron.step.trainer_group import TrainerGroup, TrainerTurns
-from mcore_mas.planning.jobs import GroupKey
+from mcore_mas.planning.jobs import GroupKey, Part
 from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.supervision import ProcessLost
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.training.checkpoint import CheckpointError
-from mcore_mas.training.cluster import alive_nodes, lost_nodes, node_here
+from mcore_mas.training.cluster import NodeLost, alive_nodes, lost_nodes, node_here
 from mcore_mas.training.engine_factory import close_engines, make_engines
 from mcore_mas.training.placement import DevicePlacement, PlacementError, Room, room_for
 from mcore_mas.training.policy_trainer import PolicyTrainer, critic_spec, policy_spec
@@ -25,6 +28,7 @@ from mcore_mas.training.policy_trainer import PolicyTrainer, critic_spec, policy
 _T = TypeVar("_T")
 
 _NOTICE_S = 90.0  # from an error that the loss of a node causes until Ray says that the node is gone
+_OF_A_NODE = RayError | EngineError | CheckpointError | ProcessLost  # what the loss of one may show as
 _REPLACE_S = 600.0  # that a node which was lost may take to be replaced where there is no room without it
 
 
@@ -78,6 +82,7 @@ class Crew:
 
         Raises:
             NodeLost: a node that trainers are on was lost first, or is what `work` failed of.
+            ProcessLost: `work` failed of a trainer's rank that is gone or hangs.
         """
         if not self._joined:
             return await work
@@ -85,7 +90,7 @@ class Crew:
         working, watching = asyncio.ensure_future(work), asyncio.ensure_future(lost_nodes(used))
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done() and isinstance(working.exception(), RayError | EngineError | CheckpointError):
+            if working.done() and isinstance(working.exception(), _OF_A_NODE):
                 await asyncio.wait({watching}, timeout=_NOTICE_S)
             if watching.done():
                 watching.result()
@@ -93,8 +98,8 @@ class Crew:
         finally:
             await cancel_tasks([working, watching])
 
-    async def replace(self, note: Callable[[str], None]) -> None:
-        """End all trainers, and engines with a part on a lost node, and wait until there is room for them again.
+    async def replace(self, lost: ProcessLost, note: Callable[[str], None]) -> None:
+        """End all trainers. With a node also engines with a part on it, and wait until there is room for them again.
 
         Raises:
             PlacementError: there is none within some minutes.
@@ -102,6 +107,8 @@ class Crew:
         for trainer in self.trainers.values():
             for group in trainer.groups.values():
                 group.close()
+        if not isinstance(lost, NodeLost):
+            return
         alive = {node.id for node in alive_nodes()}
         devices = {(tenant.policy, tenant.part): tenant.devices for tenant in self.room.tenants}
         ended: list[GroupKey] = [key for key in self._placement.nodes if key[1] != "engine"]
@@ -143,14 +150,25 @@ class Crew:
     def _trainer(self, name: str, kl: Mapping[str, float] | None, turns: TrainerTurns | None) -> PolicyTrainer:
         """A policy's trainer, with its critic where it has one; on the ranks of the policy that holds their model."""
         config, places, critic = self._config, self._placement.options, None
-        shared: Any = {"threads": config.cluster.threads_per_process, "turns": turns}
         holder = self.trainers.get(config.holder(name))
         base = holder.groups[config.holder(name)] if holder else None
-        group = TrainerGroup(name, policy_spec(name, config), **shared, places=places.get((name, "trainer")), base=base)
+
+        def group_of(who: str, spec: TrainerSpec, part: Part, base: TrainerGroup | None) -> TrainerGroup:
+            folder, hang_s = (config.folder / "train" / "ranks").resolve(), config.cluster.hang_s
+            return TrainerGroup(
+                who,
+                spec,
+                threads=config.cluster.threads_per_process,
+                places=places.get((name, part)),
+                turns=turns,
+                watched=WatchFiles(folder=folder, policy=who, hang_s=hang_s) if hang_s else None,
+                base=base,
+            )
+
+        group = group_of(name, policy_spec(name, config), "trainer", base)
         if config.policies[name].critic is not None:
             base = group if config.policies[name].share_base else None
-            own = places.get((name, "critic"))
-            critic = TrainerGroup(f"{name}-critic", critic_spec(name, config), **shared, places=own, base=base)
+            critic = group_of(f"{name}-critic", critic_spec(name, config), "critic", base)
         return PolicyTrainer(name, config, group, critic=critic, kl=_adaptive_kl(for_policy(config, name), kl))
 
 

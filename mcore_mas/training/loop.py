@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mcore_mas.rollout.base.files import Digest
+from mcore_mas.rollout.base.supervision import ProcessLost
 from mcore_mas.training.checkpoint import CheckpointError
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.step import TrainingSession, step
@@ -38,8 +39,11 @@ async def train_steps(session: TrainingSession, first: int, unreported: Mapping[
         async with session.rollouts:
             for number in range(first, session.config.trainer.steps):
                 await _take(session, number)
+    except ProcessLost:
+        await session.checkpoints.abandon()  # who was to write it may hang
+        raise
     except BaseException:
-        with suppress(CheckpointError):
+        with suppress(CheckpointError, ProcessLost):
             await session.checkpoints.finish()
         raise
     await session.checkpoints.finish()

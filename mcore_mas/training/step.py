@@ -11,6 +11,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.advantages import ALONE
+from mcore_mas.rollout.base.supervision import restart_metrics
 from mcore_mas.rollout.base.task_group import together
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
 from mcore_mas.training.checkpoint import Checkpoints
@@ -137,7 +138,7 @@ def _metrics(
         metrics |= staleness_metrics([sample for sample in credited if sample.policy in updates])
     for policy, own in updates.items():
         metrics |= {n if n.startswith("agent/") else f"policy/{policy}/{n}": value for n, value in own.items()}
-    return metrics | session.rollouts.metrics() | {"rollout/batches": float(rollouts.batches)}
+    return metrics | session.rollouts.metrics() | restart_metrics() | {"rollout/batches": float(rollouts.batches)}
 
 
 def _times(began: float, collected: float, tokens: float) -> StepMetrics:

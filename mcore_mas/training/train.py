@@ -13,6 +13,7 @@ from mcore_mas.config.credit import cut_off
 from mcore_mas.config.models import check_layouts
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.rollout.base.files import owned, writable, write_json
+from mcore_mas.rollout.base.supervision import ProcessLost, Restarts
 from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team
@@ -22,7 +23,7 @@ from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.rewards.coach import Coach
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
 from mcore_mas.training.checkpoint import Checkpoints, Saved
-from mcore_mas.training.cluster import NodeLost, joined_ray, running_ray
+from mcore_mas.training.cluster import joined_ray, running_ray
 from mcore_mas.training.crew import Crew
 from mcore_mas.training.engine_factory import make_players, make_renderers, open_remotes, world
 from mcore_mas.training.logbook import Logbook, open_logbook
@@ -88,8 +89,8 @@ class _Run:
     after_step: AfterStep | None
 
     async def train(self, found: Saved | None, warnings: Sequence[str]) -> dict[str, Any]:
-        """Train from `found`, again from the newest checkpoint whenever nodes are lost; what `done.json` says."""
-        restarts, again = self.config.cluster.restarts, False
+        """Train from `found`, again from the newest checkpoint whenever trainers are lost; what `done.json` says."""
+        restarts, again = Restarts("trainers", self.config.cluster.restarts), False
         tracked = found.state.get("mlflow_run") if found else None
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.coach or nullcontext())
@@ -104,12 +105,12 @@ class _Run:
                     try:
                         written = await self.crew.guard(_train(session, found, again=again))
                         return _done(session, written)
-                    except NodeLost as lost:
-                        if not restarts:
+                    except ProcessLost as lost:
+                        if not restarts.take():
                             raise TrainingError(f"{lost}; no cluster.restarts left; the same command goes on") from lost
-                        restarts, again, tracked = restarts - 1, True, log.tracking_run
-                        log.note(f"{lost}; trainers start again from the newest checkpoint, {restarts} restarts left")
-                        await self.crew.replace(log.note)
+                        again, tracked, left = True, log.tracking_run, restarts.left
+                        log.note(f"{lost}; trainers start again from the newest checkpoint, {left} restarts left")
+                        await self.crew.replace(lost, log.note)
                 warnings = []
                 found = _checkpoints(self.config).newest(warnings.append)
 

@@ -67,7 +67,7 @@ class EngineConfig(Section):
     transport: str | None = None  # of new weights; None: the engine's own
     weights_folder: Path | None = None  # folder that trainer and engine see; None: one in shared memory
     sleep: bool = False  # give memory away while policies are trained
-    restarts: int = Field(2, ge=0)  # of an engine that dies, in a run
+    restarts: int = Field(2, ge=0)  # of an engine that dies or hangs, in an hour
     replicas: int = Field(1, ge=1)  # servers per policy, or actors of the embedded engine
     joining: int = Field(0, ge=0)  # further actors, which join where nodes have room and leave with their nodes
     # of name: sglang

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mcore_mas.rollout.base.http import HttpClient, Refused, Unanswered, retried
+from mcore_mas.rollout.base.supervision import Restarts
 from mcore_mas.rollout.sandbox import pool as tiers
 from mcore_mas.rollout.sandbox.jail import Jail, check_name
 from mcore_mas.rollout.sandbox.pool import JailPool
@@ -91,6 +92,7 @@ class Runner(ABC):
     async def _run(self, program: Program) -> RunResult: ...
 
 
+_RESTARTS = 20  # of a sandbox, in an hour
 _CANARY = """
 import os, socket
 for name, forbidden in (
@@ -143,6 +145,7 @@ class Sandbox(Runner):
         self._preload = tuple(preload)
         self._libraries = libraries
         self._pool: JailPool | None = None
+        self._restarts = Restarts("sandbox", _RESTARTS)
 
     @asynccontextmanager
     async def session(self, limits: RunLimits | None = None) -> AsyncIterator[Session]:
@@ -201,9 +204,15 @@ class Sandbox(Runner):
                 raise SandboxUnavailable(f"its walls have a hole: {result.stderr.strip() or result.verdict}")
 
     async def _revive(self) -> None:
-        """Start the pool again if its zygote is gone; of many that find it so, one does."""
+        """Start the pool again if its zygote is gone or stopped; of many that find it so, one does.
+
+        Raises:
+            SandboxUnavailable: it has been started again too often.
+        """
         async with self._starting:
             if self._pool is None or not self._pool.zygote.alive:
+                if self._pool is not None and not self._restarts.take():
+                    raise SandboxUnavailable(f"the sandbox has ended {_RESTARTS} times within an hour; see who ends it")
                 self.close()
                 await self._start()
 

@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
+import psutil
+
 from mcore_mas.rollout.sandbox import cgroup
 from mcore_mas.rollout.sandbox.cgroup import Cgroups
 from mcore_mas.rollout.sandbox.guest import wire
@@ -166,10 +168,12 @@ class Zygote:
     def alive(self) -> bool:
         """Whether it can still clone."""
         try:
+            if psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED:
+                return False
             return self._process.poll() is None and self._channel.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:  # it has nothing to say
             return True
-        except OSError:
+        except (OSError, psutil.Error):
             return False
 
     def jail(self) -> Jail:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -59,9 +61,10 @@ def assert_same(run: Path, unbroken: Path) -> None:
     for policy in ("solver", "verifier"):
         models = [folder / "train" / "models" / policy / "model.safetensors" for folder in (run, unbroken)]
         assert sha256(models[0]) == sha256(models[1])
+    varies = ("_s", "/tokens_per_s", "restarts/trainers")
     rows = [
         [
-            {name: value for name, value in json.loads(line).items() if not name.endswith(("_s", "/tokens_per_s"))}
+            {name: value for name, value in json.loads(line).items() if not name.endswith(varies)}
             for line in (folder / "train" / "metrics.jsonl").read_text().splitlines()
         ]
         for folder in (run, unbroken)
@@ -155,6 +158,43 @@ def test_a_training_that_is_killed_and_then_told_to_stop_comes_to_the_same_bits(
     last = read_trajectories(run / "train" / "trajectories" / f"step_{STEPS - 1:06d}.parquet")
     assert len(last) == 4
     assert all(t.status == "completed" for t in last)
+    assert_same(run, unbroken)
+
+
+def rank_of(run: Path, process: subprocess.Popen[str], name: str) -> psutil.Process:
+    """The process that writes what this rank is at."""
+    path = str(run / "train" / "ranks" / f"{name}.txt")
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if any(file.path == path for file in child.open_files()):
+                return child
+    raise LookupError(name)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(tmp_path: Path, unbroken: Path) -> None:
+    run = make_run(tmp_path, *SETTINGS, "+cluster.hang_s=15", "+cluster.restarts=2")
+    process = start(run)
+    wait_for_step(2, process, run)
+    rank_of(run, process, "verifier-0").send_signal(signal.SIGKILL)
+    wait_for_step(3, process, run)
+    stopped = rank_of(run, process, "solver-1")
+    stopped.send_signal(signal.SIGSTOP)
+    _, said = process.communicate(timeout=900)
+    assert process.returncode == 0, said
+    restarts = [line for line in said.splitlines() if "trainers start again" in line]
+    assert len(restarts) == 2, said
+    again = "trainers start again from the newest checkpoint"
+    assert restarts[0].endswith(f"policy verifier: rank 0 died; {again}, 1 restarts left")
+    assert re.search(
+        r"policy solver: nothing for 1\d s; rank 1 does not answer in \w+ \(is it stopped\?\); "
+        rf"rank 0 (stands in \w+ at \S+:\d+ \w+ > .*|waits for the others); {again}, 0 restarts left$",
+        restarts[1],
+    ), restarts[1]
+    assert not stopped.is_running()
+    last = json.loads((run / "train" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last.pop("restarts/trainers") == 2.0
     assert_same(run, unbroken)
 
 

@@ -23,6 +23,7 @@ from mcore_mas.megatron.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.model.layer_ops import kernels_run
 from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.step.rank_watch import beat
 from mcore_mas.rollout.models.architecture import Architecture
 
 # by name: sum, number of tokens, minimum, maximum, or of a percentile its histogram; plain, to be sent around
@@ -204,6 +205,7 @@ class Pipeline:
         model: torch.nn.Module,
     ) -> tuple[Tensor | _Output, Any]:
         """What the head says of this rank's part of a micro-batch, or what the next stage is sent; and what follows."""
+        beat()
         given = next(batches)
         part, layout = given.part, given.layout
         decoder: PackedGPTModel = unwrap_model(model)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,24 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.device import exchange
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
+from mcore_mas.megatron.step.rank_watch import RankWatch, WatchFiles
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.rollout.base.files import Digest
 from mcore_mas.rollout.base.processes import interface_of
+from mcore_mas.rollout.base.supervision import ProcessLost
+from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.rollout.sync import SyncRoute, WeightSender, WeightUpdate, make_sender
 
 _LOOPBACK = "127.0.0.1"
+_ALIVE_S = 10.0  # in which a rank that lives says so, also while it computes
 
 
 class _Rank:
     """One process of the trainers of a policy, or of all policies on one frozen model."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, watched: WatchFiles | None) -> None:
+        self._watched = watched
+        self._watch: RankWatch | None = None
         self._rank = 0  # until it joins the others
         self._threads = threads
         self._store: Any = None
@@ -53,6 +59,12 @@ class _Rank:
     def join(self, rank: int, place: tuple[str, int], specs: Mapping[str, TrainerSpec]) -> None:
         """Meet the other ranks and load the model, once for all policies."""
         self._rank = rank
+        if self._watched:
+            self._watch = RankWatch(self._watched.of(rank), self._watched.hang_s)
+        with self._phase("join"):
+            self._join(rank, place, specs)
+
+    def _join(self, rank: int, place: tuple[str, int], specs: Mapping[str, TrainerSpec]) -> None:
         own = str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else _LOOPBACK
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # else that of the host's name, if it has an address
             os.environ.setdefault(name, interface_of(own))
@@ -64,10 +76,15 @@ class _Rank:
 
     def call(self, policy: str, method: str, *arguments: Any) -> Any:
         """Call the `method` of a policy's trainer, as all ranks do."""
-        return getattr(self._trainers[policy], method)(*arguments)
+        with self._phase(method):
+            return getattr(self._trainers[policy], method)(*arguments)
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return self._watch.phase(name) if self._watch else nullcontext()
 
     def score(self, policy: str, microbatches: Sequence[Microbatch], reference: bool, send: bool) -> list[Any]:
-        scores = self._trainers[policy].score(microbatches, reference=reference)
+        with self._phase("score"):
+            scores = self._trainers[policy].score(microbatches, reference=reference)
         return [score.numpy() for score in scores] if send else []
 
     def export(self, policy: str, route: SyncRoute, version: int) -> WeightUpdate:
@@ -75,22 +92,30 @@ class _Rank:
         lasting = replace(route, state={})
         if policy not in self._senders or self._senders[policy][0] != lasting:
             self._senders[policy] = lasting, make_sender(route, rank=self._rank, exchange=exchange)
-        return self._senders[policy][1].send(self._trainers[policy].model.weight_blocks(), version, route.state)
+        with self._phase("export"):
+            return self._senders[policy][1].send(self._trainers[policy].model.weight_blocks(), version, route.state)
 
     @ray.method(concurrency_group="writing")
     def written(self, policy: str) -> dict[str, Digest]:
         return self._trainers[policy].written()
 
+    @ray.method(concurrency_group="writing")
+    def alive(self) -> None:
+        """Answer, whatever else this rank is at, unless a checkpoint is waited for."""
+
     def write_model(self, policy: str, folder: Path) -> None:
-        self._trainers[policy].model.write(folder)
+        with self._phase("write_model"):
+            self._trainers[policy].model.write(folder)
 
     def sleep(self) -> int:
         """All trainers; weights that they have in common are given away once."""
-        return sum(trainer.sleep() for trainer in self._trainers.values())
+        with self._phase("sleep"):
+            return sum(trainer.sleep() for trainer in self._trainers.values())
 
     def wake(self) -> None:
-        for trainer in self._trainers.values():
-            trainer.wake()
+        with self._phase("wake"):
+            for trainer in self._trainers.values():
+                trainer.wake()
 
 
 def meeting_address(nodes: Sequence[str]) -> str:
@@ -131,6 +156,7 @@ class TrainerGroup:
         threads: int,
         places: Sequence[Mapping[str, Any]] | None = None,
         turns: TrainerTurns | None = None,
+        watched: WatchFiles | None = None,
         base: TrainerGroup | None = None,
     ) -> None:
         """Start the ranks; returns before they have loaded the model (see `ready`), which waits for its turn.
@@ -138,6 +164,7 @@ class TrainerGroup:
         Args:
             places: actor options of each rank, as `DevicePlacement` of `mcore_mas.training` gives them; None: a GPU
                 each where there are any, and none set aside.
+            watched: where they say what they are at; None: a rank that hangs is waited for.
             base: is not `ready` yet, and trains adapters on the same model; its ranks do this policy's work too, one
                 call after the other, hold the frozen model once, and sleep and wake as one. It takes the places of
                 `places` and `turns`.
@@ -149,6 +176,7 @@ class TrainerGroup:
             self.home._specs[policy] = spec
             return
         self._specs: dict[str, TrainerSpec] = {policy: spec}
+        self._watched = watched
         self._turns = turns
         self._asleep, self._joined = turns is not None, False
         self._waking = asyncio.Lock()
@@ -158,7 +186,8 @@ class TrainerGroup:
             places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
         # a thread of its own waits for what is written while the ranks' other calls go on in their order
         actor = ray.remote(num_cpus=0, concurrency_groups={"writing": 1})(_Rank)  # type: ignore[call-overload]
-        self._ranks = [actor.options(**place).remote(threads) for place in places]  # in their order once `ready`
+        # in their order once `ready`
+        self._ranks = [actor.options(**place).remote(threads, watched) for place in places]
 
     async def ready(self) -> None:
         """Number the ranks by node and GPU, so that neighbours are near, and wait until each has its shard.
@@ -167,13 +196,13 @@ class TrainerGroup:
         """
         if self.home is not self:
             return
-        seats = await _together(rank.seat.remote() for rank in self._ranks)
+        seats = await self._ask(rank.seat.remote() for rank in self._ranks)
         order = sorted(range(len(seats)), key=lambda number: (*seats[number], number))
         self._ranks = [self._ranks[number] for number in order]
         async with self._turn():
             self._joined = True
             place = await self._ranks[0].host.remote(meeting_address([seats[number][0] for number in order]))
-            await _together(rank.join.remote(number, place, self._specs) for number, rank in enumerate(self._ranks))
+            await self._ask(rank.join.remote(number, place, self._specs) for number, rank in enumerate(self._ranks))
 
     def close(self) -> None:
         """End all ranks, also those that wait for one that is gone."""
@@ -190,7 +219,7 @@ class TrainerGroup:
         """Log-probabilities, or a critic's values, of each micro-batch; see `MegatronTrainer.score`."""
         batches = ray.put(list(microbatches))
         async with self._turn():
-            scores = await _together(
+            scores = await self._ask(
                 rank.score.remote(self.policy, batches, reference, send=i == 0)
                 for i, rank in enumerate(self.home._ranks)
             )
@@ -210,7 +239,7 @@ class TrainerGroup:
     async def sleep(self) -> int:
         """Give memory away while nothing is trained; returns the bytes on all ranks; see `MegatronTrainer.sleep`."""
         home = self.home
-        given = sum(await _together(rank.sleep.remote() for rank in home._ranks)) if not home._asleep else 0
+        given = sum(await self._ask(rank.sleep.remote() for rank in home._ranks)) if not home._asleep else 0
         home._asleep = True
         return given
 
@@ -218,7 +247,7 @@ class TrainerGroup:
         """Take it back."""
         home = self.home
         if home._asleep and home._joined:
-            await _together(rank.wake.remote() for rank in home._ranks)
+            await self._ask(rank.wake.remote() for rank in home._ranks)
         home._asleep = False
 
     @asynccontextmanager
@@ -242,13 +271,15 @@ class TrainerGroup:
         """Wait until what `save` copied is on disk; size and digest of every file by name.
 
         Raises:
-            OSError: a rank could not write, or has died.
+            OSError: a rank could not write.
+            ProcessLost: one has died.
         """
         files: dict[str, Digest] = {}
         for number, ref in enumerate([rank.written.remote(self.policy) for rank in self.home._ranks]):
             try:
                 files |= await ref
             except ray.exceptions.RayError as error:
+                await self._check_alive(error)
                 reason = str(getattr(error, "cause", error)).strip().splitlines()[-1]
                 raise OSError(f"rank {number} of {self.policy}: {reason}") from error
         return files
@@ -269,7 +300,53 @@ class TrainerGroup:
 
     async def _all(self, method: str, *arguments: object) -> list[Any]:
         """What every rank's `method` gives for this policy."""
-        return await _together(getattr(rank, method).remote(self.policy, *arguments) for rank in self.home._ranks)
+        return await self._ask(getattr(rank, method).remote(self.policy, *arguments) for rank in self.home._ranks)
+
+    async def _ask(self, calls: Iterable[Any]) -> list[Any]:
+        """What the ranks' calls return.
+
+        Raises:
+            ProcessLost: a rank is gone, or hangs.
+        """
+        working = asyncio.ensure_future(_together(calls))
+        watching = asyncio.ensure_future(self._stalled())
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                await watching
+            return working.result()
+        except ray.exceptions.RayError as error:
+            await self._check_alive(error)
+            raise
+        finally:
+            await cancel_tasks([working, watching])
+
+    async def _stalled(self) -> None:
+        home = self.home
+        if home._watched and home._joined:
+            await home._watched.stalled(len(home._ranks))
+        await asyncio.Event().wait()
+
+    async def _check_alive(self, error: Exception) -> None:
+        """Look for ranks that are gone after a call has failed: others complain of them, and often sooner.
+
+        Raises:
+            ProcessLost: which are.
+        """
+        looks = [asyncio.ensure_future(_is_gone(rank)) for rank in self.home._ranks]
+        await asyncio.wait(looks, timeout=_ALIVE_S)
+        gone = [number for number, look in enumerate(looks) if look.done() and look.result()]
+        await cancel_tasks(looks)
+        if gone:
+            raise ProcessLost(f"policy {self.policy}: rank {', '.join(map(str, gone))} died") from error
+
+
+async def _is_gone(rank: Any) -> bool:
+    try:
+        await rank.alive.remote()
+    except ray.exceptions.RayActorError:
+        return True
+    return False
 
 
 async def _together(calls: Iterable[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ import torch
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.files import memory_path
 from mcore_mas.rollout.base.processes import say
+from mcore_mas.rollout.base.supervision import Restarts
 from mcore_mas.rollout.engines import BUSY, TRANSPORTS, Tag, TrainedEngine
 from mcore_mas.rollout.engines.embedded.batching import Ask, Dispatcher, EmbeddedEngine, Report
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
@@ -56,7 +57,8 @@ class HostedSettings:
     transport: str = "shared"  # how new weights come; "disk" and "delta" go through ...
     weights_folder: Path | str | None = None  # ... this folder, which the trainer sees too; None: one in shared memory
     far: bool = False  # its actor is on another node: nothing is mapped here, and new weights come through the folder
-    restarts: int = 2
+    restarts: int = 2  # in an hour
+    hang_s: float = 600.0  # that the actor may take for one call
 
     def __post_init__(self) -> None:
         """Check the transport."""
@@ -123,7 +125,8 @@ class HostedEngine(Dispatcher, TrainedEngine):
     """An engine in a process of its own; Ray must be running.
 
     Concurrent `generate` calls travel together: each call to the actor brings what is new and takes what is done. An
-    actor that dies is started again up to `restarts` times; it goes on with the weights in shared memory, and what it
+    actor that dies is started again up to `restarts` times an hour, and so is one that
+    hangs; it goes on with the weights in shared memory, and what it
     was asked is asked again, which gives the same tokens.
     """
 
@@ -156,7 +159,8 @@ class HostedEngine(Dispatcher, TrainedEngine):
         self.pause_s = 0.0  # that the last update kept the actor from decoding
         self.starts = 0  # of the actor
         self.exchanges = 0  # calls made to the actor for generations
-        self._folder, self._restarts, self._tell = str(folder), self._settings.restarts, tell
+        self._folder, self._tell = str(folder), tell
+        self._restarts = Restarts("engine", self._settings.restarts)
         self._weights_folder = Path(self._settings.weights_folder or memory_path())
         self.transport = self._settings.transport  # whoever places a trainer on another node makes it "disk"
         self._actor = ray.remote(num_cpus=0)(Host).options(**self._settings.place or {})
@@ -266,7 +270,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         while True:
             host = self._host
             try:
-                return await getattr(host, method).remote(*arguments)
+                return await self._answer(host, getattr(host, method).remote(*arguments))
             except ray.exceptions.RayActorError as error:
                 await _end_of(host)
                 self._revive(host, error)
@@ -276,16 +280,24 @@ class HostedEngine(Dispatcher, TrainedEngine):
                 cause = getattr(error, "cause", None)
                 raise cause if isinstance(cause, EngineError) else _failure(error) from error
 
+    async def _answer(self, host: Any, call: Any) -> Any:
+        """What the actor answers; one that hangs is ended, so that it can be started again."""
+        answer = asyncio.wrap_future(call.future())
+        if not (await asyncio.wait({answer}, timeout=self._settings.hang_s))[0]:
+            self._tell(f"the engine's actor has not answered for {self._settings.hang_s:g} s")
+            ray.kill(host)
+        return await answer
+
     def _revive(self, host: Any, error: Exception) -> None:
         if host is not self._host:
             return  # another call was faster
         started = not isinstance(error, ray.exceptions.ActorUnschedulableError) and "__init__" not in str(error)
-        if self._closed or not started or not self._restarts:
+        if self._closed or not started or not self._restarts.take():
             died = ActorDied(str(_failure(error)))
             died.at_start = not started
             raise died from error
-        self._restarts -= 1
-        self._tell(f"the engine's actor died; started again with version {self.version}, {self._restarts} starts left")
+        left = self._restarts.left
+        self._tell(f"the engine's actor died; started again with version {self.version}, {left} starts left")
         self._host = self._start()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.processes import say
+from mcore_mas.rollout.base.supervision import Restarts
 from mcore_mas.rollout.engines import Tag, TrainedEngine
 from mcore_mas.rollout.engines.embedded.engine import ActorDied, HostedEngine
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
@@ -27,7 +28,7 @@ class ReplicatedEngine(TrainedEngine):
     """Actors of one policy on any nodes, which take their weights from a folder that all of them see.
 
     A call goes to the actor that has the fewest. One that dies leaves, and what it was asked the others are asked; the
-    last one is started again, `restarts` times in all. After each update of the weights actors join, where there are
+    last one is started again, `restarts` times an hour. After each update of the weights actors join, where there are
     fewer than there may be and `take` has a place for one.
     """
 
@@ -57,7 +58,7 @@ class ReplicatedEngine(TrainedEngine):
         self.version, self.pause_s, self.starts = 0, 0.0, 0
         self._folder, self._weights_folder, self._source = str(folder), Path(weights_folder), str(folder)
         self._take, self._give = berths or (lambda: None, lambda place: None)
-        self._most, self._restarts, self._tell = len(places) + joining, restarts, tell
+        self._most, self._restarts, self._tell = len(places) + joining, Restarts("engine", restarts), tell
         settings |= {"far": True, "transport": self.transport, "weights_folder": weights_folder, "restarts": 0}
         self._make = functools.partial(HostedEngine, folder, **settings)
         self._actors: dict[HostedEngine, Place] = {}
@@ -147,11 +148,10 @@ class ReplicatedEngine(TrainedEngine):
         if len(self._actors) > 1:
             self._tell(f"an actor of the engine left, there are {len(self._actors) - 1}: {error}")
             self._give(self._actors[actor])
-        elif error.at_start or not self._restarts:
+        elif error.at_start or not self._restarts.take():
             raise error
         else:
-            self._restarts -= 1
-            self._tell(f"{error}; started again with version {self.version}, {self._restarts} starts left")
+            self._tell(f"{error}; started again with version {self.version}, {self._restarts.left} starts left")
             self._add(self._actors[actor])
         del self._actors[actor]
         actor.end()

@@ -30,7 +30,7 @@ _IDLE_S = 60.0  # that requests which were aborted may take to end, before serve
 class SGLangEngine(TrainedEngine):
     """Serves one policy from its `replicas` servers, or from those that run at `urls`.
 
-    A server that dies is started again, up to `restarts` times in all, and gets the present weights before it answers.
+    A server that dies is started again, up to `restarts` times an hour, and gets the present weights before it answers.
     Requests of one session go to one replica. SGLang draws with a request's seed only if its deterministic inference
     is on (`options: {enable-deterministic-inference: true}`); otherwise seeds are not sent.
     """

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.supervision import Restarts
 from mcore_mas.rollout.base.task_group import settle
 from mcore_mas.rollout.engines import Tag
 from mcore_mas.rollout.engines.sglang.client import Lost, StreamedReply
@@ -27,7 +28,7 @@ class Left(EngineError):
 
 
 class Fleet:
-    """Calls servers, and starts those again that died, `restarts` times in all.
+    """Calls servers, and starts those again that died, `restarts` times an hour.
 
     A server that was started again and could not be given the present weights is left paused: it holds what it is
     asked until the next update.
@@ -53,7 +54,7 @@ class Fleet:
         """
         self.tell = tell
         self._weigh, self._restore = weigh, restore
-        self._restarts, self._start_s = settings.restarts, settings.start_s
+        self._restarts, self._start_s = Restarts("engine", settings.restarts), settings.start_s
         if settings.urls:
             self.replicas = [attached_replica(url, settings) for url in settings.urls]
         else:
@@ -199,10 +200,9 @@ class Fleet:
             raise EngineError(f"SGLang at {replica.client.url}: {error}; its process runs but does not answer")
         if replica not in self.replicas or self.leave(replica, ended):
             raise Left
-        if not replica.ours or not self._restarts:
+        if not replica.ours or not self._restarts.take():
             raise EngineError(f"SGLang: {ended}{'; no restart is left' if replica.ours else ''}")
-        self._restarts -= 1
-        self.tell(f"SGLang: {ended}; started again, {self._restarts} restarts left")
+        self.tell(f"SGLang: {ended}; started again, {self._restarts.left} restarts left")
         await replica.start()
         await replica.wait(self._start_s)
 

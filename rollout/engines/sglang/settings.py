@@ -61,7 +61,7 @@ class SGLangSettings:
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of sglang.launch_server
     environment: Mapping[str, str] = field(default_factory=dict)
     verify: bool = True  # compare checksums after every update, where they can be
-    restarts: int = 2  # in all
+    restarts: int = 2  # in an hour
     start_s: float = 900.0  # that a server may take to answer for the first time
     timeout_s: float = 600.0  # of one request
     log: Path | str = "sglang.log"  # of the servers; a number is put before its suffix

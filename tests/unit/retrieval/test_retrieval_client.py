@@ -315,18 +315,20 @@ def test_members_come_go_and_stop_beating(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_killed_server_comes_back_and_the_callers_have_waited(
-    index_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_or_stopped_server_comes_back_and_the_callers_have_waited(
+    how: signal.Signals, index_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(client_module, "POLL_S", 0.2)
-    sidecar = RetrieverSidecar(index_dir)
+    sidecar = RetrieverSidecar(index_dir, timeout_s=60)
     with sidecar as url:
 
         async def body() -> RetrievalClient:
-            async with RetrievalClient(url, retries=0, patience_s=120, revive=sidecar.revive) as client:
+            async with RetrievalClient(url, retries=0, patience_s=120, revive=sidecar.revive, timeout_s=10) as client:
                 assert (await client.search("Alice Walker", 1))[0].id == "0"
                 assert sidecar.pid is not None
-                os.kill(sidecar.pid, signal.SIGKILL)
+                os.kill(sidecar.pid, how)
+                sidecar._timeout_s = 60 if how == signal.SIGKILL else 30  # a start takes less
                 found = await asyncio.gather(*(client.search(title, 1) for title in ("Alice Walker", "Hugo Brandt")))
                 assert [hits[0].id for hits in found] == ["0", "2"]
                 again = asyncio.gather(*(client.search("Clara Dawson", k) for k in (1, 2)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.supervision import Restarts
 from mcore_mas.rollout.sandbox import RunLimits, Sandbox, SandboxError, SandboxUnavailable, Verdict
 from mcore_mas.rollout.sandbox import box as box_module
 from mcore_mas.rollout.sandbox.pool import BOXES, Zygote
@@ -162,6 +164,24 @@ def test_a_dead_zygote_is_replaced_and_its_runs_are_run_again() -> None:
     try:
         assert asyncio.run(kill_it()) == "on\n"
         assert box.faults >= 1
+    finally:
+        box.close()
+
+
+def test_a_stopped_zygote_is_replaced_and_one_that_is_too_often_ends_it() -> None:
+    box = started("namespaces")
+    box._restarts = Restarts("sandbox", 1)
+
+    def stop_it() -> list[str]:
+        assert box._pool is not None
+        os.kill(box._pool.zygote._process.pid, signal.SIGSTOP)
+        many = 2 * box.slots + 1  # more than wait with a jail of their own already
+        return [run(box, f"print({n})", limits=RunLimits(wall_s=2)).stdout for n in range(many)]
+
+    try:
+        assert stop_it() == [f"{n}\n" for n in range(2 * box.slots + 1)]
+        with pytest.raises(SandboxUnavailable, match="the sandbox has ended 20 times within an hour"):
+            stop_it()
     finally:
         box.close()
 

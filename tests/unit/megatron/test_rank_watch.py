@@ -1,0 +1,83 @@
+"""Ranks that hang: they say where they stand themselves, whatever locks they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.megatron.step.rank_watch import RankWatch, WatchFiles, beat
+from mcore_mas.rollout.base.supervision import ProcessLost
+
+RANK = """
+import ctypes, sys, time
+from pathlib import Path
+from mcore_mas.megatron.step import rank_watch
+watch = rank_watch.RankWatch(Path(sys.argv[1]), 0.5)
+def hold_the_lock():
+    ctypes.PyDLL(None).sleep(600)
+def wait():
+    time.sleep(600)
+with watch.phase("update"):
+    print("ready", flush=True)
+    {"holds": hold_the_lock, "waits": wait}[sys.argv[2]]()
+"""
+
+
+@contextmanager
+def rank(file: Path, how: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    script = folder / "trainer_group.py"  # whose frames are those of a rank's calls
+    script.write_text(RANK)
+    process = subprocess.Popen([sys.executable, str(script), str(file), how], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_rank_that_holds_the_lock_of_the_interpreter_says_where_it_stands(tmp_path: Path) -> None:
+    files = WatchFiles(folder=tmp_path / "ranks", policy="solver", hang_s=0.5)
+    with (
+        rank(files.of(0), "waits", tmp_path),
+        rank(files.of(1), "holds", tmp_path),
+        rank(files.of(2), "waits", tmp_path) as stopped,
+    ):
+        os.kill(stopped.pid, signal.SIGSTOP)
+        with pytest.raises(ProcessLost) as lost:
+            asyncio.run(files.stalled(3))
+    said = str(lost.value)
+    assert said.startswith("policy solver: nothing for ")
+    assert "rank 2 does not answer in update (is it stopped?); " in said
+    assert "rank 0 stands in update at trainer_group.py:14 <module> > trainer_group.py:10 wait" in said
+    assert "rank 1 stands in update at trainer_group.py:14 <module> > trainer_group.py:8 hold_the_lock" in said
+
+
+def test_signs_of_life_keep_a_rank_from_hanging_and_the_end_of_a_call_its_watchdog(tmp_path: Path) -> None:
+    files = WatchFiles(folder=tmp_path, policy="p", hang_s=2.0)
+    watch = RankWatch(files.of(0), 2.0)
+
+    async def goes_on() -> None:
+        watching = asyncio.ensure_future(files.stalled(1))
+        with watch.phase("score"):
+            ends = time.monotonic() + 5.0  # longer than what is a hang
+            while time.monotonic() < ends:
+                beat()
+                assert files.of(0).read_text() == "score\n"
+                await asyncio.sleep(0.1)
+        assert not watching.done()
+        watching.cancel()
+
+    asyncio.run(goes_on())
+    assert files.of(0).read_text() == ""
+    beat()  # outside a call there is nothing to be watched
+    assert files.of(0).read_text() == ""
