@@ -18,6 +18,7 @@ from mcore_mas.cli.inspection import UsageError, inspection_commands
 from mcore_mas.cli.machine import machine_commands
 from mcore_mas.cli.runs import run_commands
 from mcore_mas.training.joblog import cause
+from mcore_mas.training.stopping import Stopped, stop_at_start
 
 app = typer.Typer(
     name="mcore-mas",
@@ -159,17 +160,10 @@ def plan_index(
 @app.command("train", rich_help_panel=_PANEL)
 def train_run(run: _Run = None, config: _Config = None) -> None:
     """Train one run, from its newest checkpoint if it has one."""
-    from mcore_mas.training.stopping import Stopped
+    stop_at_start()
     from mcore_mas.training.train import train
 
-    try:
-        train(config_file(run, config))
-    except Stopped as stop:
-        print(stop, file=sys.stderr)
-        raise typer.Exit(143) from None
-    except KeyboardInterrupt:  # typer would only say "Aborted!"
-        print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
-        raise typer.Exit(130) from None
+    train(config_file(run, config))
 
 
 @app.command("evaluate", rich_help_panel=_PANEL)
@@ -264,6 +258,9 @@ def main() -> None:
     sys.path.append(str(Path.cwd()))  # a team of one's own is found where one stands
     try:
         app(arguments)
+    except Stopped as stop:
+        print(stop, file=sys.stderr)
+        sys.exit(143)
     except Exception as error:
         if debug:
             raise

@@ -155,8 +155,9 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard) -> None:
                 reporter.step(min(done, board.replies), {})
             await shards.keep(trajectory)
 
+        stop = StopSignal(signals=threading.current_thread() is threading.main_thread())
+
         async def play() -> None:
-            stop = StopSignal(signals=threading.current_thread() is threading.main_thread())
             stop.listen()
             async with AsyncExitStack() as closing:
                 for remote in remotes.values():
@@ -168,7 +169,7 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard) -> None:
         try:
             asyncio.run(play())
         except Abandoned:
-            raise Stopped("stopped by a signal; the same command goes on from what was played") from None
+            raise Stopped(f"stopped by {stop.by}; the same command goes on from what was played") from None
 
 
 def seated(config: RunConfig, state: str, seats: Mapping[str, Any]) -> RunConfig:

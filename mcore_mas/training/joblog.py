@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from typing import TextIO
 
 from mcore_mas.rollout.base.processes import die_with_parent
 from mcore_mas.rollout.base.text import shown_line
+from mcore_mas.training.stopping import stop_at_start
 
 CAUSE = "error: "
 _AGAIN = "----- started again -----\n"
@@ -23,11 +25,13 @@ _terminal: TextIO | None = None
 def logged(path: Path | str) -> Iterator[None]:
     """Send file descriptors 1 and 2 to the file `path`, also those of child processes, until the process ends.
 
-    An exception ends the process with status 1 after its traceback and one line, `error: <cause>`, are in the log.
+    An exception ends the process with status 1 after its traceback and one line, `error: <cause>`, are in the log, and
+    so do SIGTERM, SIGINT and SIGUSR1 where nobody else listens to them.
     When the process that started this one is killed, this one ends too.
     """
     global _terminal
     die_with_parent()
+    stop_at_start(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.isatty(2):

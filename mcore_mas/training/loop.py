@@ -22,7 +22,7 @@ _BEST_BY = "validation/accuracy"
 async def train_steps(session: TrainingSession, first: int, unreported: Mapping[str, float] | None = None) -> None:
     """Take steps `first` up to the configured number, with a checkpoint after every few and after the last.
 
-    SIGTERM or SIGURG ends training with the state after the last finished update saved: a collection or a validation
+    A signal to stop ends training with the state after the last finished update saved: a collection or a validation
     under way is abandoned, an update is not.
 
     Args:
@@ -106,12 +106,12 @@ async def _leave(
 ) -> NoReturn:
     """Save the state after `steps` steps, if it is not yet, and stop."""
     if not steps:
-        raise Stopped("stopped by a signal before the end of the first step; the same command starts again")
+        raise Stopped(f"stopped by {session.stop.by} before the end of the first step; the same command starts again")
     await session.checkpoints.finish()
     if not session.checkpoints.has(steps):
         await _save(session, steps, metric, unreported)
         await session.checkpoints.finish()
-    raise Stopped(f"stopped by a signal after step {steps}; the same command goes on from its checkpoint")
+    raise Stopped(f"stopped by {session.stop.by} after step {steps}; the same command goes on from its checkpoint")
 
 
 async def _save(

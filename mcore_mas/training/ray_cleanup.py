@@ -11,13 +11,15 @@ from pathlib import Path
 
 import psutil
 
+_BYE = b"bye"
+
 
 @contextmanager
 def reaped(session: Path) -> Iterator[None]:
     """See to it that a Ray ends with this process, even when this process is killed.
 
     Ray's agents survive a killed driver. A small process of ours waits for our end of a pipe to close, and then ends
-    all that still write to the logs of `session`.
+    all that still write to the logs of `session`. Where we were killed it says so, because we could not.
     """
     command = [sys.executable, "-m", "mcore_mas.training.ray_cleanup", str(session)]
     reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -25,6 +27,7 @@ def reaped(session: Path) -> Iterator[None]:
         yield
     finally:
         assert reaper.stdin is not None
+        reaper.stdin.write(_BYE)
         reaper.stdin.close()
         reaper.wait()
 
@@ -39,5 +42,7 @@ def sweep(session: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdin.read()  # returns when the process that started us has ended, however it ended
+    killed = sys.stdin.buffer.read() != _BYE  # it returns when the process that started us has ended, however it ended
     sweep(Path(sys.argv[1]).resolve())
+    if killed:
+        print("error: the training process was killed (SIGKILL; was there memory left?)", file=sys.stderr)

@@ -1,9 +1,10 @@
-"""Early stop of training: the signals that ask for it, and the errors that end a run."""
+"""Early stop: the signals that ask for it, from the first line of a process on, and the errors that end a run."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -11,7 +12,8 @@ from mcore_mas.rollout.base.task_group import cancel_tasks
 
 _T = TypeVar("_T")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGURG)  # the latter can be sent to all of a job: others ignore it
+# SIGURG can be sent to all of a job: others ignore it
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGINT)
 
 
 class TrainingError(RuntimeError):
@@ -19,7 +21,25 @@ class TrainingError(RuntimeError):
 
 
 class Stopped(Exception):
-    """Training ended early because it was told to, with all that was learned saved."""
+    """A process ended early because it was told to, with all that was learned saved."""
+
+
+def stop_at_start(*numbers: signal.Signals) -> None:
+    """Have these signals, by default all of `STOP_SIGNALS`, raise `Stopped` until a `StopSignal` listens to them.
+
+    Only the main thread hears signals; called from another one this does nothing.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers or STOP_SIGNALS:
+            signal.signal(number, _stop)
+
+
+_early: list[int] = []  # signals that came before anybody listened
+
+
+def _stop(number: int, _: object) -> None:
+    _early.append(number)  # what is raised in a finaliser goes no further
+    raise Stopped(f"stopped by {signal.Signals(number).name}; the same command goes on from what is saved")
 
 
 class Abandoned(Exception):
@@ -27,24 +47,33 @@ class Abandoned(Exception):
 
 
 class StopSignal:
-    """SIGTERM or SIGURG: what can be done again is abandoned, all else is finished first."""
+    """One of `STOP_SIGNALS`: what can be done again is abandoned, all else is finished first.
+
+    A second Ctrl-C ends the process where it stands.
+    """
 
     def __init__(self, *, signals: bool = True) -> None:
         """Without `signals` only `tell` stops the run, and the process keeps its handlers."""
         self._told = asyncio.Event()
         self._signals = signals
+        self.by = "its caller"  # who told it
 
-    def tell(self) -> None:
-        """Tell the run to stop."""
+    def tell(self, number: int | None = None) -> None:
+        """Tell the run to stop, by the signal of this number or without one."""
+        if number == signal.SIGINT and self._told.is_set():
+            raise KeyboardInterrupt
+        self.by = signal.Signals(number).name if number else self.by
         self._told.set()
 
     def listen(self) -> None:
-        """Take both signals in the running event loop, also one that was held back until now."""
+        """Take all signals in the running event loop, also one that was held back until now."""
         if not self._signals:
             return
         for number in STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._told.set)
+            asyncio.get_running_loop().add_signal_handler(number, self.tell, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        if _early:
+            self.tell(_early.pop())
 
     @property
     def came(self) -> bool:

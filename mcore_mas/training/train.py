@@ -31,7 +31,7 @@ from mcore_mas.training.loop import train_steps
 from mcore_mas.training.placement import room_for
 from mcore_mas.training.recipe import identity_of
 from mcore_mas.training.step import AfterStep, TrainingSession, goes_on
-from mcore_mas.training.stopping import StopSignal, TrainingError
+from mcore_mas.training.stopping import Abandoned, Stopped, StopSignal, TrainingError
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 
 
@@ -70,7 +70,8 @@ def train(config_path: Path, address: str | None = None, *, after_step: AfterSte
         else:
             stack.enter_context(running_ray(room.cpus, config.cluster.object_store_mb, keep_pages=room.kind == "CPU"))
         crew = stack.enter_context(closing(Crew(config, room, joined=address != "local")))
-        run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, after_step)
+        stop = StopSignal(signals=after_step is None)
+        run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, after_step, stop)
         done = asyncio.run(run.train(found, warnings))
         write_json(folder / "done.json", done | {"devices": crew.room.told})
 
@@ -87,9 +88,11 @@ class _Run:
     remotes: Mapping[str, RemoteClient]
     make_env: Callable[[Task], Env]
     after_step: AfterStep | None
+    stop: StopSignal
 
     async def train(self, found: Saved | None, warnings: Sequence[str]) -> dict[str, Any]:
         """Train from `found`, again from the newest checkpoint whenever trainers are lost; what `done.json` says."""
+        self.stop.listen()
         restarts, again = Restarts("trainers", self.config.cluster.restarts), False
         tracked = found.state.get("mlflow_run") if found else None
         async with AsyncExitStack() as stack:
@@ -141,7 +144,7 @@ class _Run:
             memory=Memory(engines, self.crew.offloaded, sleeps=sleeps, one_by_one=config.cluster.one_by_one),
             checkpoints=_checkpoints(config),
             logbook=log,
-            stop=StopSignal(signals=self.after_step is None),
+            stop=self.stop,
             after_step=self.after_step or goes_on,
         )
 
@@ -180,11 +183,10 @@ async def _train(session: TrainingSession, found: Saved | None, *, again: bool) 
     Args:
         again: engines may have later weights than those that training starts from.
     """
-    await asyncio.gather(*(group.ready() for group in session.groups.values()))
-    if found:
-        await _restore(session, found)
-    else:
-        await _sync_first(session, every=again)
+    try:
+        await session.stop.unless(_load(session, found, again=again))
+    except Abandoned:
+        raise Stopped(f"stopped by {session.stop.by} while it was loading; the same command goes on") from None
     async with watched(session.weight_sync.values()):
         await train_steps(session, found.step if found else 0, found.state["unreported"] if found else None)
     best = session.checkpoints.best(session.logbook.note) if session.config.trainer.final == "best" else None
@@ -193,6 +195,14 @@ async def _train(session: TrainingSession, found: Saved | None, *, again: bool) 
     for policy, trainer in session.trainers.items():
         await trainer.groups[policy].write_model(_model(session.config, policy))
     return best
+
+
+async def _load(session: TrainingSession, found: Saved | None, *, again: bool) -> None:
+    await asyncio.gather(*(group.ready() for group in session.groups.values()))
+    if found:
+        await _restore(session, found)
+    else:
+        await _sync_first(session, every=again)
 
 
 async def _sync_first(session: TrainingSession, *, every: bool) -> None:

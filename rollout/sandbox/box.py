@@ -204,7 +204,7 @@ class Sandbox(Runner):
                 raise SandboxUnavailable(f"its walls have a hole: {result.stderr.strip() or result.verdict}")
 
     async def _revive(self) -> None:
-        """Start the pool again if its zygote is gone or stopped; of many that find it so, one does.
+        """Start the pool again if its zygote is gone; of many that find it so, one does.
 
         Raises:
             SandboxUnavailable: it has been started again too often.

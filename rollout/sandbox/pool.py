@@ -18,8 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
-import psutil
-
 from mcore_mas.rollout.sandbox import cgroup
 from mcore_mas.rollout.sandbox.cgroup import Cgroups
 from mcore_mas.rollout.sandbox.guest import wire
@@ -168,12 +166,10 @@ class Zygote:
     def alive(self) -> bool:
         """Whether it can still clone."""
         try:
-            if psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED:
-                return False
             return self._process.poll() is None and self._channel.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:  # it has nothing to say
             return True
-        except (OSError, psutil.Error):
+        except OSError:
             return False
 
     def jail(self) -> Jail:

@@ -128,7 +128,7 @@ def test_a_training_whose_time_is_up_is_queued_again_and_comes_to_the_same_bits(
     wait_until(lambda: cluster.job(job)["Restarts"] == "1" and cluster.job(job)["JobState"] == "PENDING", 300)
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60", "StartTime=now+5")
     assert cluster.ended(job) == "COMPLETED", cluster.logs()
-    assert "stopped by a signal after step" in (run / "logs" / "train.log").read_text()
+    assert "stopped by SIGURG after step" in (run / "logs" / "train.log").read_text()
     assert_same(run, unbroken)
 
 

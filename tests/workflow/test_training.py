@@ -118,7 +118,7 @@ def test_a_training_that_slurm_preempts_is_queued_again_and_comes_to_the_same_bi
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+5")
     assert slurm.ended(job) == "COMPLETED", slurm.logs()
     first, second = (run / "logs" / "train.log").read_text().split("----- started again -----\n")
-    assert f"stopped by a signal after step {finished}" in first
+    assert f"stopped by SIGTERM after step {finished}" in first
     assert f"continuing from {saved}" in second
     assert_same(run, unbroken)
 
@@ -142,7 +142,7 @@ def test_a_training_that_is_killed_and_then_told_to_stop_comes_to_the_same_bits(
     assert "continuing from" in said
     finished = max(finished_steps(run)) + 1
     saved = run / "train" / "checkpoints" / f"step_{finished:06d}"
-    assert f"stopped by a signal after step {finished}" in said
+    assert f"stopped by SIGTERM after step {finished}" in said
     assert (saved / "manifest.json").is_file()
 
     third = start(run)
@@ -161,13 +161,14 @@ def test_a_training_that_is_killed_and_then_told_to_stop_comes_to_the_same_bits(
     assert_same(run, unbroken)
 
 
-def rank_of(run: Path, process: subprocess.Popen[str], name: str) -> psutil.Process:
-    """The process that writes what this rank is at."""
-    path = str(run / "train" / "ranks" / f"{name}.txt")
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with suppress(psutil.Error):
-            if any(file.path == path for file in child.open_files()):
-                return child
+def rank_of(run: Path, process: subprocess.Popen[str], name: str, before: psutil.Process | None) -> psutil.Process:
+    """The process that writes what this rank is at, once it is another than the one `before`."""
+    path, deadline = str(run / "train" / "ranks" / f"{name}.txt"), time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if child != before and any(file.path == path for file in child.open_files()):
+                    return child
     raise LookupError(name)
 
 
@@ -177,9 +178,11 @@ def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(tmp
     run = make_run(tmp_path, *SETTINGS, "+cluster.hang_s=15", "+cluster.restarts=2")
     process = start(run)
     wait_for_step(2, process, run)
-    rank_of(run, process, "verifier-0").send_signal(signal.SIGKILL)
+    killed = rank_of(run, process, "verifier-0", None)
+    killed.send_signal(signal.SIGKILL)
+    rank_of(run, process, "verifier-0", killed)  # all have started again, and what is done again is off the record
     wait_for_step(3, process, run)
-    stopped = rank_of(run, process, "solver-1")
+    stopped = rank_of(run, process, "solver-1", None)
     stopped.send_signal(signal.SIGSTOP)
     _, said = process.communicate(timeout=900)
     assert process.returncode == 0, said

@@ -58,8 +58,8 @@ def test_a_rank_that_holds_the_lock_of_the_interpreter_says_where_it_stands(tmp_
     said = str(lost.value)
     assert said.startswith("policy solver: nothing for ")
     assert "rank 2 does not answer in update (is it stopped?); " in said
-    assert "rank 0 stands in update at trainer_group.py:14 <module> > trainer_group.py:10 wait" in said
-    assert "rank 1 stands in update at trainer_group.py:14 <module> > trainer_group.py:8 hold_the_lock" in said
+    assert "rank 0 stands in update at trainer_group.py:12 <module> > trainer_group.py:9 wait" in said
+    assert "rank 1 stands in update at trainer_group.py:12 <module> > trainer_group.py:7 hold_the_lock" in said
 
 
 def test_signs_of_life_keep_a_rank_from_hanging_and_the_end_of_a_call_its_watchdog(tmp_path: Path) -> None:

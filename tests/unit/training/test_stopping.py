@@ -58,7 +58,7 @@ def manifest(run: TrainingSession, step: int) -> dict[str, Any]:
 def test_a_collection_is_abandoned_and_the_steps_before_it_are_saved(tmp_path: Path) -> None:
     rows: list[Any] = []
     run = stuck(tmp_path, 2 * CALLS + 3, rows)
-    with pytest.raises(Stopped, match="stopped by a signal after step 2; the same command goes on"):
+    with pytest.raises(Stopped, match="stopped by SIGTERM after step 2; the same command goes on"):
         asyncio.run(train_steps(run, 0))
     assert [step for step, _ in rows] == [0, 1]
     assert manifest(run, 2)["state"]["unreported"] is None
@@ -72,7 +72,7 @@ def test_nothing_is_saved_twice_and_nothing_of_no_steps(tmp_path: Path) -> None:
     assert manifest(run, 1)["step"] == 1
     run = stuck(tmp_path / "first", 0, [])
     run.rollouts.team.players["solver"].engine.stop = signal.SIGURG  # type: ignore[attr-defined]
-    with pytest.raises(Stopped, match="before the end of the first step; the same command starts again"):
+    with pytest.raises(Stopped, match="stopped by SIGURG before the end of the first step"):
         asyncio.run(train_steps(run, 0))
     assert not (tmp_path / "first" / "checkpoints" / "step_000000").exists()
 

@@ -1,0 +1,99 @@
+"""Signals from the first line of a process on: it ends at once, and its last line says why."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.run_folder import make_run
+
+STOPS = [signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGINT]
+
+
+def train(run: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "mcore_mas", "train", "--config", str(run / "config.yaml")]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
+def listens(process: subprocess.Popen[str], number: int) -> bool:
+    """Whether a handler of the signal is there."""
+    [caught] = [
+        line.split()[1]
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        if line.startswith("SigCgt")
+    ]
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_to_stop_is_heard_while_the_process_imports(number: signal.Signals, tmp_path: Path) -> None:
+    process = train(tmp_path)  # there is no such run, which it has not found out yet
+    wait_until(lambda: listens(process, signal.SIGUSR1), process)
+    assert not any("torch" in file.path for file in psutil.Process(process.pid).memory_maps())
+    process.send_signal(number)
+    _, said = process.communicate(timeout=120)
+    assert (process.returncode, said) == (
+        143,
+        f"stopped by {number.name}; the same command goes on from what is saved\n",
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path, "data.validation=2", "trainer.steps=1")
+
+
+@pytest.mark.slow
+def test_a_signal_while_models_are_loaded_ends_the_run_at_once(run: Path) -> None:
+    process = train(run)
+    joining = run / "train" / "ranks" / "solver-0.txt"
+    wait_until(joining.is_file, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    assert said.splitlines()[-1] == "stopped by SIGINT while it was loading; the same command goes on"
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert [one.cmdline() for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.mark.slow
+def test_what_is_killed_has_said_so_in_its_last_line(run: Path) -> None:
+    process = train(run)
+    wait_until((run / "train" / "ranks").is_dir, process)
+    process.kill()
+    _, said = process.communicate(timeout=120)
+    assert said.splitlines()[-1] == "error: the training process was killed (SIGKILL; was there memory left?)"
+
+
+JOB = """
+import sys, time
+from mcore_mas.training.joblog import logged
+with logged(sys.argv[1]):
+    print("at work")
+    time.sleep(600)
+"""
+
+
+def test_a_job_of_any_stage_says_by_what_it_was_stopped(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    process = subprocess.Popen([sys.executable, "-c", JOB, str(log)], text=True)
+    wait_until(lambda: log.is_file() and "at work" in log.read_text(), process)
+    process.terminate()
+    assert process.wait(60) == 1
+    assert log.read_text().splitlines()[-1] == "error: stopped by SIGTERM; the same command goes on from what is saved"
