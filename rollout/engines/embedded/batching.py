@@ -18,7 +18,8 @@ from torch import Tensor
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.task_group import settle
 from mcore_mas.rollout.engines import BUSY, Hear, Tag, problem_of
-from mcore_mas.rollout.engines.embedded.decoder import Cache, CachedDecoder, Span
+from mcore_mas.rollout.engines.embedded.cache import Cache
+from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder, Span
 from mcore_mas.rollout.engines.embedded.rows import CacheRows, GenerationRequest
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.tensors import read_tensors
@@ -217,11 +218,10 @@ class EmbeddedEngine:
     def _decode(self, live: np.ndarray) -> None:
         began = time.thread_time()
         rows = self._rows
-        newest = rows.size[live] - 1
-        batches = np.arange(len(live))[:, None] if self._alone else [slice(None)]
-        parts = [self.decoder.decode(self._cache, live[b], rows.tokens[live[b], newest[b]], newest[b]) for b in batches]
+        batches = live[:, None] if self._alone else [live]
+        parts = [self.decoder.decode(self._cache, *rows.newest(batch)) for batch in batches]
         logits = torch.cat(parts) if self._alone else parts[0]
-        rows.cached[live] = np.where(rows.fresh[live], newest + 1, 0)
+        rows.cached[live] = np.where(rows.fresh[live], rows.size[live], 0)
         self.stats.steps += 1
         self.stats.decode_s += time.thread_time() - began
         self._emit(live, logits)
@@ -269,7 +269,7 @@ def _plan(
             row = rows.place(0, 0)
             request.cached = len(request.prompt)
             twins.setdefault(owners[key], []).append(row)
-            rows.occupy(row, request)
+            rows.occupy(row, request, spans[owners[key]].row, len(request.prompt))
             continue
         source, shared = rows.longest_prefix(request.prompt) if reuse and not alone else (0, 0)
         row = rows.place(source, shared)
@@ -277,7 +277,7 @@ def _plan(
         owners[key] = len(spans)
         spans.append(Span(row=row, start=shared, ids=request.prompt[shared:], source=source if shared else row))
         budget -= len(request.prompt) - shared
-        rows.occupy(row, request)
+        rows.occupy(row, request, source, shared)
         rows.cached[row] = len(request.prompt)  # later spans of this very pass may start from it
     return spans, twins, admitted
 

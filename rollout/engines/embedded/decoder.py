@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,40 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines.embedded.cache import Cache, Decoding
 from mcore_mas.rollout.models.architecture import Architecture
 from mcore_mas.rollout.models.fused_weights import Layer, Weights
 
 _QUERY_BLOCK = 128  # prompt tokens per attention product: bounds its memory, skips most of the masked half
-_BLOCK_COST = 400  # tokens of context that can be read in the time it takes to start another attention product
-
-
-class Cache:
-    """Keys and values of `rows` sequences of at most `length` tokens."""
-
-    def __init__(self, shape: Architecture, rows: int, length: int, device: torch.device) -> None:
-        lead = (shape.layers, rows, shape.kv_heads)
-        length = 16 * math.ceil(length / 16)
-        length += 16 * (length % 128 == 0)  # a power-of-two stride would put a row's keys on the same cache lines
-        self.keys = torch.zeros(
-            *lead, shape.head_dim, length, device=device
-        )  # transposed: the product with a query is then fast
-        self.values = torch.zeros(*lead, length, shape.head_dim, device=device)
-
-    def copy(self, source: int, targets: int | list[int], tokens: int, layers: slice | int = slice(None)) -> None:
-        """Give the rows `targets` the first `tokens` positions of row `source`."""
-        keys, values = self.keys[layers], self.values[layers]
-        if isinstance(targets, list):
-            rows = torch.tensor(targets, device=keys.device)
-            keys[:, rows, :, :, :tokens] = keys[:, source, None, :, :, :tokens]
-            values[:, rows, :, :tokens] = values[:, source, None, :, :tokens]
-        else:
-            keys.select(-4, targets)[..., :tokens] = keys.select(-4, source)[..., :tokens]
-            values.select(-4, targets)[..., :tokens, :] = values.select(-4, source)[..., :tokens, :]
-
-    def clear(self, row: int) -> None:
-        """Forget a row's numbers, where some are not finite: a masked NaN is still NaN."""
-        self.keys[:, row] = 0.0
-        self.values[:, row] = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,20 +127,20 @@ class CachedDecoder:
         return self._logits(x)
 
     @torch.inference_mode()
-    def decode(self, cache: Cache, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Run one token `ids` [N] at `positions` [N] in each of the ascending `rows` [N]; logits [N, V]."""
-        blocks = _blocks(rows, positions, self.device)
-        row, position = self._put(rows), self._put(positions)
+    def decode(self, cache: Cache, batch: Decoding, ids: np.ndarray) -> Tensor:
+        """Run one token `ids` [N] in each row of the batch; logits [N, V]."""
+        blocks = cache.blocks(batch)
+        row, position = self._put(batch.rows), self._put(batch.positions)
         x = F.embedding(self._put(ids), self._active.embed)
         rotation = self._rotation[position][:, None]
-        mixed = x.new_empty(len(rows), self.shape.heads * self.shape.head_dim)
+        mixed = x.new_empty(len(ids), self.shape.heads * self.shape.head_dim)
         for index, layer in enumerate(self._active.layers):
             q, k, v = self._project(layer, x, rotation)
             keys, values = cache.keys[index], cache.values[index]
             keys[row, :, :, position] = k
             values[row, :, position] = v
             for block in blocks:
-                mixed[block.batch] = block.attend(q[block.batch], keys, values)
+                mixed[block.part] = block.attend(q[block.part], keys, values, index)
             x = self._finish(layer, x, mixed)
         return self._logits(x)
 
@@ -219,50 +189,3 @@ def _usable(device: str) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for it
         raise EngineError(f"torch cannot compute on device '{device}' here ({str(error).splitlines()[0]})") from error
-
-
-def _blocks(rows: np.ndarray, positions: np.ndarray, device: torch.device) -> list[_Block]:
-    """Cut a batch where one attention product would read too many idle rows or too much padding."""
-    blocks, first, width = [], 0, 0
-    ids, contexts = rows.tolist(), (positions + 1).tolist()
-    for i, (row, context) in enumerate(zip(ids, contexts, strict=True)):
-        wider = max(width, context)
-        wasted = (row - ids[first] + 1) * wider - (ids[i - 1] - ids[first] + 1) * width - context if i > first else 0
-        if wasted > _BLOCK_COST:
-            blocks.append(_Block(rows, positions, slice(first, i), device))
-            first, wider = i, context
-        width = wider
-    return [*blocks, _Block(rows, positions, slice(first, len(ids)), device)]
-
-
-class _Block:
-    """Neighbouring cache rows that decode together, as wide as their longest sequence."""
-
-    def __init__(self, rows: np.ndarray, positions: np.ndarray, batch: slice, device: torch.device) -> None:
-        self.batch = batch
-        rows, positions = rows[batch], positions[batch]
-        self.rows = slice(int(rows[0]), int(rows[-1]) + 1)
-        self.window = self.rows.stop - self.rows.start
-        self.width = int(positions.max()) + 1
-        inside = rows - rows[0]
-        # Idle rows in the window look at position 0 only; what they compute is dropped.
-        at = np.zeros(self.window, dtype=np.int64)
-        at[inside] = positions
-        self.inside = None if self.window == len(rows) else torch.from_numpy(inside).to(device)
-        hidden = torch.arange(self.width, device=device) > torch.from_numpy(at).to(device)[:, None]
-        self.mask = torch.zeros(self.window, 1, self.width, device=device)
-        self.mask.masked_fill_(hidden[:, None], float("-inf"))
-
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention of queries [n, H, D] over keys [S, KV, D, M] and values [S, KV, M, D]; [n, H * D]."""
-        kv_heads, (heads, dim) = keys.shape[1], q.shape[1:]
-        if self.inside is not None:
-            spread = q.new_zeros(self.window, heads, dim)
-            spread[self.inside] = q
-            q = spread
-        folded = q.reshape(self.window * kv_heads, heads // kv_heads, dim)
-        scores = torch.bmm(folded, keys[self.rows].flatten(0, 1)[:, :, : self.width])
-        scores.view(self.window, heads, self.width).add_(self.mask)
-        mixed = torch.bmm(scores.softmax(-1), values[self.rows].flatten(0, 1)[:, : self.width])
-        mixed = mixed.view(self.window, heads * dim)
-        return mixed if self.inside is None else mixed[self.inside]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_mas.rollout.engines.embedded.cache import Decoding
 from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
 
 _NEVER = np.iinfo(np.int64).max
@@ -39,6 +40,9 @@ class CacheRows:
         self.prompt = np.zeros(rows, dtype=np.int64)  # prompt tokens
         self.limit = np.zeros(rows, dtype=np.int64)  # size at which a generation is out of tokens
         self.cached = np.zeros(rows, dtype=np.int64)  # tokens whose keys may be reused by anyone
+        # rows of the same group have the same keys at `common` leading positions; it began at `group` modulo `rows`
+        self.group = np.arange(rows)
+        self.common = np.zeros(rows, dtype=np.int64)
         self.fresh = np.zeros(rows, dtype=bool)  # all keys come from the present weights
         self.used = np.zeros(rows, dtype=np.int64)  # clock of the last use
         self.temperature = np.zeros(rows, dtype=np.float32)
@@ -46,7 +50,13 @@ class CacheRows:
         self.top_k = np.zeros(rows, dtype=np.int64)
         self.seed = np.zeros(rows, dtype=np.uint64)
         self.stop = np.full((rows, 1), -1, dtype=np.int64)
-        self._clock = 0
+        self._clock = self._groups = 0
+
+    def newest(self, rows: np.ndarray) -> tuple[Decoding, np.ndarray]:
+        """What is to decode of some rows, ascending, and their newest tokens [N]."""
+        last = self.size[rows] - 1
+        batch = Decoding(rows=rows, positions=last, groups=self.group[rows], common=self.common[rows])
+        return batch, self.tokens[rows, last]
 
     def longest_prefix(self, prompt: np.ndarray) -> tuple[int, int]:
         """The row that shares most leading tokens with `prompt` and how many; at most all but the last one."""
@@ -67,9 +77,14 @@ class CacheRows:
             return source  # it goes on where that row ended
         return int(np.where(self.live, _NEVER, np.where(self.cached > 0, self.used, -1)).argmin())
 
-    def occupy(self, row: int, request: GenerationRequest) -> None:
-        """Put a request into a row; its keys are not there yet."""
+    def occupy(self, row: int, request: GenerationRequest, source: int = 0, shared: int = 0) -> None:
+        """Put a request into a row; of its keys, which are not there yet, `shared` will be those of row `source`."""
         sampling, size = request.sampling, len(request.prompt)
+        if shared:
+            self.group[row], self.common[row] = self.group[source], min(shared, int(self.common[source]))
+        else:
+            self._groups += 1
+            self.group[row], self.common[row] = self._groups * len(self.live) + row, size
         self.live[row] = self.fresh[row] = True
         self.requests[row] = request
         self.tokens[row, :size] = request.prompt

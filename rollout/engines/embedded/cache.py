@@ -1,0 +1,213 @@
+"""Cached keys and values, and a decoding pass's attention: neighbouring rows together, prompts that rows share once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mcore_mas.rollout.models.architecture import Architecture
+
+_BLOCK_COST = 400  # tokens of context that can be read in the time it takes to start another attention product
+_SHARED_COST = 600  # the same of a block of groups, which copies and adds between its products
+
+
+class Cache:
+    """Keys and values of `rows` sequences of at most `length` tokens."""
+
+    def __init__(self, shape: Architecture, rows: int, length: int, device: torch.device) -> None:
+        lead = (shape.layers, rows, shape.kv_heads)
+        length = 16 * math.ceil(length / 16)
+        length += 16 * (length % 128 == 0)  # a power-of-two stride would put a row's keys on the same cache lines
+        self.keys = torch.zeros(
+            *lead, shape.head_dim, length, device=device
+        )  # transposed: the product with a query is then fast
+        self.values = torch.zeros(*lead, length, shape.head_dim, device=device)
+        self._prefixes: dict[bytes, tuple[Tensor, Tensor]] = {}
+
+    def copy(self, source: int, targets: int | list[int], tokens: int, layers: slice | int = slice(None)) -> None:
+        """Give the rows `targets` the first `tokens` positions of row `source`."""
+        keys, values = self.keys[layers], self.values[layers]
+        if isinstance(targets, list):
+            rows = torch.tensor(targets, device=keys.device)
+            keys[:, rows, :, :, :tokens] = keys[:, source, None, :, :, :tokens]
+            values[:, rows, :, :tokens] = values[:, source, None, :, :tokens]
+        else:
+            keys.select(-4, targets)[..., :tokens] = keys.select(-4, source)[..., :tokens]
+            values.select(-4, targets)[..., :tokens, :] = values.select(-4, source)[..., :tokens, :]
+
+    def clear(self, row: int) -> None:
+        """Forget a row's numbers, where some are not finite: a masked NaN is still NaN."""
+        self.keys[:, row] = 0.0
+        self.values[:, row] = 0.0
+
+    def blocks(self, batch: Decoding) -> list[RowBlock | GroupBlock]:
+        """Cut a batch into what attends together."""
+        known, self._prefixes = self._prefixes, {}
+        blocks: list[RowBlock | GroupBlock] = []
+        first = 0
+        for runs in _grids(batch, self.keys.shape[1]):
+            blocks += self._row_blocks(batch, first, runs[0].start)
+            key = b"".join(batch.groups[run.start].tobytes() + batch.common[run].min().tobytes() for run in runs)
+            self._prefixes[key] = known[key] if key in known else self._prefix(batch, runs)
+            blocks.append(GroupBlock(batch, runs, self.keys.shape[1], *self._prefixes[key]))
+            first = runs[-1].stop
+        return blocks + self._row_blocks(batch, first, len(batch.rows))
+
+    def _prefix(self, batch: Decoding, runs: Sequence[slice]) -> tuple[Tensor, Tensor]:
+        """Keys [L, G KV, D, P] and values [L, G KV, P, D] that the rows of each group have in common."""
+        rows = torch.tensor([int(batch.rows[run.start]) for run in runs], device=self.keys.device)
+        tokens = max(int(batch.common[run].min()) for run in runs)
+        keys, values = self.keys[:, rows, :, :, :tokens], self.values[:, rows, :, :tokens]
+        return keys.flatten(1, 2), values.flatten(1, 2)
+
+    def _row_blocks(self, batch: Decoding, first: int, last: int) -> list[RowBlock]:
+        """Cut where one attention product would read too many idle rows or too much padding."""
+        blocks, width = [], 0
+        ids, contexts = batch.rows.tolist(), (batch.positions + 1).tolist()
+        for i in range(first, last):
+            wider = max(width, contexts[i])
+            wasted = (ids[i] - ids[first] + 1) * wider - contexts[i]
+            if i > first and wasted - (ids[i - 1] - ids[first] + 1) * width > _BLOCK_COST:
+                blocks.append(RowBlock(batch, slice(first, i), self.keys.device))
+                first, wider = i, contexts[i]
+            width = wider
+        return [*blocks, RowBlock(batch, slice(first, last), self.keys.device)] if last > first else blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """Rows of the cache that decode a token each, ascending: columns [N] of int64."""
+
+    rows: np.ndarray
+    positions: np.ndarray
+    groups: np.ndarray  # modulo the cache's rows, where the group began; rows of the same one have the same keys ...
+    common: np.ndarray  # ... at so many leading positions
+
+
+class RowBlock:
+    """Neighbouring rows as wide as their longest sequence."""
+
+    def __init__(self, batch: Decoding, part: slice, device: torch.device) -> None:
+        """Of the `part` of a batch."""
+        self.part = part
+        rows, positions = batch.rows[part], batch.positions[part]
+        self._rows = slice(int(rows[0]), int(rows[-1]) + 1)
+        self._width = int(positions.max()) + 1
+        window = self._rows.stop - self._rows.start
+        self._inside = _inside(rows - rows[0], window, device)
+        # Idle rows in the window look at position 0 only; what they compute is dropped.
+        at = _spread(positions, rows - rows[0], window)
+        self._mask = _mask(np.arange(self._width) <= at[:, None], device)[:, None]
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
+        """Attention of queries [n, H, D] over a layer's keys [S, KV, D, M] and values [S, KV, M, D]; [n, H D]."""
+        kv_heads, (heads, dim), window = keys.shape[1], q.shape[1:], len(self._mask)
+        folded = _windowed(q, self._inside, window).reshape(window * kv_heads, heads // kv_heads, dim)
+        scores = torch.bmm(folded, keys[self._rows].flatten(0, 1)[:, :, : self._width])
+        scores.view(window, heads, self._width).add_(self._mask)
+        mixed = torch.bmm(scores.softmax(-1), values[self._rows].flatten(0, 1)[:, : self._width])
+        mixed = mixed.view(window, heads * dim)
+        return mixed if self._inside is None else mixed[self._inside]
+
+
+class GroupBlock:
+    """Groups in a grid of rows, some idle: what a group has in common is read once, the rest of each row by itself."""
+
+    def __init__(self, batch: Decoding, runs: Sequence[slice], most: int, keys: Tensor, values: Tensor) -> None:
+        """Of the `runs` of a batch, a group each, with the `keys` and `values` that it has in common."""
+        self.part = slice(runs[0].start, runs[-1].stop)
+        self._prefix = keys, values
+        rows, positions = batch.rows[self.part], batch.positions[self.part]
+        homes = [int(batch.groups[run.start]) % most for run in runs]
+        first, apart = homes[0], homes[1] - homes[0] if len(runs) > 1 else 0
+        if not apart:
+            first, apart = int(rows[0]), int(rows[-1] - rows[0]) + 1
+        self._grid, window = (len(runs), apart), len(runs) * apart
+        self._rows = slice(first, first + window)
+        common = np.repeat([int(batch.common[run].min()) for run in runs], apart)
+        self._own = slice(int(common.min()), int(positions.max()) + 1)
+        self._inside = _inside(rows - first, window, keys.device)
+        at, column = _spread(positions, rows - first, window)[:, None], np.arange(self._own.start, self._own.stop)
+        seen = np.arange(keys.shape[-1]) < common[:, None], (common[:, None] <= column) & (column <= at)
+        self._mask = _mask(np.concatenate(seen, 1), keys.device).view(*self._grid, 1, 1, -1).transpose(1, 2)
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
+        """Attention as in `RowBlock`."""
+        kv_heads, (heads, dim) = keys.shape[1], q.shape[1:]
+        (groups, apart), shared = self._grid, heads // kv_heads
+        q = _windowed(q, self._inside, groups * apart).reshape(groups, apart, kv_heads, shared, dim)
+        common, common_values = self._prefix[0][layer], self._prefix[1][layer]
+        tokens, own = common.shape[-1], self._own.stop - self._own.start
+        scores = q.new_empty(groups, kv_heads, apart, shared, tokens + own)
+        folded = scores.view(groups * kv_heads, apart * shared, -1)
+        folded[..., :tokens] = torch.bmm(q.transpose(1, 2).reshape(groups * kv_heads, -1, dim), common)
+        alone = torch.bmm(q.flatten(0, 2), keys[self._rows].flatten(0, 1)[:, :, self._own])
+        scores[..., tokens:] = alone.view(groups, apart, kv_heads, shared, own).transpose(1, 2)
+        weights = scores.add_(self._mask).softmax(-1)
+        mixed = torch.bmm(weights.view_as(folded)[..., :tokens], common_values).view(*scores.shape[:-1], dim)
+        alone = weights[..., tokens:].transpose(1, 2).reshape(-1, shared, own)
+        rest = torch.bmm(alone, values[self._rows].flatten(0, 1)[:, self._own])
+        mixed = rest.view(q.shape).add_(mixed.transpose(1, 2)).view(groups * apart, heads * dim)
+        return mixed if self._inside is None else mixed[self._inside]
+
+
+def _grids(batch: Decoding, most: int) -> Iterator[list[slice]]:
+    """Runs of rows of one group each, as far as their prompts are worth it, together where they are equally far apart.
+
+    Args:
+        most: rows of the cache.
+    """
+    cuts = [0, *(np.flatnonzero(np.diff(batch.groups)) + 1).tolist(), len(batch.rows)]
+    together: list[slice] = []
+    for run in map(slice, cuts, cuts[1:]):
+        if (run.stop - run.start - 1) * batch.common[run].min() <= _SHARED_COST:
+            continue
+        if together and not _fits(batch, [*together, run], most):
+            yield together
+            together = []
+        together.append(run)
+    if together:
+        yield together
+
+
+def _fits(batch: Decoding, runs: Sequence[slice], most: int) -> bool:
+    """Whether the last of the runs goes on the grid of those before it, without too much padding."""
+    homes = [int(batch.groups[run.start]) % most for run in runs]
+    apart = homes[1] - homes[0]
+    inside = all(
+        home <= batch.rows[run.start] and batch.rows[run.stop - 1] < home + apart <= most
+        for home, run in zip(homes, runs, strict=True)
+    )
+    ragged = [abs(int(x[runs[-1]].max() - x[runs[0]].max())) for x in (batch.common, batch.positions)]
+    adjacent = runs[-2].stop == runs[-1].start and homes[-1] - homes[-2] == apart
+    return inside and adjacent and apart * sum(ragged) <= _SHARED_COST
+
+
+def _inside(places: np.ndarray, window: int, device: torch.device) -> Tensor | None:
+    """Which rows of a window are live; None: all."""
+    return None if window == len(places) else torch.from_numpy(places).to(device)
+
+
+def _spread(positions: np.ndarray, places: np.ndarray, window: int) -> np.ndarray:
+    at = np.zeros(window, dtype=np.int64)
+    at[places] = positions
+    return at
+
+
+def _mask(seen: np.ndarray, device: torch.device) -> Tensor:
+    """0 where something is seen, else -inf."""
+    return torch.from_numpy(np.where(seen, np.float32(0), np.float32("-inf"))).to(device)
+
+
+def _windowed(q: Tensor, inside: Tensor | None, window: int) -> Tensor:
+    """Queries [n, H, D] where their rows are in the window [window, H, D]."""
+    if inside is None:
+        return q
+    spread = q.new_zeros(window, *q.shape[1:])
+    spread[inside] = q
+    return spread

@@ -1,0 +1,85 @@
+"""A prompt that rows share is read once in a decoding pass, and completions are those of every row by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
+from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
+from mcore_mas.rollout.models.architecture import architecture_of
+from mcore_mas.rollout.records.trajectory import Sampling
+from tests.support.embedded import LOGPROB_TOLERANCE, SIZES, drain, make_qwen2, worst
+
+torch.set_num_threads(1)
+LENGTHS = (220, 240, 210)  # of prompts, four replies to each: reading one 3 times less is worth a block of groups
+
+
+@pytest.fixture
+def engine() -> EmbeddedEngine:
+    model = make_qwen2(0)
+    shape = architecture_of(model.config.to_dict(), "a test's")
+    decoder = CachedDecoder(shape, 400)
+    decoder.load(model.state_dict().items())
+    return EmbeddedEngine(decoder, rows=16)
+
+
+def prompts() -> list[list[int]]:
+    draw = np.random.default_rng(0)
+    return [draw.integers(0, SIZES["vocab_size"], length).tolist() for length in LENGTHS]
+
+
+def blocks(engine: EmbeddedEngine) -> list[tuple[str, int]]:
+    """(Kind, rows) of what attends together in the next pass."""
+    batch, _ = engine._rows.newest(np.flatnonzero(engine._rows.live))
+    found = engine._cache.blocks(batch)
+    return [(type(block).__name__, block.part.stop - block.part.start) for block in found]
+
+
+def test_ragged_groups_are_one_block_and_match_hugging_face(engine: EmbeddedEngine) -> None:
+    model, asked = make_qwen2(0), prompts()
+    for number in range(12):
+        engine.submit(number, asked[number // 4], Sampling(max_tokens=5 + 3 * (number % 4), seed=number))
+    engine.step()
+    assert blocks(engine) == [("GroupBlock", 12)]
+    done = drain(engine)  # as replies end, rows of the block are idle
+    assert [len(done[number].token_ids) for number in range(4)] == [5, 8, 11, 14]
+    assert max(worst(model, asked[n // 4], done[n]) for n in range(12)) < LOGPROB_TOLERANCE
+
+
+def test_the_next_turns_share_the_first_prompt_still(engine: EmbeddedEngine) -> None:
+    model, (first, other, _) = make_qwen2(0), prompts()
+    for number in range(4):
+        engine.submit(number, first, Sampling(max_tokens=6, seed=number))
+    said = drain(engine)
+    turns = [[*first, *said[number].token_ids, 1, 2] for number in range(4)]
+    for number in range(4):
+        engine.submit(number, turns[number], Sampling(max_tokens=6, seed=9 + number))
+    engine.submit(4, other, Sampling(max_tokens=6, seed=4))
+    engine.step()
+    assert blocks(engine) == [("GroupBlock", 4), ("RowBlock", 1)]
+    done = drain(engine)
+    assert max(worst(model, turns[n], done[n]) for n in range(4)) < LOGPROB_TOLERANCE
+    assert worst(model, other, done[4]) < LOGPROB_TOLERANCE
+
+
+def test_a_row_taken_by_another_prompt_leaves_the_group(engine: EmbeddedEngine) -> None:
+    model, (first, other, _) = make_qwen2(0), prompts()
+    for number in range(16):  # every row of the cache
+        engine.submit(number, first, Sampling(max_tokens=2 if number == 0 else 12, seed=number))
+    engine.submit(16, other, Sampling(max_tokens=12, seed=16))
+    while not any(request is not None and request.id == 16 for request in engine._rows.requests):
+        engine.step()
+    assert int(engine._rows.group[0]) != int(engine._rows.group[1]), "the group's first row is another's now"
+    assert ("GroupBlock", 15) in blocks(engine)
+    done = drain(engine)
+    assert max(worst(model, first, done[n]) for n in range(1, 16)) < LOGPROB_TOLERANCE
+    assert worst(model, other, done[16]) < LOGPROB_TOLERANCE
+
+
+def test_a_short_prompt_is_not_worth_it(engine: EmbeddedEngine) -> None:
+    for number in range(4):
+        engine.submit(number, [1, 2, 3], Sampling(max_tokens=4, seed=number))
+    engine.step()
+    assert blocks(engine) == [("RowBlock", 4)]
