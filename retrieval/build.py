@@ -30,7 +30,8 @@ from mcore_mas.retrieval.index import (
     read_vectors,
 )
 from mcore_mas.retrieval.lexical import Lexical
-from mcore_mas.rollout.base.files import atomic_path, known_sha256, write_json
+from mcore_mas.rollout.base.failpoints import failpoint
+from mcore_mas.rollout.base.files import atomic_path, known_sha256, sealed, write_json
 from mcore_mas.rollout.base.processes import say
 
 CHUNK = 4096  # passages encoded together; shards begin at a multiple of it, so that their number changes no bit
@@ -75,6 +76,7 @@ def encode_shard(
             texts = [corpus[row].contents for row in range(first, min(first + CHUNK, rows.stop))]
             file.write(encoder.encode_passages(texts).tobytes())
             file.flush()
+            failpoint(f"index.encoded:{path.name}")
             done += len(texts)
             if time.monotonic() - told > TELL_S or done == len(rows):
                 told = time.monotonic()
@@ -138,7 +140,7 @@ def build_index(
     manifest = _manifest(out_dir / VECTORS, corpus_path, index, encoder, made.tolerance)
     if lexical:
         manifest = replace(manifest, lexical_sha256=Lexical.build(corpus, out_dir))
-    write_json(out_dir / MANIFEST, asdict(manifest))
+    write_json(out_dir / MANIFEST, sealed(asdict(manifest)))
     if shards == 1:  # else they are the files of other jobs
         shutil.rmtree(out_dir / "shards")
     return manifest
@@ -166,7 +168,7 @@ def import_index(vectors: Path, corpus_path: Path, encoder: Encoder) -> Manifest
     expect(corpus_path, "number of lines", len(corpus), index.ntotal)
     manifest = _manifest(vectors, corpus_path, index, encoder, PUBLISHED)
     check_canary(Index(manifest, index, corpus), encoder)
-    write_json(vectors.parent / MANIFEST, asdict(manifest))
+    write_json(vectors.parent / MANIFEST, sealed(asdict(manifest)))
     return manifest
 
 

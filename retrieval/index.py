@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isqrt
@@ -18,7 +19,7 @@ from mcore_mas.retrieval.lexical import DEPTH, Lexical, fused, lexical_digest
 from mcore_mas.retrieval.lexical import FOLDER as LEXICAL
 from mcore_mas.retrieval.scan import Scan, open_scan
 from mcore_mas.retrieval.wire import Ranking
-from mcore_mas.rollout.base.files import known_sha256
+from mcore_mas.rollout.base.files import known_sha256, unsealed
 
 _FAISS: Any = faiss  # whose stubs lack parameters of a search
 MANIFEST = "index.json"
@@ -116,13 +117,15 @@ def read_manifest(index_dir: Path | str) -> Manifest:
     """The manifest of an index folder; raises RetrievalError if it is missing, damaged or of another format."""
     path = Path(index_dir) / MANIFEST
     try:
-        manifest = TypeAdapter(Manifest).validate_json(path.read_bytes())
+        manifest = TypeAdapter(Manifest).validate_json(json.dumps(unsealed(json.loads(path.read_bytes()))))
     except FileNotFoundError:
         raise RetrievalError(f"{path} does not exist: no index was finished there; build it") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise RetrievalError(f"{path} is damaged ({where}: {first['msg']}); build the index again") from None
+    except (ValueError, RecursionError) as error:
+        raise RetrievalError(f"{path} is damaged ({error}); build the index again") from None
     expect(path, "format", manifest.format, INDEX_FORMAT)
     expect(path, "dim", manifest.dim, manifest.encoder.dim)
     return manifest

@@ -229,8 +229,8 @@ class RunConfig(Section):
                 "writes before the first job of the run"
             )
         try:
-            values = yaml.safe_load(path.read_text())
-        except yaml.YAMLError as error:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())}); make it again") from error
         if not isinstance(values, dict):
             kind = type(values).__name__

@@ -16,7 +16,7 @@ from mcore_mas.config.run import GAIN, STATES
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.paper_tables import TableError
-from mcore_mas.rollout.base.files import write_text
+from mcore_mas.rollout.base.files import unsealed, write_text
 
 SCORE_COLUMNS = (  # of the CSV, one measured number a line; scores are fractions of 1
     "experiment",
@@ -77,7 +77,7 @@ def make_table(
 def read_evaluation(path: Path) -> pd.DataFrame:
     """A line per task and metric: run, policy_state, k, counts of replies, task, source, metric, value."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = unsealed(json.loads(path.read_text(encoding="utf-8")))
         run = {"run": content["run"], "policy_state": content["state"]}
         run |= {name: content[name] for name in ("k", "replies", "overlong", "cut", "failed")}
         lines = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import shutil
@@ -13,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.rollout.base.files import Digest, sha256, sync_folder, write_json
+from mcore_mas.rollout.base.failpoints import failpoint
+from mcore_mas.rollout.base.files import Digest, sealed, sha256, sync_folder, unsealed, write_json
 from mcore_mas.rollout.base.supervision import ProcessLost
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.training.stopping import TrainingError
@@ -89,6 +89,7 @@ class Checkpoints:
         }
         try:
             partial.mkdir()
+            failpoint("checkpoint.begun")
             files = await write(partial)
         except OSError as error:
             raise _unwritten(partial, error) from error
@@ -149,7 +150,7 @@ class Checkpoints:
     def rate(self, step: int, metric: float) -> None:
         """Write down the metric of a checkpoint that was saved without one."""
         folder = self._folder / _name(step)
-        _write_manifest(folder, _read_manifest(folder) | {"metric": metric})
+        write_json(folder / _MANIFEST, sealed(_read_manifest(folder) | {"metric": metric}))
 
     def is_best(self, metric: float) -> bool:
         """Whether a checkpoint with this metric would be kept for it."""
@@ -168,9 +169,10 @@ class Checkpoints:
     def _commit(self, partial: Path, manifest: dict[str, Any]) -> None:
         for folder in {(partial / name).parent for name in manifest["files"]}:
             sync_folder(folder)
-        _write_manifest(partial, manifest)
+        write_json(partial / _MANIFEST, sealed(manifest))
         sync_folder(partial)
         partial.rename(self._folder / _name(manifest["step"]))
+        failpoint("checkpoint.there")
         sync_folder(self._folder)
         self._prune()
 
@@ -181,6 +183,7 @@ class Checkpoints:
             if old not in kept:
                 gone = old.with_name(f".{old.name}.partial")  # if killed before it is all gone, it is swept at start
                 old.rename(gone)
+                failpoint("checkpoint.retired")
                 shutil.rmtree(gone)
 
     def _by_metric(self) -> list[Saved]:
@@ -235,12 +238,6 @@ class _BadManifest(ValueError):
     """Why a manifest cannot be used."""
 
 
-def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a manifest with the digest of all else that is in it."""
-    plain = json.loads(json.dumps(manifest))
-    write_json(folder / _MANIFEST, {**plain, "sha256": _digest_of(plain)})
-
-
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """A manifest that is what was written.
 
@@ -252,20 +249,15 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         if path.stat().st_size > _MANIFEST_BYTES:
             raise _BadManifest(f"{_MANIFEST} has {path.stat().st_size} bytes")
         manifest = json.loads(path.read_bytes())
-        version = manifest["format"]
-        digest = manifest.pop("sha256", None)
+        version, _ = manifest["format"], manifest["sha256"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise _BadManifest(f"no readable {_MANIFEST}") from None
     if version != CHECKPOINT_FORMAT:
         raise _BadManifest(f"written in format {version}, this version reads format {CHECKPOINT_FORMAT}")
-    if digest != _digest_of(manifest):
-        raise _BadManifest(f"{_MANIFEST} is not what was written")
-    return dict(manifest)
-
-
-def _digest_of(manifest: Mapping[str, Any]) -> str:
-    own = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    try:
+        return dict(unsealed(manifest))
+    except ValueError as error:
+        raise _BadManifest(f"{_MANIFEST}: {error}") from None
 
 
 def _foreign(manifest: Mapping[str, Any], identity: Identity) -> str:

@@ -93,9 +93,7 @@ def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool) -> 
         settings |= {"threads": config.cluster.threads_per_process, "restarts": engine.restarts}
         settings |= {"transport": engine.transport} if engine.transport else {}
     if engine.name == "embedded":
-        settings["device"] = engine.device
-    if engine.name == "embedded" and trained:
-        settings["deterministic"] = engine.deterministic
+        settings |= {"device": engine.device, "deterministic": engine.deterministic}
     return settings
 
 

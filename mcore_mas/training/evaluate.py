@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
-from mcore_mas.rollout.base.files import FolderError, owned, writable, write_json
+from mcore_mas.rollout.base.files import FolderError, owned, sealed, writable, write_json
 from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team
@@ -82,7 +82,7 @@ def measure_run(run: RunConfig, state: str, out_path: Path, seats: Mapping[str, 
     tasks = board.tasks()
     head = {"run": config.run, "state": state, "k": board.k, "overlong_prompts": config.engine.overlong_prompts}
     scores = {**head, **board.counts(), "made": made_here(), "rows": score_rows(tasks), "tasks": tasks}
-    write_json(out_path, scores)
+    write_json(out_path, sealed(scores))
     return scores
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from mcore_mas.rollout.base.failpoints import failpoint
 from mcore_mas.rollout.base.files import json_lines, write_text
 
 
@@ -32,9 +33,11 @@ class Journal:
         self._last = step
         self._waiting += json.dumps({"step": step, **metrics}) + "\n"
         try:
+            failpoint("metrics.begun")
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(self._waiting)
                 file.flush()
+                failpoint("metrics.written")
                 os.fsync(file.fileno())
             self._waiting = ""
         except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -11,12 +12,14 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
+
+from mcore_mas.rollout.base.failpoints import failpoint
 
 Digest = dict[str, int | str]  # a file's "bytes" and "sha256"
 
@@ -32,12 +35,20 @@ class FolderError(RuntimeError):
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`: what is written there becomes `path` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    mine = f"{socket.gethostname()}-"
+    temporary = path.with_name(f".{path.name}.{mine}{os.getpid()}.partial")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{mine}*.partial"):  # by processes that were killed
+        owner = left.name.removesuffix(".partial").rpartition("-")[2]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            left.unlink(missing_ok=True)
     try:
+        failpoint(f"file.begun:{path.name}")
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
+        failpoint(f"file.written:{path.name}")
         temporary.replace(path)
+        failpoint(f"file.there:{path.name}")
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -49,9 +60,13 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    failpoint(f"folder.begun:{path.name}")
     yield partial
+    failpoint(f"folder.written:{path.name}")
     shutil.rmtree(path, ignore_errors=True)
+    failpoint(f"folder.removed:{path.name}")
     partial.rename(path)
+    failpoint(f"folder.there:{path.name}")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -80,6 +95,25 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """`value` as JSON keeps it, with a digest of all else that is in it."""
+    plain = {name: own for name, own in json.loads(json.dumps(value)).items() if name != "sha256"}
+    return {**plain, "sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()}
+
+
+def unsealed(value: Any) -> Any:
+    """What was `sealed`, and what has no seal as it is.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    if not isinstance(value, dict) or "sha256" not in value:
+        return value
+    if sealed(value) != value:
+        raise ValueError("it is not what was written")
+    return {name: own for name, own in value.items() if name != "sha256"}
+
+
 def json_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
     """The JSON objects in a file's lines from byte `start` on, and where the last whole line ends.
 
@@ -99,6 +133,7 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> Digest:
     """Write `chunks` through to the disk; what was written, digested on the way."""
     digest, size = hashlib.sha256(), 0
     with path.open("wb") as file:
+        failpoint(f"chunks.begun:{path.name}")
         for chunk in chunks:
             for first in range(0, len(chunk), _STRETCH):
                 stretch = chunk[first : first + _STRETCH]
@@ -107,6 +142,7 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> Digest:
             size += len(chunk)
         file.flush()
         os.fsync(file.fileno())
+    failpoint(f"chunks.written:{path.name}")
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
@@ -170,7 +206,7 @@ def owned(folder: Path) -> Iterator[None]:
     """Own `folder` for the block, by a lock that the kernel releases when this process ends, however it ends.
 
     The lock holds between hosts and containers where their file systems are one. Who has it stands in lock.json, which
-    is for people: what it says decides nothing.
+    is for people: what it says decides nothing. What a killed owner was writing is removed.
 
     Raises:
         FolderError: somebody else owns it, or its file system has no locks.
@@ -190,10 +226,21 @@ def owned(folder: Path) -> Iterator[None]:
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": now}, file)
         file.flush()
+        for partial in folder.rglob(".*.partial"):
+            _remove(partial)
         try:
             yield
         finally:
             file.truncate(0)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder as far as can be."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 _RECORD_CHARS = 1000
@@ -226,9 +273,5 @@ def memory_path() -> Path:
     for left in folder.iterdir():
         owner = left.name.partition("-")[0]
         if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-            with contextlib.suppress(OSError):
-                if left.is_dir():
-                    shutil.rmtree(left)
-                else:
-                    left.unlink()
+            _remove(left)
     return folder / f"{os.getpid()}-{time.monotonic_ns()}"

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mcore_mas.rollout.base.files import atomic_path
 from mcore_mas.rollout.records.trajectory import (
     Message,
     Status,
@@ -190,17 +191,15 @@ def _known(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(path: Path, table: pa.Table) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
-    pq.write_table(table, temporary, compression="zstd", row_group_size=_ROW_GROUP)
-    temporary.replace(path)
+    with atomic_path(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd", row_group_size=_ROW_GROUP, write_page_checksum=True)
 
 
 def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
     if not path.is_file():
         raise RecordError(f"{path}: no such file; expected a parquet file with columns {', '.join(schema.names)}")
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path, page_checksum_verification=True)
     except (pa.ArrowException, ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise RecordError(f"{path}: not a readable parquet file ({reason}); name another, or make it again") from error

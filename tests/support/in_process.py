@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from mcore_mas.config.run import RunConfig
 from mcore_mas.megatron.batch import CostModel, Microbatch
-from mcore_mas.megatron.spec import TrainerSpec
+from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
+from mcore_mas.planning.jobs import tenants_of
 from mcore_mas.rollout.engines.embedded.batching import LocalEngine
 from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
+from mcore_mas.training import crew, logbook, train
 from tests.support.simulated import handed_over
 
 
@@ -83,3 +88,68 @@ class Engine(LocalEngine):
 
     async def weights_lost(self) -> None:
         await asyncio.Event().wait()
+
+
+class HereGroup(Group):
+    """A trainer group whose one rank is here, with what a whole training asks of it."""
+
+    engines: dict[str, Engine] = {}  # noqa: RUF012  (of the run under way)
+
+    def __init__(self, name: str, spec: TrainerSpec, **_: Any) -> None:
+        super().__init__(spec)
+        if name in self.engines:  # a critic has none
+            self.engines[name].group = self
+
+    async def ready(self) -> None:
+        pass
+
+    async def save(self, folder: Path) -> None:
+        self.trainer.save(folder)
+
+    async def restore(self, folder: Path) -> None:
+        self.trainer.restore(folder)
+
+    async def written(self) -> Any:
+        return self.trainer.written()
+
+    async def write_model(self, folder: Path) -> None:
+        self.trainer.model.write(folder)
+
+
+def engines_here(config: RunConfig, models: dict[str, str], *_: object, **__: object) -> dict[str, Engine]:
+    engine = config.engine
+    settings = {"rows": engine.slots, "max_length": engine.max_length, "deterministic": engine.deterministic}
+    HereGroup.engines = {policy: Engine(model, **settings) for policy, model in models.items()}
+    return dict(HereGroup.engines)
+
+
+def room_here(config: RunConfig) -> SimpleNamespace:
+    return SimpleNamespace(kind="CPU", cpus=1, told={}, tenants=tenants_of(config, "CPU"))
+
+
+def placed_here(room: SimpleNamespace, **_: object) -> SimpleNamespace:
+    places = {(tenant.policy, tenant.part): [{}] * tenant.devices for tenant in room.tenants}
+    return SimpleNamespace(options=places, nodes={}, fill=nothing)
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+@contextmanager
+def training_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside the block `train` trains in this process: what starts others (Ray, trackers) is replaced."""
+    replaced = {"TrainerGroup": HereGroup, "make_engines": engines_here, "DevicePlacement": placed_here}
+    for name, value in replaced.items():
+        monkeypatch.setattr(crew, name, value)
+    monkeypatch.setattr(train, "room_for", room_here)
+    monkeypatch.setattr(train, "running_ray", lambda *_, **__: nullcontext())
+    # MLflow and its traces
+    silent = SimpleNamespace(run_id=None, log=nothing, finish=nothing, send=nothing, close=nothing)
+    for name in ("open_tracker", "Traces"):
+        monkeypatch.setattr(logbook, name, lambda *_: silent)
+    init_process_groups(rank=0, threads=1)
+    try:
+        yield
+    finally:
+        destroy_process_groups()

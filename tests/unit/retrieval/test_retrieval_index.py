@@ -22,6 +22,7 @@ from mcore_mas.retrieval.index import INDEX_TYPES, SCORE_DECIMALS, Index, Search
 from mcore_mas.retrieval.lexical import fused
 from mcore_mas.retrieval.scan import TorchScan, open_scan
 from mcore_mas.rollout.base import files
+from mcore_mas.rollout.base.files import sealed
 from mcore_mas.rollout.config.sections import RetrieverConfig
 from tests.support.tiny_bert import write_bert
 
@@ -104,7 +105,7 @@ def append(path: Path, line: str) -> None:
 
 
 def edit(path: Path, **changes: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), **changes})))
 
 
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
@@ -116,6 +117,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: (d / "index/index.json").unlink(), r"index\.json does not exist: no index was finished"),
     (lambda d: (d / "index/index.json").write_text("{"), r"index\.json is damaged"),
     (lambda d: (d / "index/index.json").write_text("[]"), r"index\.json is damaged"),
+    (lambda d: flip_a_byte(d / "index/index.json"), r"index\.json is damaged"),
     (lambda d: edit(d / "index/index.json", ntotal="5"), r"damaged \(ntotal: Input should be a valid integer"),
     (lambda d: edit(d / "index/index.json", extra=1), r"damaged \(extra: Unexpected keyword argument"),
     (lambda d: edit(d / "index/index.json", format="flat/9"), r"format is 'flat/9', expected"),

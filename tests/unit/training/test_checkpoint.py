@@ -11,10 +11,10 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.rollout.base.files import Digest, write_chunks
+from mcore_mas.rollout.base.files import Digest, sealed, write_chunks, write_json
 from mcore_mas.rollout.records.files import write_tasks
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity, _read_manifest, _write_manifest
+from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity, _read_manifest
 from mcore_mas.training.recipe import identity_of, recipe_of
 from tests.support.tiny import make_model
 
@@ -204,7 +204,7 @@ def test_the_manifest_says_whose_it_is_and_lists_every_file_with_its_digest(tmp_
 
 def edit(folder: Path, **changes: object) -> None:
     """As another run or version would have written it."""
-    _write_manifest(folder, _read_manifest(folder) | changes)
+    write_json(folder / "manifest.json", sealed(_read_manifest(folder) | changes))
 
 
 def test_what_cannot_be_used_is_named_and_kept_aside_and_an_older_one_is_used(tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+"""A bit flips in what a run or a pipeline has written: it is refused in one line, or says the same as before."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.reports.paper_tables import TableError
+from mcore_mas.reports.tables import read_evaluation
+from mcore_mas.retrieval.build import build_index
+from mcore_mas.retrieval.corpus import RetrievalError, write_corpus
+from mcore_mas.retrieval.encoder import Encoder
+from mcore_mas.retrieval.index import Index
+from mcore_mas.rollout.base.files import Digest, sealed, write_chunks, write_json
+from mcore_mas.rollout.records.files import RecordError, read_tasks, read_trajectories, write_tasks, write_trajectories
+from mcore_mas.rollout.records.trajectory import Message, Trajectory, Turn, VersionSpan
+from mcore_mas.rollout.tasks.arithmetic import arithmetic_tasks
+from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity
+from mcore_mas.training.recipe import recipe_of
+from tests.faults.forked import PASSAGES, bare_folder
+
+FLIPS = 60
+
+
+def flipped(path: Path, seed: int = 0) -> Iterator[tuple[int, int]]:
+    """The file with another bit flipped each time, and which: byte and bit."""
+    whole, draw = path.read_bytes(), random.Random(seed)
+    for _ in range(FLIPS):
+        place, bit = draw.randrange(len(whole)), draw.randrange(8)
+        changed = bytearray(whole)
+        changed[place] ^= 1 << bit
+        path.write_bytes(changed)
+        yield place, bit
+    path.write_bytes(whole)
+
+
+def refused_or_the_same(path: Path, read: Callable[[], Any], errors: type[Exception]) -> int:
+    """How many of the flips are refused; AssertionError if one is neither refused nor without a consequence."""
+    expected, refused = read(), 0
+    for place, bit in flipped(path):
+        try:
+            found = read()
+        except errors as error:
+            refused += 1
+            assert "\n" not in str(error)
+        else:
+            assert found == expected, f"bit {bit} of byte {place} of {path.name} changes what is read"
+    assert read() == expected
+    return refused
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "policy/weights"])
+def test_a_checkpoint(tmp_path: Path, name: str) -> None:
+    identity = Identity(run="r", models={"policy": {"vocab": 512}}, recipe={"seed": 1})
+
+    async def write(folder: Path) -> Awaitable[dict[str, Digest]]:
+        async def written() -> dict[str, Digest]:
+            (folder / "policy").mkdir()
+            return {"policy/weights": write_chunks(folder / "policy" / "weights", [bytes(range(256))])}
+
+        return written()
+
+    async def save() -> None:
+        checkpoints = Checkpoints(tmp_path, identity, keep=2)
+        await checkpoints.save(1, {"kl": {"policy": 0.25}}, write, 0.5)
+        await checkpoints.finish()
+
+    asyncio.run(save())
+
+    def read() -> Any:
+        try:
+            found = Checkpoints(tmp_path, identity, keep=2).newest(lambda line: None)
+            return found, (tmp_path / "step_000001" / "policy" / "weights").read_bytes()
+        finally:
+            for aside in tmp_path.glob("refused_*"):
+                aside.rename(tmp_path / "step_000001")
+
+    assert refused_or_the_same(tmp_path / "step_000001" / name, read, CheckpointError) > FLIPS * 0.9
+
+
+def played(number: int) -> Trajectory:
+    turn = Turn(
+        index=0,
+        agent="solver",
+        policy="p",
+        policy_version=3,
+        versions=(VersionSpan(version=3, start=0, end=2),),
+        node="0",
+        state_key="ab",
+        messages=(Message(role="user", content=f"What is {number} + 1?"),),
+        prompt_ids=tuple(range(number, number + 20)),
+        completion_ids=(7, number),
+        logprobs=(-0.5, -number / 8),
+        temperature=1.0,
+        text=f"It is {number + 1}.",
+        finish_reason="stop",
+        valid=True,
+        seed=number,
+        reward=number / 4,
+    )
+    own = {"task_id": f"a:{number}", "source": "a", "sample": 0, "step": 4, "outcome": 1.0, "answer": str(number + 1)}
+    return Trajectory(id=f"4/a:{number}/0", turns=(turn,), metrics={"answered": 1.0}, **own)
+
+
+def test_tasks_and_trajectories(tmp_path: Path) -> None:
+    write_tasks(tmp_path / "tasks", arithmetic_tasks(1, {"train": 40}))
+    write_trajectories(tmp_path / "played", [played(number) for number in range(8)])
+    assert refused_or_the_same(tmp_path / "tasks", lambda: read_tasks(tmp_path / "tasks"), RecordError) > 0
+    assert refused_or_the_same(tmp_path / "played", lambda: read_trajectories(tmp_path / "played"), RecordError) > 0
+
+
+@pytest.mark.parametrize("name", ["index/vectors.faiss", "index/index.json", "passages.jsonl"])
+def test_an_index_and_its_corpus(tmp_path: Path, name: str) -> None:
+    bert = bare_folder(tmp_path) / "bert"
+    write_corpus(tmp_path / "passages.jsonl", PASSAGES)
+    build_index(tmp_path / "passages.jsonl", tmp_path / "index", Encoder.of("bge", bert))
+    least = FLIPS * 0.9
+    assert refused_or_the_same(tmp_path / name, lambda: manifest_of(tmp_path / "index"), RetrievalError) > least
+
+
+def manifest_of(index_dir: Path) -> Any:
+    return Index.open(index_dir, verify=True).manifest
+
+
+def test_an_evaluation(tmp_path: Path) -> None:
+    tasks = [{"task_id": f"a/{n}", "source": "a", "metrics": {"avg@2": n / 4}} for n in range(4)]
+    counts = {"k": 2, "replies": 8, "overlong": 0, "cut": 0, "failed": {}}
+    write_json(tmp_path / "trained.json", sealed({"run": "r", "state": "trained", **counts, "tasks": tasks}))
+
+    def read() -> Any:
+        return read_evaluation(tmp_path / "trained.json").to_dict()
+
+    assert refused_or_the_same(tmp_path / "trained.json", read, TableError) > FLIPS * 0.8
+
+
+def test_a_config_is_refused_or_of_another_recipe_or_the_same_but_for_what_may_change(tmp_path: Path) -> None:
+    """It has no digest, as people write them: a checkpoint's recipe refuses to go on with another."""
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(resolve(["experiment=demo_math", f"results={tmp_path}"])))
+    expected, refused, other = recipe_of(RunConfig.load(path)), 0, 0
+    for _ in flipped(path):
+        try:
+            other += recipe_of(RunConfig.load(path)) != expected
+        except ConfigError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused + other > FLIPS * 0.5
