@@ -33,7 +33,7 @@ from mcore_mas.retrieval.wire import (
     parse_request,
     render_response,
 )
-from mcore_mas.rollout.base.http import Result
+from mcore_mas.rollout.base.http import DIGEST_HEADER, Result, content_digest
 from mcore_mas.rollout.base.http_server import BodyTooLarge, bears, read_body
 
 _FAISS: Any = faiss  # whose stubs lack its settings
@@ -150,7 +150,9 @@ def _guarded(handler: Handler, token: str | None) -> Handler:
         if token is not None and not bears(request, token):
             return _error(401, "a bearer token is required")
         try:
-            return await handler(request)
+            answered = await handler(request)
+            answered.headers[DIGEST_HEADER] = content_digest(bytes(answered.body))
+            return answered
         except BadRequest as error:
             return _error(422, str(error))
         except BodyTooLarge as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
+import hashlib
 import ipaddress
 import json
 import math
@@ -28,6 +30,7 @@ from tenacity import (
 BACKOFF_S = 0.2  # mean of the first pause; doubles with each retry
 MAX_BACKOFF_S = 20.0  # mean of the longest
 MAX_REPLY_BYTES = 64 << 20
+DIGEST_HEADER = "content-digest"
 _BUSY = (408, 409, 425, 429)  # statuses below 500 that another try may change
 
 Result = TypeVar("Result")
@@ -175,6 +178,9 @@ class HttpClient:
                 content += part
                 if len(content) > self._most_bytes:
                     raise Unanswered(f"a reply of more than {self._most_bytes} bytes")
+        said = reply.headers.get(DIGEST_HEADER, "") if "content-encoding" not in reply.headers else ""
+        if heard is None and said.startswith("sha-256=:") and said != content_digest(content):
+            raise Unanswered(f"a reply that is not what its {DIGEST_HEADER} says")
         return HttpReply(reply.status_code, reply.headers, bytes(content))
 
     def _connections_of_loop(self) -> tuple[list[httpx.AsyncClient], asyncio.Semaphore]:
@@ -188,6 +194,11 @@ class HttpClient:
         """Close the connections of the running event loop."""
         while self._free:
             await self._free.pop().aclose()
+
+
+def content_digest(body: bytes | bytearray) -> str:
+    """What stands in `DIGEST_HEADER` of an answer with this body (RFC 9530)."""
+    return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
 
 
 @functools.cache

@@ -1,0 +1,108 @@
+"""A proxy between an HTTP client and a server that does to answers what networks and servers do to them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+DELAY_S = 0.5
+
+
+async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes] | None:
+    """The head and the body of an HTTP message whose length is given; None at the end of a connection."""
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError:
+        return None
+    length = re.search(rb"(?i)\r\ncontent-length: *([0-9]+)", head)
+    return head, await reader.readexactly(int(length[1]) if length else 0)
+
+
+def cut(head: bytes, body: bytes) -> tuple[bytes, bytes]:
+    return head, body[: len(body) // 2]
+
+
+def corrupt(head: bytes, body: bytes) -> tuple[bytes, bytes]:
+    """A letter of the answer is another one: still JSON, and something else."""
+    place = next((n for n in range(len(body) // 2, len(body)) if chr(body[n]).isalpha()), 0)
+    return head, body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :]
+
+
+def busy(head: bytes, body: bytes) -> tuple[bytes, bytes]:
+    return b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 0.1\r\ncontent-length: 0\r\n\r\n", b""
+
+
+def garbage(head: bytes, body: bytes) -> tuple[bytes, bytes]:
+    return b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 20\r\n\r\n", b"<html>welcome</html>"
+
+
+FAULTS = {"cut": cut, "corrupt": corrupt, "429": busy, "garbage": garbage}
+NAMES = ("delay", "drop", *FAULTS)
+
+
+class FaultProxy:
+    """Answers of `target` with a fault while `faulty` says how many more shall have one, and which."""
+
+    def __init__(self, target: str) -> None:
+        self._target = urlsplit(target)
+        self.faulty: tuple[str, int] = ("", 0)
+        self.done = Counter[str]()
+        self.url = ""
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while asked := await read_message(reader):
+                name, left = self.faulty
+                if left and asked[0].startswith(b"POST"):
+                    self.faulty = (name, left - 1)
+                    self.done[name] += 1
+                else:
+                    name = ""
+                if name == "drop":
+                    return
+                if name == "delay":
+                    await asyncio.sleep(DELAY_S)
+                head, body = await self._asked(asked)
+                writer.writelines(FAULTS[name](head, body) if name in FAULTS else (head, body))
+                await writer.drain()
+                if name == "cut":
+                    return
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # as when the server is gone: so is the client's connection
+        finally:
+            writer.close()
+
+    async def _asked(self, message: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+        reader, writer = await asyncio.open_connection(self._target.hostname, self._target.port)
+        try:
+            writer.writelines((message[0], message[1]))
+            answer = await read_message(reader)
+            if answer is None:
+                raise ConnectionResetError
+            return answer
+        finally:
+            writer.close()
+
+    @contextmanager
+    def running(self) -> Iterator[FaultProxy]:
+        """Inside the block it serves at `url`, on a thread of its own."""
+        loop = asyncio.new_event_loop()
+        server = loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        try:
+            yield self
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            server.close()
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+            loop.run_until_complete(asyncio.sleep(0))
+            loop.close()
