@@ -60,7 +60,7 @@ def test_killed_at_a_boundary_of_every_kind_a_pipeline_comes_to_the_same_bits() 
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert made.returncode == 0, made.stdout + made.stderr
     said = [line for line in made.stdout.splitlines() if ": the same " in line]
-    assert len(said) >= 40
+    assert len(said) >= 30
     for kind in ("chunks.written:rank", "file.written:manifest.json", "metrics.written", "file.written:done.json"):
         assert any(line.startswith("killed") and kind in line for line in said), kind
     for kind in ("chunks.begun:rank", "checkpoint.begun", "metrics.begun", "file.begun:step", "file.begun:part"):
