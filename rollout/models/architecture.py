@@ -129,19 +129,13 @@ def read_config(folder: Path | str) -> dict[str, Any]:
         raise ModelError(f"{path}: not readable ({error}); expected a Hugging Face model folder") from error
 
 
-def read_architecture(folder: Path | str, *, dense: bool = False) -> Architecture:
+def read_architecture(folder: Path | str) -> Architecture:
     """Read `folder`/config.json, as written by transformers 4 or 5.
-
-    Args:
-        dense: refuse a mixture of experts, which the embedded engine does not compute.
 
     Raises:
         ModelError: the file is missing or describes another kind of model.
     """
-    found = architecture_of(read_config(folder), f"{Path(folder) / 'config.json'}")
-    if dense and found.experts:
-        raise ModelError(f"{folder}: a mixture of experts, which this engine does not compute; use engine.name: sglang")
-    return found
+    return architecture_of(read_config(folder), f"{Path(folder) / 'config.json'}")
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> Architecture:

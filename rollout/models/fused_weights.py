@@ -28,8 +28,9 @@ class Layer:
     k_norm: Tensor | None  # [D]
     out: Tensor  # [hidden, H * D]
     post_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    down: Tensor  # [hidden, intermediate]
+    gate_up: Tensor  # [E, 2 * intermediate, hidden] of a layer's experts; of a dense layer without the E
+    down: Tensor  # [E, hidden, intermediate]
+    router: Tensor | None = None  # [E, hidden]; None: the layer is dense
 
 
 class Weights:
@@ -42,7 +43,7 @@ class Weights:
         self.embed = empty(shape.vocab, shape.hidden)
         self.head = self.embed if shape.tied else empty(shape.vocab, shape.hidden)
         self.norm = empty(shape.hidden)
-        self.layers = [_allocate(shape, empty) for _ in range(shape.layers)]
+        self.layers = [_allocate(shape, empty, layer) for layer in range(shape.layers)]
         self._tied = shape.tied
         # name -> (shape in the stream, view of a buffer with the same elements in the same order)
         self.places: dict[str, tuple[torch.Size, Tensor]] = {
@@ -63,8 +64,8 @@ class Weights:
         for _ in range(1 if shape.tied else 2):
             shelf(vocab, hidden)
         shelf(hidden)
-        for _ in range(shape.layers):
-            _allocate(shape, shelf)
+        for layer in range(shape.layers):
+            _allocate(shape, shelf, layer)
         return shelf.used
 
     @staticmethod
@@ -131,8 +132,10 @@ class _Shelf:
         return self._storage[start : start + count].view(size)
 
 
-def _allocate(shape: Architecture, empty: Callable[..., Tensor]) -> Layer:
+def _allocate(shape: Architecture, empty: Callable[..., Tensor], number: int) -> Layer:
     hidden, rows = shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    experts = shape.experts if shape.experts and shape.experts.sparse[number] else None
+    lead, ffn = ((experts.count,), experts.ffn) if experts else ((), shape.ffn)
     return Layer(
         input_norm=empty(hidden),
         qkv=empty(rows, hidden),
@@ -141,18 +144,14 @@ def _allocate(shape: Architecture, empty: Callable[..., Tensor]) -> Layer:
         k_norm=empty(shape.head_dim) if shape.qk_norm else None,
         out=empty(hidden, shape.heads * shape.head_dim),
         post_norm=empty(hidden),
-        gate_up=empty(2 * shape.ffn, hidden),
-        down=empty(hidden, shape.ffn),
+        gate_up=empty(*lead, 2 * ffn, hidden),
+        down=empty(*lead, hidden, ffn),
+        router=empty(*lead, hidden) if experts else None,
     )
 
 
 def _places(layer: Layer, shape: Architecture) -> dict[str, tuple[torch.Size, Tensor]]:
-    q, kv, mlp, half = (
-        shape.heads * shape.head_dim,
-        shape.kv_heads * shape.head_dim,
-        shape.ffn,
-        shape.head_dim // 2,
-    )
+    q, kv, half = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.head_dim // 2
 
     def plain(buffer: Tensor) -> tuple[torch.Size, Tensor]:
         return buffer.shape, buffer
@@ -168,10 +167,16 @@ def _places(layer: Layer, shape: Architecture) -> dict[str, tuple[torch.Size, Te
         "self_attn.v_proj.weight": plain(layer.qkv[q + kv :]),
         "self_attn.o_proj.weight": plain(layer.out),
         "post_attention_layernorm.weight": plain(layer.post_norm),
-        "mlp.gate_proj.weight": plain(layer.gate_up[:mlp]),
-        "mlp.up_proj.weight": plain(layer.gate_up[mlp:]),
-        "mlp.down_proj.weight": plain(layer.down),
     }
+    if layer.router is None:
+        mlps = {"mlp": (layer.gate_up, layer.down)}
+    else:
+        places["mlp.gate.weight"] = plain(layer.router)
+        mlps = {f"mlp.experts.{e}": pair for e, pair in enumerate(zip(layer.gate_up, layer.down, strict=True))}
+    for name, (gate_up, down) in mlps.items():
+        gate, up = gate_up.chunk(2)
+        matrices = {"gate": gate, "up": up, "down": down}
+        places |= {f"{name}.{matrix}_proj.weight": plain(buffer) for matrix, buffer in matrices.items()}
     if layer.qkv_bias is not None:
         places["self_attn.q_proj.bias"] = paired(layer.qkv_bias[:q])
         places["self_attn.k_proj.bias"] = paired(layer.qkv_bias[q : q + kv])

@@ -133,7 +133,7 @@ class SharedSender(WeightSender):
     """
 
     def _open(self) -> None:
-        shape = read_architecture(self._route.model, dense=True)
+        shape = read_architecture(self._route.model)
         self._shared = SharedWeights(Path(self._route.place), shape) if self._leads else None
 
     def _write(

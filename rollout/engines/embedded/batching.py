@@ -86,7 +86,7 @@ class EmbeddedEngine:
         Raises:
             EngineError: the folder is not a model that this engine computes.
         """
-        decoder = CachedDecoder(read_architecture(folder, dense=True), max_length, device=device)
+        decoder = CachedDecoder(read_architecture(folder), max_length, device=device)
         decoder.load(read_tensors(folder))
         return cls(decoder, **settings)
 

@@ -1,4 +1,4 @@
-"""Decoder model (Qwen2, Qwen3, Llama) over rows of cached keys and values, in plain torch."""
+"""Decoder model (Qwen2, Qwen3 and its mixtures of experts, Llama) over cached keys and values, in plain torch."""
 
 from __future__ import annotations
 
@@ -174,14 +174,37 @@ class CachedDecoder:
 
     def _finish(self, layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
         x = torch.addmm(x, mixed, layer.out.t())
-        gate, up = F.linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, -1)
-        return torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
+        normed = self._norm(x, layer.post_norm)
+        if layer.router is not None:
+            return self._add_experts(layer, layer.router, x, normed)
+        return torch.addmm(x, _gated(normed, layer.gate_up), layer.down.t())
+
+    def _add_experts(self, layer: Layer, router: Tensor, x: Tensor, normed: Tensor) -> Tensor:
+        """`x` [N, hidden], in place, with what each token's experts make of `normed` [N, hidden]."""
+        experts = self.shape.experts
+        assert experts is not None
+        shares, chosen = F.linear(normed, router).softmax(-1).topk(experts.per_token, dim=-1)
+        if experts.normalised:
+            shares /= shares.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)  # places (token, choice), by expert
+        sizes = chosen.flatten().bincount(minlength=experts.count).tolist()
+        for expert, places in enumerate(order.split(sizes)):
+            if len(places):
+                tokens = places // experts.per_token
+                out = F.linear(_gated(normed[tokens], layer.gate_up[expert]), layer.down[expert])
+                x.index_add_(0, tokens, out.mul_(shares.flatten()[places, None]))
+        return x
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.shape.norm_eps)
 
     def _logits(self, x: Tensor) -> Tensor:
         return F.linear(self._norm(x, self._active.norm), self._active.head)
+
+
+def _gated(x: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = F.linear(x, gate_up).chunk(2, -1)
+    return F.silu(gate).mul_(up)
 
 
 def _usable(device: str) -> torch.device:

@@ -74,7 +74,7 @@ class Host(EmbeddedEngine):
 
     def __init__(self, folder: str, file: Path | None, held: Held, settings: HostedSettings, source: str = "") -> None:
         torch.set_num_threads(settings.threads)
-        shape = read_architecture(folder, dense=True)
+        shape = read_architecture(folder)
         self._shared = SharedWeights(file, shape)
         self._check: SharedCheck | None = None  # of the update under way
         decoder = CachedDecoder(shape, settings.max_length, self._shared.halves, settings.device)
@@ -174,7 +174,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
 
     def _mapped(self) -> SharedWeights | None:
         try:
-            shape = read_architecture(self._folder, dense=True)
+            shape = read_architecture(self._folder)
         except EngineError:
             return None  # the actor says so with the first call
         return SharedWeights(self._file, shape, create=True)

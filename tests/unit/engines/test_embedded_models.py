@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
@@ -16,6 +25,7 @@ from mcore_mas.rollout.records.trajectory import Sampling
 from tests.support.embedded import LOGPROB_TOLERANCE, SIZES, drain, make_qwen2, worst
 
 torch.set_num_threads(1)
+EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24}
 
 
 def save(path: Path, model: Any) -> Any:
@@ -49,8 +59,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 },
             ),
         ),
+        (
+            Qwen3MoeForCausalLM,
+            Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, num_experts_per_tok=2, norm_topk_prob=True),
+        ),
+        (
+            Qwen3MoeForCausalLM,  # its first layer is dense, and shares of experts do not add up to 1
+            Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, num_experts_per_tok=3, mlp_only_layers=[0]),
+        ),
     ],
-    ids=["qwen2-untied", "qwen3", "llama3"],
+    ids=["qwen2-untied", "qwen3", "llama3", "mixture", "mixture-after-dense"],
 )
 def test_model_families_match_hugging_face(tmp_path: Path, model_class: Any, config: Any) -> None:
     torch.manual_seed(1)

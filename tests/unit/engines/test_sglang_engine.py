@@ -347,7 +347,7 @@ def test_the_server_says_what_it_can_compute(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="no model here"):
         SGLangEngine(tmp_path, max_length=64, python=str(FAKE))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "vocab_size": 9}')
-    engine = SGLangEngine(tmp_path, max_length=64, python=str(FAKE))  # the embedded engine knows no mixtures
+    engine = SGLangEngine(tmp_path, max_length=64, python=str(FAKE))
     with pytest.raises(EngineError, match=r"token ids outside 0\.\.8"):
         asyncio.run(ask(engine, [9]))
 

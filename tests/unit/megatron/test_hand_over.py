@@ -31,7 +31,7 @@ LAYOUTS = [(tp, pp, dp) for tp in (1, 2) for pp in (1, 2) for dp in (1, 2) if tp
 def test_every_layout_hands_over_bit_for_bit(tmp_path: Path) -> None:
     reference.make_model("qwen2", tmp_path / "model")
     want = dict(read_tensors(tmp_path / "model"))
-    shape = read_architecture(tmp_path / "model", dense=True)
+    shape = read_architecture(tmp_path / "model")
     jobs, mapped = [], {}
     try:
         for number, (tp, pp, dp) in enumerate(LAYOUTS):
