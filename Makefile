@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-package test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow lint format site bench bench-gpu exactness ui lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-gpu test-package test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow lint format site bench bench-gpu gpu-acceptance exactness ui lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml requirements/lock.txt
 	@touch $@
 
 demo: $(STAMP) ## run the whole pipeline on two CPU cores: data to report
-	$(BIN)/snakemake
+	CUDA_VISIBLE_DEVICES= $(BIN)/snakemake
 
 study: $(STAMP) ## compare estimators over seeds, on two CPU cores in some hours
 	$(BIN)/snakemake study_stability --configfile workflow/studies/claim.yaml
@@ -45,6 +45,9 @@ tables-tiny: $(STAMP) ## make every paper's table at the scale tiny and docs/tab
 
 test: $(STAMP) ## run every test, in two processes (WORKERS=2)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-gpu: $(STAMP) ## run the tests of kernels on this machine's GPU
+	$(BIN)/python -m pytest -m gpu tests/unit/megatron
 
 test-sglang: $(STAMP) .venv-sglang/.stamp ## run engines, transports and a training against real SGLang servers (.venv-sglang)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang --sglang .venv-sglang/bin/python tests/contract/test_engines.py tests/sglang
@@ -93,6 +96,9 @@ bench: $(STAMP) ## run every benchmark and write docs/benchmarks.md
 
 bench-gpu: $(STAMP) ## measure the trainer on one GPU, in nine minutes (results/gpu/results.jsonl)
 	$(BIN)/python -m benchmarks.gpu --budget 540 --out results/gpu
+
+gpu-acceptance: $(STAMP) ## try NCCL, layouts, SGLang and every transport on this machine's GPUs (results/gpu-acceptance)
+	$(BIN)/python -m benchmarks.gpu.acceptance --out results/gpu-acceptance
 
 exactness: $(STAMP) ## measure every layout against a Hugging Face model and write docs/exactness.md and correctness.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.exactness

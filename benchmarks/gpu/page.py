@@ -12,7 +12,9 @@ _HEAD = """# On a GPU
 
 Written by `python -m benchmarks.gpu --page` from `benchmarks/gpu/results.jsonl`; do not edit. `python -m benchmarks.gpu
 --budget 540 --out DIR` measures on a machine with one GPU, in sections of their own, the most important first; the
-lines of DIR/results.jsonl then replace those of `benchmarks/gpu/results.jsonl`.
+lines of DIR/results.jsonl then replace those of `benchmarks/gpu/results.jsonl`. `make gpu-acceptance` tries a machine
+with up to eight GPUs: NCCL, cuts over two ranks, Transformer Engine, SGLang, and a training of two policies by every
+transport; its last line says passed, failed, or nothing measured. It has not run on GPUs.
 
 Predictions are the meter's (`tests/support/fake_gpu.py`), of an H200: the GPU's branch runs without one, and every
 operation takes what its arithmetic, its bytes or its launch would. They are optimistic of kernels.

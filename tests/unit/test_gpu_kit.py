@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu import acceptance
 from benchmarks.gpu.__main__ import PAGE, RESULTS, SECTIONS, Section, main, read, run
 from benchmarks.gpu.page import page
 
@@ -106,6 +107,44 @@ def test_measurements_stand_beside_predictions() -> None:
     assert "| groups | not measured | not measured |" in made
     without = page([{**written[0], "gpu": None}, *written[1:]])  # figures of a machine without a GPU say nothing
     assert "nothing is measured" in without and "9000" not in without and "0.301" in without
+
+
+@pytest.mark.parametrize(
+    ("sections", "word", "status"),
+    [
+        (
+            {"first": 'print(\'{"skipped": "no GPU here"}\')', "second": "print('{\"gpus\": []}')"},
+            "nothing measured",
+            0,
+        ),
+        ({"first": "print('{\"ok\": true}')", "second": 'print(\'{"skipped": "one GPU"}\')'}, "passed", 0),
+        ({"first": "print('{\"ok\": true}')", "second": "raise SystemExit(2)"}, "failed", 1),
+        ({"first": "print('{\"ok\": true}', flush=True)\nassert False, 'the second'"}, "failed", 1),
+    ],
+)
+def test_acceptance_tells_nothing_measured_from_passed(
+    sections: dict[str, str], word: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = "import sys; assert sys.argv[1] == '--sglang' and sys.argv[2].startswith('/')\n"  # what each is told
+    monkeypatch.setattr(acceptance, "SECTIONS", {name: program(taken + code) for name, code in sections.items()})
+    assert acceptance.main(["--out", str(tmp_path)]) == status
+    *_, last = read(tmp_path / "results.jsonl")
+    assert last["result"] == word and last["failed"] == (
+        ["second" if "second" in sections else "first"] if status else []
+    )
+
+
+def test_acceptance_adds_up_over_ranks_and_says_what_is_not_here(tmp_path: Path) -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this is about machines without a GPU")
+    assert acceptance.main(["--out", str(tmp_path), "--only", "nccl,sglang", "--cpu"]) == 0
+    found = [line for line in read(tmp_path / "results.jsonl") if "seconds" not in line]
+    assert (found[0]["what"], found[0]["ranks"], found[0]["ok"]) == ("all-reduce, GB/s", 2, True)
+    assert "SGLang" in found[1]["skipped"] or "make test-sglang" in found[1]["skipped"]
+    assert found[2]["result"] == "passed"
+    assert acceptance.main(["--out", str(tmp_path), "--only", "te"]) == 0
+    *_, said, _took, last = read(tmp_path / "results.jsonl")
+    assert (said["skipped"], last["result"]) == ("no GPU here", "nothing measured")
 
 
 def test_the_page_is_current() -> None:
