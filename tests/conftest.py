@@ -2,15 +2,10 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
-
-# Triton reads it as it is imported, which many a library does: without a GPU its kernels run in its interpreter
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -21,6 +16,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nodes", action="store_true", help="run the trainings on several nodes (`make test-nodes`)")
     parser.addoption("--mlflow", help="test MLflow's pages, and put their pictures into this folder")
     parser.addoption("--slurm", action="store_true", help="run what takes minutes on a real Slurm")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Only `-m gpu` sees a GPU: the other tests start ranks, of which NCCL takes no two on one GPU.
+
+    Triton reads its variable as it is imported, which many a library does; without a GPU it interprets its kernels.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

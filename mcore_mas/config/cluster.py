@@ -26,7 +26,7 @@ class ClusterConfig(Section):
     restarts: int = Field(3, ge=0)  # of all trainers from the newest checkpoint when one is lost or hangs, in an hour
     hang_s: float | None = Field(1800.0, gt=0)  # without a sign of life of a trainer at work; None: any time
     threads_per_process: int = Field(1, ge=1)
-    object_store_mb: int = Field(256, ge=80)
+    object_store_mb: int | None = Field(None, ge=80)  # None: what a step's samples need
     pool: Literal["split", "shared"] = "split"  # a device for each process, or the same devices for all policies
     nodes: dict[str, NodesConfig] = Field(default_factory=dict)  # by policy; of an `address`
     one_by_one: bool = False  # of trainers with offload, only the one that works has its memory

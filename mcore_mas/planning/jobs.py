@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.planning.estimate import workloads
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.config.sections import RetrieverConfig
 
@@ -107,7 +108,8 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
         devices = needed(tenants, config.cluster.pool) if kind == "GPU" else 0
         processes = sum(tenant.devices for tenant in tenants)
     nodes = -(-devices // node_gpus) if stage == "train" and devices else 1
-    memory = _DRIVER_MB[kind] + config.cluster.object_store_mb + searched + processes * _PROCESS_MB[kind]
+    memory = _DRIVER_MB[kind] + searched + processes * _PROCESS_MB[kind]
+    memory += object_store_mb(config) if stage == "train" else 0
     memory += _PROGRAMS_MB * (config.env.name in _WITH_PROGRAMS)
     if kind == "GPU" and stage == "train":
         memory += _host_mb(config)
@@ -117,6 +119,23 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
         cpus=-(-processes * config.cluster.threads_per_process // nodes) + (1 if kind == "CPU" else 2 + devices),
         memory_mb=-(-memory // nodes),
     )
+
+
+_TOKEN_BYTES = 72  # of a micro-batch: ids, positions, labels, and what losses read of each token
+_LEAST_STORE_MB = 256
+
+
+def object_store_mb(config: RunConfig) -> int:
+    """The shared memory through which a step's samples reach the trainers: what is set, or room for them twice.
+
+    What does not fit goes over the disk. Replies have half of their longest length and prompts a quarter of theirs
+    (`Assumptions`).
+    """
+    if config.cluster.object_store_mb is not None:
+        return config.cluster.object_store_mb
+    works = workloads(config)
+    tokens = sum(works[policy].tokens for policy in config.trained)
+    return max(_LEAST_STORE_MB, int(2 * _TOKEN_BYTES * tokens / 2**20))
 
 
 def _retriever_mb(retriever: RetrieverConfig) -> int:

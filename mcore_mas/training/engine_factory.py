@@ -67,7 +67,8 @@ def make_engines(
             settings |= {"places": own or [{}] * engine.replicas, "joining": engine.joining}
             settings |= {"berths": berths(policy)} if berths and own else {}
         elif own:
-            settings |= {"places": own} if name == "sglang" else {"place": own[0]}
+            in_turn = config.cluster.pool == "shared"
+            settings |= {"places": own, "in_turn": in_turn} if name == "sglang" else {"place": own[0]}
         engines[policy] = engine_class(name)(model, **settings)
     return engines
 

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.planning.jobs import GroupKey, Kind, Pool, Tenant, needed, tenants_of
 from mcore_mas.rollout.engines.sglang.server import visible_gpus
+from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
 from mcore_mas.training.cluster import KEEP_PAGES, Node
 
 Options = dict[str, Any]  # of a Ray actor
@@ -67,6 +68,8 @@ def room_for(config: RunConfig, nodes: Sequence[Node] = ()) -> Room:
     devices = {node.id: node.gpus if kind == "GPU" else node.cpus for node in nodes} or own
     _check_labels(tenants, kind, devices, nodes)
     check_fits(tenants, pool, kind, list(devices.values()))
+    if kind == "GPU":
+        _check_servers(config)
     return Room(kind=kind, pool=pool, tenants=tenants, nodes=devices, labels={node.id: node.pool for node in nodes})
 
 
@@ -84,6 +87,28 @@ def _check_labels(tenants: Sequence[Tenant], kind: Kind, devices: Mapping[str, i
             check_fits(own, "split", kind, there)
         except PlacementError as error:
             raise PlacementError(f"nodes with the label pool={label}: {error}") from None
+
+
+def _check_servers(config: RunConfig) -> None:
+    """What servers on GPUs need: a share of each GPU that several are on, and the trainers' NCCL to be in their group.
+
+    Raises:
+        PlacementError: one lacks it.
+    """
+    engines = {policy: for_policy(config, policy).engine for policy in config.models}
+    own = {policy: engine for policy, engine in engines.items() if engine.name == "sglang" and not engine.urls}
+    shares = {p: e.options.get("mem-fraction-static", e.options.get("mem_fraction_static")) for p, e in own.items()}
+    given = [float(share) for share in shares.values() if isinstance(share, int | float)]
+    if config.cluster.pool == "shared" and len(own) > 1 and (len(given) < len(own) or sum(given) > 1):
+        table = ", ".join(f"{policy} {share or 'none'}" for policy, share in shares.items())
+        raise PlacementError(
+            f"engine.options: {len(own)} servers are on each GPU, and each needs its share as mem-fraction-static, all "
+            f"of them at most 1 ({table}); for example {0.8 / len(own):.2f}, or cluster.gpus for a planned one"
+        )
+    for policy, engine in own.items():
+        python = engine.python if engine.transport == "distributed" else None
+        if python and python.is_file() and (told := nccl_mismatch(python)):
+            raise PlacementError(f"policies.{policy}: engine.transport: distributed: {told}")
 
 
 def kind_here() -> Kind:
@@ -138,6 +163,8 @@ def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, nodes: Sequenc
     )
     shared = needed(tenants, "shared")
     advice = f"use cluster.pool: shared, which needs {shared}" if shared <= available else "use fewer ranks"
+    if kind == "GPU":
+        advice += ", or compute on CPUs: CUDA_VISIBLE_DEVICES= before the command"
     raise PlacementError(
         f"cluster.pool: {pool} needs {wanted} {kind}s and there are {available} ({table}); {advice}, or more {kind}s"
     )

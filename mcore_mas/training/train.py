@@ -12,6 +12,7 @@ from typing import Any
 from mcore_mas.config.credit import cut_off
 from mcore_mas.config.models import check_layouts
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.planning.jobs import object_store_mb
 from mcore_mas.rollout.base.files import owned, writable, write_json
 from mcore_mas.rollout.base.supervision import ProcessLost, Restarts
 from mcore_mas.rollout.base.task_group import Watchdog
@@ -68,7 +69,7 @@ def train(config_path: Path, address: str | None = None, *, after_step: AfterSte
         if room is None:
             room = room_for(config, stack.enter_context(joined_ray(address, folder)))
         else:
-            stack.enter_context(running_ray(room.cpus, config.cluster.object_store_mb, keep_pages=room.kind == "CPU"))
+            stack.enter_context(running_ray(room.cpus, object_store_mb(config), keep_pages=room.kind == "CPU"))
         crew = stack.enter_context(closing(Crew(config, room, joined=address != "local")))
         stop = StopSignal(signals=after_step is None)
         run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, after_step, stop)

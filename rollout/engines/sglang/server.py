@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.processes import free_port, interface_of, start_group, stop_group
@@ -132,12 +133,14 @@ class Replica:
         *,
         actors: Callable[[], Sequence[Any]] | None = None,
         gpus: Sequence[str] = (),
+        seats: Sequence[int] = (),
     ) -> None:
         """`host` is a `Server` in this process, with `gpus`; None for a server that somebody else runs.
 
         `actors` makes Ray actors of a `Server` instead: the first runs it, the others hold its further GPUs.
         """
         self._host, self._actors, self._gpus = host, actors, gpus
+        self._seats = seats  # numbers of its GPUs, where other servers start on them too
         self._fellows: Sequence[Any] = ()
         if actors is not None:
             self._host, *self._fellows = actors()
@@ -184,13 +187,22 @@ class Replica:
         return str(await self._host.start.remote(devices))
 
     async def wait(self, start_s: float) -> None:
-        """Wait until the server is ready.
+        """Wait until the server is ready, and before it starts for the first time until others on its GPUs are.
+
+        Each sizes its cache by the memory that it finds free.
 
         Raises:
             EngineError: it ended, with what it said last; or `start_s` have passed.
         """
-        if self._client is None:
-            await self.start()
+        async with contextlib.AsyncExitStack() as turns:
+            for seat in sorted(self._seats):
+                await turns.enter_async_context(_turn_of(seat))
+            if self._client is None:
+                await self.start()
+            await self._answering(start_s)
+        self.ready = True
+
+    async def _answering(self, start_s: float) -> None:
         deadline = time.monotonic() + start_s
         while not await self.client.up():
             ended = await self.ended()
@@ -199,7 +211,6 @@ class Replica:
             if time.monotonic() > deadline:
                 raise EngineError(f"SGLang at {self.client.url}: not ready within {start_s:g} s")
             await asyncio.sleep(_LOOK_S)
-        self.ready = True
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
@@ -258,6 +269,14 @@ class Replica:
             ray.kill(actor)
 
 
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Lock]] = WeakKeyDictionary()
+
+
+def _turn_of(seat: int) -> asyncio.Lock:
+    """The lock of a GPU in the running event loop."""
+    return _turns.setdefault(asyncio.get_running_loop(), {}).setdefault(seat, asyncio.Lock())
+
+
 def visible_gpus() -> list[str]:
     """The GPUs that this process sees, as it would name them to a child."""
     import torch
@@ -291,7 +310,10 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
     if not _ray_runs():
         return Replica(settings, server, gpus=settings.gpus[number] if settings.gpus else ())
     places = settings.places_of(number)
-    return Replica(settings, actors=lambda: [actor.remote(*told) for actor in _actors(settings.tp, places)])
+    seats = range(number * settings.tp, (number + 1) * settings.tp) if settings.in_turn else ()
+    return Replica(
+        settings, actors=lambda: [actor.remote(*told) for actor in _actors(settings.tp, places)], seats=seats
+    )
 
 
 def _ray_runs() -> bool:

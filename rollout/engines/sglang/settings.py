@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,6 +59,7 @@ class SGLangSettings:
     places: Sequence[Mapping[str, Any]] | None = (
         None  # actor options for each GPU, server by server; None: Ray's choice
     )
+    in_turn: bool = False  # seat i of all engines is one GPU: servers there start one after the other
     gpus: Sequence[Sequence[str]] = ()  # that each server sees where Ray places none; (): all that this process sees
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of sglang.launch_server
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -171,6 +174,37 @@ class SGLangSettings:
                 f"engine: {url} is not on this machine; its weights go through a folder that both machines see: "
                 "set engine.weights_folder, and engine.transport to disk or changed"
             )
+
+
+# the wheel of NCCL that torch brings, as an environment's metadata say
+_NCCL = (
+    "from importlib.metadata import distributions as found; "
+    "print(*(d.version for name in ('nvidia-nccl-cu13', 'nvidia-nccl-cu12') for d in found(name=name)))"
+)
+
+
+def nccl_mismatch(python: Path, here: str | None = None) -> str | None:
+    """Why processes of this environment and of that of `python` cannot be in one NCCL group; None if nothing is known.
+
+    NCCL refuses a group of two versions, minutes later and on every rank.
+
+    Args:
+        here: this environment's version, if it is known.
+    """
+    here, there = here or _nccl_of(sys.executable), _nccl_of(str(python))
+    if here == there or not (here and there):
+        return None
+    return (
+        f"NCCL takes no two versions into one group, and it is {here} here and {there} in {python}; "
+        f"install nvidia-nccl {there} here (environment.post-deploy.sh)"
+    )
+
+
+def _nccl_of(python: str) -> str:
+    """The version of NCCL in an interpreter's environment, "" where no wheel brought it."""
+    command = [python, "-I", "-c", _NCCL]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.split()
+    return said[0] if said else ""
 
 
 def _check_model(folder: Path, config: Mapping[str, Any]) -> None:

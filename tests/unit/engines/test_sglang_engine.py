@@ -17,7 +17,8 @@ import torch
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines.sglang.client import body_of, completion_of
 from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
-from mcore_mas.rollout.engines.sglang.server import Server, attached_replica, server_arguments
+from mcore_mas.rollout.engines.sglang.server import Replica, Server, attached_replica, server_arguments
+from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from mcore_mas.rollout.sync import make_sender
 from tests.support.slotted_sglang import slotted_server
@@ -421,3 +422,30 @@ def test_a_reply_is_told_as_it_is_sampled_and_ends_when_nobody_listens(make: Mak
         assert 3 <= len(cut.token_ids) == len(cut.logprobs) < 50
 
     asyncio.run(run())
+
+
+def test_servers_on_one_gpu_start_one_after_the_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seats 0 and 1 of one engine, seat 1 of another: the servers with a seat in common never start together."""
+    said: list[str] = []
+
+    async def starts(replica: Replica, name: str) -> None:
+        async def answering(_: float) -> None:
+            said.append(f"{name} starts")
+            await asyncio.sleep(0)
+            said.append(f"{name} answers")
+
+        monkeypatch.setattr(replica, "_answering", answering)
+        replica.attach("http://127.0.0.1:1", None)
+        await replica.wait(1.0)
+
+    async def play(*seats: Sequence[int]) -> list[str]:
+        said.clear()
+        settings = SGLangSettings(folder=folder, max_length=64)
+        await asyncio.gather(*(starts(Replica(settings, seats=own), str(n)) for n, own in enumerate(seats)))
+        return list(said)
+
+    alone = ["0 starts", "0 answers", "1 starts", "1 answers"]
+    assert asyncio.run(play((0, 1), (1,))) == alone
+    assert asyncio.run(play((0,), (0,))) == alone
+    assert asyncio.run(play((0,), (1,))) == ["0 starts", "1 starts", "0 answers", "1 answers"]
+    assert asyncio.run(play((), ())) == ["0 starts", "1 starts", "0 answers", "1 answers"]

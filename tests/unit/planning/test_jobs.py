@@ -8,7 +8,7 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.choose import placement_of, shapes_of
-from mcore_mas.planning.jobs import JobNeeds, job_needs
+from mcore_mas.planning.jobs import JobNeeds, job_needs, object_store_mb
 from mcore_mas.planning.memory import count_parameters
 
 
@@ -23,12 +23,19 @@ def test_a_run_on_cpus_asks_for_its_processes() -> None:
     assert job_needs(two, "train", 8) == JobNeeds(nodes=1, gpus=0, cpus=6, memory_mb=700 + 256 + 5 * 600)
     threads = config("demo_math", "cluster.threads_per_process=4")
     assert job_needs(threads, "train", 8).cpus == 5 * 4 + 1
-    assert job_needs(two, "evaluate", 8) == JobNeeds(nodes=1, gpus=0, cpus=3, memory_mb=700 + 256 + 2 * 600)
+    assert job_needs(two, "evaluate", 8) == JobNeeds(nodes=1, gpus=0, cpus=3, memory_mb=700 + 2 * 600)
+
+
+def test_samples_have_room_for_a_step_of_them_twice() -> None:
+    assert object_store_mb(config("demo_math", "cluster.object_store_mb=300")) == 300
+    assert object_store_mb(config("demo_math")) == 256
+    # 32 x 8 trajectories of two agents, two loops each, 2048 + 2048 tokens of 72 bytes each (test_choose.py)
+    assert object_store_mb(config("drmas_t1_4b_shared_drmas")) == 2 * 72 * 1024 * 4096 // 2**20 == 576
 
 
 def test_programs_in_sandboxes_take_memory() -> None:
     code = config("strongermas_t1_code_single")
-    plain = 16_000 + 256 + job_needs(code, "evaluate", 8).gpus * 6_000
+    plain = 16_000 + job_needs(code, "evaluate", 8).gpus * 6_000
     assert job_needs(code, "evaluate", 8).memory_mb == plain + 2_000
 
 

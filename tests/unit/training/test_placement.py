@@ -1,6 +1,10 @@
 """What a run needs of a machine's devices, and where each process goes."""
 
+import sys
+import venv
 from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +12,8 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.megatron.step.trainer_group import meeting_address
 from mcore_mas.planning.jobs import Tenant, needed, tenants_of
+from mcore_mas.rollout.engines.sglang import settings
+from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
 from mcore_mas.training.cluster import Node
 from mcore_mas.training.placement import PlacementError, check_fits, devices_here, room_for, strategies
 
@@ -61,16 +67,54 @@ def test_too_few_devices_are_refused_with_what_every_policy_needs() -> None:
     check_fits(tenants, "split", "GPU", [4, 2])
     check_fits(tenants, "shared", "GPU", [4])
     for pool, available, advice in [
-        ("split", 5, "use cluster.pool: shared, which needs 4, or more GPUs"),
-        ("split", 3, "use fewer ranks, or more GPUs"),
-        ("shared", 3, "use fewer ranks, or more GPUs"),
+        ("split", 5, "use cluster.pool: shared, which needs 4, "),
+        ("split", 3, "use fewer ranks, "),
+        ("shared", 3, "use fewer ranks, "),
     ]:
         with pytest.raises(PlacementError) as caught:
             check_fits(tenants, pool, "GPU", [available])
         assert str(caught.value) == (
             f"cluster.pool: {pool} needs {6 if pool == 'split' else 4} GPUs and there are {available} "
             f"(solver: trainer 2; verifier: trainer 4); {advice}"
+            "or compute on CPUs: CUDA_VISIBLE_DEVICES= before the command, or more GPUs"
         )
+
+
+SERVERS = ["engine=sglang", "engine.transport=tensor", "cluster.pool=shared", "policies.verifier.cp=1"]
+GPUS = [Node(address="10.0.0.3", id="n3", gpus=8, cpus=64)]
+
+
+def test_servers_on_one_gpu_need_their_shares_of_it() -> None:
+    with pytest.raises(PlacementError) as caught:
+        room_for(config(*SERVERS), GPUS)
+    assert str(caught.value) == (
+        "engine.options: 2 servers are on each GPU, and each needs its share as mem-fraction-static, all of them at "
+        "most 1 (solver none, verifier none); for example 0.40, or cluster.gpus for a planned one"
+    )
+    with pytest.raises(PlacementError, match=r"\(solver 0.6, verifier 0.6\)"):
+        room_for(config(*SERVERS, "+engine.options.mem-fraction-static=0.6"), GPUS)
+    assert room_for(config(*SERVERS, "+engine.options.mem-fraction-static=0.4"), GPUS).kind == "GPU"
+
+
+def test_two_versions_of_nccl_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    venv.create(tmp_path, with_pip=False)
+    python = tmp_path / "bin" / "python"
+    apart = [*SERVERS[:1], "engine.transport=distributed", "policies.verifier.cp=1", f"engine.python={python}"]
+    assert room_for(config(*apart), GPUS).kind == "GPU"  # nobody knows of NCCL there
+    (packages,) = tmp_path.glob("lib/*/site-packages")
+    (packages / "nvidia_nccl_cu13-9.9.9.dist-info").mkdir()
+    (packages / "nvidia_nccl_cu13-9.9.9.dist-info" / "METADATA").write_text("Name: nvidia-nccl-cu13\nVersion: 9.9.9\n")
+    here = [d.version for n in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") for d in metadata.distributions(name=n)]
+    assert settings._nccl_of(str(python)) == "9.9.9" and settings._nccl_of(sys.executable) == "".join(here[:1])
+    told = nccl_mismatch(python, here="2.29.7")
+    assert told == (
+        f"NCCL takes no two versions into one group, and it is 2.29.7 here and 9.9.9 in {python}; install nvidia-nccl "
+        "9.9.9 here (environment.post-deploy.sh)"
+    )
+    assert nccl_mismatch(python, here="9.9.9") is None
+    if here:
+        with pytest.raises(PlacementError, match=r"policies.solver: engine.transport: distributed: NCCL takes no two"):
+            room_for(config(*apart), GPUS)
 
 
 def test_ranks_that_share_tensors_need_one_node() -> None:
