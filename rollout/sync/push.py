@@ -36,6 +36,8 @@ class _Push(WeightSender):
     that went on would gather with nobody, or with the next update.
     """
 
+    _answers: Sequence[Future[None]] = ()  # to what was sent last and is not waited for yet
+
     def _open(self) -> None:
         route = self._route
         self._urls = route.place.split()
@@ -55,7 +57,11 @@ class _Push(WeightSender):
             for bucket in buckets(digested(weights, self._manifest, digest), limit):
                 size += sum(tensor.nbytes for _, tensor in bucket)
                 self._bucket(bucket, version)
+            self._settle()
         return self._route.place, digest.finish(), size
+
+    def _settle(self) -> None:
+        """Wait for the servers' answers to what was sent."""
 
     def _bucket(self, bucket: list[tuple[str, Tensor]], version: int) -> None:
         raise NotImplementedError
@@ -72,6 +78,7 @@ class _Push(WeightSender):
             self._together(self._end)
         except BaseException:
             if self._leads:
+                wait(self._answers)
                 with suppress(EngineError):  # the failure itself is what matters
                     self._ask_for("/end_weight_update")
             raise
@@ -123,9 +130,10 @@ class _Push(WeightSender):
 class TensorSender(_Push):
     """Trainer rank r shares its bucket with the engine's rank r on the same GPU, as `MultiprocessingSerializer` would.
 
-    SGLang's format is a pickle, made here of a CUDA IPC handle and of names; nothing of the kind is read here. SGLang
-    answers when its copies are queued, not when they are done: a bucket is kept until the next one is answered, and
-    after that torch keeps its memory until the server, whose stream it waits for, has let go of it.
+    SGLang's format is a pickle, made here of a CUDA IPC handle and of names; nothing of the kind is read here. While
+    the servers load one bucket the next is gathered. SGLang answers when its copies are queued, not when they are done:
+    a bucket is kept until it is answered, and after that torch keeps its memory until the server, whose stream it waits
+    for, has let go of it.
     """
 
     _kept: Tensor | None = None
@@ -137,7 +145,7 @@ class TensorSender(_Push):
         try:
             return super()._write(weights, version, state)
         finally:
-            self._kept = None
+            self._kept, self._answers = None, ()
             if torch.cuda.is_available():
                 torch.cuda.ipc_collect()  # or what servers have let go of stays taken until the next time
 
@@ -154,8 +162,15 @@ class TensorSender(_Push):
             )
         fields = {"load_format": "flattened_bucket", "weight_version": str(version), "flush_cache": False}
         bodies = [{"serialized_named_tensors": group, **fields} for group in groups]
-        self._together(lambda: _all_of(self._post("/update_weights_from_tensor", bodies)))
+        self._together(lambda: self._next(bodies))
         self._kept = flat
+
+    def _next(self, bodies: Sequence[Mapping[str, Any]]) -> None:
+        _all_of(self._answers)
+        self._answers = self._post("/update_weights_from_tensor", bodies)
+
+    def _settle(self) -> None:
+        self._together(lambda: _all_of(self._answers))
 
 
 class GroupSender(_Push):
@@ -281,7 +296,7 @@ def _group_of(listener: socket.socket, world: int, backend: str, name: str) -> d
     return made
 
 
-PUSHED_BUCKET_BYTES = 512 << 20
+PUSHED_BUCKET_BYTES = 2 << 30  # over CUDA IPC two of them are there at a time
 
 
 def buckets(

@@ -321,6 +321,34 @@ def test_a_session_is_ended_however_a_push_ends(model: Path, refused: str) -> No
     assert asked == {"": whole, begun: [begun, ended] * 2, whole[1]: whole[:3]}[refused]
 
 
+def test_the_next_bucket_is_gathered_while_servers_load_one(model: Path) -> None:
+    drawn = {name: threading.Event() for name in NAMES}
+    loading: list[int] = []
+    most: list[int] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/update_weights_from_tensor":
+            number = len(most)
+            loading.append(number)
+            most.append(len(loading))
+            # its answer comes when the tensor after the next, which closes the next one's bucket, was drawn
+            assert drawn[NAMES[min(number + 2, len(NAMES) - 1)]].wait(10)
+            loading.remove(number)
+        return httpx.Response(200, json={"success": True})
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors().items():
+            drawn[name].set()
+            yield name, tensor
+
+    options = {"digest": "nothing", "bucket_bytes": 1}  # a bucket for every tensor
+    to = SyncRoute(transport="tensor", place="http://127.0.0.1:9", model=str(model), options=options)
+    sender = TensorSender(to, rank=0, exchange=alone)
+    sender._http = httpx.Client(transport=httpx.MockTransport(answer))
+    sender.send(stream(), 1, {})
+    assert most == [1] * len(NAMES) and not loading  # one at a time, and all of them
+
+
 def meeting(ranks: int) -> list[Callable[[Any], list[Any]]]:
     """The exchange of each of that many ranks, which are threads; one that waits for nobody fails."""
     place: list[Any] = [None] * ranks
