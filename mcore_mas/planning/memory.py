@@ -26,8 +26,8 @@ class TrainerMemory:
     optimizer: float  # float32 master weights and Adam's two moments, or of these the largest weight's
     on_host: float  # moments that are kept in host memory
     activations: float  # of one micro-batch
-    passing: float  # gradients of one layer's activations, which are whole for a moment
-    logits: float  # a chunk of them, its gradient and the output layer's, as the parameters are
+    passing: float  # gradients of one layer's activations; when they are there, logits are not
+    logits: float  # a chunk of them, its gradient and the output layer's, as the parameters are; the head's rows
 
     @property
     def kept(self) -> float:
@@ -37,7 +37,7 @@ class TrainerMemory:
     @property
     def total(self) -> float:
         """At the peak of an update."""
-        return self.kept + self.activations + self.passing + self.logits
+        return self.kept + self.activations + max(self.passing, self.logits)
 
     def beside(self, other: TrainerMemory) -> TrainerMemory:
         """With another trainer on the same rank, of which one computes at a time."""
@@ -127,17 +127,17 @@ def trainer_memory(a: Architecture, layout: ParallelLayout, kind: TrainerKind) -
     moments = 8 * trained / ranks if kind.host_moments else 0.0
     largest = max(rows * a.hidden, 2 * a.hidden * a.ffn // layout.tp)  # the embedding, or gate and up together
     of_weight = 0 if kind.lora is not None else weight * rows * a.hidden
-    # of both halves and their product, with adapters of both halves again; and of hidden states around a layer
     ffn = a.ffn if a.experts is None else max(a.ffn, a.experts.per_token * a.experts.ffn)
-    passing = (5 if kind.lora is not None else 3) * ffn + 4 * a.hidden
+    rows_of_head = 2 * weight * kind.tokens / layout.cp * a.hidden  # as if every token were asked for
     return TrainerMemory(
         weights=weight * ((a.hidden * kind.value_head if kind.on_base else here) + added),
         gradients=4 * trained * (2 if kind.agents > 1 else 1),
         optimizer=state * trained / ranks - moments + min(moments, 8 * largest),
         on_host=moments,
         activations=activation_bytes(a, layout, kind),
-        passing=weight * kind.tokens / layout.cp * passing,
-        logits=0 if kind.value_head else LOGITS * (1 + weight / 4) + of_weight,
+        # of both halves and their product, and of hidden states around a layer
+        passing=weight * kind.tokens / layout.cp * (3 * ffn / layout.tp + 4 * a.hidden),
+        logits=0 if kind.value_head else LOGITS * (1 + weight / 4) + of_weight + rows_of_head,
     )
 
 
@@ -167,6 +167,7 @@ def activation_bytes(a: Architecture, layout: ParallelLayout, kind: TrainerKind)
     mlp = max(mlps) if full else sum(mlps) / len(mlps)
     layer = 2 * norm * a.hidden / repeated + (cut + mlp) / layout.tp + (0 if kind.fused else 4 * a.head_dim)
     layers, entry = a.layers // layout.pp, a.hidden / repeated
+    layer += 3 * kind.lora.rank * len(kind.lora.targets) if kind.lora is not None else 0  # A x of each, and its parts
     elements = entry * layers * layout.pp + layer if full else layer * layers * layout.pp
     return (2 if kind.bf16 else 4) * kind.tokens / layout.cp * (elements + 2 * wide * entry)
 

@@ -100,6 +100,7 @@ class KernelHead(torch.autograd.Function):
             of_hidden[part] = gradient @ weight
             if total is not None:
                 add_product(total, gradient.t(), hidden[part])
+            del gradient  # before the next is made
         # every rank has the part of its own columns
         dist.all_reduce(of_hidden, group=parallel_state.get_tensor_model_parallel_group())
         return of_hidden, _of_weight(weight, total, ctx), None, None, None, None, None

@@ -55,7 +55,7 @@ LAYOUTS = {
     "qwen3": {"recompute": "full"},
     "llama": {"bf16": True, "recompute": "selective"},
     "qwen3_moe": {},
-    "tp2": {"tp": 2, "sp": True},
+    "tp2": {"tp": 2, "sp": True, "recompute": "selective"},
     "pp2": {"pp": 2},
     "dp2": {"dp": 2, "distributed_optimizer": True, "bf16": True},
     "lora": {"tp": 2, "lora": LoraSpec(rank=4, alpha=8)},
@@ -119,10 +119,12 @@ def test_bytes_by_hand() -> None:
     assert activations(recompute="selective") == 200 * (2 * (layer - 2 * 8 - 16) + last)
     # unfused: what norms read and scale in float32, sines and cosines, and silu's result
     assert activations(recompute="none", fused=False) == 200 * (2 * (layer + 2 * 3 * 8 + 16 + 16) + last)
-    assert plain.logits == (4 + 2) * 2**28 + 2 * 80  # 2^28 logits and their gradients, 80 weights' gradients
+    # 2^28 logits and their gradients, 80 weights' gradients, 100 rows of 8 and their gradients
+    assert plain.logits == (4 + 2) * 2**28 + 2 * 80 + 2 * 200 * 8
     assert plain.passing == 200 * (3 * 16 + 4 * 8)  # two halves and their product, and four hidden states
-    assert plain.total == plain.kept + plain.activations + plain.passing + plain.logits
-    assert plain.total == 18 * n + 200 * (164 + 80) + plain.logits
+    assert plain.total == plain.kept + plain.activations + plain.logits == 18 * n + 200 * 164 + plain.logits
+    critic = trainer_memory(tiny(), ParallelLayout(), kind(value_head=True))
+    assert critic.total == critic.kept + critic.activations + critic.passing  # which has no logits
     assert trainer_memory(tiny(), ParallelLayout(), kind(value_head=True)).logits == 0
     assert checkpoint_bytes(tiny(), {"trainer": kind()}) == 12 * n
     assert engine_weights(tiny(), 1) == 2 * n

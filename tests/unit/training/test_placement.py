@@ -80,7 +80,15 @@ def test_too_few_devices_are_refused_with_what_every_policy_needs() -> None:
         )
 
 
-SERVERS = ["engine=sglang", "engine.transport=tensor", "cluster.pool=shared", "policies.verifier.cp=1"]
+SERVERS = [
+    "engine=sglang",
+    "engine.transport=tensor",
+    "cluster.pool=shared",
+    "policies.verifier.pp=1",
+    "policies.solver.tp=1",
+    "policies.verifier.cp=1",
+    "policies.verifier.overlap=false",
+]
 GPUS = [Node(address="10.0.0.3", id="n3", gpus=8, cpus=64)]
 
 
@@ -99,7 +107,7 @@ def test_servers_on_one_gpu_need_their_shares_of_it() -> None:
 def test_two_versions_of_nccl_are_refused_before_anything_starts(tmp_path: Path) -> None:
     venv.create(tmp_path, with_pip=False)
     python = tmp_path / "bin" / "python"
-    apart = [*SERVERS[:1], "engine.transport=distributed", "policies.verifier.cp=1", f"engine.python={python}"]
+    apart = [SERVERS[0], *SERVERS[3:], "engine.transport=distributed", f"engine.python={python}"]
     assert room_for(config(*apart), GPUS).kind == "GPU"  # nobody knows of NCCL there
     (packages,) = tmp_path.glob("lib/*/site-packages")
     (packages / "nvidia_nccl_cu13-9.9.9.dist-info").mkdir()
