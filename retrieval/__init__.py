@@ -4,6 +4,7 @@ corpus    JSON-lines passages: row number == vector id
 encoder   text -> unit vectors, with an identity that an index remembers
 index     inner-product search over a verified folder
 scan      exact search in half precision, by torch or on GPUs
+facets    which passages have which values, for filters
 lexical   BM25, and its fusion with vectors
 build     an index of one's own passages, in shards; the manifest of a published one
 batcher   many concurrent requests -> few searches, on one thread

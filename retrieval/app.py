@@ -29,6 +29,7 @@ from mcore_mas.retrieval.wire import (
     PassagesRequest,
     SearchRequest,
     check_topk,
+    check_where,
     openapi,
     parse_request,
     render_response,
@@ -52,11 +53,12 @@ def load_app(args: argparse.Namespace, token: str | None) -> Starlette:
     # batch of 64 takes twelve times as long (facebookresearch/faiss#5109).
     _FAISS.cvar.distance_compute_blas_threshold = 800 * args.threads
     transformers_logging.disable_progress_bar()
-    encoder = open_encoder(read_manifest(args.index).encoder, args.encoder_folder).to(args.device)
-    index = Index.open(
-        args.index, encoder=encoder.identity, verify=args.verify, backend=args.backend, device=args.device
-    )
-    check_canary(index, encoder)
+    identity = read_manifest(args.index).encoder
+    encoder = open_encoder(identity, args.encoder_folder).to(args.device) if identity else None
+    known = encoder.identity if encoder else None
+    index = Index.open(args.index, encoder=known, verify=args.verify, backend=args.backend, device=args.device)
+    if encoder:
+        check_canary(index, encoder)
     searcher = Searcher(index, encoder, args.ranking)
     batcher = Batcher(
         searcher.encode,
@@ -80,7 +82,11 @@ def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starle
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise BadRequest("the content type is not application/json")
         wanted = parse_request(SearchRequest, await read_body(request, MAX_BODY_BYTES))
-        results = await while_connected(request, batcher.submit(wanted.asked, check_topk(wanted.topk)))
+        where = check_where(wanted.where)
+        if where:  # what is wrong with a filter fails no others of its batch
+            await asyncio.to_thread(index.rows_with, where)
+        found = batcher.submit(wanted.asked, check_topk(wanted.topk), where=where)
+        results = await while_connected(request, found)
         return JSONResponse(render_response(results, wanted.return_scores))
 
     async def passages_route(request: HttpRequest) -> Response:

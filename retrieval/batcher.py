@@ -14,10 +14,12 @@ from typing import TypeVar
 import numpy as np
 
 from mcore_mas.retrieval.corpus import Passage
+from mcore_mas.retrieval.wire import Where
 
 EncodeFunction = Callable[[list[str]], np.ndarray]  # queries -> [Q, dim], each row whatever its batch
-SearchFunction = Callable[[list[str], np.ndarray, int], list[list[Passage]]]  # (queries, their rows, k) -> k for each
-QueryKey = tuple[str, int]  # (query, k)
+FilteredQuery = tuple[str, Where]  # a query, of some passages or, with (), of all
+SearchFunction = Callable[[list[FilteredQuery], np.ndarray, int], list[list[Passage]]]  # with vectors and k
+QueryKey = tuple[FilteredQuery, int]  # with k
 Made = TypeVar("Made")
 Entry = TypeVar("Entry")
 
@@ -96,10 +98,12 @@ class Batcher:
         """Pairs that wait for a search."""
         return len(self._queue) + len(self._encoded)
 
-    async def submit(self, queries: list[str], k: int, *, use_cache: bool = True) -> list[list[Passage]]:
+    async def submit(
+        self, queries: list[str], k: int, *, where: Where = (), use_cache: bool = True
+    ) -> list[list[Passage]]:
         """Passages for each query, in order; raises Overloaded, or what the search raised."""
         began = asyncio.get_running_loop().time()
-        keys = [(query, k) for query in queries]
+        keys = [((query, where), k) for query in queries]
         answers: dict[QueryKey, list[Passage]] = {}
         if use_cache:
             answers = {key: self._cache[key] for key in keys if key in self._cache}
@@ -149,11 +153,11 @@ class Batcher:
                 keys = [key for key in _taken(self._queue, some) if self._is_wanted(key)]
                 if not self._queue:
                     self._wake.clear()
-                queries = list(dict.fromkeys(query for query, _ in keys))
+                queries = list(dict.fromkeys(query for (query, _), _ in keys))
                 vectors = await self._made(keys, thread, self._encode, queries)
                 if vectors is not None:
                     rows = dict(zip(queries, vectors, strict=True))
-                    self._encoded.extend((key, rows[key[0]]) for key in keys)
+                    self._encoded.extend((key, rows[key[0][0]]) for key in keys)
                     self._wake_search.set()
 
     async def _search_all(self) -> None:

@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import accumulate
 from os.path import relpath
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from mcore_mas.retrieval.corpus import Corpus
 from mcore_mas.retrieval.encoder import Encoder
+from mcore_mas.retrieval.facets import Facets
 from mcore_mas.retrieval.index import (
     INDEX_FORMAT,
     INDEX_TYPES,
@@ -102,7 +103,7 @@ class _Rate:
 def build_index(
     corpus_path: Path | str,
     out_dir: Path | str,
-    encoder: Encoder,
+    encoder: Encoder | None,
     kind: str = "flat",
     *,
     shards: int = 1,
@@ -113,6 +114,7 @@ def build_index(
     Shards that are in `out_dir`/shards are taken from there, the others encoded first.
 
     Args:
+        encoder: None makes an index of words alone.
         kind: a name in INDEX_TYPES.
         lexical: with an index of words (BM25) beside it.
 
@@ -120,38 +122,37 @@ def build_index(
         RetrievalError: a line of the corpus is malformed (file:line), or a vector is not finite.
     """
     corpus_path, out_dir = Path(corpus_path), Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / MANIFEST).unlink(missing_ok=True)
-    files = [encode_shard(corpus_path, out_dir / "shards", encoder, number, shards) for number in range(shards)]
-    dim, corpus = encoder.identity.dim, Corpus(corpus_path)
-    total = len(corpus)
+    corpus = Corpus(corpus_path)
+    index = _vectors(corpus, out_dir, encoder, kind, shards) if encoder else None
+    manifest = _manifest(out_dir / VECTORS, corpus, index, encoder, INDEX_TYPES[kind].tolerance)
+    if lexical or not encoder:
+        manifest = replace(manifest, lexical_sha256=Lexical.build(corpus, out_dir))
+    write_json(out_dir / MANIFEST, sealed(asdict(manifest)))
+    if shards == 1:  # else they are the files of other jobs
+        shutil.rmtree(out_dir / "shards", ignore_errors=True)
+    return manifest
+
+
+def _vectors(corpus: Corpus, out_dir: Path, encoder: Encoder, kind: str, shards: int) -> faiss.Index:
+    """The index of all shards, which is also written."""
+    files = [encode_shard(corpus.path, out_dir / "shards", encoder, number, shards) for number in range(shards)]
+    dim, total = encoder.identity.dim, len(corpus)
     parts: list[np.ndarray] = [
         np.memmap(path, np.float32, "r").reshape(-1, dim) for path in files if path.stat().st_size
     ]
-    made = INDEX_TYPES[kind]
-    index = faiss.index_factory(dim, made.factory(total, dim), faiss.METRIC_INNER_PRODUCT)
+    index = faiss.index_factory(dim, INDEX_TYPES[kind].factory(total, dim), faiss.METRIC_INNER_PRODUCT)
     if not index.is_trained:
         stride = -(-total // TRAINED_ON)
-        index.train(np.concatenate([part[-before % stride :: stride] for before, part in _begun(parts)]))
+        befores = accumulate(map(len, parts), initial=0)
+        index.train(np.concatenate([part[-n % stride :: stride] for part, n in zip(parts, befores, strict=False)]))
     for part in parts:
         for first in range(0, len(part), CHUNK):
             index.add(np.ascontiguousarray(part[first : first + CHUNK]))
     with atomic_path(out_dir / VECTORS) as temporary:
         faiss.write_index(index, str(temporary))
-    manifest = _manifest(out_dir / VECTORS, corpus_path, index, encoder, made.tolerance)
-    if lexical:
-        manifest = replace(manifest, lexical_sha256=Lexical.build(corpus, out_dir))
-    write_json(out_dir / MANIFEST, sealed(asdict(manifest)))
-    if shards == 1:  # else they are the files of other jobs
-        shutil.rmtree(out_dir / "shards")
-    return manifest
-
-
-def _begun(parts: list[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
-    """Each part with the number of rows before it."""
-    before = 0
-    for part in parts:
-        yield before, part
-        before += len(part)
+    return index
 
 
 def import_index(vectors: Path, corpus_path: Path, encoder: Encoder) -> Manifest:
@@ -166,21 +167,24 @@ def import_index(vectors: Path, corpus_path: Path, encoder: Encoder) -> Manifest
     expect(vectors, "metric", index.metric_type, faiss.METRIC_INNER_PRODUCT)
     expect(vectors, "dim", index.d, encoder.identity.dim)
     expect(corpus_path, "number of lines", len(corpus), index.ntotal)
-    manifest = _manifest(vectors, corpus_path, index, encoder, PUBLISHED)
+    manifest = _manifest(vectors, corpus, index, encoder, PUBLISHED)
     check_canary(Index(manifest, index, corpus), encoder)
     write_json(vectors.parent / MANIFEST, sealed(asdict(manifest)))
     return manifest
 
 
-def _manifest(vectors: Path, corpus_path: Path, index: faiss.Index, encoder: Encoder, tolerance: float) -> Manifest:
+def _manifest(
+    vectors: Path, corpus: Corpus, index: faiss.Index | None, encoder: Encoder | None, tolerance: float
+) -> Manifest:
     return Manifest(
         format=INDEX_FORMAT,
-        encoder=encoder.identity,
-        dim=index.d,
-        ntotal=index.ntotal,
-        corpus=relpath(corpus_path.resolve(), vectors.resolve().parent),
-        corpus_sha256=known_sha256(corpus_path),
-        index_sha256=known_sha256(vectors),
+        encoder=encoder.identity if encoder else None,
+        dim=index.d if index else 0,
+        ntotal=len(corpus),
+        corpus=relpath(corpus.path.resolve(), vectors.resolve().parent),
+        corpus_sha256=known_sha256(corpus.path),
+        index_sha256=known_sha256(vectors) if index else "",
         vectors=vectors.name,
         tolerance=tolerance,
+        facets_sha256=Facets.build(corpus, vectors.parent),
     )

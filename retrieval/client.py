@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,10 @@ from mcore_mas.retrieval.wire import (
     MAX_AROUND,
     MAX_BODY_BYTES,
     BadRequest,
+    Where,
     check_query,
     check_topk,
+    check_where,
     parse_passages,
     parse_response,
 )
@@ -87,16 +89,19 @@ class RetrievalClient:
         self._timeout_s, self._retries, self._patience_s = timeout_s, retries, patience_s
         self._revive = revive
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[tuple[str, int], list[asyncio.Future[list[Passage]]]] = {}
+        self._waiting: dict[tuple[str, int, Where], list[asyncio.Future[list[Passage]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def search(self, query: str, k: int = DEFAULT_TOPK) -> list[Passage]:
-        """The `min(k, corpus size)` best passages, best first, with scores.
+    async def search(
+        self, query: str, k: int = DEFAULT_TOPK, where: Mapping[str, str | list[str]] | None = None
+    ) -> list[Passage]:
+        """The `min(k, corpus size)` best passages, best first, with scores; with `where` of those that are so.
 
         Raises BadRequest for a query the server would refuse (empty, over 2000 characters, k outside 1..100) and
-        RetrievalUnavailable when there is no answer in time: never an empty list.
+        RetrievalUnavailable when there is no answer in time: never an empty list, unless no passage is as `where` says.
+        Servers of others know no `where`.
         """
-        key = (check_query(query), check_topk(k))
+        key = (check_query(query), check_topk(k), check_where(where))
         loop = self._enter_loop()
         if not self._waiting:
             loop.call_soon(self._flush)
@@ -134,18 +139,18 @@ class RetrievalClient:
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, {}
-        for k in sorted({k for _, k in waiting}):
-            for queries in _bodies([query for query, its_k in waiting if its_k == k]):
-                task = asyncio.create_task(self._deliver({query: waiting[query, k] for query in queries}, k))
+        for k, where in sorted({(k, where) for _, k, where in waiting}):
+            for queries in _bodies([query for query, *rest in waiting if rest == [k, where]]):
+                task = asyncio.create_task(self._deliver({one: waiting[one, k, where] for one in queries}, k, where))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def _deliver(self, waiting: dict[str, list[asyncio.Future[list[Passage]]]], k: int) -> None:
+    async def _deliver(self, waiting: dict[str, list[asyncio.Future[list[Passage]]]], k: int, where: Where) -> None:
         body = {"queries": list(waiting), "topk": k, "return_scores": True}
+        body |= {"where": dict(where)} if where else {}
+        parse = partial(parse_response, queries=len(waiting), topk=k, least=int(not where))
         try:
-            results = await self._request(
-                "POST", "/retrieve", body, partial(parse_response, queries=len(waiting), topk=k)
-            )
+            results = await self._request("POST", "/retrieve", body, parse)
         except Exception as error:  # raised where each caller awaits
             for future in (future for futures in waiting.values() for future in futures if not future.done()):
                 future.set_exception(error)

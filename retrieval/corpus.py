@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from mcore_mas.rollout.base.files import atomic_path
+from mcore_mas.rollout.base.files import atomic_path, file_stamp
+
+KEPT_FROM = 1 << 26  # bytes of a corpus from which it takes a while to find its rows
 
 
 class RetrievalError(Exception):
@@ -23,6 +27,7 @@ class Passage:
     id: str
     contents: str
     score: float | None = None  # inner product with the query; None where no query is involved
+    about: dict[str, Any] = field(default_factory=dict, compare=False)  # whatever else its line says
 
     @classmethod
     def compose(cls, id: str, title: str, text: str) -> Passage:
@@ -40,6 +45,13 @@ class Passage:
         """Everything after the first line."""
         return self.contents.partition("\n")[2]
 
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """(Name, value) of all that it can be filtered by: its title, and what its line says; of a list each value."""
+        yield "title", self.title
+        for name, value in self.about.items():
+            for one in value if isinstance(value, list) else [value]:
+                yield name, one if isinstance(one, str) else json.dumps(one)
+
 
 def parse_line(line: bytes, where: str) -> Passage:
     """The passage in one JSON line; raises RetrievalError that opens with `where` (file:line)."""
@@ -47,16 +59,25 @@ def parse_line(line: bytes, where: str) -> Passage:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise RetrievalError(f"{where}: not a JSON line ({error}); each line is one object") from None
+    return parse_row(row, where)
+
+
+def parse_row(row: Any, where: str) -> Passage:
+    """As `parse_line`, of what the line says."""
     if not isinstance(row, dict):
         raise RetrievalError(f"{where}: got a {type(row).__name__}, expected an object with 'id' and 'contents'")
     for key in ("id", "contents"):
         if not isinstance(row.get(key), str) or not row[key]:
             raise RetrievalError(f"{where}: {key!r} is {row.get(key)!r}, expected a non-empty string")
-    return Passage(id=row["id"], contents=row["contents"])
+    about = {name: value for name, value in row.items() if name not in ("id", "contents") and value is not None}
+    return Passage(id=row["id"], contents=row["contents"], about=about)
 
 
 class Corpus:
-    """A corpus on disk: rows are found by offset and parsed when asked for, so memory stays at 8 bytes a row."""
+    """A corpus on disk: rows are found by offset and parsed when asked for, so memory stays at 8 bytes a row.
+
+    The offsets of a large one are kept in `.NAME.rows` beside it, and used as long as the file does not change.
+    """
 
     def __init__(self, path: Path) -> None:
         """Maps the file and finds its rows; raises RetrievalError if it is missing or empty."""
@@ -66,11 +87,7 @@ class Corpus:
         with path.open("rb") as file:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._rows: dict[str, int] | None = None  # by id
-        self._starts = array("q", [0])  # [rows + 1] byte offset of each row, then the end
-        end = len(self._bytes)
-        while self._starts[-1] < end:
-            newline = self._bytes.find(b"\n", self._starts[-1])
-            self._starts.append(newline + 1 if newline >= 0 else end)
+        self._starts = _row_starts(path.resolve(), self._bytes)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -78,7 +95,8 @@ class Corpus:
     def __getitem__(self, row: int) -> Passage:
         if not 0 <= row < len(self):
             raise IndexError(f"{self.path}: row {row} of {len(self)}")
-        return parse_line(self._bytes[self._starts[row] : self._starts[row + 1]], f"{self.path}:{row + 1}")
+        first, end = self._starts[row : row + 2]
+        return parse_line(self._bytes[first:end], f"{self.path}:{row + 1}")
 
     def row_of(self, id: str) -> int | None:
         """The row of a passage; where ids are not row numbers, a table of all is made at the first call."""
@@ -107,21 +125,38 @@ class Corpus:
         return (self[row] for row in range(len(self)))
 
 
+def _row_starts(path: Path, content: mmap.mmap) -> Sequence[int]:
+    """`[rows + 1]`, the byte at which each row begins, then the end."""
+    of, kept = file_stamp(path), path.with_name(f".{path.name}.rows")
+    with contextlib.suppress(OSError, ValueError, TypeError), kept.open("rb") as file:
+        known = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).cast("q")
+        if known[: len(of)].tolist() == of and known[-1] == len(content):
+            return known[len(of) :]
+    starts = array("q", [0])
+    while starts[-1] < len(content):
+        newline = content.find(b"\n", starts[-1])
+        starts.append(newline + 1 if newline >= 0 else len(content))
+    if len(content) >= KEPT_FROM:
+        with contextlib.suppress(OSError), atomic_path(kept) as temporary:  # a folder that is read only
+            temporary.write_bytes(array("q", of).tobytes() + starts.tobytes())
+    return starts
+
+
 def write_corpus(path: Path | str, passages: Iterable[Passage]) -> int:
     """Writes passages as JSON lines, atomically; returns how many. Raises RetrievalError on an unusable passage."""
     count = 0
     with atomic_path(Path(path)) as temporary, temporary.open("wb") as file:
         for count, passage in enumerate(passages, start=1):
-            line = json.dumps({"id": passage.id, "contents": passage.contents}, ensure_ascii=False).encode()
-            parse_line(line, f"{path}:{count}")
-            file.write(line + b"\n")
+            line = {"id": passage.id, "contents": passage.contents, **passage.about}
+            parse_row(line, f"{path}:{count}")
+            file.write(json.dumps(line, ensure_ascii=False, default=str).encode() + b"\n")
         if count == 0:
             raise RetrievalError(f"{path}: no passages to write")
     return count
 
 
 def copy_corpus(source: Path, path: Path) -> int:
-    """Write the passages of a JSON-lines or parquet file, of columns `id` and `contents`, as JSON lines; how many.
+    """Write the passages of a JSON-lines or parquet file, with columns `id` and `contents`, as JSON lines; how many.
 
     Raises:
         RetrievalError: it lacks a column, or a passage is unusable.
@@ -134,5 +169,5 @@ def copy_corpus(source: Path, path: Path) -> int:
         columns, there = ["id", "contents"], file.schema_arrow.names
         if missing := [column for column in columns if column not in there]:
             raise RetrievalError(f"{source}: no column {' or '.join(missing)}; found {', '.join(there)}")
-        rows = (row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
-        return write_corpus(path, (Passage(id=str(row["id"]), contents=row["contents"]) for row in rows))
+        rows = enumerate(row for batch in file.iter_batches() for row in batch.to_pylist())
+        return write_corpus(path, (parse_row({**row, "id": str(row["id"])}, f"{source}: row {n}") for n, row in rows))

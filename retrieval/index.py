@@ -15,10 +15,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mcore_mas.retrieval.corpus import Corpus, Passage, RetrievalError
 from mcore_mas.retrieval.encoder import Encoder, EncoderIdentity
+from mcore_mas.retrieval.facets import FACETS, Facets
 from mcore_mas.retrieval.lexical import DEPTH, Lexical, fused, lexical_digest
 from mcore_mas.retrieval.lexical import FOLDER as LEXICAL
 from mcore_mas.retrieval.scan import Scan, open_scan
-from mcore_mas.retrieval.wire import Ranking
+from mcore_mas.retrieval.wire import BadRequest, Ranking, Where
 from mcore_mas.rollout.base.files import known_sha256, unsealed
 
 _FAISS: Any = faiss  # whose stubs lack parameters of a search
@@ -30,6 +31,7 @@ SPARE, SPARE_HALF = 8, 64  # candidates beyond k that are scored again, of a ful
 TRAINED_ON = 100_000  # passages that an index learns its cells and ranges from, at most
 PER_CELL = 39  # FAISS warns below so many of them for a cell of IVF, and for a centroid of PQ
 PROBED = 32  # cells of IVF that a query looks into
+SCORED = 1 << 16  # vectors that are taken at a time to be scored in float64
 BREADTH = 128  # candidates that a search of HNSW keeps
 PQ_DIMS = 8  # of a vector that one code of PQ stands for
 # how far a stored vector may be from its passage's, as a share of that one's inner product with itself
@@ -81,7 +83,7 @@ class Manifest:
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
     format: str
-    encoder: EncoderIdentity
+    encoder: EncoderIdentity | None  # None: there are words and no vectors
     dim: int
     ntotal: int  # vectors, and rows of the corpus
     corpus: str  # path of the corpus, relative to the index folder
@@ -90,6 +92,7 @@ class Manifest:
     vectors: str = VECTORS  # FAISS's file, beside the manifest
     tolerance: float = EXACT
     lexical_sha256: str = ""  # of the BM25 index beside it, where there is one
+    facets_sha256: str = ""  # of the table that filters need, which older indexes lack
 
 
 def read_vectors(path: Path) -> faiss.Index:
@@ -113,6 +116,16 @@ def read_vectors(path: Path) -> faiss.Index:
     return index
 
 
+def _checked_vectors(path: Path, manifest: Manifest, verify: bool) -> faiss.Index:
+    if path.is_file():
+        expect(path, "sha256", known_sha256(path, again=verify), manifest.index_sha256)
+    vectors = read_vectors(path)
+    expect(path, "metric", vectors.metric_type, faiss.METRIC_INNER_PRODUCT)
+    expect(path, "dim", vectors.d, manifest.dim)
+    expect(path, "ntotal", vectors.ntotal, manifest.ntotal)
+    return vectors
+
+
 def read_manifest(index_dir: Path | str) -> Manifest:
     """The manifest of an index folder; raises RetrievalError if it is missing, damaged or of another format."""
     path = Path(index_dir) / MANIFEST
@@ -127,7 +140,7 @@ def read_manifest(index_dir: Path | str) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise RetrievalError(f"{path} is damaged ({error}); build the index again") from None
     expect(path, "format", manifest.format, INDEX_FORMAT)
-    expect(path, "dim", manifest.dim, manifest.encoder.dim)
+    expect(path, "dim", manifest.dim, manifest.encoder.dim if manifest.encoder else 0)
     return manifest
 
 
@@ -137,16 +150,18 @@ class Index:
     def __init__(
         self,
         manifest: Manifest,
-        vectors: faiss.Index,
+        vectors: faiss.Index | None,
         corpus: Corpus,
         *,
         scan: Scan | None = None,
         lexical: Lexical | None = None,
+        facets: Facets | None = None,
     ) -> None:
         """`scan` finds candidates in place of `vectors`."""
         self.manifest = manifest
         self.corpus = corpus
         self.lexical = lexical
+        self._facets = facets
         self._vectors, self._scan = vectors, scan
 
     @classmethod
@@ -173,32 +188,51 @@ class Index:
         """
         index_dir = Path(index_dir)
         manifest = read_manifest(index_dir)
-        if encoder is not None:
+        if encoder is not None and manifest.encoder is not None:
             for field in fields(EncoderIdentity):
                 built, given = getattr(manifest.encoder, field.name), getattr(encoder, field.name)
                 expect(f"encoder given for {index_dir}", field.name, given, built)
         corpus = Corpus((index_dir / manifest.corpus).resolve())
         expect(corpus.path, "number of lines", len(corpus), manifest.ntotal)
         expect(corpus.path, "sha256", known_sha256(corpus.path, again=verify), manifest.corpus_sha256)
-        path = index_dir / manifest.vectors
-        if path.is_file():
-            expect(path, "sha256", known_sha256(path, again=verify), manifest.index_sha256)
-        vectors = read_vectors(path)
-        expect(path, "metric", vectors.metric_type, faiss.METRIC_INNER_PRODUCT)
-        expect(path, "dim", vectors.d, manifest.dim)
-        expect(path, "ntotal", vectors.ntotal, manifest.ntotal)
-        lexical = None
+        index = cls(manifest, None, corpus)
+        if manifest.encoder is not None:
+            index._vectors = _checked_vectors(index_dir / manifest.vectors, manifest, verify)
+            index._scan = open_scan(index._vectors, backend, device)
         if manifest.lexical_sha256:
             expect(index_dir / LEXICAL, "sha256", lexical_digest(index_dir, again=verify), manifest.lexical_sha256)
-            lexical = Lexical(index_dir / LEXICAL)
-        return cls(manifest, vectors, corpus, scan=open_scan(vectors, backend, device), lexical=lexical)
+            index.lexical = Lexical(index_dir / LEXICAL)
+        if manifest.facets_sha256:
+            path = index_dir / FACETS
+            digest = known_sha256(path, again=verify) if path.is_file() else None
+            expect(path, "sha256", digest, manifest.facets_sha256)
+            index._facets = Facets(path)
+        return index
+
+    def rows_with(self, where: Where) -> np.ndarray | None:
+        """The rows of the corpus that a filter leaves; None: all.
+
+        Raises:
+            BadRequest: there are too many, or the index is older than filters.
+        """
+        if where and self._facets is None:
+            raise BadRequest("where: the index knows nothing to filter by; build it again")
+        return self._facets.rows(where) if where and self._facets else None
 
     def vector(self, row: int) -> np.ndarray:
         """`[dim]` float32, the stored vector of a corpus row."""
-        return np.asarray(self._vectors.reconstruct(row))
+        return np.asarray(self._stored.reconstruct(row))
 
-    def search(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    @property
+    def _stored(self) -> faiss.Index:
+        if self._vectors is None:
+            raise RetrievalError("the index has words and no vectors; say --ranking bm25, or build it with them")
+        return self._vectors
+
+    def search(self, vectors: np.ndarray, k: int, among: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The `K = min(k, ntotal)` best rows for each vector: ids `[Q, K]` int64 and scores `[Q, K]` float64.
+
+        With `among`, rows `[n]` in order, all of these are scored, and no others.
 
         Scores are inner products in float64, rounded to SCORE_DECIMALS; equal scores go by id. A query's answer does
         not depend on the other queries, and of an exact index a smaller k gives a prefix of a larger one's. Raises
@@ -211,10 +245,13 @@ class Index:
             raise RetrievalError("a query vector is not finite")
         if k < 1:
             raise RetrievalError(f"k is {k}, expected at least 1")
-        k = min(k, self.manifest.ntotal)
+        k = min(k, self.manifest.ntotal if among is None else len(among))
         ids = np.empty((len(vectors), k), dtype=np.int64)
         scores = np.empty((len(vectors), k), dtype=np.float64)
-        if len(vectors):
+        if among is not None and k:
+            for row, vector in enumerate(vectors):
+                ids[row], scores[row] = self._best(vector, k, among)
+        elif len(vectors) and k:
             rough_scores, rough_ids = self._rough(vectors, k + (SPARE if self._scan is None else SPARE_HALF))
             for row, vector in enumerate(vectors):
                 ids[row], scores[row] = self._rank(
@@ -227,7 +264,7 @@ class Index:
         k = min(k, self.manifest.ntotal)
         if self._scan is not None and k <= self._scan.most:
             return self._scan.search(vectors, k)
-        scores, ids = self._vectors.search(vectors, k)
+        scores, ids = self._stored.search(vectors, k)
         return np.asarray(scores), np.asarray(ids)
 
     def _enough(self, vector: np.ndarray, k: int, ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -238,7 +275,7 @@ class Index:
                 whole = _FAISS.SearchParametersIVF(nprobe=self._vectors.nlist)
             elif isinstance(self._vectors, faiss.IndexHNSW):
                 whole = _FAISS.SearchParametersHNSW(efSearch=self.manifest.ntotal)
-            found_scores, found_ids = self._vectors.search(
+            found_scores, found_ids = self._stored.search(
                 vector[None], min(k + SPARE, self.manifest.ntotal), params=whole
             )
             ids, scores = found_ids[0], found_scores[0]
@@ -259,11 +296,17 @@ class Index:
             wider = min(4 * len(rough_ids), self.manifest.ntotal)
             found_scores, found_ids = self._rough(vector[None], wider)
             rough_ids, rough_scores = found_ids[0], found_scores[0]
-        candidates = np.sort(rough_ids)
-        exact = self._vectors.reconstruct_batch(candidates).astype(np.float64) @ vector.astype(np.float64)
+        return self._best(vector, k, np.sort(rough_ids))
+
+    def _best(self, vector: np.ndarray, k: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The k best of some rows, which are in order, and their scores."""
+        parts = np.split(rows, range(SCORED, len(rows), SCORED))
+        exact = np.concatenate(
+            [self._stored.reconstruct_batch(part).astype(np.float64) @ vector.astype(np.float64) for part in parts]
+        )
         exact = np.round(exact, SCORE_DECIMALS) + 0.0  # + 0.0 turns -0.0 into 0.0
         best = np.argsort(-exact, kind="stable")[:k]
-        return candidates[best], exact[best]
+        return rows[best], exact[best]
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,39 +314,49 @@ class Searcher:
     """The best passages of an index by vectors, by words (BM25), or both fused, in two stages for two threads."""
 
     index: Index
-    encoder: Encoder
+    encoder: Encoder | None  # None: words alone rank
     ranking: Ranking = "dense"
 
     def encode(self, queries: Sequence[str]) -> np.ndarray:
         """`[Q, dim]` float32; `[Q, 0]` where words alone rank."""
-        return self.encoder.encode_queries(queries) if self.ranking != "bm25" else np.empty((len(queries), 0))
+        if self.encoder is None or self.ranking == "bm25":
+            return np.empty((len(queries), 0))
+        return self.encoder.encode_queries(queries)
 
-    def search(self, queries: Sequence[str], vectors: np.ndarray, k: int) -> list[list[Passage]]:
-        """The k best passages with scores for each query, best first.
+    def search(self, asked: Sequence[tuple[str, Where]], vectors: np.ndarray, k: int) -> list[list[Passage]]:
+        """The k best passages with scores for each query and its filter, best first.
 
         Raises:
-            RetrievalError: the index has no words to rank by.
+            RetrievalError: the index has not what the ranking needs.
         """
+        found: list[list[Passage]] = [[]] * len(asked)
+        for where in dict.fromkeys(where for _, where in asked):
+            places = [place for place, one in enumerate(asked) if one[1] == where]
+            rankings = self._ranked([asked[place][0] for place in places], vectors[places], k, where)
+            for place, (ids, scores) in zip(places, rankings, strict=True):
+                best = zip(ids[:k].tolist(), scores[:k].tolist(), strict=True)
+                found[place] = [replace(self.index.corpus[id], score=score) for id, score in best]
+        return found
+
+    def _ranked(
+        self, queries: list[str], vectors: np.ndarray, k: int, where: Where
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Rows and scores for each query."""
+        index, rows = self.index, self.index.rows_with(where)
         rankings: list[tuple[np.ndarray, np.ndarray]] = []
         if self.ranking != "bm25":
-            rankings = list(zip(*self.index.search(vectors, k if self.ranking == "dense" else DEPTH), strict=True))
-        if self.ranking != "dense":
-            if self.index.lexical is None:
-                raise RetrievalError(
-                    f"the index has no words to rank by; build it with retriever.ranking={self.ranking}"
-                )
-            words = [self.index.lexical.search(query, DEPTH) for query in queries]
-            both = zip(rankings, words, strict=True) if rankings else ()
-            rankings = [fused(dense[0], lexical[0]) for dense, lexical in both] or words
-        corpus = self.index.corpus
-        return [
-            [replace(corpus[int(id)], score=float(score)) for id, score in zip(ids[:k], scores[:k], strict=True)]
-            for ids, scores in rankings
-        ]
+            rankings = list(zip(*index.search(vectors, k if self.ranking == "dense" else DEPTH, rows), strict=True))
+        if self.ranking == "dense":
+            return rankings
+        if index.lexical is None:
+            raise RetrievalError(f"the index has no words to rank by; build it with retriever.ranking={self.ranking}")
+        words = [index.lexical.search(query, DEPTH, rows) for query in queries]
+        both = zip(rankings, words, strict=True) if rankings else ()
+        return [fused(dense[0], lexical[0]) for dense, lexical in both] or words
 
-    def __call__(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+    def __call__(self, queries: Sequence[str], k: int, where: Where = ()) -> list[list[Passage]]:
         """Both stages."""
-        return self.search(queries, self.encode(queries), k)
+        return self.search([(query, where) for query in queries], self.encode(queries), k)
 
 
 def check_canary(index: Index, encoder: Encoder) -> None:

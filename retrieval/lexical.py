@@ -35,16 +35,23 @@ class Lexical:
             index.save(str(folder), **_QUIET)
         return lexical_digest(out_dir)
 
-    def search(self, query: str, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The k best rows int64 and their scores, best first; equal scores go by row. What shares no word scores 0."""
+    def search(self, query: str, k: int, among: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The k best rows int64, of `among` or all, and their scores, best first; equal scores go by row.
+
+        What shares no word scores 0.
+        """
         (words,) = bm25s.tokenize([query], return_ids=False, **_QUIET)
         known = [word for word in words if word in self._bm25.vocab_dict]
         scores = np.asarray(self._bm25.get_scores(known)) if known else np.zeros(self._bm25.scores["num_docs"])
+        if among is not None:
+            scores = scores[among]
         k = min(k, len(scores))
+        if not k:
+            return np.empty(0, np.int64), np.empty(0)
         least = np.partition(scores, len(scores) - k)[len(scores) - k]
         rows = np.flatnonzero(scores >= least)
         best = rows[np.argsort(-scores[rows], kind="stable")[:k]]
-        return best, scores[best]
+        return best if among is None else among[best], scores[best]
 
 
 def fused(*rankings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -200,5 +200,5 @@ async def _probe(url: str, golden: Sequence[Golden], k: int) -> dict[str, Any]:
         "latency_ms_p99": round(latency_ms[math.ceil(0.99 * len(latency_ms)) - 1], 3),
         "latency_ms_max": round(latency_ms[-1], 3),
         "ntotal": info["ntotal"],
-        "encoder": info["encoder"]["name"],
+        "encoder": info["encoder"]["name"] if info["encoder"] else "none",
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -20,6 +20,7 @@ MAX_TOPK = 100
 MAX_REQUEST_QUERIES = 4096  # Search-R1's trainer sends all of a step in one request
 MAX_QUERY_CHARS = 2000
 MAX_IDS = 256
+MAX_NAMES, MAX_VALUES = 8, 64  # of a filter
 MAX_AROUND = 5
 MAX_BODY_BYTES = 1 << 20
 
@@ -35,6 +36,13 @@ Topk = Annotated[int, Field(ge=0, le=MAX_TOPK), _WHOLE] | None  # null and 0 are
 _LIMITS = ConfigDict(strict=True, frozen=True, extra="ignore")  # other servers have parameters of their own
 
 
+_Value = Annotated[str, Field(max_length=MAX_QUERY_CHARS)]
+_Values = _Value | Annotated[list[_Value], Field(min_length=1, max_length=MAX_VALUES)]
+# by name the value of a passage's title, or of what its line says besides; of several values it has one
+Conditions = Annotated[dict[_Value, _Values], Field(max_length=MAX_NAMES)]
+Where = tuple[tuple[str, tuple[str, ...]], ...]  # as can be compared: (name, values) in order
+
+
 class SearchRequest(BaseModel):
     """`POST /retrieve`: passages for each of `queries`, as Search-R1 asks, or for one `query`, as Dr.MAS does."""
 
@@ -44,6 +52,7 @@ class SearchRequest(BaseModel):
     query: Query = ""
     topk: Topk = None
     return_scores: bool = False
+    where: Conditions = {}
 
     @model_validator(mode="after")
     def _asks(self) -> SearchRequest:
@@ -87,7 +96,18 @@ def check_topk(topk: int | None) -> int:
         return _TOPK.validate_python(topk) or DEFAULT_TOPK
 
 
+def check_where(where: Mapping[str, str | list[str]] | None) -> Where:
+    """A filter as can be compared; raises BadRequest."""
+    with _named("where"):
+        checked = _WHERE.validate_python(where or {})
+    return tuple(
+        (name, tuple(sorted({values} if isinstance(values, str) else values)))
+        for name, values in sorted(checked.items())
+    )
+
+
 _QUERY: TypeAdapter[str] = TypeAdapter(Query, config=ConfigDict(strict=True))
+_WHERE: TypeAdapter[dict[str, Any]] = TypeAdapter(Conditions, config=ConfigDict(strict=True))
 _TOPK: TypeAdapter[int | None] = TypeAdapter(Topk, config=ConfigDict(strict=True))
 
 
@@ -105,32 +125,30 @@ def _named(what: str) -> Iterator[None]:
 def openapi() -> dict[str, Any]:
     """The server's OpenAPI document."""
     posts: dict[str, type[BaseModel]] = {"/retrieve": SearchRequest, "/passages": PassagesRequest}
-    _, schemas = models_json_schema([(kind, "validation") for kind in posts.values()], ref_template=_SCHEMA)
+    name = "#/components/schemas/{model}"
+    _, schemas = models_json_schema([(kind, "validation") for kind in posts.values()], ref_template=name)
+    rows = {"type": "array", "items": {"type": "array", "items": {"type": "object"}}}
     problem = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
     refused = {"401": "no bearer token", "413": "the body is too large", "422": "bad input", "503": "busy: ask again"}
-    errors = {code: _reply(said, problem) for code, said in refused.items()}
-    rows = {"type": "array", "items": {"type": "array", "items": {"type": "object"}}}
+    answers = {code: {"description": said, "content": _json(problem)} for code, said in refused.items()}
     found = {"type": "object", "required": ["result"], "properties": {"result": rows}}
+    answers["200"] = {"description": "for each that is asked, passages", "content": _json(found)}
     paths: dict[str, Any] = {}
     for path, kind in posts.items():
-        body = {"application/json": {"schema": {"$ref": _SCHEMA.format(model=kind.__name__)}}}
-        answers = {"200": _reply("for each asked, passages", found), **errors}
-        paths[path] = {"post": {"requestBody": {"required": True, "content": body}, "responses": answers}}
-    for path in ("/health", "/ready", "/info"):
-        answers = {"200": _reply("as docs/retrieval.md says", {"type": "object"})}
-        answers |= {"503": _reply("not ready", {"type": "object"}), "401": errors["401"]} if path != "/health" else {}
-        paths[path] = {"get": {"responses": answers}}
-    text = {"200": {"description": "for Prometheus", "content": {"text/plain": {}}}, "401": errors["401"]}
-    paths["/metrics"] = {"get": {"responses": text}}
+        body = {"required": True, "content": _json({"$ref": name.format(model=kind.__name__)})}
+        paths[path] = {"post": {"requestBody": body, "responses": answers}}
+    said = {
+        "200": {"description": "docs/retrieval.md says what"},
+        "401": answers["401"],
+        "503": {"description": "not yet"},
+    }
+    paths |= {path: {"get": {"responses": said}} for path in ("/health", "/ready", "/info", "/metrics")}
     about = {"title": "mcore-mas retrieval server", "version": "1"}
     return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas["$defs"]}}
 
 
-_SCHEMA = "#/components/schemas/{model}"
-
-
-def _reply(description: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
 
 
 def parse_passages(body: bytes) -> list[Passage]:
@@ -151,18 +169,18 @@ def render_response(results: Sequence[Sequence[Passage]], return_scores: bool) -
     return {"result": [[render(passage) for passage in passages] for passages in results]}
 
 
-def parse_response(body: bytes, queries: int, topk: int) -> list[list[Passage]]:
+def parse_response(body: bytes, queries: int, topk: int, least: int = 1) -> list[list[Passage]]:
     """Passages per query, best first, from a reply with scores; raises ValueError on any other shape."""
     data = json.loads(body)
     rows = data.get("result") if isinstance(data, dict) else None
     if not isinstance(rows, list) or len(rows) != queries:
         raise ValueError(f"expected 'result' with {queries} rows")
-    return [_parse_row(row, topk) for row in rows]
+    return [_parse_row(row, least, topk) for row in rows]
 
 
-def _parse_row(row: object, topk: int) -> list[Passage]:
-    if not isinstance(row, list) or not 1 <= len(row) <= topk:
-        raise ValueError(f"expected 1 to {topk} passages for each query")
+def _parse_row(row: object, least: int, topk: int) -> list[Passage]:
+    if not isinstance(row, list) or not least <= len(row) <= topk:
+        raise ValueError(f"expected {least} to {topk} passages for each query")
     passages = []
     for item in row:
         match item:

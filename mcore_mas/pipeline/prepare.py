@@ -79,9 +79,10 @@ def index_passages(config_path: Path, passages: Path, out_dir: Path) -> None:
     from mcore_mas.retrieval.build import build_index
 
     retriever = _retriever(config_path)
-    encoder, lexical = _encoder(retriever), retriever.ranking != "dense"
+    encoder, lexical = None if retriever.ranking == "bm25" else _encoder(retriever), retriever.ranking != "dense"
     manifest = build_index(passages, out_dir, encoder, retriever.index, shards=retriever.shards, lexical=lexical)
-    print(f"{manifest.ntotal} passages, {manifest.dim} dimensions, encoder {manifest.encoder.name}")
+    name = manifest.encoder.name if manifest.encoder else "none: words alone"
+    print(f"{manifest.ntotal} passages, {manifest.dim} dimensions, encoder {name}")
 
 
 def _encoder(retriever: RetrieverConfig) -> Encoder:

@@ -164,6 +164,12 @@ def sha256(*paths: Path) -> str:
     return digest.hexdigest()
 
 
+def file_stamp(path: Path) -> list[int]:
+    """Size, times and inode of a file: as long as they are the same, so is what it holds."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
 def known_sha256(path: Path, *, again: bool = False) -> str:
     """The file's digest, from the stamp `.NAME.sha256` beside it while size, times and inode are those it was made of.
 
@@ -171,8 +177,7 @@ def known_sha256(path: Path, *, again: bool = False) -> str:
         again: read the file whatever the stamp says.
     """
     path = path.resolve()
-    status, stamp = path.stat(), path.with_name(f".{path.name}.sha256")
-    of = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    of, stamp = file_stamp(path), path.with_name(f".{path.name}.sha256")
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         said = json.loads(stamp.read_bytes())
         if said["of"] == of and not again:

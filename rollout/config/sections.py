@@ -170,6 +170,8 @@ class RetrieverConfig(Section):
             raise ValueError(f"{' and '.join(places)} say where passages are; set one of them")
         if self.encoder != "minilm" and self.encoder_folder is None:
             raise ValueError(f"encoder {self.encoder} has no folder; set encoder_folder, such as models/e5-base-v2")
+        if self.ranking == "bm25" and self.shards > 1:
+            raise ValueError("ranking bm25 encodes no passages; leave out shards")
         if self.key_file is not None and not self.urls:
             raise ValueError("key_file is the token of servers that run elsewhere; set urls too, or leave it out")
         return self

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
@@ -85,6 +86,9 @@ class Retriever(Protocol):
 class PassageSource(Protocol):
     """What a retriever can do besides."""
 
+    async def search(self, query: str, k: int, where: Mapping[str, str | list[str]]) -> Sequence[Hit]:
+        """As a retriever's, of passages that are as `where` says only."""
+
     async def passages(self, id: str, around: int) -> Sequence[Hit]:
         """A passage by its id, among up to `around` neighbours of its document on each side; none if there is none.
 
@@ -121,6 +125,8 @@ class SearchEnv:
     async def step(self, action: str) -> Step:
         """Apply `<answer>…</answer>`, else `<search>…</search>`, else `<read>…</read>` of a passage's id.
 
+        With `<where> {"title": "…"} </where>` a search is of those passages only.
+
         Raises:
             EnvError: the retriever failed; nothing of its message reaches a model.
             Unusable: no retriever answers, and none did for as long as the run waits.
@@ -133,7 +139,7 @@ class SearchEnv:
             return await self._read(wanted)
         if not query or len(query) > _MAX_QUERY_CHARS:
             return self._nothing()
-        hits = await self._asked(self.retriever.search(query, self.top_k))
+        hits = await self._asked(self._found(query, last_tag(action, "where")))
         if hits is None:
             return self._nothing()
         self._searches += 1
@@ -148,12 +154,24 @@ class SearchEnv:
             metrics=self._counts(),
         )
 
+    async def _found(self, query: str, where: str | None) -> Sequence[Hit]:
+        if where is None:
+            return await self.retriever.search(query, self.top_k)
+        try:
+            conditions = json.loads(where)
+        except (ValueError, RecursionError):
+            raise BadRequest("where: no JSON") from None
+        return await self._source().search(query, self.top_k, conditions)
+
+    def _source(self) -> PassageSource:
+        if isinstance(self.retriever, PassageSource):
+            return self.retriever
+        raise EnvError(f"{type(self.retriever).__name__} has no passages by id and no filters; leave out their tools")
+
     async def _read(self, wanted: str) -> Step:
         """`ID`, or `ID +N` with N neighbours on each side."""
-        if not isinstance(self.retriever, PassageSource):
-            raise EnvError(f"{type(self.retriever).__name__} has no passages by id; leave out the tool passages")
         id, neighbours = _WANTED.fullmatch(wanted).groups("0")  # type: ignore[union-attr]  # it matches any text
-        hits = await self._asked(self.retriever.passages(id, int(neighbours)))
+        hits = await self._asked(self._source().passages(id, int(neighbours)))
         text = "".join(self._shown(rank, hit) for rank, hit in enumerate(hits or (), start=1)).strip()
         shown = text or f"there is no passage {id}"
         call = ToolCall(tool="read_passage", query=wanted, result=shown, failed=not text)

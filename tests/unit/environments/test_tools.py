@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mcore_mas.rollout.base.errors import EnvError
 from mcore_mas.rollout.config.sections import AgentConfig
 from mcore_mas.rollout.environments import TOOLS
 from mcore_mas.rollout.environments.mcp import McpServer
-from mcore_mas.rollout.environments.protocol import ToolCall
+from mcore_mas.rollout.environments.protocol import Step, ToolCall
 from mcore_mas.rollout.environments.search import SearchEnv
 from mcore_mas.rollout.environments.tools import ToolMaker, call_tool
 from mcore_mas.rollout.records.trajectory import Task, ToolUse
@@ -142,6 +143,9 @@ def test_a_search_that_waits_for_its_retriever_is_no_result() -> None:
 
 def test_passages_are_read_by_the_ids_that_a_search_shows() -> None:
     class Pages(Library):
+        async def search(self, query: str, k: int, where: dict[str, str] | None = None) -> Any:
+            return [Passage.compose("p9", str(where), query)]
+
         async def passages(self, id: str, around: int) -> list[Passage]:
             pages = [Passage.compose(f"p{n}", "Amber", f"part {n}") for n in range(4)]
             return pages[1 : 2 + around] if id == "p1" else []
@@ -163,8 +167,20 @@ def test_passages_are_read_by_the_ids_that_a_search_shows() -> None:
         "there is no passage zz",
     ]
     assert [call.failed for call in made[3:]] == [True, True, True]
-    with pytest.raises(EnvError, match="Library has no passages by id; leave out the tool passages"):
+    with pytest.raises(EnvError, match="Library has no passages by id and no filters; leave out their tools"):
         calls(TOOLS["passages"], ("read_passage", {"id": "p1"}), env=SearchEnv(task, retriever=Library()))
+
+    where = {"kind": "a <b>", "title": "é"}
+    asked = [{"query": "who?", "where": where}, {"query": "who?", "where": {"kind": 1}}]
+    made = calls(partial(TOOLS["search"], filters=True), *(("search_where", one) for one in asked), env=env)
+    assert made[0].result == f"<information> [p9] {where}: who? </information>"
+    assert made[1].failed
+    (bad,) = asyncio.run(steps(env, "<where> {</where> <search> who? </search>"))
+    assert (bad.observation, bad.metrics["invalid_searches"]) == ("<information> </information>", 1.0)
+
+
+async def steps(env: SearchEnv, *actions: str) -> list[Step]:
+    return [await env.step(action) for action in actions]
 
 
 def test_tools_of_an_mcp_server_have_its_schemas() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from mcore_mas.retrieval.batcher import Batcher, Overloaded, prometheus
 from mcore_mas.retrieval.corpus import Passage
+from mcore_mas.retrieval.wire import Where
 
 
 class Search:
@@ -26,7 +27,8 @@ class Search:
         self.threads.add(threading.get_ident())
         return np.array([[*query.encode().ljust(8)] for query in queries])
 
-    def search(self, queries: list[str], vectors: np.ndarray, k: int) -> list[list[Passage]]:
+    def search(self, asked: list[tuple[str, Where]], vectors: np.ndarray, k: int) -> list[list[Passage]]:
+        queries = [query for query, where in asked if not where]
         assert [bytes(row.tolist()).decode().strip() for row in vectors] == queries
         assert self.gate.wait(10)
         self.calls.append((queries, k))

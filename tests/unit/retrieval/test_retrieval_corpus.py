@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from mcore_mas.retrieval import corpus as corpus_module
 from mcore_mas.retrieval.corpus import Corpus, Passage, RetrievalError, copy_corpus, write_corpus
 
 
@@ -91,3 +93,35 @@ def test_neighbours_are_of_the_same_document(tmp_path: Path) -> None:
         ]
         assert found == [["t1"], ["t0", "t1", "t2"], ["t1", "t2"], ["t3"], []]
     assert corpus.row_of("1") is None
+
+
+def test_what_else_a_line_says_is_kept_and_can_be_filtered_by(tmp_path: Path) -> None:
+    row = {"id": "a", "contents": '"Amber"\ntext', "year": 1984, "tags": ["x", "y"], "open": True, "none": None}
+    (tmp_path / "made.jsonl").write_text(json.dumps(row) + "\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "made.parquet")
+    facts = [("title", "Amber"), ("year", "1984"), ("tags", "x"), ("tags", "y"), ("open", "true")]
+    for source in ("made.jsonl", "made.parquet"):
+        assert copy_corpus(tmp_path / source, tmp_path / "copy.jsonl") == 1
+        (passage,) = Corpus(tmp_path / "copy.jsonl")
+        assert list(passage.facts()) == facts
+
+
+def test_rows_of_a_large_corpus_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "KEPT_FROM", 100)
+    path, kept = tmp_path / "c.jsonl", tmp_path / ".c.jsonl.rows"
+    write_corpus(path, (Passage(id=str(n), contents=f"row {n} {'x' * n}") for n in range(50)))
+    first = list(Corpus(path))
+    assert np.fromfile(kept, np.int64)[4] == 0
+    assert np.fromfile(kept, np.int64)[-1] == path.stat().st_size
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus_module, "array", None)  # what finds them
+        assert list(Corpus(path)) == first
+    for damage in (b"", b"\0" * 8, kept.read_bytes()[:-8], kept.read_bytes()[:-3]):
+        kept.write_bytes(damage)
+        assert list(Corpus(path)) == first
+    path.write_bytes(path.read_bytes()[:-30])  # cut: the last line is none
+    assert len(Corpus(path)) == 50
+    with pytest.raises(RetrievalError, match=r"c\.jsonl:50: not a JSON line"):
+        Corpus(path)[49]
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:40]))
+    assert len(Corpus(path)) == 40

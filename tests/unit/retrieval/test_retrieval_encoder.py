@@ -1,7 +1,9 @@
 """Encoders: known similarities, prefixes, batch independence, and refusal of other weights."""
 
+import ast
 import copy
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -12,10 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from mcore_mas.retrieval.corpus import RetrievalError
 from mcore_mas.retrieval.encoder import MINILM_SHA256, Encoder, minilm_folder, open_encoder
 from tests.support import precision
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_minilm_gives_the_published_similarity(encoder: Encoder) -> None:
@@ -105,3 +110,30 @@ def test_the_client_imports_neither_torch_nor_faiss() -> None:
     root = Path(__file__).resolve().parents[3]
     shown = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert shown.stdout == "[]\n"
+
+
+def test_the_environment_for_gpus_has_all_that_is_imported() -> None:
+    """Also by what the server takes from rollout/base; it is installed where the rest of the product is not."""
+    seen, named = set[Path](), set[str]()
+
+    def visit(path: Path) -> None:
+        if path in seen:
+            return
+        seen.add(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names] + [str(node.module)]
+            for name in names:
+                file = ROOT / f"{name.removeprefix('mcore_mas.').replace('.', '/')}.py"
+                if name.startswith("mcore_mas.") and file.is_file():
+                    visit(file)
+                named.add(name.partition(".")[0])
+
+    for path in (ROOT / "retrieval").glob("*.py"):
+        visit(path)
+    environment = yaml.safe_load((ROOT / "retrieval/environment.yml").read_text())
+    pip = {re.split("[=<>]", package)[0] for package in environment["dependencies"][-1]["pip"]}
+    modules = {{"faiss-gpu": "faiss", "PyYAML": "yaml"}.get(package, package) for package in pip}
+    assert named - set(sys.stdlib_module_names) - {"mcore_mas"} - modules == set()
+    assert ROOT / "rollout/base/http_server.py" in seen

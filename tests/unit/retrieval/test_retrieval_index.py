@@ -1,5 +1,6 @@
 """Indexes: exact ranking by hand, ties by id, and refusal of anything the manifest does not vouch for."""
 
+import asyncio
 import hashlib
 import json
 import os
@@ -16,11 +17,14 @@ import pytest
 from bm25s.stopwords import STOPWORDS_EN
 
 from mcore_mas.retrieval.build import CHUNK, build_index, encode_shard, shard_rows
+from mcore_mas.retrieval.client import RetrievalClient
 from mcore_mas.retrieval.corpus import Corpus, Passage, RetrievalError, write_corpus
 from mcore_mas.retrieval.encoder import ENCODERS, Encoder
 from mcore_mas.retrieval.index import INDEX_TYPES, SCORE_DECIMALS, Index, Searcher, check_canary, read_manifest
 from mcore_mas.retrieval.lexical import fused
 from mcore_mas.retrieval.scan import TorchScan, open_scan
+from mcore_mas.retrieval.sidecar import Golden, RetrieverSidecar, probe
+from mcore_mas.retrieval.wire import BadRequest, check_where
 from mcore_mas.rollout.base import files
 from mcore_mas.rollout.base.files import sealed
 from mcore_mas.rollout.config.sections import RetrieverConfig
@@ -327,3 +331,75 @@ def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pyt
     assert files.known_sha256(file) != digest
     (tmp_path / ".x.sha256").write_text("[]")
     assert files.known_sha256(file) == hashlib.sha256(b"abd").hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
+def test_filters_leave_the_passages_that_are_so(kind: str, tmp_path: Path, encoder: Encoder) -> None:
+    kinds = ["town", "river", "town"]
+    write_corpus(
+        tmp_path / "c.jsonl",
+        (
+            Passage(id=str(n), contents=f'"Place {n // 2}"\nNumber {n}.', about={"kind": kinds[n % 3], "n": n % 5})
+            for n in range(30)
+        ),
+    )
+    build_index(tmp_path / "c.jsonl", tmp_path / "index", encoder, kind, lexical=True)
+    index = Index.open(tmp_path / "index", encoder=encoder.identity)
+
+    def rows(**where: str | list[str]) -> list[int]:
+        found = index.rows_with(check_where(where))
+        assert found is not None
+        return found.tolist()
+
+    assert rows(kind="river", n="1") == [1, 16]
+    assert rows(n=["0", "4"], kind=["river", "town"]) == [0, 4, 5, 9, 10, 14, 15, 19, 20, 24, 25, 29]
+    assert rows(title="Place 3") == [6, 7]
+    assert (rows(kind="sea"), rows(kin="dsea"), index.rows_with(())) == ([], [], None)
+    for how in ("dense", "bm25", "hybrid"):
+        search = Searcher(index, encoder, how)
+        both = search(["number 16", "place"], 5, check_where({"kind": "river", "n": ["1", "2"]}))
+        assert [sorted(int(hit.id) for hit in hits) for hits in both] == [[1, 7, 16, 22]] * 2
+        assert (both[0][0].id, search(["number 16"], 5, check_where({"kind": "sea"}))) == ("16", [[]])
+        alone = search(["number 16"], 30)[0]
+        scores = {hit.id: hit.score for hit in alone}
+        if how != "hybrid":
+            assert [hit.score for hit in both[0]] == [scores[hit.id] for hit in both[0]]
+    mixed = [("number 16", ()), ("number 16", check_where({"title": "Place 0"})), ("number 3", ())]
+    found = search.search(mixed, search.encode([query for query, _ in mixed]), 3)
+    assert [[len(hits) for hits in found], {hit.id for hit in found[1]}] == [[3, 2, 3], {"0", "1"}]
+    monkey = Index(replace(index.manifest, facets_sha256=""), None, index.corpus)
+    with pytest.raises(BadRequest, match="knows nothing to filter by; build it again"):
+        monkey.rows_with(check_where({"title": "x"}))
+    flip_a_byte(tmp_path / "index/facets.npy")
+    with pytest.raises(RetrievalError, match=r"facets\.npy: sha256 is"):
+        Index.open(tmp_path / "index")
+
+
+def test_a_filter_that_leaves_too_much_is_refused(index_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_mas.retrieval.facets.MOST_ROWS", 1)
+    with pytest.raises(BadRequest, match="where: 2 passages are so, at most 1 may be; say more of them"):
+        Index.open(index_dir).rows_with(check_where({"title": ["Iron Bridge", "Hugo Brandt"]}))
+
+
+def test_words_need_no_vectors(tmp_path: Path, passages: list[Passage]) -> None:
+    write_corpus(tmp_path / "corpus.jsonl", passages)
+    manifest = build_index(tmp_path / "corpus.jsonl", tmp_path / "index", None)
+    assert (manifest.encoder, manifest.dim, manifest.ntotal) == (None, 0, 5)
+    assert sorted(path.name for path in (tmp_path / "index").glob("[!.]*")) == ["bm25", "facets.npy", "index.json"]
+    with RetrieverSidecar(tmp_path / "index", extra_args=("--ranking", "bm25")) as url:
+        golden = [Golden("baker", frozenset({"4"}))]
+        found = probe(url, golden)
+        assert (found["recall_at_1"], found["encoder"]) == (1.0, "none")
+
+        async def ask() -> list[list[str]]:
+            async with RetrievalClient(url) as client:
+                hits = [await client.search("baker", 2, {"title": title}) for title in ("Hugo Brandt", "no such")]
+                with pytest.raises(BadRequest, match="where"):
+                    await client.search("baker", 2, {"title": 3})  # type: ignore[dict-item]
+                return [[hit.id for hit in some] for some in hits]
+
+        assert asyncio.run(ask()) == [["2"], []]
+    with pytest.raises(RetrievalError, match="has words and no vectors; say --ranking bm25, or build it with them"):
+        RetrieverSidecar(tmp_path / "index").__enter__()
+    with pytest.raises(RetrievalError, match="the index has words and no vectors"):
+        Index.open(tmp_path / "index").search(np.empty((1, 0)), 1)
