@@ -6,13 +6,14 @@ PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-versio
 STAMP  := $(VENV)/.stamp
 PORT   ?= 5000
 WORKERS ?= 2
+MEMBERS ?= results/servers
 STORE  ?= sqlite:///results/mlflow.db
 # set, it makes every process compile all that it imports, which is two thirds of a job's start
 export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-gpu test-package test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow lint format site bench bench-gpu gpu-acceptance exactness ui lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-gpu test-package test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,6 +107,10 @@ exactness: $(STAMP) ## measure every layout against a Hugging Face model and wri
 
 ui: $(STAMP) ## open MLflow on the runs (PORT=5000)
 	@$(BIN)/mcore-mas ui --store $(STORE) --port $(PORT)
+
+retriever: $(STAMP) ## serve an index to runs with retriever.members=results/servers (INDEX=...; SLURM=--mem=80G: in a job)
+	PYTHON=$(CURDIR)/$(BIN)/python $(if $(SLURM),sbatch --requeue $(SLURM)) workflow/scripts/serve_retriever.sh \
+	  $(MEMBERS) --index $(INDEX) $(ARGS)
 
 site: $(STAMP) ## build the documents as a site in build/site, every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

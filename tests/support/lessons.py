@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
+from mcore_mas.retrieval.client import Passage, RetrievalClient
 from mcore_mas.rollout.config.sections import EnvConfig, build_allocator, build_env, build_team
 from mcore_mas.rollout.engines import ChatState, EngineClient, PolicyReply
 from mcore_mas.rollout.engines.embedded.batching import LocalEngine
@@ -31,6 +34,7 @@ from mcore_mas.rollout.environments.code import pack_solution, pack_test
 from mcore_mas.rollout.environments.data_science import pack_file, pack_target
 from mcore_mas.rollout.environments.predictions import Target
 from mcore_mas.rollout.environments.repository import CheckCall, pack_check, pack_source
+from mcore_mas.rollout.environments.search import Retriever
 from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.records.trajectory import Message, Sampling, Status, Task
 from mcore_mas.rollout.sandbox.judge import StdinTest
@@ -204,15 +208,38 @@ def introduced(agent: Agent, env: str) -> Agent:
     return replace(agent, role=replace(role, system=f"{role.system}\n{name}"))
 
 
-def teach(rank: int, out: Path, team: str, sharing: str, model: str) -> None:
-    """Play and train `team` for two steps; writes what came of it to `out`/{team}_{sharing}.json."""
+@dataclass
+class Bereaved:
+    """A retriever of several servers, one of which is killed while it answers the last of `left` searches."""
+
+    client: RetrievalClient
+    pid: int
+    left: int
+
+    async def search(self, query: str, k: int) -> Sequence[Passage]:
+        self.left -= 1
+        last, asked = self.left == 0, asyncio.ensure_future(self.client.search(query, k))
+        await asyncio.sleep(0)
+        if last:
+            os.kill(self.pid, signal.SIGKILL)
+        return await asked
+
+
+def teach(
+    rank: int, out: Path, team: str, sharing: str, model: str, urls: Sequence[str] = (), dying: int = 0, at: int = 0
+) -> None:
+    """Play and train `team` for two steps; writes what came of it to `out`/{team}_{sharing}.json.
+
+    With `urls` these retrieval servers are asked, of which the process `dying` is killed in search `at`.
+    """
     worlds.install()
     config = team_config(team, sharing, model, out)
-    lessons = asyncio.run(_teach(config, model))
+    retriever = Bereaved(RetrievalClient(*urls, balance="round_robin"), dying, at) if urls else Library()
+    lessons = asyncio.run(_teach(config, model, retriever))
     (out / f"{team}_{sharing}.json").write_text(json.dumps(lessons))
 
 
-async def _teach(config: RunConfig, model: str) -> list[dict[str, Any]]:
+async def _teach(config: RunConfig, model: str, retriever: Retriever) -> list[dict[str, Any]]:
     spec = TrainerSpec(model=model, lr=1e-2, objective=Objective(loss="ppo_clip"))
     trainers = {policy: MegatronTrainer(spec) for policy in config.policies}
     engines = {policy: LocalEngine(model, max_length=_MAX_LENGTH, rows=16) for policy in config.policies}
@@ -220,7 +247,7 @@ async def _teach(config: RunConfig, model: str) -> list[dict[str, Any]]:
     voices = {p: Interpreter(player=EngineClient(engine=e, renderer=renderer)) for p, e in engines.items()}
     team = build_team(config.agents, voices)  # type: ignore[arg-type]
     team = replace(team, agents={name: introduced(agent, config.env.name) for name, agent in team.agents.items()})
-    tools = {"retriever": Library()} if config.env.name == "search" else {}
+    tools = {"retriever": retriever} if config.env.name == "search" else {}
     env = EnvConfig(name=config.env.name, options={**config.env.options, **WORLDS.get(config.env.name, {})})
     prompt, answers = ANSWERS[config.env.name]
     tasks = [

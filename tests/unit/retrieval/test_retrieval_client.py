@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +30,10 @@ from mcore_mas.retrieval.client import (
 )
 from mcore_mas.retrieval.endpoints import BALANCES, Endpoint, EndpointPool
 from mcore_mas.retrieval.sidecar import Golden, RetrieverSidecar, probe, read_golden
+from tests.support.lessons import teach
+from tests.support.ranks import Job
+from tests.support.ranks import play as play_ranks
+from tests.support.run_folder import make_run
 
 ONE_HIT = b'{"result": [[{"document": {"id": "0", "contents": "x"}, "score": 0.5}]]}'
 
@@ -360,3 +366,63 @@ def test_one_of_two_servers_killed_under_load_loses_nothing(
                 return wrong, client.outages
 
         assert asyncio.run(body()) == (0, 0)
+
+
+SERVE = Path(__file__).resolve().parents[3] / "workflow" / "scripts" / "serve_retriever.sh"
+
+
+@pytest.mark.slow
+def test_a_server_in_a_job_is_started_again_until_it_is_told_to_end(index_dir: Path, tmp_path: Path) -> None:
+    """The script of `make retriever`: what it serves joins by its file, also after the server was killed."""
+    env = {name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"} | {"PYTHON": sys.executable}
+    words = [str(SERVE), str(tmp_path / "members"), "--index", str(index_dir)]
+    with subprocess.Popen(words, cwd=SERVE.parents[2], env=env, stderr=subprocess.PIPE, text=True) as job:
+
+        async def body() -> None:
+            async with RetrievalClient(members=tmp_path / "members", patience_s=120) as client:
+                assert (await client.search("Alice Walker", 1))[0].id == "0"
+                os.kill((await client.info())["pid"], signal.SIGKILL)
+                assert (await client.search("Hugo Brandt", 1))[0].id == "2"
+
+        try:
+            asyncio.run(body())
+        finally:
+            job.terminate()
+            said = job.communicate(timeout=60)[1]
+    assert job.returncode == 0
+    assert said.count("it is started again") == 1
+    assert list((tmp_path / "members").iterdir()) == []
+    words[3] = str(tmp_path / "no index")
+    done = subprocess.run(words, cwd=SERVE.parents[2], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no index was finished there; build it" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_a_training_loses_nothing_when_one_of_two_servers_is_killed(
+    server_url: str, index_dir: Path, tmp_path: Path
+) -> None:
+    """A real team of a real model with real updates: rewards, turns and weights are those of an unbroken one."""
+    sizes = {"layers": 1, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "positions": 8192}
+    model = make_run(tmp_path, *(f"++cold_start.base.{name}={size}" for name, size in sizes.items())) / "base"
+    lesson = {"team": "search_team", "sharing": "shared", "model": str(model)}
+    dying = RetrieverSidecar(index_dir)
+    with dying as url:
+        broken = {"urls": (url, server_url), "dying": dying.pid, "at": 5}
+        play_ranks(
+            [
+                Job(function=teach, arguments={"out": tmp_path / name, **lesson, **servers})
+                for name, servers in (("whole", {"urls": (server_url,)}), ("broken", broken))
+                if not (tmp_path / name).mkdir()
+            ]
+        )
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health", trust_env=False)
+    whole, broken_off = (
+        json.loads((tmp_path / n / "search_team_shared.json").read_text()) for n in ("whole", "broken")
+    )
+    assert whole == broken_off
+    assert [step["failed"] for step in whole] == [[], []]
+    assert sum(line.count("searcher") for step in whole for line in step["lines"]) > 5
+    assert any(update["change"] > 0 for step in whole for update in step["updates"].values())
