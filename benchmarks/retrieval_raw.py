@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -170,7 +169,7 @@ def main() -> None:
     """All goals; the last line is the first one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--passages", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: only the look at memory")
     parser.add_argument("--queries", type=int, default=512, help="a round")
     parser.add_argument("--requests", type=int, default=100_000, help="of the look at memory; 0: none")
     parser.add_argument("--reference", nargs=2, help=argparse.SUPPRESS)
@@ -182,14 +181,15 @@ def main() -> None:
     faiss.omp_set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
         folder, encoder = Path(made) / "index", Encoder.minilm()
-        spread_index(folder, encoder, options.passages)
-        compare(folder, encoder, options.rounds, options.queries)
+        if options.rounds:
+            spread_index(folder, encoder, options.passages)
+            compare(folder, encoder, options.rounds, options.queries)
         if options.requests:
             small = Path(made) / "small"
             spread_index(small, encoder, 2000)
             first, last = flat_memory(small, options.requests)
             print(f"memory over {options.requests} requests: {last / first:.3f} x (goal: at most 1.05 x)")
-    print(RESULT[-1])
+    print(*RESULT)
 
 
 RESULT: list[str] = []
@@ -251,12 +251,14 @@ def summary(ours: dict[str, list[Load]], theirs: list[Load], alone: list[tuple[f
         print(f"{name}: p99 over p50 {tail:.2f} (goal: at most 3)")
         by_cpu = f"{their_cpu_ms / cpu_ms:.1f} x by CPU"
         print(f"{name}: {one.rate / their_rate:.1f} x as Search-R1 by the clock (goal: 10), {by_cpu}")
+    # the search has a thread, and a core where there are enough: what it spends besides FAISS costs queries a second
     busiest = min(load.threads_s[0] / len(load.latencies_s) for load in ours["faiss"]) * 1000
-    raw_cpu = statistics.median(cpu for _, cpu in alone)
-    ratio = best["faiss"].rate / max(rate for rate, _ in alone)
-    print(f"busiest thread {busiest:.2f} CPU ms a query, raw FAISS {raw_cpu:.2f}: {raw_cpu / busiest:.2f} by CPU")
+    raw_cpu = min(cpu for _, cpu in alone)
+    print(f"{best['faiss'].rate / max(rate for rate, _ in alone):.2f} of raw FAISS by the clock (goal: {GOAL})")
+    print(f"CPU ms a query: the search thread {busiest:.2f}, raw FAISS {raw_cpu:.2f}")
     print(f"load of the machine: {', '.join(f'{one:.1f}' for one in os.getloadavg())}")
-    RESULT.append(f"name=retrieval_raw ratio={ratio:.2f} goal={GOAL:.2f} reference=faiss-same-batch n={len(alone)}")
+    ratio = raw_cpu / busiest
+    RESULT.append(f"name=retrieval_raw ratio={ratio:.2f} goal={GOAL:.2f} reference=faiss-same-batch-cpu n={len(alone)}")
 
 
 def pid_of(url: str) -> int:
