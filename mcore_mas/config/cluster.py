@@ -112,3 +112,24 @@ class ClusterConfig(Section):
                 f"policies.{policy}: several actors of its engine have a device each and read weights from a folder; "
                 "use cluster.pool: split and no engine.transport, or engine.replicas: 1 and engine.joining: 0"
             )
+
+    def check_shared_engine(self, policy: str, engine: EngineConfig, first: str, own: EngineConfig) -> None:
+        """Refuse an embedded engine that policy `first` and another one share, and that cannot hold both.
+
+        Raises:
+            ValueError: whose settings differ, or which of them it cannot do.
+        """
+        if "embedded" not in (engine.name, own.name):
+            return
+        if engine != own:
+            raise ValueError(
+                f"policies.{policy}.own.engine: share_base puts it in the engine of '{first}', whose settings are "
+                "others; give both the same ones, or leave share_base out"
+            )
+        there = engine.transport in (None, "shared") and self.address == "local"
+        if not there or engine.replicas + engine.joining > 1:
+            raise ValueError(
+                f"policies.{policy}: share_base keeps adapters in one actor of the embedded engine, and hands them "
+                "over in this machine's memory; use engine.replicas: 1, engine.joining: 0, no engine.transport and "
+                "cluster.address: local, or leave share_base out"
+            )

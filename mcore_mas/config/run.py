@@ -125,6 +125,9 @@ class RunConfig(Section):
             engine = for_policy(self, name).engine
             self.cluster.check_transport(engine)
             self.cluster.check_actors(name, engine)
+            if self.policies[name].share_base:
+                holder = self.holder(name)
+                self.cluster.check_shared_engine(name, engine, holder, for_policy(self, holder).engine)
         _check_ahead(self)
         return self
 

@@ -51,6 +51,8 @@ def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
         if engine.name == "sglang" and not engine.urls and kind == "GPU":
             devices = engine.replicas * engine.tp
             tenants.append(Tenant(policy=name, part="engine", devices=devices, unit=engine.tp, label=rollout))
+        if engine.name == "embedded" and config.holder(name) != name:
+            continue  # its adapter is in the engine of the holder
         if kind == "CPU" or engine.device == "cuda":  # else the embedded engine takes none of the GPUs
             actors = engine.replicas if engine.name == "embedded" else 1
             tenants.append(Tenant(policy=name, part="engine", devices=actors, label=rollout))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from mcore_mas.config.policy import sharing
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.retrieval.client import RetrievalClient
 from mcore_mas.retrieval.sidecar import RetrieverSidecar
@@ -17,7 +19,10 @@ from mcore_mas.rollout.engines.remote import hide
 from mcore_mas.rollout.engines.remote.caller import RemoteClient
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.models.fused_weights import AdapterShape
 from mcore_mas.rollout.records.trajectory import Task
+
+_ON_ONE_BASE = "mcore_mas.rollout.engines.embedded.adapters:adapter_engines"  # imported where it is needed
 
 
 def open_remotes(config: RunConfig, folder: Path) -> dict[str, RemoteClient]:
@@ -47,8 +52,10 @@ def make_engines(
     `berths` gives what takes and gives places of actors that join a policy's engine (`ReplicatedEngine`).
     Without it `gpus` are those of each server, by policy.
     """
-    engines = {}
+    engines: dict[str, Any] = {}
     for policy, model in models.items():
+        if policy in engines:  # that of another policy on the same model
+            continue
         engine = for_policy(config, policy).engine
         settings = _engine_settings(config, engine, trained)
         if engine.name == "sglang":
@@ -69,6 +76,12 @@ def make_engines(
         elif own:
             in_turn = config.cluster.pool == "shared"
             settings |= {"places": own, "in_turn": in_turn} if name == "sglang" else {"place": own[0]}
+        if name == "embedded" and config.policies[policy].share_base:
+            together = sharing(config.policies, policy)
+            loras = [lora for other in together if (lora := config.policies[other].lora)]
+            shapes = [AdapterShape(rank=x.rank, scale=x.alpha / x.rank, targets=x.targets) for x in loras]
+            engines |= zip(together, engine_class(_ON_ONE_BASE)(model, shapes, **settings), strict=True)
+            continue
         engines[policy] = engine_class(name)(model, **settings)
     return engines
 
@@ -124,6 +137,10 @@ def make_players(
     renderers = make_renderers(config, {name: models[name] for name in engines})
     sections = {name: for_policy(config, name).engine for name in engines}
     count = {name: len(servers[name]) if servers else sections[name].servers for name in engines}
+    # as many calls as an engine has slots, so that nothing waits there, where its deadline would go on; adapters that
+    # one actor holds have its slots in common
+    hosts = {name: getattr(engine, "host", engine) for name, engine in engines.items()}
+    slots = {id(host): asyncio.Semaphore(sections[name].slots * count[name]) for name, host in hosts.items()}
     return {
         name: build_player(
             engine,
@@ -131,8 +148,7 @@ def make_players(
             deadline_s=config.collection.call_s,
             max_length=sections[name].max_length,
             overlong_prompts=sections[name].overlong_prompts,
-            # so that nothing that is asked of an engine waits there, where its deadline would go on
-            max_in_flight=config.policies[name].max_in_flight or sections[name].slots * count[name],
+            max_in_flight=config.policies[name].max_in_flight or slots[id(hosts[name])],
         )
         for name, engine in engines.items()
     }

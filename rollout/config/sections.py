@@ -302,11 +302,14 @@ def _build_agent(name: str, config: AgentConfig) -> Agent:
 
 
 def build_player(
-    engine: Engine, renderer: Renderer, *, max_in_flight: int | None = None, **settings: Any
+    engine: Engine, renderer: Renderer, *, max_in_flight: int | asyncio.Semaphore | None = None, **settings: Any
 ) -> EngineClient:
-    """A player with at most `max_in_flight` calls under way at once, first come, first served, and its own settings."""
-    slots = asyncio.Semaphore(max_in_flight) if max_in_flight else nullcontext()
-    return EngineClient(engine=engine, renderer=renderer, slots=slots, **settings)
+    """A player with at most `max_in_flight` calls under way at once, first come, first served, and its own settings.
+
+    A semaphore bounds the calls of all players that have it.
+    """
+    slots = asyncio.Semaphore(max_in_flight) if isinstance(max_in_flight, int) else max_in_flight
+    return EngineClient(engine=engine, renderer=renderer, slots=slots or nullcontext(), **settings)
 
 
 def build_env(config: EnvConfig, **tools: Any) -> Callable[[Task], Env]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.models.architecture import Architecture
+from mcore_mas.rollout.models.layout import Projection
 from mcore_mas.rollout.models.tensors import RowBlocks, blocks_of, checksum, complete, cut, whole
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
@@ -33,53 +34,19 @@ class Layer:
     router: Tensor | None = None  # [E, hidden]; None: the layer is dense
 
 
-class Weights:
-    """All weights of a decoder, in buffers that live as long as the engine."""
+class NamedBuffers:
+    """Buffers that are filled by name."""
 
-    def __init__(self, shape: Architecture, storage: Tensor | None = None) -> None:
-        """Lay the buffers out in `storage`, float32 of `elements(shape)`; in memory of their own without it."""
-        self.storage = torch.empty(self.elements(shape)) if storage is None else storage
-        empty = _Shelf(self.storage)
-        self.embed = empty(shape.vocab, shape.hidden)
-        self.head = self.embed if shape.tied else empty(shape.vocab, shape.hidden)
-        self.norm = empty(shape.hidden)
-        self.layers = [_allocate(shape, empty, layer) for layer in range(shape.layers)]
-        self._tied = shape.tied
-        # name -> (shape in the stream, view of a buffer with the same elements in the same order)
-        self.places: dict[str, tuple[torch.Size, Tensor]] = {
-            "model.embed_tokens.weight": (self.embed.shape, self.embed),
-            "model.norm.weight": (self.norm.shape, self.norm),
-        }
-        if not shape.tied:
-            self.places["lm_head.weight"] = (self.head.shape, self.head)
-        for index, layer in enumerate(self.layers):
-            for name, place in _places(layer, shape).items():
-                self.places[f"model.layers.{index}.{name}"] = place
-
-    @staticmethod
-    def elements(shape: Architecture) -> int:
-        """Float32 numbers that a storage for `shape` holds."""
-        shelf = _Shelf(torch.empty(0, device="meta"))
-        hidden, vocab = shape.hidden, shape.vocab
-        for _ in range(1 if shape.tied else 2):
-            shelf(vocab, hidden)
-        shelf(hidden)
-        for layer in range(shape.layers):
-            _allocate(shape, shelf, layer)
-        return shelf.used
-
-    @staticmethod
-    def names(shape: Architecture) -> tuple[str, ...]:
-        """Hugging Face names of what `tensors` gives, in its order."""
-        return tuple(Weights(shape, torch.empty(0, device="meta")).places)
+    _tied = False
+    places: dict[str, tuple[torch.Size, Tensor]]  # name -> (shape in the stream, view of a buffer in the same order)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of all that is in the buffers; a tied head is its embedding alone."""
+        """(Name, full tensor) of all that is in the buffers; a tied head is its embedding alone."""
         for name, (shape, view) in self.places.items():
             yield name, view.reshape(shape)
 
     def checksums(self) -> dict[str, str]:
-        """Checksum of every tensor by its Hugging Face name, as `mcore_mas.rollout.models.tensors` has it."""
+        """Checksum of every tensor by its name, as `mcore_mas.rollout.models.tensors` has it."""
         return {name: checksum(tensor) for name, tensor in self.tensors()}
 
     def fill(self, stream: Iterable[tuple[str, RowBlocks]]) -> None:
@@ -113,8 +80,79 @@ class Weights:
             raise EngineError("tensor 'lm_head.weight' differs from the embedding to which this model's head is tied")
 
 
+class Weights(NamedBuffers):
+    """All weights of a decoder, in buffers that live as long as the engine."""
+
+    def __init__(self, shape: Architecture, storage: Tensor | None = None) -> None:
+        """Lay the buffers out in `storage`, float32 of `elements(shape)`; in memory of their own without it."""
+        self.storage = torch.empty(self.elements(shape)) if storage is None else storage
+        empty = _Shelf(self.storage)
+        self.embed = empty(shape.vocab, shape.hidden)
+        self.head = self.embed if shape.tied else empty(shape.vocab, shape.hidden)
+        self.norm = empty(shape.hidden)
+        self.layers = [_allocate(shape, empty, layer) for layer in range(shape.layers)]
+        self._tied = shape.tied
+        self.places = {
+            "model.embed_tokens.weight": (self.embed.shape, self.embed),
+            "model.norm.weight": (self.norm.shape, self.norm),
+        }
+        if not shape.tied:
+            self.places["lm_head.weight"] = (self.head.shape, self.head)
+        for index, layer in enumerate(self.layers):
+            for name, place in _places(layer, shape).items():
+                self.places[f"model.layers.{index}.{name}"] = place
+
+    @staticmethod
+    def elements(shape: Architecture) -> int:
+        """Float32 numbers that a storage for `shape` holds."""
+        shelf = _Shelf(torch.empty(0, device="meta"))
+        hidden, vocab = shape.hidden, shape.vocab
+        for _ in range(1 if shape.tied else 2):
+            shelf(vocab, hidden)
+        shelf(hidden)
+        for layer in range(shape.layers):
+            _allocate(shape, shelf, layer)
+        return shelf.used
+
+    @staticmethod
+    def names(shape: Architecture) -> tuple[str, ...]:
+        """Hugging Face names of what `tensors` gives, in its order."""
+        return tuple(Weights(shape, torch.empty(0, device="meta")).places)
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterShape:
+    """A low-rank adapter: scale · B A on some projections of every layer."""
+
+    rank: int
+    scale: float
+    targets: tuple[Projection, ...]
+
+
+class AdapterWeights(NamedBuffers):
+    """One adapter's weights by their names in PEFT."""
+
+    def __init__(self, shape: Architecture, adapter: AdapterShape, storage: Tensor) -> None:
+        """Lay the buffers out in `storage`, float32 of `elements`; on the device meta there is none."""
+        empty = _Shelf(storage)
+        # of each layer by projection A [rank, inputs] and B [rows, rank], whose rows are in the order of `Layer`
+        self.layers: list[dict[Projection, tuple[Tensor, Tensor]]] = []
+        self.places = {}
+        for index in range(shape.layers):
+            self.layers.append({})
+            for x in adapter.targets:
+                rows, inputs = shape.projections[x]
+                a, b = self.layers[-1][x] = empty(adapter.rank, inputs), empty(rows, adapter.rank)
+                block = "mlp" if x in ("gate", "up", "down") else "self_attn"
+                name = f"base_model.model.model.layers.{index}.{block}.{x}_proj.lora_"
+                rotated = b.unflatten(0, (-1, shape.head_dim // 2, 2)).transpose(1, 2)
+                self.places |= {f"{name}A.weight": (a.shape, a)}
+                self.places |= {f"{name}B.weight": (b.shape, rotated if x in ("q", "k") else b)}
+        self.elements = empty.used
 
 
 class _Shelf:

@@ -26,7 +26,8 @@ class SyncRoute:
     transport: str  # name in SENDERS
     place: str  # file, folder or URLs: what the transport needs to find the engine
     model: str  # Hugging Face folder whose tensors the weights have
-    options: Mapping[str, Any] = field(default_factory=dict)  # the same for every update
+    # the same for every update; with `adapter`, its `AdapterShape`, it is this that is sent, and not the weights
+    options: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)  # what differs from update to update
 
 

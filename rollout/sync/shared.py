@@ -8,6 +8,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.models.architecture import Architecture, read_architecture
-from mcore_mas.rollout.models.fused_weights import Weights
+from mcore_mas.rollout.models.fused_weights import AdapterShape, AdapterWeights, Weights
 from mcore_mas.rollout.models.tensors import Checksum, RowBlocks, blocks_of, copy, flat_bytes, shape_of
 from mcore_mas.rollout.sync import WeightSender
 
@@ -25,16 +26,19 @@ _LOOK_S = (5e-5, 2e-3)  # between two looks at what the trainer has written: at 
 
 
 class SharedWeights:
-    """Two halves, each all weights of a decoder: one the engine computes from, one the next version is written into."""
+    """Two halves, each all weights of a decoder or of an adapter: one the engine has, one for the next version."""
 
-    def __init__(self, file: Path | None, shape: Architecture, *, create: bool = False) -> None:
+    def __init__(
+        self, file: Path | None, shape: Architecture, adapter: AdapterShape | None = None, *, create: bool = False
+    ) -> None:
         """Map `file`, made first with `create`; None: memory of this process's own.
 
         Raises:
             EngineError: there is no room for it, or no such file.
         """
-        half = Weights.elements(shape)
-        names = Weights.names(shape)
+        make: Any = partial(AdapterWeights, shape, adapter) if adapter else partial(Weights, shape)
+        blank = make(torch.empty(0, device="meta"))
+        half, names = blank.elements if adapter else Weights.elements(shape), tuple(blank.places)
         header = _PAGE * math.ceil((16 + 16 * len(names)) / _PAGE)
         size = header + 2 * half * 4
         memory = mmap.mmap(-1, size) if file is None else _mapped(file, size, create)
@@ -45,7 +49,7 @@ class SharedWeights:
         self.written = np.frombuffer(memory, dtype=np.int64, count=2 * len(names), offset=16).reshape(2, -1)
         self.numbers = {name: number for number, name in enumerate(names)}
         flat = torch.frombuffer(memory, dtype=torch.float32, offset=header)
-        self.halves = (Weights(shape, flat[:half]), Weights(shape, flat[half:]))
+        self.halves: tuple[Any, Any] = (make(flat[:half]), make(flat[half:]))
         if create or file is None:
             self.versions[:] = -1
 
@@ -133,8 +137,8 @@ class SharedSender(WeightSender):
     """
 
     def _open(self) -> None:
-        shape = read_architecture(self._route.model)
-        self._shared = SharedWeights(Path(self._route.place), shape) if self._leads else None
+        shape, adapter = read_architecture(self._route.model), self._route.options.get("adapter")
+        self._shared = SharedWeights(Path(self._route.place), shape, adapter) if self._leads else None
 
     def _write(
         self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]

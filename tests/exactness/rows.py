@@ -26,6 +26,7 @@ class Row:
     max_tokens: int = 16  # of a micro-batch
     critic: bool = False
     lora: tuple[Projection, ...] = ()  # targets of adapters; none: all weights are trained
+    beside: bool = False  # on the frozen model of another policy's adapters, which is trained in turn with it
     deep: bool = False  # trained on turns that share three levels of beginnings
     ci: bool = True  # measured by `make test` too
 
@@ -219,5 +220,14 @@ ROWS = (
         ci=False,
     ),
     Row(name="LoRA, CP2", lora=PROJECTIONS, layout={"cp": 2}, ci=False),
+    Row(name="LoRA beside another on one base", lora=PROJECTIONS, beside=True, ci=False),
+    Row(
+        name="LoRA beside another on one base, TP2 + SP",
+        lora=PROJECTIONS,
+        beside=True,
+        layout={"tp": 2, "sp": True},
+        ci=False,
+    ),
+    Row(name="LoRA beside another on one base, PP2", lora=PROJECTIONS, beside=True, layout={"pp": 2}, ci=False),
     Row(name="LoRA critic, TP2 + SP", critic=True, lora=PROJECTIONS, layout={"tp": 2, "sp": True}, ci=False),
 )

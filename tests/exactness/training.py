@@ -86,13 +86,17 @@ def samples_of(row: Row) -> list[Sample]:
 
 def _train(rank: int, spec: TrainerSpec, row: Row, out: Path) -> None:
     batches = FEEDS[row.feed](samples_of(row), row.max_tokens, CostModel.of(spec))
-    trainer = MegatronTrainer(spec)
+    fresh = replace(spec, lora=replace(spec.lora, adapter=None)) if row.beside and spec.lora else None
+    other = MegatronTrainer(fresh) if fresh else None
+    trainer = MegatronTrainer(spec, other)
     start = _tensors(trainer)
     if rank == 0:
         out.mkdir()
         torch.save(start, out / "start.pt")
     torch.distributed.barrier()
     for step in range(STEPS):
+        if other is not None:
+            other.update(batches)
         metrics = trainer.update(batches)
         tensors = {
             "gradients": {name: tensor.clone() for name, tensor in trainer.gradients()},

@@ -88,12 +88,14 @@ class _Rank:
         return [score.numpy() for score in scores] if send else []
 
     def export(self, policy: str, route: SyncRoute, version: int) -> WeightUpdate:
-        """Gather all weights with the other ranks and send them where the engine wants them."""
+        """Gather all weights, or the adapter, with the other ranks and send them where the engine wants them."""
         lasting = replace(route, state={})
         if policy not in self._senders or self._senders[policy][0] != lasting:
             self._senders[policy] = lasting, make_sender(route, rank=self._rank, exchange=exchange)
+        model = self._trainers[policy].model
         with self._phase("export"):
-            return self._senders[policy][1].send(self._trainers[policy].model.weight_blocks(), version, route.state)
+            weights = model.adapter_blocks() if "adapter" in route.options else model.weight_blocks()
+            return self._senders[policy][1].send(weights, version, route.state)
 
     @ray.method(concurrency_group="writing")
     def written(self, policy: str) -> dict[str, Digest]:

@@ -23,11 +23,12 @@ from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder, Span
 from mcore_mas.rollout.engines.embedded.rows import CacheRows, GenerationRequest
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.tensors import read_tensors
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
+from mcore_mas.rollout.records.trajectory import Completion, Sampling
 
 _PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
 
-Ask = tuple[int, Sequence[int], Sampling, bool]  # request id, prompt ids, how to sample, whether to tell of News
+# request id, prompt ids, how to sample, whether to tell of News, and the adapter's number
+Ask = tuple[int, Sequence[int], Sampling, bool, int]
 News = tuple[int, tuple[int, ...]]  # of a completion that grows: place of the first of its further tokens, and these
 Outcome = Completion | EngineError
 Report = tuple[int, Outcome | News]  # request id, and what there is of it
@@ -64,16 +65,13 @@ class EmbeddedEngine:
         reuse_prefixes: bool = True,
         deterministic: bool = False,
     ) -> None:
-        self.version = version
-        self.stats = Stats()
-        self.max_length = decoder.max_length
+        self.stats, self.max_length = Stats(), decoder.max_length
         self.decoder = decoder  # the model and its weights
-        self._rows = CacheRows(rows, decoder.max_length)
+        self._rows = CacheRows(rows, decoder.max_length, version)
         self._cache: Any = None  # as while the engine sleeps
         self._asleep: set[Tag] = set()
         self.wake(["kv_cache"])
-        self._reuse = reuse_prefixes
-        self._alone = deterministic
+        self._reuse, self._alone = reuse_prefixes, deterministic
         self._waiting: deque[GenerationRequest] = deque()
         self._done: list[tuple[int, Outcome]] = []
 
@@ -91,18 +89,26 @@ class EmbeddedEngine:
         return cls(decoder, **settings)
 
     @property
+    def version(self) -> int:
+        """The version of the weights, adapters left out."""
+        return self._rows.versions[0]
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute or to hand out."""
         return bool(self._waiting or self._done or self._rows.live.any())
 
-    def submit(self, request_id: int, prompt_ids: Sequence[int], sampling: Sampling, stream: bool = False) -> None:
-        """Queue one generation. What is wrong with it comes back from `step` as its EngineError."""
+    def submit(
+        self, request_id: int, prompt_ids: Sequence[int], sampling: Sampling, stream: bool = False, adapter: int = 0
+    ) -> None:
+        """Queue one generation, with an adapter by number or none (0). `step` says what is wrong with it."""
         asleep = "the engine sleeps; wake it first" if self._asleep else ""
         if problem := asleep or problem_of(prompt_ids, sampling, self.decoder.shape.vocab, self.max_length):
             self._done.append((request_id, EngineError(problem)))
         else:
             prompt = np.asarray(prompt_ids, dtype=np.int64)
-            self._waiting.append(GenerationRequest(id=request_id, prompt=prompt, sampling=sampling, stream=stream))
+            request = GenerationRequest(id=request_id, prompt=prompt, sampling=sampling, stream=stream, adapter=adapter)
+            self._waiting.append(request)
 
     def exchange(self, asks: list[Ask], aborts: list[int], budget_s: float = 0.0) -> list[Report]:
         """Take new requests, end `aborts`, decode for about `budget_s`, at least a step; returns what has ended.
@@ -136,9 +142,7 @@ class EmbeddedEngine:
     def abort(self, request_ids: Collection[int]) -> None:
         """End requests now; the next `step` returns what they have so far, with finish reason `abort`."""
         gone = set(request_ids)
-        version = (VersionSpan(version=self.version, start=0, end=0),)
-        nothing = Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=version)
-        self._done += [(request.id, nothing) for request in self._waiting if request.id in gone]
+        self._done += [(request.id, self._rows.nothing(request)) for request in self._waiting if request.id in gone]
         self._waiting = deque(request for request in self._waiting if request.id not in gone)
         for row in np.flatnonzero(self._rows.live).tolist():
             if self._rows.requests[row].id in gone:
@@ -153,14 +157,12 @@ class EmbeddedEngine:
             EngineError: names a tensor that is missing, unknown or of another shape; nothing has changed.
         """
         self.decoder.load(stream)
-        self.version = version
-        self._rows.renew(version)
+        self._rows.renew(version, 0)
 
     def adopt(self, half: int, version: int) -> None:
         """As `load_weights`, with weights that somebody else has written into the decoder's `half`."""
         self.decoder.adopt(half)
-        self.version = version
-        self._rows.renew(version)
+        self._rows.renew(version, 0)
 
     def sleep(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> None:
         """Give memory back, of weights only a GPU's; only an idle engine can.
@@ -199,7 +201,6 @@ class EmbeddedEngine:
         rows = self._rows
         spans, twins, admitted = _plan(rows, self._waiting, reuse=self._reuse, alone=self._alone)
         for request in admitted:
-            request.versions.append((self.version, 0))
             self.stats.cached_tokens += request.cached
             self.stats.prefill_tokens += len(request.prompt) - request.cached
         logits = self.decoder.prefill(self._cache, spans)
@@ -234,7 +235,7 @@ class EmbeddedEngine:
         for row, at_stop in zip(placed[ended].tolist(), stopped[ended].tolist(), strict=True):
             self._finish(row, "stop" if at_stop else "length")
         for row in placed[broken].tolist():
-            problem = EngineError(f"weights version {self.version} give logits that are not finite")
+            problem = EngineError(f"weights version {rows.version_of(row)} give logits that are not finite")
             self._done.append((rows.requests[row].id, problem))
             rows.vacate(row, "abort")
             rows.cached[row] = 0
@@ -256,11 +257,11 @@ def _plan(
     """
     budget = 1 if alone else _PREFILL_TOKENS
     spans: list[Span] = []
-    owners: dict[bytes, int] = {}  # prompt -> index of its span
+    owners: dict[tuple[int, bytes], int] = {}  # adapter and prompt -> index of its span
     twins: dict[int, list[int]] = {}  # index of a span -> rows with the same prompt
     admitted = []
     while waiting and not rows.live.all():
-        key = waiting[0].prompt.tobytes()
+        key = waiting[0].adapter, waiting[0].prompt.tobytes()
         if budget <= 0 and not (reuse and key in owners):
             break
         request = waiting.popleft()
@@ -271,11 +272,12 @@ def _plan(
             twins.setdefault(owners[key], []).append(row)
             rows.occupy(row, request, spans[owners[key]].row, len(request.prompt))
             continue
-        source, shared = rows.longest_prefix(request.prompt) if reuse and not alone else (0, 0)
+        source, shared = rows.longest_prefix(request.prompt, request.adapter) if reuse and not alone else (0, 0)
         row = rows.place(source, shared)
         request.cached = shared
         owners[key] = len(spans)
-        spans.append(Span(row=row, start=shared, ids=request.prompt[shared:], source=source if shared else row))
+        source = source if shared else row
+        spans.append(Span(row=row, start=shared, ids=request.prompt[shared:], source=source, adapter=request.adapter))
         budget -= len(request.prompt) - shared
         rows.occupy(row, request, source, shared)
         rows.cached[row] = len(request.prompt)  # later spans of this very pass may start from it
@@ -300,11 +302,13 @@ class Dispatcher:
         """
         return await self.stream(prompt_ids, sampling, None)
 
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
-        """As `generate`, telling `hear` of tokens as they come (see `StreamingEngine`)."""
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None, adapter: int = 0
+    ) -> Completion:
+        """As `generate`, telling `hear` of tokens as they come (see `StreamingEngine`), with an adapter by number."""
         request_id = next(self._ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        ask = (request_id, list(prompt_ids), sampling, hear is not None)
+        ask = (request_id, list(prompt_ids), sampling, hear is not None, adapter)
         self._waiting[request_id] = (ask, future, hear)
         self._new.append(ask)
         if self._loop is None or self._loop.done():

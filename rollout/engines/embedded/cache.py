@@ -87,6 +87,7 @@ class Decoding:
     positions: np.ndarray
     groups: np.ndarray  # modulo the cache's rows, where the group began; rows of the same one have the same keys ...
     common: np.ndarray  # ... at so many leading positions
+    adapters: np.ndarray  # number of the one that each row is computed with; 0: none
 
 
 class RowBlock:

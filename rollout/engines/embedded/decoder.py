@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines.embedded.cache import Cache, Decoding
+from mcore_mas.rollout.engines.embedded.low_rank import Add, LowRank
 from mcore_mas.rollout.models.architecture import Architecture
-from mcore_mas.rollout.models.fused_weights import Layer, Weights
+from mcore_mas.rollout.models.fused_weights import AdapterShape, Layer, Weights
 
 _QUERY_BLOCK = 128  # prompt tokens per attention product: bounds its memory, skips most of the masked half
 
@@ -26,6 +27,7 @@ class Span:
     start: int
     ids: np.ndarray  # [T] int64
     source: int  # row that holds positions [0, start); `row` itself when they are already in place
+    adapter: int = 0  # number of the one it is computed with; 0: none
 
 
 class CachedDecoder:
@@ -37,8 +39,9 @@ class CachedDecoder:
         max_length: int,
         halves: tuple[Weights, Weights] | None = None,
         device: str = "cpu",
+        adapters: Sequence[AdapterShape] = (),
     ) -> None:
-        """Compute on `device`.
+        """Compute on `device`, with `adapters` that add nothing before they are `put`.
 
         `halves` are the buffers of the active and of the next weights, in the host's memory, of their own if not
         given. A GPU computes from a copy of the active one.
@@ -52,6 +55,7 @@ class CachedDecoder:
         self._halves = halves or (Weights(shape), Weights(shape))
         self.half = 0  # the one in use
         self._active = self.weights  # what is computed with
+        self.adapters = LowRank(shape, adapters, self.device) if adapters else None
         angles = torch.outer(torch.arange(max_length).float(), shape.inverse_frequencies())
         # |rotation|^2 = D^-1/2: rotating both the query and the key also scales their product.
         rotation = torch.polar(torch.full_like(angles, shape.head_dim**-0.25), angles)
@@ -105,11 +109,13 @@ class CachedDecoder:
         last = self._put(ends - 1)
         x = F.embedding(self._put(np.concatenate([span.ids for span in spans])), self._active.embed)
         rotation = self._rotation[positions][:, None]
+        numbers = np.array([span.adapter for span in spans])
+        low = self._low_rank(np.repeat(numbers, sizes))
         final = self.shape.layers - 1
         for index, layer in enumerate(self._active.layers):
-            q, k, v = self._project(layer, x, rotation)
+            q, k, v = self._project(layer, x, rotation, low[index])
             if index == final:
-                x = x[last]  # from here on only the last token of each span is wanted
+                x, low = x[last], self._low_rank(numbers)  # from here on only the last token of each span is wanted
             mixed = x.new_empty(len(x), q[0].numel())
             for n, (span, size, end) in enumerate(zip(spans, sizes, ends.tolist(), strict=True)):
                 tokens = slice(end - size, end)
@@ -123,31 +129,40 @@ class CachedDecoder:
                     mixed[n] = self._attend(q[end - 1 : end], keys, values, stop - 1)
                 else:
                     mixed[tokens] = self._attend(q[tokens], keys, values, span.start)
-            x = self._finish(layer, x, mixed)
+            x = self._finish(layer, x, mixed, low[index])
         return self._logits(x)
 
     @torch.inference_mode()
     def decode(self, cache: Cache, batch: Decoding, ids: np.ndarray) -> Tensor:
         """Run one token `ids` [N] in each row of the batch; logits [N, V]."""
+        low = self._low_rank(batch.adapters)
         blocks = cache.blocks(batch)
         row, position = self._put(batch.rows), self._put(batch.positions)
         x = F.embedding(self._put(ids), self._active.embed)
         rotation = self._rotation[position][:, None]
         mixed = x.new_empty(len(ids), self.shape.heads * self.shape.head_dim)
         for index, layer in enumerate(self._active.layers):
-            q, k, v = self._project(layer, x, rotation)
+            q, k, v = self._project(layer, x, rotation, low[index])
             keys, values = cache.keys[index], cache.values[index]
             keys[row, :, :, position] = k
             values[row, :, position] = v
             for block in blocks:
                 mixed[block.part] = block.attend(q[block.part], keys, values, index)
-            x = self._finish(layer, x, mixed)
+            x = self._finish(layer, x, mixed, low[index])
         return self._logits(x)
 
-    def _project(self, layer: Layer, x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _low_rank(self, numbers: np.ndarray) -> Sequence[Add]:
+        """By layer, what adds to a linear layer's output [N, rows] what the adapters by row [N] make of its input."""
+        if self.adapters is None:
+            return [lambda *_: None] * self.shape.layers
+        return self.adapters.of_rows(self._put(numbers))
+
+    def _project(self, layer: Layer, x: Tensor, rotation: Tensor, add: Add) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [N, H, D], rotated keys and values [N, KV, D] of the residual stream `x` [N, hidden]."""
-        shape = self.shape
-        qkv = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias).unflatten(-1, (-1, shape.head_dim))
+        shape, x = self.shape, self._norm(x, layer.input_norm)
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+        add("qkv", x, qkv)
+        qkv = qkv.unflatten(-1, (-1, shape.head_dim))
         qk, v = qkv[:, : shape.heads + shape.kv_heads], qkv[:, shape.heads + shape.kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = torch.cat(
@@ -172,12 +187,18 @@ class CachedDecoder:
             out[first : first + size] = mixed.view(kv_heads * groups, size, -1).transpose(0, 1).flatten(1)
         return out
 
-    def _finish(self, layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
+    def _finish(self, layer: Layer, x: Tensor, mixed: Tensor, add: Add) -> Tensor:
         x = torch.addmm(x, mixed, layer.out.t())
+        add("out", mixed, x)
         normed = self._norm(x, layer.post_norm)
         if layer.router is not None:
             return self._add_experts(layer, layer.router, x, normed)
-        return torch.addmm(x, _gated(normed, layer.gate_up), layer.down.t())
+        gate_up = F.linear(normed, layer.gate_up)
+        add("gate_up", normed, gate_up)
+        wide = _gated(gate_up)
+        x = torch.addmm(x, wide, layer.down.t())
+        add("down", wide, x)
+        return x
 
     def _add_experts(self, layer: Layer, router: Tensor, x: Tensor, normed: Tensor) -> Tensor:
         """`x` [N, hidden], in place, with what each token's experts make of `normed` [N, hidden]."""
@@ -191,7 +212,7 @@ class CachedDecoder:
         for expert, places in enumerate(order.split(sizes)):
             if len(places):
                 tokens = places // experts.per_token
-                out = F.linear(_gated(normed[tokens], layer.gate_up[expert]), layer.down[expert])
+                out = F.linear(_gated(F.linear(normed[tokens], layer.gate_up[expert])), layer.down[expert])
                 x.index_add_(0, tokens, out.mul_(shares.flatten()[places, None]))
         return x
 
@@ -202,8 +223,8 @@ class CachedDecoder:
         return F.linear(self._norm(x, self._active.norm), self._active.head)
 
 
-def _gated(x: Tensor, gate_up: Tensor) -> Tensor:
-    gate, up = F.linear(x, gate_up).chunk(2, -1)
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
 

@@ -23,6 +23,7 @@ from mcore_mas.rollout.engines import BUSY, TRANSPORTS, Tag, TrainedEngine
 from mcore_mas.rollout.engines.embedded.batching import Ask, Dispatcher, EmbeddedEngine, Report
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.models.architecture import read_architecture
+from mcore_mas.rollout.models.fused_weights import AdapterShape
 from mcore_mas.rollout.models.tensors import compare, read_tensors
 from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 from mcore_mas.rollout.sync.disk import patched
@@ -32,6 +33,16 @@ _LOOK_S = 1.0  # between two looks at what has become of an actor
 _BUDGET_S = 0.02  # of decoding per call: new requests wait at most this long, or a few times it when none ends
 
 Held = tuple[int, int | None]  # version of the weights, and the shared half they are in; None: they are the folder's
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldAdapter:
+    """An adapter of an actor's, in shared memory."""
+
+    shape: AdapterShape
+    file: Path
+    version: int = 0
+    half: int | None = None  # the one it is in; None: it has no weights yet, and adds nothing
 
 
 class ActorDied(EngineError):
@@ -72,44 +83,66 @@ class HostedSettings:
 class Host(EmbeddedEngine):
     """The embedded engine in its Ray actor: it decodes, and takes new weights, when it is asked to."""
 
-    def __init__(self, folder: str, file: Path | None, held: Held, settings: HostedSettings, source: str = "") -> None:
+    def __init__(
+        self,
+        folder: str,
+        file: Path | None,
+        held: Held,
+        settings: HostedSettings,
+        source: str = "",
+        adapters: Sequence[HeldAdapter] = (),
+    ) -> None:
         torch.set_num_threads(settings.threads)
         shape = read_architecture(folder)
-        self._shared = SharedWeights(file, shape)
-        self._check: SharedCheck | None = None  # of the update under way
-        decoder = CachedDecoder(shape, settings.max_length, self._shared.halves, settings.device)
+        self._places = [SharedWeights(file, shape)]  # of the weights, and of each adapter
+        self._checks: dict[int, SharedCheck] = {}  # of updates under way, by place
+        shapes = [adapter.shape for adapter in adapters]
+        decoder = CachedDecoder(shape, settings.max_length, self._places[0].halves, settings.device, shapes)
         version, half = held
         if half is None:
             decoder.load(read_tensors(source or folder))
         else:
             decoder.adopt(half)
         super().__init__(decoder, rows=settings.rows, version=version, deterministic=settings.deterministic)
+        for number, adapter in enumerate(adapters, 1):
+            self._places.append(SharedWeights(adapter.file, shape, adapter.shape))
+            if adapter.half is not None:
+                self._adopt_adapter(number, adapter.half, adapter.version)
 
-    def follow(self, half: int) -> None:
+    def follow(self, half: int, adapter: int = 0) -> None:
         """Take the checksum of every tensor that the trainer writes into `half` as soon as it is there."""
-        if self._check is not None:
-            self._check.stop()
-        self._check = SharedCheck(self._shared, half)
+        if adapter in self._checks:
+            self._checks[adapter].stop()
+        self._checks[adapter] = SharedCheck(self._places[adapter], half)
 
-    def take(self, half: int, version: int, checksums: dict[str, str]) -> None:
-        """Compute from what was written into `half`.
+    def take(self, half: int, version: int, checksums: dict[str, str], adapter: int = 0) -> None:
+        """Compute from what was written into `half`, of the weights or of an adapter by number.
 
         Raises:
             EngineError: it is not what the trainer has.
         """
-        if self._shared.versions[half] != version:
-            raise EngineError(f"the shared weights hold version {self._shared.versions[half]}; expected {version}")
-        check = self._check if self._check is not None else SharedCheck(self._shared, half)
-        self._check = None
+        place = self._places[adapter]
+        if place.versions[half] != version:
+            raise EngineError(f"the shared weights hold version {place.versions[half]}; expected {version}")
+        check = self._checks.pop(adapter, None) or SharedCheck(place, half)
         compare(check.finish(), checksums, version)
-        self.adopt(half, version)
+        if adapter:
+            self._adopt_adapter(adapter, half, version)
+        else:
+            self.adopt(half, version)
+
+    def _adopt_adapter(self, number: int, half: int, version: int) -> None:
+        assert self.decoder.adapters is not None
+        self.decoder.adapters.put(number, self._places[number].halves[half])
+        self._rows.renew(version, number)
 
     def read(self, place: str, version: int, checksums: dict[str, str]) -> None:
         """Fill the half that is free from a folder, or with its changes to what is held, and `take` it."""
         held, half = self.decoder.weights.tensors(), 1 - self.decoder.half
-        self._shared.versions[half] = -1
-        self._shared.halves[half].fill(patched(held, Path(place), self.version))
-        self._shared.versions[half] = version
+        shared = self._places[0]
+        shared.versions[half] = -1
+        shared.halves[half].fill(patched(held, Path(place), self.version))
+        shared.versions[half] = version
         self.take(half, version, checksums)
 
     def pid(self) -> int:
@@ -136,6 +169,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         *,
         version: int = 0,
         source: str = "",
+        adapters: Sequence[AdapterShape] = (),
         tell: Callable[[str], None] = say,
         **settings: Any,
     ) -> None:
@@ -144,6 +178,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         Args:
             version: of the weights in `folder`, or in `source`.
             source: folder with weights in place of the model's.
+            adapters: on these weights, which then stay as they are (see `AdapterEngine`).
             tell: called with one line when the actor is started again.
             settings: the fields of `HostedSettings`.
 
@@ -159,22 +194,25 @@ class HostedEngine(Dispatcher, TrainedEngine):
         self.pause_s = 0.0  # that the last update kept the actor from decoding
         self.starts = 0  # of the actor
         self.exchanges = 0  # calls made to the actor for generations
-        self._folder, self._tell = str(folder), tell
+        self.folder, self._tell = str(folder), tell
         self._restarts = Restarts("engine", self._settings.restarts)
         self._weights_folder = Path(self._settings.weights_folder or memory_path())
         self.transport = self._settings.transport  # whoever places a trainer on another node makes it "disk"
         self._actor = ray.remote(num_cpus=0)(Host).options(**self._settings.place or {})
-        self._file = None if self._settings.far else memory_path()
+        self._file = None if self._settings.far or adapters else memory_path()
         self._shared = self._mapped() if self._file else None
-        self._source = source or self._folder  # what an actor reads that does not find its weights in shared memory
+        self._source = source or self.folder  # what an actor reads that does not find its weights in shared memory
         self._half: int | None = None  # the one that the weights are in; None: they are the folder's
         self._free = 0  # the one that the next weights go into
+        self.adapters = [HeldAdapter(shape=adapter, file=memory_path()) for adapter in adapters]
+        for own in self.adapters:  # before the actor maps it
+            SharedWeights(own.file, read_architecture(self.folder), own.shape, create=True)
         self._host: Any = self._start()
         self._closed = False
 
     def _mapped(self) -> SharedWeights | None:
         try:
-            shape = read_architecture(self._folder)
+            shape = read_architecture(self.folder)
         except EngineError:
             return None  # the actor says so with the first call
         return SharedWeights(self._file, shape, create=True)
@@ -182,7 +220,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
     def _start(self) -> Any:
         self.starts += 1
         held = (self.version, self._half)
-        return self._actor.remote(self._folder, self._file, held, self._settings, self._source)
+        return self._actor.remote(self.folder, self._file, held, self._settings, self._source, self.adapters)
 
     async def begin_update(self) -> SyncRoute:
         """The half of the shared weights that is free, which the actor watches from now on, or the folder."""
@@ -191,11 +229,11 @@ class HostedEngine(Dispatcher, TrainedEngine):
                 await self._call("pid")  # says what is wrong with the folder
             else:
                 self._shared.written[self._free] = 0
-                self._host.follow.remote(self._free)  # not waited for: what it does not see, `adopt` reads
+                self.follow(self._free)
             state = {"half": self._free}
-            return SyncRoute(transport="shared", place=str(self._file), model=self._folder, state=state)
+            return SyncRoute(transport="shared", place=str(self._file), model=self.folder, state=state)
         place, state = str(self._weights_folder), {"base": self.version}
-        return SyncRoute(transport=self.transport, place=place, model=self._folder, state=state)
+        return SyncRoute(transport=self.transport, place=place, model=self.folder, state=state)
 
     async def commit_update(self, update: WeightUpdate) -> None:
         """Compute from the weights of `update` (see `TrainedEngine`).
@@ -204,16 +242,27 @@ class HostedEngine(Dispatcher, TrainedEngine):
             EngineError: their bytes are not the trainer's; the old weights stay.
         """
         began = time.perf_counter()
-        sums = dict(update.checksums)
         try:
             if update.transport == "shared":
-                await self._call("take", self._free, update.version, sums)
+                await self.take(self._free, update)
             else:
-                await self._call("read", update.place, update.version, sums)
+                await self._call("read", update.place, update.version, dict(update.checksums))
         finally:
             self.pause_s = time.perf_counter() - began
         self._half, self._free = self._free, 1 - self._free
         self.version = update.version
+
+    def follow(self, half: int, adapter: int = 0) -> None:
+        """Have the actor take checksums of what is written into a half; not waited for: `take` reads what it misses."""
+        self._host.follow.remote(half, adapter)
+
+    async def take(self, half: int, update: WeightUpdate, adapter: int = 0) -> None:
+        """Have the actor compute from a half.
+
+        Raises:
+            EngineError: its bytes are not the trainer's.
+        """
+        await self._call("take", half, update.version, dict(update.checksums), adapter)
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Give the memory of keys and values and of a GPU's weights back; where the trainer writes, they stay.
@@ -249,6 +298,8 @@ class HostedEngine(Dispatcher, TrainedEngine):
         self.end()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
+        for own in self.adapters:
+            own.file.unlink(missing_ok=True)
         shutil.rmtree(self._weights_folder, ignore_errors=True)
 
     async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[Report]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +23,7 @@ class GenerationRequest:
     id: int
     prompt: np.ndarray  # [P] int64
     sampling: Sampling
+    adapter: int = 0  # number of the one it is computed with; 0: none
     versions: list[tuple[int, int]] = field(default_factory=list)  # (weights version, its first completion token)
     cached: int = 0  # prompt tokens that were not computed again
     stream: bool = False  # whether its tokens are told of before it is whole
@@ -31,7 +33,7 @@ class GenerationRequest:
 class CacheRows:
     """Columns over cache rows; row r of every column belongs to row r of the key-value cache."""
 
-    def __init__(self, rows: int, length: int) -> None:
+    def __init__(self, rows: int, length: int, version: int = 0) -> None:
         self.live = np.zeros(rows, dtype=bool)
         self.requests = np.full(rows, None, dtype=object)
         self.tokens = np.zeros((rows, length), dtype=np.int64)  # prompt, then completion
@@ -43,6 +45,7 @@ class CacheRows:
         # rows of the same group have the same keys at `common` leading positions; it began at `group` modulo `rows`
         self.group = np.arange(rows)
         self.common = np.zeros(rows, dtype=np.int64)
+        self.adapter = np.zeros(rows, dtype=np.int64)  # that the keys are of
         self.fresh = np.zeros(rows, dtype=bool)  # all keys come from the present weights
         self.used = np.zeros(rows, dtype=np.int64)  # clock of the last use
         self.temperature = np.zeros(rows, dtype=np.float32)
@@ -50,17 +53,19 @@ class CacheRows:
         self.top_k = np.zeros(rows, dtype=np.int64)
         self.seed = np.zeros(rows, dtype=np.uint64)
         self.stop = np.full((rows, 1), -1, dtype=np.int64)
+        self.versions = defaultdict[int, int](int, {0: version})  # of weights, and of adapters by their numbers
         self._clock = self._groups = 0
 
     def newest(self, rows: np.ndarray) -> tuple[Decoding, np.ndarray]:
         """What is to decode of some rows, ascending, and their newest tokens [N]."""
         last = self.size[rows] - 1
-        batch = Decoding(rows=rows, positions=last, groups=self.group[rows], common=self.common[rows])
+        group, common, adapters = self.group[rows], self.common[rows], self.adapter[rows]
+        batch = Decoding(rows=rows, positions=last, groups=group, common=common, adapters=adapters)
         return batch, self.tokens[rows, last]
 
-    def longest_prefix(self, prompt: np.ndarray) -> tuple[int, int]:
-        """The row that shares most leading tokens with `prompt` and how many; at most all but the last one."""
-        usable = np.minimum(self.cached, len(prompt) - 1)
+    def longest_prefix(self, prompt: np.ndarray, adapter: int) -> tuple[int, int]:
+        """The row of an adapter that shares most leading tokens with `prompt` and how many; all but one at most."""
+        usable = np.where(self.adapter == adapter, np.minimum(self.cached, len(prompt) - 1), 0)
         rows = np.flatnonzero(usable)
         if not len(rows):
             return 0, 0
@@ -87,6 +92,8 @@ class CacheRows:
             self.group[row], self.common[row] = self._groups * len(self.live) + row, size
         self.live[row] = self.fresh[row] = True
         self.requests[row] = request
+        self.adapter[row] = request.adapter
+        request.versions.append((self.versions[request.adapter], 0))
         self.tokens[row, :size] = request.prompt
         self.size[row] = self.prompt[row] = size
         self.limit[row] = size + sampling.max_tokens
@@ -122,6 +129,11 @@ class CacheRows:
             cached_tokens=request.cached,
         )
 
+    def nothing(self, request: GenerationRequest) -> Completion:
+        """The completion of a request that never had a row."""
+        version = VersionSpan(version=self.versions[request.adapter], start=0, end=0)
+        return Completion(token_ids=(), logprobs=(), finish_reason="abort", versions=(version,))
+
     def draw(self, placed: np.ndarray, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Next token [N] and its log-probability [N] of the rows `placed` [N] by their `logits` [N, V]."""
         uniform = uniforms(self.seed[placed], self.size[placed] - self.prompt[placed])
@@ -156,15 +168,21 @@ class CacheRows:
                 request.told = end - start
         return found
 
-    def renew(self, version: int) -> None:
-        """Forget what was cached with other weights; what runs goes on with those of `version`."""
-        self.cached[:] = 0
-        self.fresh[:] = False
-        for row in np.flatnonzero(self.live):
+    def renew(self, version: int, adapter: int) -> None:
+        """Forget what was cached with an adapter's other weights; what runs goes on with those of `version`."""
+        own = self.adapter == adapter
+        self.versions[adapter] = version
+        self.cached[own] = 0
+        self.fresh[own] = False
+        for row in np.flatnonzero(self.live & own):
             versions, first = self.requests[row].versions, int(self.size[row] - self.prompt[row])
             if versions[-1][1] == first:
                 versions.pop()
             versions.append((version, first))
+
+    def version_of(self, row: int) -> int:
+        """The version of what a row is computed with."""
+        return self.versions[int(self.adapter[row])]
 
     def touch(self, row: int) -> None:
         """Note that a row was used now."""

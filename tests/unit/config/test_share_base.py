@@ -28,6 +28,8 @@ def test_they_take_the_ranks_of_the_first_for_trainers_and_critics() -> None:
         ("verifier", "critic", 2),
     ]
     assert [(t.policy, t.part, t.devices) for t in tenants_of(together, "GPU")] == [("solver", "trainer", 2)]
+    # and a CPU for the embedded engine, in which both adapters are
+    assert [(t.policy, t.part) for t in tenants_of(together, "CPU")] == [("solver", "trainer"), ("solver", "engine")]
     assert gangs(apart, POLICIES) == [[("solver", "trainer")], [("verifier", "trainer")], [("verifier", "critic")]]
     assert gangs(together, POLICIES) == [[("solver", "trainer"), ("verifier", "trainer"), ("verifier", "critic")]]
     assert (together.holder("solver"), together.holder("verifier")) == ("solver", "solver")
@@ -76,6 +78,15 @@ def test_the_plan_counts_the_frozen_model_once() -> None:
                 "+cluster.nodes={solver: {train: big}, verifier: {train: small}}",
             ],
             "cluster.nodes.verifier: share_base puts it on the nodes of 'solver'; give both the same ones",
+        ),
+        (
+            [*LORA, *SHARED, "+policies.verifier.own.engine={slots: 3}"],
+            "policies.verifier.own.engine: share_base puts it in the engine of 'solver', whose settings are others",
+        ),
+        ([*LORA, *SHARED, "+engine.replicas=2"], "policies.solver: share_base keeps adapters in one actor of the emb"),
+        (
+            [*LORA, *SHARED, "+engine.transport=disk"],
+            "policies.solver: share_base keeps adapters in one act",
         ),
         ([*LORA, "+policies.solver.share_base=maybe"], "policies.solver.share_base"),
     ],
