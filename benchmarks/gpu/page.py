@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu.shapes import CASES
+from mcore_mas.planning.estimate import ASSUMED
+from mcore_mas.planning.memory import count_parameters
+from mcore_mas.rollout.models.architecture import planned_architecture
+from mcore_mas.rollout.sync.push import PUSHED_BUCKET_BYTES
 
 _NOT = "not measured"
+REQUEST_S = 0.06  # assumed: that SGLang takes to open, copy and answer for a bucket
 _HEAD = """# On a GPU
 
 Written by `python -m benchmarks.gpu --page` from `benchmarks/gpu/results.jsonl`; do not edit. `python -m benchmarks.gpu
@@ -34,6 +39,7 @@ def page(lines: Sequence[dict[str, Any]]) -> str:
     parts = [_HEAD, ran, "", "## Updates", "", *_updates(lines, measured)]
     parts += ["", "## Attention of one layer, forward and backward", "", *_attention(measured)]
     parts += ["", "## The head, 14,336 rows of 151,936 logits", "", *_heads(measured)]
+    parts += ["", "## Weights to SGLang, by arithmetic", "", _hand_over()]
     return "\n".join([*parts, "", "## Correctness", "", *_checks(measured), ""])
 
 
@@ -75,6 +81,21 @@ def _heads(measured: Sequence[dict[str, Any]]) -> list[str]:
         got = [_case(measured, "head", {"hidden": hidden, "chunk_mib": size}) or {} for size in sizes]
         rows.append(f"| {hidden} | {' | '.join(str(line.get('ms', _NOT)) for line in got)} |")
     return rows
+
+
+def _hand_over() -> str:
+    """Seconds of an update of a large model's servers over CUDA IPC; what a request takes is the one thing assumed."""
+    size = 2 * count_parameters(planned_architecture("Qwen3-32B"))
+    requests = -(-size // PUSHED_BUCKET_BYTES)
+    gathered = size * 7 / 8 / (ASSUMED.link * 1e9)
+    read = (size + 2 * size) / (0.8 * 4.8e12)  # to be hashed, and to be copied into buckets
+    asked = requests * REQUEST_S
+    return (
+        f"Qwen3-32B in bfloat16 from 8 ranks to a server at tp 8: {size / 1e9:.1f} GB in {requests} buckets. They are "
+        f"gathered\nin {gathered:.2f} s (at {ASSUMED.link:g} GB/s), hashed and flattened in {read:.2f} s, and loaded "
+        f"in {asked:.1f} s if each takes {1e3 * REQUEST_S:g} ms,\nwhich nobody has measured. One is gathered while the "
+        f"one before is loaded: {max(asked, gathered + read) + (gathered + read) / requests:.1f} s."
+    )
 
 
 def _checks(measured: Sequence[dict[str, Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -224,6 +225,17 @@ def gpu_hash(tensor: Tensor) -> int:
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     data = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
+    if not len(data):
+        return 0
+    if data.is_cuda and importlib.util.find_spec("triton"):
+        from mcore_mas.rollout.models.hash_kernel import sum_of_tiles  # Triton comes with torch for CUDA only
+
+        return _finish(sum_of_tiles(data, _SEEDS) & _LONG)
+    return _finish(_sum_of_tiles(data) & _LONG)
+
+
+def _sum_of_tiles(data: Tensor) -> int:
+    """As the kernel of that name, in torch."""
     total = 0
     for first in range(0, len(data), _TILE * _TILES):
         words = data[first : first + _TILE * _TILES]
@@ -233,7 +245,7 @@ def gpu_hash(tensor: Tensor) -> int:
             for seed, (factor, by) in zip(_SEEDS, _PLACES, strict=True)
         )
         total += (int(high.sum()) << 32) + int(low.sum())
-    return _finish(total & _LONG) if len(data) else 0
+    return total
 
 
 def _tiles(words: Tensor, size: int) -> Tensor:

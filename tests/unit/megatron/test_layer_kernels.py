@@ -90,7 +90,7 @@ def test_they_compile_for_an_h200_without_spills() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 4 and [kernel["spilled"] for kernel in found] == [0] * 4
+    assert [kernel["spilled"] for kernel in found] == [0] * 5
     assert max(kernel["registers"] for kernel in found) <= 64  # eight programs of 128 threads at a time
 
 

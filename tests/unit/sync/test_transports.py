@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -481,7 +482,17 @@ def test_sglangs_ranks_hold_parts_of_stacks() -> None:
     assert digest.finish() == {name: f"{gpu_hash(part.bfloat16()):016x}" for name, part in want.items()}
 
 
-def test_the_hash_of_a_gpu_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["torch", "kernel"])
+def test_the_hash_of_a_gpu_is_sglangs(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "kernel":
+        triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
+        if not triton.knobs.runtime.interpret:
+            pytest.skip("needs TRITON_INTERPRET=1, as tests/conftest.py has it")
+        from mcore_mas.rollout.models import hash_kernel
+        from mcore_mas.rollout.models import tensors as module
+
+        kernel = partial(hash_kernel.sum_of_tiles, seeds=module._SEEDS)
+        monkeypatch.setattr(module, "_sum_of_tiles", kernel)
     # as the kernel of SGLang 0.5.23 computes them in Triton's interpreter; tests/sglang does that again
     assert gpu_hash(torch.ones(1)) == 0x7BB542503BA9B944
     many = (torch.arange(40_000) % 251).float()
