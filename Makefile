@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-gpu test-package test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-gpu test-package test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow notebooks lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ test-gateway: $(STAMP) ## play a thousand random agent programs: every sampled t
 
 test-nodes: $(STAMP) ## run trainings on several nodes, network namespaces of this machine (as root)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nodes tests/workflow/test_nodes.py
+
+notebooks: $(STAMP) ## execute docs/notebooks in two minutes and keep what they show
+	$(BIN)/python -m tests.support.notebooks
 
 test-frameworks: $(STAMP) .venv-frameworks/.stamp ## train unchanged programs of agent frameworks and write docs/frameworks.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import os
 import posixpath
 import re
@@ -10,10 +13,11 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 from pymdownx.slugs import slugify
-from pymdownx.superfences import fence_code_format
 
 ROOT = Path(__file__).resolve().parents[2]
 _PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+_NOTEBOOKS = ROOT / "docs" / "notebooks"
+_SHOWN: dict[str, str] = {}  # what cells of notebooks show as HTML, by what stands for it in the page's Markdown
 _LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -27,11 +31,25 @@ def _place(link: str, page: Path) -> tuple[str, str] | None:
 
 
 def on_config(config: Any) -> Any:
-    """Anchors as GitHub makes them, and Mermaid's blocks as pictures."""
+    """Anchors as GitHub makes them, and Mermaid's blocks as pictures: nothing is fetched from elsewhere."""
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
-    fence = {"name": "mermaid", "class": "mermaid", "format": fence_code_format}
+    fence = {"name": "mermaid", "class": "", "format": _diagram}
     config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [fence]}
     return config
+
+
+def _diagram(source: str, *_: object, **__: object) -> str:
+    """A diagram as a picture in the page; kept in build/, as each takes most of a second."""
+    import mermaidx
+
+    kept = ROOT / "build" / "mermaid" / f"{hashlib.sha256(source.encode()).hexdigest()[:24]}.svg"
+    if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(f".{os.getpid()}")
+        partial.write_text(mermaidx.render(source).svg(), encoding="utf-8")
+        partial.replace(kept)
+    data = base64.b64encode(kept.read_bytes()).decode()
+    return f'<img alt="diagram" style="background: #fff" src="data:image/svg+xml;base64,{data}">'
 
 
 def on_files(files: Files, *, config: Any) -> Files:
@@ -43,12 +61,38 @@ def on_files(files: Files, *, config: Any) -> Files:
         added |= {name: place for name, place in filter(None, found) if not name.startswith("docs/")}
     for name, place in sorted(added.items()):
         files.append(File.generated(config, place, abs_src_path=str(ROOT / name)))
+    for notebook in sorted(_NOTEBOOKS.glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=_markdown(notebook)))
     return files
+
+
+def _markdown(notebook: Path) -> str:
+    """A notebook as a page: its text, its code, and what that shows."""
+    parts = []
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += [_output(output, f"shown-{notebook.stem}-{len(_SHOWN)}") for output in cell.get("outputs", ())]
+    return "\n\n".join(parts)
+
+
+def _output(output: dict[str, Any], key: str) -> str:
+    data = output.get("data", {"text/plain": output.get("text", "")})
+    if "text/html" not in data:
+        return f"```text\n{''.join(data['text/plain']).rstrip()}\n```"
+    _SHOWN[key] = "".join(data["text/html"])
+    return f"<div>{key}</div>"
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Put what cells show where it belongs."""
+    return re.sub(r"<div>(shown-[\w-]+)</div>", lambda found: f"<div>{_SHOWN[found[1]]}</div>", html)
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
     """Turn links in the repository into links in the site."""
-    source, folder = Path(page.file.abs_src_path), posixpath.dirname(page.file.src_uri)
+    source = Path(page.file.abs_src_path or ROOT / "docs" / page.file.src_uri)
+    folder = posixpath.dirname(page.file.src_uri)
 
     def turned(link: re.Match[str]) -> str:
         found = _place(link[1], source)

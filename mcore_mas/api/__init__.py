@@ -3,11 +3,11 @@
 `import mcore_mas as mm` has the same names. They are the public surface: docs/api.md is made from their docstrings.
 """
 
-from mcore_mas.api.objects import AgentSpec, Conversation
+from mcore_mas.api.objects import AgentSpec, Conversation, load_tasks
 from mcore_mas.api.run import Run
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.rollout.environments.math import last_boxed
-from mcore_mas.rollout.environments.protocol import Step, last_tag
+from mcore_mas.rollout.environments.protocol import Step, ToolCall, last_tag
 from mcore_mas.rollout.records.trajectory import Group, Task, Trajectory
 
 __all__ = [
@@ -17,8 +17,10 @@ __all__ = [
     "Run",
     "Step",
     "Task",
+    "ToolCall",
     "Trajectory",
     "last_boxed",
     "last_tag",
+    "load_tasks",
     "make_tiny_model",
 ]

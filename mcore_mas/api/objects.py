@@ -6,11 +6,16 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from html import escape
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from mcore_mas.rollout.base.options import HERE
+from mcore_mas.rollout.config.data import TaskFile, placed_tasks
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
+from mcore_mas.rollout.tasks.datasets import located_dataset, not_downloaded
+from mcore_mas.rollout.tasks.files import Column, distinct
 from mcore_mas.rollout.teams.roles import Parser, Role
 
 PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question", "problem"), ("answer", "answers", "solution", "target")
@@ -114,6 +119,36 @@ def split_tasks(given: Any, env: str) -> dict[str, list[Task]]:
     return {split: _tasks(own, env, split) for split, own in parts.items()}
 
 
+def load_tasks(
+    path: str | Path,
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    columns: Mapping[Column, str] = MappingProxyType({}),
+    format: str = "plain",
+    limit: int | None = None,
+) -> list[Task]:
+    """Tasks of a data set, for `mm.Run(tasks=...)`: rows with prompts and answers, each row once.
+
+    Args:
+        path: the hub's id of a data set that was downloaded (`hf download --repo-type dataset ID`), its folder, or a
+            .parquet, .jsonl, .json or .csv file.
+        split: of the data set.
+        subset: of the data set, where it has several.
+        columns: where a row has its prompt, answer, id, source or context, in place of the format's columns.
+        format: how rows are read (`mcore-mas list formats`), such as math, which finds the answer in a solution.
+        limit: at most so many.
+
+    Raises:
+        TaskError: it is not there.
+        RecordError: it has no such subset or split, or a row is not of the format.
+    """
+    file = TaskFile(path=Path(located_dataset(str(path))), subset=subset, columns=dict(columns), format=format)
+    if not file.path.exists():
+        raise TaskError(f"{path}: not here; {not_downloaded(str(path))}")
+    return list(islice(distinct(placed_tasks(file, split, format), {}, drop=True), limit))
+
+
 def _tasks(items: Iterable[Any], env: str, split: str) -> list[Task]:
     return [_task(item, env, split, number) for number, item in enumerate(items)]
 
@@ -138,7 +173,7 @@ def _task(item: Any, env: str, split: str, number: int) -> Task:
     return Task(id=f"{split}-{number}", prompt=prompt, answers=texts, env=env, source="own", split=split)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Conversation(Trajectory):
     """A trajectory that can be looked at, with the advantages of its turns where they are known."""
 
@@ -158,8 +193,10 @@ class Conversation(Trajectory):
 
         print_trajectory(self, Console(highlight=False), self.advantages)
 
-    def _repr_html_(self) -> str:
-        from mcore_mas.reports.pages import trajectory_page
+    def __repr__(self) -> str:
+        return f"Conversation({self.id!r}, {len(self.turns)} turns, outcome {self.outcome})"
 
-        page = escape(trajectory_page(self, self.advantages), quote=True)
-        return f'<iframe sandbox srcdoc="{page}" style="width: 100%; height: 32em; border: 0"></iframe>'
+    def _repr_html_(self) -> str:
+        from mcore_mas.reports.pages import framed, trajectory_page
+
+        return framed(trajectory_page(self, self.advantages))

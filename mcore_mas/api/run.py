@@ -25,7 +25,6 @@ from mcore_mas.rollout.records.files import read_trajectories, write_tasks
 
 StepRow = dict[str, float]  # a step's metrics by name, with the number of the step
 _T = TypeVar("_T")
-_SHOWN = ("step", "reward/mean", "validation/accuracy")
 _COLLECTED = 8  # tasks of a step, where it is not said
 
 
@@ -143,11 +142,40 @@ class Run:
         """The trajectories of a step, of the newest with None; [] before there is one."""
         from mcore_mas.reports.terminal import advantages_of
 
-        files = sorted((self.folder / "train" / "trajectories").glob("step_*.parquet"))
-        wanted = [file for file in files if step is None or file.stem == f"step_{step:06d}"][-1:]
-        found = read_trajectories(wanted[0]) if wanted else []
-        advantages = advantages_of(wanted[0], found) if wanted else {}
+        file = self._recorded(step)
+        found = read_trajectories(file) if file else []
+        advantages = advantages_of(file, found) if file else {}
         return [Conversation.of(trajectory, advantages) for trajectory in found]
+
+    def _recorded(self, step: int | None) -> Path | None:
+        """The file of a step's trajectories, of the newest with None; None before there is one."""
+        files = sorted((self.folder / "train" / "trajectories").glob("step_*.parquet"))
+        return next((file for file in files[::-1] if step is None or file.stem == f"step_{step:06d}"), None)
+
+    def explain(
+        self, advantage: str = "drmas", *, step: int | None = None, task: str | None = None, **options: Any
+    ) -> None:
+        """Print the credit that an estimator gives a step's turns: who was compared with whom, and every advantage.
+
+        Args:
+            advantage: an estimator (`mcore-mas list estimators`), whichever the run was trained with.
+            step: of the training, by default the newest.
+            task: only this one; by default the first three.
+            options: of the estimator.
+
+        Raises:
+            TaskError: no such step was taken.
+            CreditError, ValueError: the estimator is unknown, lacks what it needs, or has no such option.
+        """
+        from rich.console import Console
+
+        from mcore_mas.reports.terminal import print_credit
+
+        file = self._recorded(step)
+        if file is None:
+            which = "any step" if step is None else f"step {step}"
+            raise TaskError(f"{self.folder}: no trajectories of {which}; train it first")
+        print_credit(file, advantage, options, task, 3, Console(highlight=False))
 
     def evaluate(self, k: int = 4, state: str = "trained") -> dict[str, float]:
         """Scores on the test tasks: avg@k, pass@k and maj@k, of the `trained` team or the `base` one.
@@ -196,10 +224,11 @@ class Run:
         return f"Run({str(self.folder)!r}, {len(self.metrics)} rows of metrics)"
 
     def _repr_html_(self) -> str:
-        cells = [[f"{row.get(name, float('nan')):.4g}" for name in _SHOWN] for row in self.metrics]
-        head = "".join(f"<th>{name}</th>" for name in _SHOWN)
-        body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)
-        return f"<p>{escape(str(self.folder))}</p><table><tr>{head}</tr>{body}</table>"
+        from mcore_mas.reports.charts import key_curves
+
+        metrics = self.metrics
+        steps = f"{sum(row['step'] >= 0 for row in metrics)} of {self.config.trainer.steps} steps"
+        return f"<p>{escape(str(self.folder))}: {steps}</p>{key_curves({self.config.run: metrics}) if metrics else ''}"
 
 
 def _is_section(tasks: Any) -> bool:

@@ -107,6 +107,7 @@ class Reporter:
         self._started = self._last_line = time.monotonic()
         self._bar: Progress | None = None
         self._shared = terminal() if not sys.stderr.isatty() else None
+        self._end = "\r" if Console(stderr=True).is_jupyter else "\n"  # a cell of a notebook keeps the last line
         if sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, TextColumn("{task.fields[status]}"), console=Console(stderr=True))
@@ -132,7 +133,7 @@ class Reporter:
             seconds = (time.monotonic() - self._started) / (done - self._first) * (self._total - done)
             left = f"  left {int(seconds // 60)}:{int(seconds % 60):02d}"
         line = f"{self._what}: {done}/{self._total}  {status}{left}"
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True, end="\n" if done == self._total else self._end)
         if self._shared and (done == self._total or time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES):
             self._last_line = time.monotonic()
             print(line, file=self._shared, flush=True)

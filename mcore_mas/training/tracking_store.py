@@ -43,9 +43,10 @@ class Store:
         """Find or make the experiment; whatever a store may raise comes through, here and below."""
         if self.client is not None:
             return
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
-        logging.getLogger("alembic").setLevel(logging.WARNING)
-        from mlflow.tracking import MlflowClient
+        from mlflow.tracking import MlflowClient  # which sets levels of its own
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
 
         with self._alone():  # the first client of a new sqlite store writes its tables
             client = MlflowClient(tracking_uri=self.uri)

@@ -19,12 +19,17 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pages = {path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")}
     docs = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    docs |= {f"notebooks/{path.stem}" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
     assert pages == docs | {"index", "contributing", "changelog", "404"}
     start = (tmp_path / "index.html").read_text()
     assert 'href="quickstart.html"' in start and 'href="source/mcore_mas/training/step.py"' in start
     step = "mcore_mas/training/step.py"
     assert (tmp_path / "source" / step).read_bytes() == (ROOT / step).read_bytes()
     assert "fonts.googleapis" not in start
+    assert 'src="data:image/svg+xml;base64,' in start and 'class="mermaid"' not in start  # which would load a script
+    notebook = (tmp_path / "notebooks" / "first_team.html").read_text()
+    assert "<svg" in notebook and "<iframe sandbox srcdoc=" in notebook and "shown-" not in notebook
+    assert 'href="../chats.html"' in (tmp_path / "notebooks" / "own_environment.html").read_text()
 
 
 @pytest.mark.parametrize("link", ["gone.md", "quickstart.md#gone"])

@@ -107,11 +107,13 @@ def test_an_object_has_its_import_path_or_a_name_of_this_process() -> None:
 
 def test_the_public_names_stay() -> None:
     """Whoever takes a name away or renames an argument breaks programs of others: a line of the changelog."""
-    names = "AgentSpec Conversation Group Run Step Task Trajectory last_boxed last_tag make_tiny_model"
+    names = (
+        "AgentSpec Conversation Group Run Step Task ToolCall Trajectory last_boxed last_tag load_tasks make_tiny_model"
+    )
     assert api.__all__ == names.split()
     assert all(getattr(mm, name) is getattr(api, name) for name in api.__all__)
     assert list(public_methods(mm.Run)) == [
-        *("train", "arun", "metrics", "trajectories", "trajectories_of", "evaluate", "export", "chat"),
+        *("train", "arun", "metrics", "trajectories", "trajectories_of", "explain", "evaluate", "export", "chat"),
     ]
     taken = ["self", "agents", "orchestra", "tasks", "policies", "env", "reward", "folder", "settings"]
     assert list(inspect.signature(mm.Run.__init__).parameters) == taken
