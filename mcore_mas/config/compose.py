@@ -34,6 +34,8 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.config.scale import ScaleError, scaled
 from mcore_mas.equations.advantages import ESTIMATORS
 from mcore_mas.rollout.base.files import read_yaml
+from mcore_mas.rollout.tasks.datasets import located_dataset
+from mcore_mas.rollout.tasks.splits import SPLITS
 
 CONFIGS = SHIPPED / "configs"
 GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking", "experiment", "recipe")
@@ -300,12 +302,24 @@ def _shared(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _located(values: dict[str, Any]) -> dict[str, Any]:
-    """With the folder of each hub's id that is in this machine's cache."""
+    """With the folder of each hub's id, of models and data sets, that is in this machine's cache."""
     policies = values.get("policies")
     for policy in policies.values() if isinstance(policies, dict) else ():
         if isinstance(policy, dict) and isinstance(policy.get("model"), str):
             policy["model"] = located(policy["model"])
+    data = values.get("data")
+    if isinstance(data, dict):
+        values["data"] = {key: _located_file(value) if key in SPLITS else value for key, value in data.items()}
     return values
+
+
+def _located_file(file: Any) -> Any:
+    """The same for a data file, or a list of them, each by its path or with one."""
+    if isinstance(file, list):
+        return [_located_file(one) for one in file]
+    if isinstance(file, dict) and isinstance(file.get("path"), str):
+        return {**file, "path": located_dataset(file["path"])}
+    return located_dataset(file) if isinstance(file, str) else file
 
 
 def uncomposed(error: Exception) -> str:

@@ -16,6 +16,7 @@ from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture, read_architecture
 from mcore_mas.rollout.models.chat_template import has_chat_template
+from mcore_mas.rollout.tasks.datasets import not_downloaded
 
 
 def check_suite(suite: Suite) -> None:
@@ -97,8 +98,7 @@ def _files(suite: Suite, run: str) -> Iterator[str]:
         own.append(("retriever.golden", str(retriever.golden)))
     for where, file in own:
         if not Path(file).exists():
-            source = f"; {_from(file)}" if file in known_sources() else "; name another one"
-            yield f"{where}: {file}: not here{source}"
+            yield f"{where}: {file}: not here; {_from(file) if file in known_sources() else not_downloaded(file)}"
 
 
 def has_gpu() -> bool:

@@ -15,7 +15,8 @@ from mcore_mas.rollout.environments import ENVS
 from mcore_mas.rollout.records.files import RecordError, read_tasks
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.tasks import GENERATORS
-from mcore_mas.rollout.tasks.files import OWN, READABLE, Placed, distinct, read_task_file
+from mcore_mas.rollout.tasks.datasets import dataset_files
+from mcore_mas.rollout.tasks.files import OWN, READABLE, Column, Placed, distinct, read_task_file
 from mcore_mas.rollout.tasks.splits import SPLITS, Split
 
 
@@ -24,7 +25,12 @@ class TaskFile(Section):
 
     model_config = STRICT
 
-    path: Path
+    path: Path  # or a folder; a hub's id of a data set becomes its folder in the cache
+    subset: str | None = None  # of a data set
+    split: str | None = None  # of a data set; None: the one of the same name
+    columns: dict[Column, str] = Field(
+        default_factory=dict
+    )  # where a row has its prompt, answer, ...: not the format's
     format: str | None = None  # None: data.format
     source: str = ""  # data source to report under; "": the row's own, or the format's name
     skip: int = Field(0, ge=0)  # tasks passed over at the beginning
@@ -82,8 +88,11 @@ class DataConfig(Section):
             name = file.format or self.format
             if name != OWN:
                 lookup("data format", name, READABLE)
-            elif file.source:
-                raise ValueError(f"{file.path}: files of the format '{OWN}' name their own sources; leave source out")
+            elif file.source or file.columns:
+                raise ValueError(
+                    f"{file.path}: files of the format '{OWN}' name their own sources; leave source and columns out, "
+                    "or name a format, such as plain"
+                )
         return self
 
     @property
@@ -164,12 +173,24 @@ def _read_split(data: DataConfig, split: Split) -> list[Task]:
     seen: dict[str, Placed] = {}
     tasks = []
     for file in data.files(split):
-        placed = read_task_file(file.path, format=file.format or data.format, split=split, source=file.source)
-        found = list(_chosen(distinct(placed, seen, drop=data.duplicates == "drop"), file))
+        found = list(
+            _chosen(distinct(placed_tasks(file, split, data.format), seen, drop=data.duplicates == "drop"), file)
+        )
         if not found:
             raise RecordError(f"{file.path}: no task for data.{split} after skipping {file.skip}; see skip and limit")
         tasks += found
     return tasks
+
+
+def placed_tasks(file: TaskFile, split: str, format: str) -> Iterator[Placed]:
+    """The tasks of a data file or data set with the rows they are from, for `split` of a run; `format` if it has none.
+
+    Raises:
+        RecordError: it is not there, has no such subset or split, or a row is not of the format.
+    """
+    name = file.format or format
+    for path in dataset_files(file.path, file.subset, file.split or split) if file.path.is_dir() else [file.path]:
+        yield from read_task_file(path, format=name, split=split, source=file.source, columns=file.columns)
 
 
 def _chosen(tasks: Iterable[Task], file: TaskFile) -> Iterator[Task]:

@@ -8,7 +8,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import pyarrow.parquet as pq
 
@@ -42,6 +43,12 @@ _SEARCH = Fields(
 _MULTI_HOP = replace(_SEARCH, question=("question",), answers=("golden_answers", "answer"))
 
 FORMATS: dict[str, Format] = {
+    # any file of prompts and answers, for environments of your own
+    "plain": Fields(
+        env="math",
+        question=("prompt", "question", "problem"),
+        answers=("answer", "answers", "solution", "target"),
+    ),
     # any file of math problems, verl's columns included
     "math": _MATH,
     "aime": _BENCHMARK,  # 1983 to 2024
@@ -159,10 +166,14 @@ READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
 OWN = "tasks"  # the format of `mcore_mas.rollout.records.files.write_tasks`
 READABLE: dict[str, Format | None] = {OWN: None, **FORMATS}
 
+Column = Literal["prompt", "answer", "id", "source", "context"]
+_COLUMNS = {"prompt": "question", "answer": "answers", "id": "name", "source": "source", "context": "context"}
 Placed = tuple[str, Task]  # where a task is from, "file: row 7"
 
 
-def read_task_file(path: Path, *, format: str, split: str, source: str = "") -> Iterator[Placed]:
+def read_task_file(
+    path: Path, *, format: str, split: str, source: str = "", columns: Mapping[Column, str] = MappingProxyType({})
+) -> Iterator[Placed]:
     """The tasks of a file with the rows they are from, counted from 0; rows with nothing to score are left out.
 
     A task's id is its source, the row's own id if there is one, and a digest of the question. Files of the format
@@ -172,6 +183,7 @@ def read_task_file(path: Path, *, format: str, split: str, source: str = "") -> 
         format: a name in READABLE, or the import path of a Format.
         split: train, validation or test.
         source: the data source to report under; "" is the row's own, or the format's name.
+        columns: where a row has what, in place of the format's columns.
 
     Raises:
         RecordError: the file or a row of it is not of that format: says which, and what was expected.
@@ -182,6 +194,10 @@ def read_task_file(path: Path, *, format: str, split: str, source: str = "") -> 
         for number, task in enumerate(read_tasks(path)):
             yield f"{path}: row {number}", task
         return
+    if columns:
+        if not isinstance(known, Fields):
+            raise RecordError(f"{path}: rows of format {format} are programs with tests; leave columns out")
+        known = replace(known, **{_COLUMNS[what]: (name.lower(),) for what, name in columns.items()})
     for number, row in enumerate(read_rows(path)):
         try:
             problem = known.problem(row)
