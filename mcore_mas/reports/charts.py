@@ -36,6 +36,7 @@ _OF_AGENTS = {  # the rest of an agent's metrics is in MLflow and the studio
 }
 _SECTIONS = ("reward and accuracy", "validation accuracy by source", *_OF_AGENTS.values())
 
+Bands = Mapping[str, tuple[pd.Series, pd.Series]]  # of each run, the interval of its validation accuracy
 Panels = dict[str, dict[str, pd.Series]]  # by the panel's title, each run's values by updates done
 
 
@@ -50,10 +51,21 @@ def write_charts(runs: Mapping[str, Path], out: Path) -> None:
     Raises:
         MetricsError: a file is missing or no line of it is a step's metrics.
     """
-    found = sections({run: read_metrics(path) for run, path in runs.items()})
+    metrics = {run: read_metrics(path) for run, path in runs.items()}
+    found = sections(metrics)
     # Matplotlib escapes what it writes into an SVG
-    figures = {name: Markup(_figure(panels, list(runs))) for name, panels in found.items()}  # noqa: S704
+    bands = _bands(metrics)
+    figures = {name: Markup(_figure(panels, list(runs), bands)) for name, panels in found.items()}  # noqa: S704
     write_text(out, render_page("charts.html.jinja", figures=figures, runs=len(runs)))
+
+
+def key_curves(metrics: Mapping[str, Metrics]) -> str:
+    """The first section of the page alone, as SVG: reward and validation accuracy of each run."""
+    return _figure(sections(metrics)[_SECTIONS[0]], list(metrics), _bands(metrics))
+
+
+def _bands(metrics: Mapping[str, Metrics]) -> Bands:
+    return {run: (curve(rows, "validation/ci_low"), curve(rows, "validation/ci_high")) for run, rows in metrics.items()}
 
 
 def sections(metrics: Mapping[str, Metrics]) -> dict[str, Panels]:
@@ -83,8 +95,8 @@ def _place(key: str) -> tuple[str, str] | None:
     return (_SECTIONS[1], source[1]) if source else None
 
 
-def _figure(panels: Panels, runs: Sequence[str]) -> str:
-    """The panels as SVG; a run has the same line in all of them."""
+def _figure(panels: Panels, runs: Sequence[str], bands: Bands) -> str:
+    """The panels as SVG; a run has the same line in all of them, and its band around the validation accuracy."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -100,7 +112,7 @@ def _figure(panels: Panels, runs: Sequence[str]) -> str:
         for axis in axes.flat[len(panels) :]:
             axis.remove()
         for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
-            _panel(axis, curves, runs)
+            _panel(axis, curves, runs, bands if title == _KEY["validation/accuracy"] else {})
             axis.set(title=title.replace("$", r"\$"), xlabel="training step")
         lines = {
             label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
@@ -113,13 +125,18 @@ def _figure(panels: Panels, runs: Sequence[str]) -> str:
     return text.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]
 
 
-def _panel(axis: Axes, curves: Mapping[str, pd.Series], runs: Sequence[str]) -> None:
+def _panel(axis: Axes, curves: Mapping[str, pd.Series], runs: Sequence[str], bands: Bands) -> None:
     for run, values in curves.items():
         number = runs.index(run)
         dense = len(values) == 1 + values.index[-1] - values.index[0]  # a value of every step, as no validation has
         colour = _COLOURS[number % len(_COLOURS)]
         if dense:
             axis.plot(values.index, values, color=colour, alpha=0.3, linewidth=1)
+        elif values.index[0] == 0:
+            axis.axhline(values.iloc[0], color=colour, linestyle=":", linewidth=1)  # before training
+        if run in bands and len(bands[run][0]):
+            low, high = bands[run]
+            axis.fill_between(low.index, low, high, color=colour, alpha=0.12, linewidth=0)
         axis.plot(
             values.index,
             values.rolling(_MEAN_OVER, min_periods=1).mean() if dense else values,

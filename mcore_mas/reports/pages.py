@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
 
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.environments.games import GAMES
@@ -81,6 +82,11 @@ def trajectory_page(trajectory: Trajectory, advantages: TurnAdvantages, pieces: 
         pieces=pieces,
         largest=max(map(abs, own.values()), default=0.0),
     )
+
+
+def framed(page: str) -> Markup:
+    """A page inside another one, where it can run and load nothing."""
+    return Markup('<iframe sandbox srcdoc="{}" style="width: 100%; height: 32em; border: 0"></iframe>').format(page)
 
 
 def _parent(node: str) -> str:

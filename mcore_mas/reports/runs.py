@@ -84,15 +84,15 @@ def _config(run: Path) -> dict[str, Any]:
     return values
 
 
-def config_differences(first: Path, second: Path) -> dict[str, tuple[Any, Any]]:
-    """The settings of two runs that differ, by dotted key, None where a run has none.
+def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
+    """The settings in which runs differ, by dotted key, with the value of each run, None where it has none.
 
     Raises:
         FolderError: one is no run's folder.
     """
-    flat = [dict(_leaves("", _config(run))) for run in (first, second)]
-    keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if key != "run"]
-    return {key: (flat[0].get(key), flat[1].get(key)) for key in keys if flat[0].get(key) != flat[1].get(key)}
+    flat = [dict(_leaves("", _config(run))) for run in runs]
+    values = {key: tuple(own.get(key) for own in flat) for own in flat for key in own if key != "run"}
+    return {key: own for key, own in values.items() if any(value != own[0] for value in own)}
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

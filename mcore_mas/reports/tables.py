@@ -262,6 +262,14 @@ def _result_rows(table: Path) -> Iterator[dict[str, str]]:
         yield {"table": table.stem, "experiment": str(experiment), **cells}
 
 
+def headline(table: Path) -> list[dict[str, str]]:
+    """A row for each experiment of a table of scores, as the README has them; [] of a table with other states."""
+    try:
+        return [{name: cell for name, cell in row.items() if name != "table"} for row in _result_rows(table)]
+    except TableError:
+        return []
+
+
 def _result_cells(base: Mapping[str, str], trained: Mapping[str, str], gain: Mapping[str, str]) -> dict[str, str]:
     return {
         "metric": gain["metric"],

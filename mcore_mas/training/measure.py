@@ -125,7 +125,10 @@ class Scoreboard:
             return found
         over_all = accuracy.pop("all")
         by_source = {f"{source}/accuracy": value for source, value in accuracy.items() if len(accuracy) > 1}
-        return found | by_source | {"accuracy": over_all, "valid_ratio": self.valid_ratio()}
+        of_tasks = [task["metrics"][f"avg@{self.k}"] for task in self.tasks() if task["metrics"]]
+        low, high = mean_interval(of_tasks, "accuracy")
+        interval = {"ci_low": low, "ci_high": high}
+        return found | by_source | {"accuracy": over_all, **interval, "valid_ratio": self.valid_ratio()}
 
     def accuracy(self) -> dict[str, float]:
         """Mean over tasks of avg@k, by data source and over `all`; without tasks of which nothing is known."""

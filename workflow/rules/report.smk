@@ -13,6 +13,12 @@ rule make_table:
             category="Results",
             labels={"result": "table"},
         ),
+        runs=report(
+            "<results>/tables/{suite}.runs.html",
+            caption="../report/runs.rst",
+            category="Results",
+            labels={"result": "runs: jobs, settings, conversations"},
+        ),
     log:
         "<results>/logs/make_table_{suite}.log",
     benchmark:
@@ -60,6 +66,7 @@ rule plot_curves:
 rule report:
     input:
         table=f"<results>/tables/{SUITE.name}.html",
+        runs=f"<results>/tables/{SUITE.name}.runs.html",
         charts=f"<results>/figures/{SUITE.name}/charts.html",
     output:
         html=f"<results>/reports/{SUITE.name}.html",

@@ -1,14 +1,14 @@
-"""Rule `make_table`: puts every run's evaluations into one table."""
+"""Rule `make_table`: puts every run's evaluations into one table, and makes the page on the runs."""
 
 from pathlib import Path
 
 from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
+    from mcore_mas.reports.run_pages import write_runs_page
     from mcore_mas.reports.tables import make_table
 
-    make_table(
-        [Path(path) for path in snakemake.input.scores],
-        dict(snakemake.params.experiments),
-        [Path(path) for path in snakemake.output],
-    )
+    experiments, output = dict(snakemake.params.experiments), snakemake.output
+    tables = [Path(path) for path in (output.csv, output.markdown, output.html)]
+    make_table([Path(path) for path in snakemake.input.scores], experiments, tables)
+    write_runs_page(tables[0].parents[1], list(experiments), Path(output.runs))

@@ -171,7 +171,9 @@ def test_a_validation_measures_by_the_rules_of_an_evaluation(tmp_path: Path) -> 
     run = make_run(tmp_path, script, *sampling, "trainer.validation_samples=1")
     tasks = sorted(run.rollouts.schedule._tasks, key=lambda task: task.id)[:3]
     board = asyncio.run(replace(run.rollouts, validation=tuple(tasks)).validate())
-    assert board.metrics() == {"failed": 0.0, "overlong": 1.0, "accuracy": pytest.approx(1 / 3), "valid_ratio": 1.0}
+    metrics = board.metrics()
+    assert metrics.pop("ci_low") < 1 / 3 < metrics.pop("ci_high")
+    assert metrics == {"failed": 0.0, "overlong": 1.0, "accuracy": pytest.approx(1 / 3), "valid_ratio": 1.0}
     assert sorted(asked) == [0, 1, 1, 2]
     engine = run.rollouts.team.players["solver"].engine  # type: ignore[attr-defined]
     assert {(s.temperature, s.top_p, s.top_k) for _, s in engine.calls} == {(0.6, 0.95, 20)}

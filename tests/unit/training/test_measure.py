@@ -162,8 +162,10 @@ def test_what_fails_every_time_is_left_out_of_its_task_and_counted_by_reason():
     assert board.counts()["failed"] == {"EngineError": 3}
     assert board.losses().startswith("3 of 8 trajectories are lost (3 EngineError); the first, -2/hard/")
     assert board.losses().endswith(": EngineError: gone")
+    half = 12.7062 * 0.5**0.5 / 2**0.5  # t of one degree of freedom, and the deviation of 1 and 0
     assert board.metrics() == {
-        "failed": 3.0, "easy/accuracy": 1.0, "hard/accuracy": 0.0, "accuracy": 0.5, "valid_ratio": 0.0
+        "failed": 3.0, "easy/accuracy": 1.0, "hard/accuracy": 0.0, "accuracy": 0.5, "valid_ratio": 0.0,
+        "ci_low": pytest.approx(0.5 - half), "ci_high": pytest.approx(0.5 + half),
     }  # fmt: skip
 
 
