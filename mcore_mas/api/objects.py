@@ -11,11 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from mcore_mas.rollout.base.options import HERE
+from mcore_mas.rollout.base.options import HERE, checked
 from mcore_mas.rollout.config.data import TaskFile, placed_tasks
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
 from mcore_mas.rollout.tasks.datasets import located_dataset, not_downloaded
-from mcore_mas.rollout.tasks.files import Column, distinct
+from mcore_mas.rollout.tasks.files import distinct
 from mcore_mas.rollout.teams.roles import Parser, Role
 
 PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question", "problem"), ("answer", "answers", "solution", "target")
@@ -124,7 +124,7 @@ def load_tasks(
     *,
     split: str = "train",
     subset: str | None = None,
-    columns: Mapping[Column, str] = MappingProxyType({}),
+    columns: Mapping[str, str] = MappingProxyType({}),
     format: str = "plain",
     limit: int | None = None,
 ) -> list[Task]:
@@ -143,7 +143,8 @@ def load_tasks(
         TaskError: it is not there.
         RecordError: it has no such subset or split, or a row is not of the format.
     """
-    file = TaskFile(path=Path(located_dataset(str(path))), subset=subset, columns=dict(columns), format=format)
+    keys = {"path": located_dataset(str(path)), "subset": subset, "columns": dict(columns), "format": format}
+    file = TaskFile(**checked("a data set", TaskFile, keys))
     if not file.path.exists():
         raise TaskError(f"{path}: not here; {not_downloaded(str(path))}")
     return list(islice(distinct(placed_tasks(file, split, format), {}, drop=True), limit))

@@ -16,7 +16,9 @@ from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture, read_architecture
 from mcore_mas.rollout.models.chat_template import has_chat_template
-from mcore_mas.rollout.tasks.datasets import not_downloaded
+from mcore_mas.rollout.records.files import RecordError
+from mcore_mas.rollout.tasks.datasets import dataset_files, not_downloaded
+from mcore_mas.rollout.tasks.splits import SPLITS
 
 
 def check_suite(suite: Suite) -> None:
@@ -96,6 +98,13 @@ def _files(suite: Suite, run: str) -> Iterator[str]:
         own.append(("retriever.encoder_folder", str(retriever.encoder_folder)))
     if retriever and retriever.golden:
         own.append(("retriever.golden", str(retriever.golden)))
+    data = suite.checked(run).data
+    folders = [(split, file) for split in SPLITS for file in data.files(split) if file.path.is_dir()]
+    for split, given in folders:
+        try:
+            dataset_files(given.path, given.subset, given.split or split)
+        except RecordError as error:
+            yield f"data.{split}: {error}"
     for where, file in own:
         if not Path(file).exists():
             yield f"{where}: {file}: not here; {_from(file) if file in known_sources() else not_downloaded(file)}"

@@ -16,8 +16,20 @@ from mcore_mas.rollout.records.files import RecordError, read_tasks
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.tasks import GENERATORS
 from mcore_mas.rollout.tasks.datasets import dataset_files
-from mcore_mas.rollout.tasks.files import OWN, READABLE, Column, Placed, distinct, read_task_file
+from mcore_mas.rollout.tasks.files import OWN, READABLE, Placed, distinct, read_task_file
 from mcore_mas.rollout.tasks.splits import SPLITS, Split
+
+
+class Columns(Section):
+    """Columns in which a data set has what, in place of its format's."""
+
+    model_config = STRICT
+
+    prompt: str | None = None
+    answer: str | None = None
+    id: str | None = None
+    source: str | None = None
+    context: str | None = None
 
 
 class TaskFile(Section):
@@ -28,9 +40,7 @@ class TaskFile(Section):
     path: Path  # or a folder; a hub's id of a data set becomes its folder in the cache
     subset: str | None = None  # of a data set
     split: str | None = None  # of a data set; None: the one of the same name
-    columns: dict[Column, str] = Field(
-        default_factory=dict
-    )  # where a row has its prompt, answer, ...: not the format's
+    columns: Columns = Columns()
     format: str | None = None  # None: data.format
     source: str = ""  # data source to report under; "": the row's own, or the format's name
     skip: int = Field(0, ge=0)  # tasks passed over at the beginning
@@ -88,7 +98,7 @@ class DataConfig(Section):
             name = file.format or self.format
             if name != OWN:
                 lookup("data format", name, READABLE)
-            elif file.source or file.columns:
+            elif file.source or file.columns != Columns():
                 raise ValueError(
                     f"{file.path}: files of the format '{OWN}' name their own sources; leave source and columns out, "
                     "or name a format, such as plain"
@@ -188,9 +198,9 @@ def placed_tasks(file: TaskFile, split: str, format: str) -> Iterator[Placed]:
     Raises:
         RecordError: it is not there, has no such subset or split, or a row is not of the format.
     """
-    name = file.format or format
+    name, columns = file.format or format, file.columns.model_dump(exclude_none=True)
     for path in dataset_files(file.path, file.subset, file.split or split) if file.path.is_dir() else [file.path]:
-        yield from read_task_file(path, format=name, split=split, source=file.source, columns=file.columns)
+        yield from read_task_file(path, format=name, split=split, source=file.source, columns=columns)
 
 
 def _chosen(tasks: Iterable[Task], file: TaskFile) -> Iterator[Task]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -166,13 +166,12 @@ READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
 OWN = "tasks"  # the format of `mcore_mas.rollout.records.files.write_tasks`
 READABLE: dict[str, Format | None] = {OWN: None, **FORMATS}
 
-Column = Literal["prompt", "answer", "id", "source", "context"]
 _COLUMNS = {"prompt": "question", "answer": "answers", "id": "name", "source": "source", "context": "context"}
 Placed = tuple[str, Task]  # where a task is from, "file: row 7"
 
 
 def read_task_file(
-    path: Path, *, format: str, split: str, source: str = "", columns: Mapping[Column, str] = MappingProxyType({})
+    path: Path, *, format: str, split: str, source: str = "", columns: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Placed]:
     """The tasks of a file with the rows they are from, counted from 0; rows with nothing to score are left out.
 
@@ -183,7 +182,7 @@ def read_task_file(
         format: a name in READABLE, or the import path of a Format.
         split: train, validation or test.
         source: the data source to report under; "" is the row's own, or the format's name.
-        columns: where a row has what, in place of the format's columns.
+        columns: where a row has its prompt, answer, id, source or context, in place of the format's columns.
 
     Raises:
         RecordError: the file or a row of it is not of that format: says which, and what was expected.

@@ -102,6 +102,8 @@ def test_the_api_loads_one_and_says_how_to_get_one(hub: Path) -> None:
     with pytest.raises(ValueError, match=r"^me/none: not here; .*`hf download --repo-type dataset me/none`") as refused:
         mm.load_tasks("me/none")
     assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"columns: .*promt"):
+        mm.load_tasks("me/sums", columns={"promt": "query"})
     with pytest.raises(RecordError, match=r"row 0 of format plain has no question: expected one of nothere"):
         mm.load_tasks("me/sums", subset="main", columns={"prompt": "nothere"})
 
