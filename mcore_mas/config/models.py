@@ -23,8 +23,12 @@ def located(model: str) -> str:
     if Path(model).exists() or model.count("/") != 1:
         return model
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    found = try_to_load_from_cache(model, "config.json")
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:  # `../mine`, say
+        return model
     return str(Path(found).parent) if isinstance(found, str) else model
 
 

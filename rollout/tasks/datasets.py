@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mcore_mas.rollout.records.files import RecordError
 
 _ALSO = {"validation": ("valid", "val", "dev"), "train": ("training",), "test": ("testing", "eval", "evaluation")}
@@ -18,11 +20,11 @@ def located_dataset(path: str) -> str:
     if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.endswith(_DATA):
         return path
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return snapshot_download(path, repo_type="dataset", local_files_only=True)
-    except LocalEntryNotFoundError:
+    except (LocalEntryNotFoundError, HFValidationError):
         return path
 
 
@@ -42,14 +44,14 @@ def dataset_files(folder: Path, subset: str | None, split: str) -> list[Path]:
     card = _card(folder)
     if card:
         if subset is None and len(card) > 1:
-            default = [one for one in card if one.get("default")]
-            card = default or card
-        chosen = [one for one in card if subset in (None, one["config_name"])]
+            card = [one for one in card if one.get("default")] or card
+        chosen = [one for one in card if subset in (None, one.get("config_name", "default"))]
         if len(chosen) != 1:
-            names = ", ".join(one["config_name"] for one in card)
+            names = ", ".join(one.get("config_name", "default") for one in card)
             raise RecordError(f"{folder}: subset {subset}; expected one of {names}")
         patterns = _by_split(chosen[0]["data_files"])
-        found = [file for pattern in patterns.get(split, ()) for file in sorted(folder.glob(pattern))]
+        inside = [one for one in patterns.get(split, ()) if ".." not in one and not one.startswith("/")]
+        found = [file for pattern in inside for file in sorted(folder.glob(pattern))]
         there: Iterable[str] = patterns
     else:
         below = folder / subset if subset else folder
@@ -68,12 +70,17 @@ def _card(folder: Path) -> list[dict[str, Any]]:
     from huggingface_hub.repocard import metadata_load
 
     card = folder / "README.md"
-    values = (metadata_load(card) if card.is_file() else None) or {}
-    return [one for one in values.get("configs", ()) if one.get("data_files")]
+    try:
+        values = (metadata_load(card) if card.is_file() else None) or {}
+        return [one for one in values.get("configs", ()) if one.get("data_files")]
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise RecordError(f"{card}: its head cannot be read ({str(error).splitlines()[0]})") from error
 
 
 def _by_split(named: Any) -> Mapping[str, list[str]]:
     """Patterns of files by split; what names none is of train."""
+    if isinstance(named, Mapping):
+        named = [{"split": split, "path": path} for split, path in named.items()]
     if isinstance(named, str) or (isinstance(named, list) and all(isinstance(one, str) for one in named)):
         return {"train": [named] if isinstance(named, str) else named}
     return {one["split"]: [one["path"]] if isinstance(one["path"], str) else one["path"] for one in named}

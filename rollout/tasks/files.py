@@ -196,7 +196,8 @@ def read_task_file(
     if columns:
         if not isinstance(known, Fields):
             raise RecordError(f"{path}: rows of format {format} are programs with tests; leave columns out")
-        known = replace(known, **{_COLUMNS[what]: (name.lower(),) for what, name in columns.items()})
+        own: dict[str, Any] = {_COLUMNS[what]: (name.lower(),) for what, name in columns.items()}
+        known = replace(known, **own)
     for number, row in enumerate(read_rows(path)):
         try:
             problem = known.problem(row)

@@ -79,7 +79,7 @@ def test_models_that_are_not_there_have_no_template_or_lie_in_the_hubs_cache(
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
     assert located("me/mine") == str(snapshot)
-    assert located("me/other") == "me/other"
+    assert [located(name) for name in ("me/other", "../none")] == ["me/other", "../none"]
 
 
 def test_missing_data_files_are_named_unless_they_are_to_be_fetched() -> None:

@@ -66,6 +66,31 @@ def test_a_card_names_the_files_of_a_subset_and_split(hub: Path) -> None:
         dataset_files(hub, "main", "validation")
 
 
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        ("configs: [", "its head cannot be read"),
+        ("configs: 3", "its head cannot be read"),
+        ("configs: [{data_files: {train: ../../secret.jsonl}}]", "no files of split train; there are train"),
+        ("configs: [{data_files: [{split: test, path: /etc/*}]}]", "no files of split train; there are test"),
+    ],
+)
+def test_a_card_that_cannot_be_used_is_one_line(tmp_path: Path, head: str, words: str) -> None:
+    (tmp_path / "secret.jsonl").write_text('{"prompt": "p"}\n')
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    (folder / "README.md").write_text(f"---\n{head}\n---\n")
+    with pytest.raises(RecordError, match=words) as refused:
+        dataset_files(folder, None, "train")
+    assert "\n" not in str(refused.value)
+
+
+def test_what_cannot_be_an_id_is_a_path() -> None:
+    assert [located_dataset(path) for path in ("../none", "a--b/c", "data/x.parquet", "x")] == [
+        "../none", "a--b/c", "data/x.parquet", "x",
+    ]  # fmt: skip
+
+
 def test_without_a_card_files_are_of_the_split_that_they_are_called_by(tmp_path: Path) -> None:
     for name in ("data/train-00000-of-00001", "data/dev", "contest/test_set", "trainer"):
         rows(tmp_path / f"{name}.parquet", {"prompt": "p"})
