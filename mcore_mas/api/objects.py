@@ -11,7 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from pydantic import ValidationError
+
 from mcore_mas.rollout.base.options import HERE, checked
+from mcore_mas.rollout.base.schema_words import invalid
 from mcore_mas.rollout.config.data import TaskFile, placed_tasks
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
 from mcore_mas.rollout.tasks.datasets import located_dataset, not_downloaded
@@ -140,11 +143,14 @@ def load_tasks(
         limit: at most so many.
 
     Raises:
-        TaskError: it is not there.
+        TaskError: it is not there, or a column is mistyped.
         RecordError: it has no such subset or split, or a row is not of the format.
     """
     keys = {"path": located_dataset(str(path)), "subset": subset, "columns": dict(columns), "format": format}
-    file = TaskFile(**checked("a data set", TaskFile, keys))
+    try:
+        file = TaskFile(**checked("a data set", TaskFile, keys))
+    except ValidationError as error:
+        raise TaskError(invalid(error, TaskFile)) from error
     if not file.path.exists():
         raise TaskError(f"{path}: not here; {not_downloaded(str(path))}")
     return list(islice(distinct(placed_tasks(file, split, format), {}, drop=True), limit))
