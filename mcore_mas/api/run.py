@@ -171,10 +171,8 @@ class Run:
 
         from mcore_mas.reports.terminal import print_credit
 
-        file = self._recorded(step)
-        if file is None:
-            which = "any step" if step is None else f"step {step}"
-            raise TaskError(f"{self.folder}: no trajectories of {which}; train it first")
+        if (file := self._recorded(step)) is None:
+            raise TaskError(f"{self.folder}: no trajectories of step {step or 0}; train it first")
         print_credit(file, advantage, options, task, 3, Console(highlight=False))
 
     def evaluate(self, k: int = 4, state: str = "trained") -> dict[str, float]:
