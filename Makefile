@@ -78,6 +78,9 @@ test-frameworks: $(STAMP) .venv-frameworks/.stamp ## train unchanged programs of
 .venv-frameworks/.stamp: requirements/frameworks.txt
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/frameworks.txt
+	.venv-frameworks/bin/python -m pip download --quiet --no-deps --no-binary openai-agents \
+		--dest .venv-frameworks/sources $$(grep ^openai-agents= requirements/frameworks.txt)
+	tar -xzf .venv-frameworks/sources/openai_agents-*.tar.gz -C .venv-frameworks/sources
 	@touch $@
 
 .venv-sglang/.stamp: requirements/sglang.txt requirements/sglang-cpu.txt tests/sglang/setup.sh tests/sglang/patch_cpu.py

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from tests.frameworks.__main__ import PAGE, UNCLEAR, page, row, version_of
-from tests.frameworks.training import FRAMEWORKS, PYTHON, RIGHT, Lesson, Teacher, right, warm
+from tests.frameworks.training import FRAMEWORKS, PYTHON, RIGHT, SHIPPED, Lesson, Teacher, right, warm
 
-FOUND = {"before": 0.25, "after": 0.75, "low": 0.4, "high": 0.6, "turns": 2.0, "minutes": 3.14}
+FOUND = {"before": 0.25, "after": 0.75, "low": 0.4, "high": 0.6, "steps": 28, "turns": 2.0, "minutes": 3.14}
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-frameworks; `make test-frameworks` sets it up")
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("name", [*FRAMEWORKS, *SHIPPED])
 def test_a_program_of_the_framework_is_played_as_it_is(name: str, tmp_path: Path) -> None:
-    with warm(FRAMEWORKS[name], PYTHON, tmp_path) as command:
-        lesson, teacher = Lesson(command, seed=1), Teacher(FRAMEWORKS[name].reply, Random(1))
+    framework = (FRAMEWORKS | SHIPPED)[name]
+    with warm(framework, PYTHON, tmp_path) as command:
+        lesson, teacher = Lesson(command, seed=1), Teacher(framework.reply)
         groups = asyncio.run(lesson.play(teacher, step=0, group_size=2))
     turns = [turn for group in groups for t in group.trajectories for turn in t.turns]
     assert len(turns) == len(teacher.said) and {turn.agent for turn in turns} <= {"solver", "checker"}
@@ -32,7 +32,7 @@ def test_the_page_keeps_the_rows_of_frameworks_that_were_not_run() -> None:
     again = page({"AG2": row("AG2", "0.2", FOUND)}, first)
     rows = [line for line in again.splitlines() if " | [" in line]
     assert [line.split(" | ")[1] for line in rows] == ["ag2 0.2", "langgraph 1.0"]  # in the order of FRAMEWORKS
-    assert rows[0].endswith("| 2.0 | 25.0 | 75.0 | +50.0 | [+40.0, +60.0] | 3.1 |")
+    assert rows[0].endswith("| 28 | 2.0 | 25.0 | 75.0 | +50.0 | [+40.0, +60.0] | 3.1 |")
 
 
 def test_the_page_says_which_frameworks_have_learnt_for_sure() -> None:

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,10 +59,15 @@ from mcore_mas.rollout.teams.team import Team
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+PROGRAMS = HERE / "programs"  # ours
 PYTHON = ROOT / ".venv-frameworks" / "bin" / "python"
 MODELS = {"gpt-4o-mini": "solver", "gpt-4o": "checker", "claude-haiku-4-5": "solver", "claude-opus-4-5": "checker"}
+MODELS |= {"*": "solver"}  # what names no model asks for its framework's default
 NUMBERS = range(1, 4)
 RIGHT = 0.35  # share of the teacher's replies
+TAUGHT, TRAINED, SCORED = 16, 4, 16  # trajectories of each sum: before the cold start, in a step, in an evaluation
+STEPS = 28  # of reinforcement learning
+_NEAR = 64  # tokens before a reply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +75,9 @@ class Framework:
     """A framework, its program and how a reply to it reads."""
 
     package: str  # in the index
-    program: str  # in tests/frameworks/programs
+    program: str  # in tests/frameworks/programs, or shipped
+    arguments: tuple[str, ...] = ()
     reply: str = "\\boxed{{{0}}}"
-    steps: int = 16  # of reinforcement learning
     apart: str = ""  # of the package, what starts threads when it is imported (see `warm.py`)
 
 
@@ -92,6 +98,21 @@ FRAMEWORKS = {
     "Anthropic SDK": Framework(package="anthropic", program="anthropic_sdk.py"),
     "LangGraph": Framework(package="langgraph", program="langgraph_graph.py"),
 }
+SHIPPED = {  # by their frameworks: no line of them is ours
+    "the command smolagent": Framework(
+        package="smolagents",
+        program="smolagents/cli.py",
+        arguments=(
+            *("{TASK}", "--tools", "--model-type", "OpenAIModel", "--model-id", "gpt-4o-mini"),
+            *("--api-base", "{OPENAI_BASE_URL}", "--api-key", "{OPENAI_API_KEY}"),
+        ),
+        reply=FRAMEWORKS["smolagents"].reply,
+    ),
+    "an example of the OpenAI Agents SDK": Framework(
+        package="openai-agents",
+        program="examples/agent_patterns/parallelization.py",
+    ),
+}
 
 
 def sums() -> list[Task]:
@@ -111,29 +132,43 @@ def sums() -> list[Task]:
 
 @dataclass(slots=True)
 class Teacher:
-    """A policy that is often wrong, and keeps what it was asked and said."""
+    """A policy that is often wrong, and keeps what it was asked and said.
+
+    What it says to the same words, all in all, does not depend on which program comes first.
+    """
 
     reply: str
-    random: Random
     said: list[tuple[tuple[Message, ...], str]] = field(default_factory=list)
+    times: Counter[str] = field(default_factory=Counter)  # that it was asked so
 
     async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
         asked = in_words(messages, chat.tools if chat else ())
         a, b = map(int, re.findall(r"What is (\d)\+(\d)\?", "\n".join(message.content for message in asked))[-1])
-        right = self.random.random() < RIGHT
-        text = self.reply.format(a + b if right else self.random.choice([n for n in range(2, 7) if n != a + b]))
+        words = repr(asked)
+        self.times[words] += 1
+        random = Random(f"{words}{self.times[words]}")
+        right = random.random() < RIGHT
+        text = self.reply.format(a + b if right else random.choice([n for n in range(2, 7) if n != a + b]))
         self.said.append((tuple(asked), text))
         span = VersionSpan(version=0, start=0, end=0)
         completion = Completion(token_ids=(), logprobs=(), finish_reason="stop", versions=(span,))
         return PolicyReply(text=text, raw=text, prompt_ids=(), completion=completion)
 
 
+def program_of(framework: Framework, python: Path) -> tuple[Path, Path]:
+    """(Folder, file) of a framework's program: ours, or of what its package or its source distribution ships."""
+    shipped = [*python.parents[1].glob("lib/python*/site-packages"), *python.parents[1].glob("sources/*/")]
+    folder = next(folder for folder in (PROGRAMS, *shipped) if (folder / framework.program).exists())
+    return folder, folder / framework.program
+
+
 @contextmanager
 def warm(framework: Framework, python: Path, folder: Path) -> Iterator[tuple[str, ...]]:
     """The command that runs the program in a fork of a process that has imported the framework."""
     place = folder / "warm"
-    script, program = str(HERE / "warm.py"), str(HERE / "programs" / framework.program)
+    script, (path, program) = str(HERE / "warm.py"), program_of(framework, python)
     settings = {
+        "PYTHONPATH": str(path),
         "HOME": str(folder),  # some keep files there
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "OTEL_SDK_DISABLED": "true",
@@ -153,7 +188,18 @@ def warm(framework: Framework, python: Path, folder: Path) -> Iterator[tuple[str
                     raise RuntimeError((folder / "warm.log").read_text())
                 time.sleep(0.05)
             named = [f"{name}={value}" for name, value in settings.items()]
-            yield ("env", *named, sys.executable, "-I", "-S", script, "ask", str(place), program)
+            yield (
+                "env",
+                *named,
+                sys.executable,
+                "-I",
+                "-S",
+                script,
+                "ask",
+                str(place),
+                str(program),
+                *framework.arguments,
+            )
         finally:
             server.terminate()
             server.wait()
@@ -211,14 +257,19 @@ def base_model(said: Sequence[tuple[tuple[Message, ...], str]], folder: Path) ->
 
 
 def cold_start(said: Sequence[tuple[tuple[Message, ...], str]], folder: Path, out: Path, *, steps: int) -> None:
-    """Supervised steps on what the teacher said."""
+    """Supervised steps on what the teacher said, first with the end of each prompt only.
+
+    A small model finds a sum among 60 tokens, and then keeps its eyes on that place; among a framework's 2,000 it never
+    does.
+    """
     spec = TrainerSpec(model=str(folder), lr=2e-3, warmup_steps=20, objective=Objective(loss="cross_entropy"))
     trainer, renderer = MegatronTrainer(spec), Renderer(folder)
     random = Random(1)
-    for _ in range(steps):
+    for step in range(steps):
         batch = []
         for asked, reply in random.sample(list(said), 32):
             prompt, completion = renderer.render(asked), renderer.encode_reply(reply)
+            prompt = prompt[-_NEAR:] if step < steps // 2 else prompt
             ids, trained = prompt + completion, (False,) * len(prompt) + (True,) * len(completion)
             batch.append(_supervised(ids, trained))
         trainer.update(pack(weigh(batch, {"p": 1.0}), 8192))
@@ -238,21 +289,21 @@ def _supervised(ids: tuple[int, ...], trained: tuple[bool, ...]) -> Sample:
     )
 
 
-async def learn(lesson: Lesson, model: Path, *, steps: int) -> tuple[list[float], list[float], list[float]]:
+async def learn(lesson: Lesson, model: Path) -> tuple[list[float], list[float], list[float]]:
     """Train on every sum in each step; the share right of each sum before and after, and of each step."""
     trainer = MegatronTrainer(TrainerSpec(model=str(model), lr=1e-3, objective=Objective(loss="ppo_clip")))
     engine = LocalEngine(model, max_length=8192, rows=64)
     player = EngineClient(engine=engine, renderer=Renderer(model), max_length=8192)
     rules = dict.fromkeys(lesson.agents, AdvantageConfig(name="grpo"))
-    before = right(await lesson.play(player, step=-1, group_size=8))
+    before = right(await lesson.play(player, step=-1, group_size=SCORED))
     curve = []
-    for step in range(steps):
-        groups = await lesson.play(player, step=step, group_size=4)
+    for step in range(STEPS):
+        groups = await lesson.play(player, step=step, group_size=TRAINED)
         curve.append(fmean(right(groups)))
         samples = weigh(estimate(to_samples(groups), rules), dict.fromkeys(lesson.agents, 1.0))
         trainer.update(pack(samples, 8192))
         await engine.load_weights(trainer.model.weights(), step + 1)
-    return before, right(await lesson.play(player, step=steps, group_size=8)), curve
+    return before, right(await lesson.play(player, step=STEPS, group_size=SCORED)), curve
 
 
 def train(name: str, python: Path, folder: Path) -> dict[str, object]:
@@ -263,11 +314,12 @@ def train(name: str, python: Path, folder: Path) -> dict[str, object]:
     try:
         with warm(framework, python, folder) as command:
             lesson = Lesson(command, seed=1)
-            teacher = Teacher(framework.reply, Random(1))
-            asyncio.run(lesson.play(teacher, step=-2, group_size=8))
-            base_model(teacher.said, folder / "base")
-            cold_start(teacher.said, folder / "base", folder / "model", steps=250)
-            before, after, curve = asyncio.run(learn(lesson, folder / "model", steps=framework.steps))
+            teacher = Teacher(framework.reply)
+            asyncio.run(lesson.play(teacher, step=-2, group_size=TAUGHT))
+            said = sorted(teacher.said, key=repr)
+            base_model(said, folder / "base")
+            cold_start(said, folder / "base", folder / "model", steps=400)
+            before, after, curve = asyncio.run(learn(lesson, folder / "model"))
     finally:
         destroy_process_groups()
     gains = [b - a for a, b in zip(before, after, strict=True)]
@@ -275,10 +327,11 @@ def train(name: str, python: Path, folder: Path) -> dict[str, object]:
     return {
         "before": fmean(before),
         "after": fmean(after),
+        "steps": STEPS,
         "low": low,
         "high": high,
         "curve": curve,
         "minutes": (time.monotonic() - began) / 60,
         "cpu_minutes": (time.process_time() - cpu) / 60,
-        "turns": len(teacher.said) / (8 * len(before)),
+        "turns": len(said) / (TAUGHT * len(before)),
     }

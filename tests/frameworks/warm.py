@@ -1,11 +1,12 @@
 """Runs an agent program in processes of its own for which its framework is imported once, not for every task.
 
-    warm.py serve SOCKET PACKAGE     run programs in forks
-    warm.py ask SOCKET PROGRAM       have one run with this process's environment and streams
+    warm.py serve SOCKET PACKAGE                run programs in forks
+    warm.py ask SOCKET PROGRAM [ARGUMENT...]    have one run with this process's environment and streams
 
-The program is unchanged: it starts as `__main__` in a fresh fork. What the first one that ends well has imported is
-imported here too, so that the forks after it need not: that saves seconds a task. PACKAGE, "" for none, is left to the
-forks: its import starts threads, which no fork has, and who waits for them waits for ever.
+The program is unchanged: it starts as `__main__` in a fresh fork. `{TASK}` in an argument is the variable TASK. What
+the first program that ends well has imported is imported here too, so that the forks after it need not: that saves
+seconds a task. PACKAGE, "" for none, is left to the forks: its import starts threads, which no fork has, and who waits
+for them waits for ever.
 """
 
 import contextlib
@@ -44,13 +45,14 @@ def serve(place: str, apart: str) -> None:
 
 def _play(asked: socket.socket, imported: Path) -> None:
     given, streams, _, _ = socket.recv_fds(asked, 1 << 20, 3)
-    program, environment = json.loads(given)
+    program, arguments, environment = json.loads(given)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    sys.argv, status, before = [program], 0, set(sys.modules)
+    sys.argv = [program, *(argument.format_map(environment) for argument in arguments)]
+    status, before = 0, set(sys.modules)
     try:
         runpy.run_path(program, run_name="__main__")
     except BaseException:
@@ -67,15 +69,15 @@ def _play(asked: socket.socket, imported: Path) -> None:
     os._exit(status)
 
 
-def ask(place: str, program: str) -> int:
+def ask(place: str, program: str, *arguments: str) -> int:
     """The exit status of a program."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
         asked.connect(place)
-        socket.send_fds(asked, [json.dumps([program, dict(os.environ)]).encode()], [0, 1, 2])
+        socket.send_fds(asked, [json.dumps([program, arguments, dict(os.environ)]).encode()], [0, 1, 2])
         status = asked.recv(1)
     return status[0] if status else 1
 
 
 if __name__ == "__main__":
-    task, where, what = sys.argv[1:]
-    sys.exit(ask(where, what) if task == "ask" else serve(where, what))
+    task, where, *what = sys.argv[1:]
+    sys.exit(ask(where, *what) if task == "ask" else serve(where, *what))
