@@ -47,7 +47,9 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
     """Whether an answer is the truth: as normalised text, as integers, or as mathematics.
 
     A given answer that cannot be understood, or that asks for too much before it is read, is different. Undecided is
-    what the truth itself makes too much, and what ran into a limit of the comparing process.
+    what the truth itself makes too much, and what ran into a limit of the comparing process. Four rules are stricter
+    than math-verify: every side of an equation that is a number has to be the truth; of two units of length, mass, time
+    or angle both are the same; a set is no tuple; a decimal is an exact truth only if 15 digits of it are.
 
     Raises:
         ComparerError: the process that compares mathematics cannot be started.
@@ -62,7 +64,40 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(truth):
         same = int(given.replace(",", "")) == int(truth.replace(",", ""))
         return AnswerComparison.EQUAL if same else AnswerComparison.DIFFERENT
+    if _unit(given) != _unit(truth) and _unit(given) and _unit(truth):
+        return AnswerComparison.DIFFERENT
+    if given.startswith("\\{") and _TUPLE.fullmatch(truth):
+        return AnswerComparison.DIFFERENT
+    if "=" not in truth:
+        for side in _EQUATION.split(given)[:-1]:
+            number = any(map(str.isdigit, side)) and not any(map(str.isalpha, _COMMAND.sub("", side)))
+            if number and (found := compare_answers(side, truth)) is not AnswerComparison.EQUAL:
+                return found
     return _COMPARER.compare(given, truth)
+
+
+_EQUATION = re.compile(r"(?<![<>!:])=")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_TUPLE = re.compile(r"\(.*,.*\)")
+_UNITS = {
+    name: names[0]
+    for names in (
+        *(("mm", "millimeter"), ("cm", "centimeter"), ("m", "meter"), ("km", "kilometer"), ("in", "inch", "inche")),
+        *(("ft", "foot", "feet"), ("yd", "yard"), ("mi", "mile"), ("mg", "milligram"), ("g", "gram")),
+        *(("kg", "kilogram"), ("s", "sec", "second"), ("min", "minute"), ("h", "hr", "hour"), ("day",), ("week",)),
+        *(("degree", "deg"), ("rad", "radian")),
+    )
+    for name in names
+}
+_UNIT = re.compile(r"(?:\\(?:text|textrm|mathrm|mbox)\{([a-zA-Z]+)\}|(?<=\d)([a-zA-Z]+))$")
+
+
+def _unit(normalised: str) -> str:
+    """The unit that an answer ends with, "" without one that is known."""
+    if end := _UNIT.search(normalised):
+        word = (end[1] or end[2]).lower().replace("metre", "meter")
+        return _UNITS.get(word) or _UNITS.get(word.removesuffix("s"), "")
+    return ""
 
 
 class MathEnv(CalculatingEnv):

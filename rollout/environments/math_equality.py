@@ -121,7 +121,9 @@ def _serve(limit_s: int) -> None:
         given, truth = json.loads(line)
         try:
             guess, gold = (parse(_in_dollars(text), parsing_timeout=None) for text in (given, truth))
-            equal = bool(guess and gold) and verify(gold, guess, allow_set_relation_comp=True, timeout_seconds=None)
+            digits = 6 if "." in truth else 15  # a decimal is an exact truth only if so many of its digits are
+            options = {"float_rounding": digits, "allow_set_relation_comp": True, "timeout_seconds": None}
+            equal = bool(guess and gold) and verify(gold, guess, **options)
             verdict = AnswerComparison.EQUAL if equal else AnswerComparison.DIFFERENT
         except Exception:  # sympy raises anything at all on text that is no mathematics, and then it equals nothing
             verdict = AnswerComparison.DIFFERENT
