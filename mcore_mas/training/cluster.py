@@ -49,10 +49,13 @@ class Node:
 
 
 @contextmanager
-def running_ray(cpus: int, object_store_mb: int, *, keep_pages: bool = False) -> Iterator[None]:
+def running_ray(
+    cpus: int, object_store_mb: int, *, keep_pages: bool = False, logs: Path | None = None
+) -> Iterator[None]:
     """A Ray of this run's own, without a dashboard, for the block; it ends with this process.
 
     Args:
+        logs: folder that becomes what its processes have logged, unless all goes well.
         keep_pages: its processes keep the memory that they free, unless this process's environment says otherwise.
     """
     import ray
@@ -73,7 +76,7 @@ def running_ray(cpus: int, object_store_mb: int, *, keep_pages: bool = False) ->
     token = Path.home() / ".ray" / "auth_token"
     if token.is_file() and token.stat().st_uid == os.getuid():
         token.chmod(0o600)
-    with reaped(session):
+    with reaped(session, logs):
         try:
             yield
         finally:

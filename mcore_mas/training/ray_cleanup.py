@@ -1,8 +1,9 @@
-"""Cleanup after a killed run: what is left of its own Ray (`python -m mcore_mas.training.ray_cleanup DIR`)."""
+"""Cleanup after a killed run: what is left of its own Ray (`python -m mcore_mas.training.ray_cleanup DIR [LOGS]`)."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,24 +12,28 @@ from pathlib import Path
 
 import psutil
 
-_BYE = b"bye"
+_WELL, _BADLY = b"well", b"badly"
 
 
 @contextmanager
-def reaped(session: Path) -> Iterator[None]:
-    """See to it that a Ray ends with this process, even when this process is killed.
+def reaped(session: Path, logs: Path | None) -> Iterator[None]:
+    """See to it that a Ray ends with this process, even when this process is killed, and takes its folder along.
 
     Ray's agents survive a killed driver. A small process of ours waits for our end of a pipe to close, and then ends
-    all that still write to the logs of `session`. Where we were killed it says so, because we could not.
+    all that still write to the logs of `session`. Where we were killed it says so, because we could not. Unless all went
+    well it moves those logs to `logs`.
     """
-    command = [sys.executable, "-m", "mcore_mas.training.ray_cleanup", str(session)]
+    command = [sys.executable, "-m", "mcore_mas.training.ray_cleanup", str(session), *([str(logs)] if logs else [])]
     reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert reaper.stdin is not None
+    ended = _BADLY
     try:
         yield
+        ended = _WELL
     finally:
-        assert reaper.stdin is not None
-        reaper.stdin.write(_BYE)
-        reaper.stdin.close()
+        with suppress(BrokenPipeError):  # somebody has killed it
+            reaper.stdin.write(ended)
+            reaper.stdin.close()
         reaper.wait()
 
 
@@ -41,8 +46,24 @@ def sweep(session: Path) -> None:
                 process.kill()
 
 
+def tidy(session: Path, logs: Path | None, *, keep: bool) -> None:
+    """Remove what a Ray that has ended leaves in its folder; what it logged becomes `logs`, if that is to be kept."""
+    if logs:
+        shutil.rmtree(logs, ignore_errors=True)
+        with suppress(OSError):
+            if keep:
+                shutil.move(session / "logs", logs)
+    shutil.rmtree(session, ignore_errors=True)
+    with suppress(OSError):  # another Ray's
+        if not (latest := session.parent / "session_latest").exists():
+            latest.unlink()
+        session.parent.rmdir()
+
+
 if __name__ == "__main__":
-    killed = sys.stdin.buffer.read() != _BYE  # it returns when the process that started us has ended, however it ended
-    sweep(Path(sys.argv[1]).resolve())
-    if killed:
+    ended = sys.stdin.buffer.read()  # returns when the process that started us has ended, however it ended
+    own, *logged = (Path(argument).resolve() for argument in sys.argv[1:])
+    sweep(own)
+    if not ended:
         print("error: the training process was killed (SIGKILL; was there memory left?)", file=sys.stderr)
+    tidy(own, *logged or (None,), keep=ended != _WELL)

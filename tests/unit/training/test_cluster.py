@@ -11,6 +11,7 @@ import pytest
 
 from mcore_mas.rollout.base.processes import free_port
 from mcore_mas.training.cluster import KEEP_PAGES, ClusterError, joined_ray
+from mcore_mas.training.ray_cleanup import tidy
 
 _SCRIPT = """
 import json, os, resource
@@ -49,3 +50,24 @@ def test_an_address_where_no_ray_answers_is_told_at_once(tmp_path: Path) -> None
         assert why in str(caught.value)
         assert "\n" not in str(caught.value)
         assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_ray_that_has_ended_leaves_nothing_but_its_logs_where_they_are_wanted(tmp_path: Path, keep: bool) -> None:
+    session, logs = tmp_path / "ray" / "session_1", tmp_path / "run" / "ray"
+    for folder in (session / "logs", session / "sockets", logs):
+        folder.mkdir(parents=True)
+    (session / "logs" / "worker.err").write_text("out of memory")
+    (logs / "of_before").touch()
+    (tmp_path / "ray" / "session_latest").symlink_to(session)
+    tidy(session, logs, keep=keep)
+    left = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))]
+    assert left == ["run", *(["run/ray", "run/ray/worker.err"] if keep else [])]
+
+
+def test_another_rays_folder_stays(tmp_path: Path) -> None:
+    for name in ("session_1", "session_2"):
+        (tmp_path / name / "logs").mkdir(parents=True)
+    (tmp_path / "session_latest").symlink_to(tmp_path / "session_2")
+    tidy(tmp_path / "session_1", None, keep=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["session_2", "session_latest"]
