@@ -65,6 +65,13 @@ test-package: $(STAMP) ## build the package, check it, and use it in an empty en
 test-gateway: $(STAMP) ## play a thousand random agent programs: every sampled token accounted for, never a 5xx
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.gateway_fuzz 1000
 
+chaos: $(STAMP) ## kill, stop, starve and deceive runs, at every write boundary and at random; writes docs/reliability.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.slope
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.chaos --out results/chaos.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --junitxml results/chaos.xml $$($(BIN)/python -m tests.faults.page --list)
+	$(BIN)/python -m tests.faults.page results/chaos.xml results/chaos.json
+
 test-nodes: $(STAMP) ## run trainings on several nodes, network namespaces of this machine (as root)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nodes tests/workflow/test_nodes.py
 

@@ -20,8 +20,8 @@ def reaped(session: Path, logs: Path | None) -> Iterator[None]:
     """See to it that a Ray ends with this process, even when this process is killed, and takes its folder along.
 
     Ray's agents survive a killed driver. A small process of ours waits for our end of a pipe to close, and then ends
-    all that still write to the logs of `session`. Where we were killed it says so, because we could not. Unless all went
-    well it moves those logs to `logs`.
+    all that still write to the logs of `session`, which it moves to `logs` unless all went well. Where we were killed
+    it says so, because we could not.
     """
     command = [sys.executable, "-m", "mcore_mas.training.ray_cleanup", str(session), *([str(logs)] if logs else [])]
     reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

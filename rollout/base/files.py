@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -35,10 +34,10 @@ class FolderError(RuntimeError):
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`: what is written there becomes `path` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    mine = f"{socket.gethostname()}-"
-    temporary = path.with_name(f".{path.name}.{mine}{os.getpid()}.partial")
-    for left in path.parent.glob(f".{glob.escape(path.name)}.{mine}*.partial"):  # by processes that were killed
-        owner = left.name.removesuffix(".partial").rpartition("-")[2]
+    mine = f".{path.name}.{socket.gethostname()}-"
+    temporary = path.with_name(f"{mine}{os.getpid()}.partial")
+    for left in path.parent.glob(".*.partial"):  # of this path, by processes that were killed
+        owner = left.name.removeprefix(mine).removesuffix(".partial")
         if owner.isdecimal() and not psutil.pid_exists(int(owner)):
             left.unlink(missing_ok=True)
     try:

@@ -103,6 +103,9 @@ class HereGroup(Group):
     async def ready(self) -> None:
         pass
 
+    async def update(self, microbatches: Sequence[Microbatch], at: int | None = None) -> dict[str, float]:
+        return self.trainer.update(microbatches, at)  # and nothing is kept
+
     async def save(self, folder: Path) -> None:
         self.trainer.save(folder)
 

@@ -10,20 +10,20 @@ from mcore_mas.pipeline.base_model import make_base_model
 from mcore_mas.pipeline.prepare import prepare_tasks
 
 
-def make_run(results: Path, *overrides: str) -> Path:
-    """The math team on a random model of one layer, two tasks and two trajectories a step."""
-    folder = results / "demo_math"
+def make_run(results: Path, *overrides: str, experiment: str = "demo_math") -> Path:
+    """A demo's team on a random model of one layer, two tasks and two trajectories a step."""
+    folder = results / experiment
+    policies = ("solver", "verifier") if experiment == "demo_math" else ("shared",)
     settings = [
         f"results={results}",
         "data.train=12",
         "data.test=6",
         "trainer.tasks_per_step=2",
         "trainer.group_size=2",
-        f"policies.solver.model={folder / 'base'}",
-        f"policies.verifier.model={folder / 'base'}",
+        *(f"policies.{policy}.model={folder / 'base'}" for policy in policies),
         "cold_start.base.layers=1",
     ]
-    values = resolve(["experiment=demo_math", *settings, *overrides])
+    values = resolve([f"experiment={experiment}", *settings, *overrides])
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     prepare_tasks(folder / "config.yaml", folder / "tasks")

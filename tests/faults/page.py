@@ -1,0 +1,85 @@
+"""docs/reliability.md from docs/reliability.yaml and from what the last `make chaos` has found.
+
+`python -m tests.faults.page [JUNIT.xml] [CHAOS.json]`: takes over the results in these files, and writes the page.
+With `--list` it prints the tests that the table names.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE, ROWS, RESULTS = DOCS / "reliability.md", DOCS / "reliability.yaml", DOCS / "reliability.json"
+BEGIN, END = "<!-- begin faults -->", "<!-- end faults -->"
+
+
+def read(paths: list[str]) -> dict[str, Any]:
+    """Results by test and by fault of the chaos: what came of it, and after how many seconds."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    for path in paths:
+        if path.endswith(".json"):
+            found["chaos"] = json.loads(Path(path).read_text(encoding="utf-8"))
+            continue
+        for case in ElementTree.parse(path).iter("testcase"):
+            name = f"{str(case.get('classname')).replace('.', '/')}.py::{str(case.get('name')).partition('[')[0]}"
+            bad = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
+            before = found["tests"].get(name, {}) if case.get("name", "").count("[") else {}
+            took = round(float(case.get("time", 0)) + before.get("s", 0.0), 1)
+            found["tests"][name] = {"result": bad[0] if bad else before.get("result", "passed"), "s": took}
+    return found
+
+
+def render(rows: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Any]) -> str:
+    """The table of faults."""
+    lines = ["| fault | expected | test | result | seconds |", "|---|---|---|---|---|"]
+    for section, faults in rows.items():
+        lines.append(f"| **{section}** | | | | |")
+        for row in faults:
+            names = [f"`{test}`" for test in row.get("tests", ())]
+            names += [f"chaos: {', '.join(row['chaos'])}"] if "chaos" in row else []
+            names += [f"not tested: {row['untested']}"] if "untested" in row else []
+            outcome, seconds = zip(*_results(row, results), strict=True)
+            shown = "; ".join(dict.fromkeys(outcome))
+            most = [f"{max(s for s in seconds if s is not None):.1f}"] if any(s is not None for s in seconds) else [""]
+            lines.append(f"| {row['fault']} | {row['expected']} | {', '.join(names)} | {shown} | {most[0]} |")
+    return "\n".join(lines)
+
+
+def _results(row: Mapping[str, Any], results: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    """What came of a row's tests, and seconds: of a test all it took, of the chaos until the run went on."""
+    for test in row.get("tests", ()):
+        found = results["tests"].get(test, {"result": "not run", "s": None})
+        yield found["result"], found["s"]
+    for fault in row.get("chaos", ()):
+        recovered = results["chaos"].get("recovered_s", {})
+        times = [s for own in recovered.values() for s in own] if fault == "all" else recovered.get(fault, [])
+        yield ("same bits" if times else "not run"), max(times, default=None)
+    if "untested" in row:
+        yield "", None
+
+
+def page() -> str:
+    """The page as it should be."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    rows, results = yaml.safe_load(ROWS.read_text(encoding="utf-8")), json.loads(RESULTS.read_text(encoding="utf-8"))
+    return f"{before}{BEGIN}\n{render(rows, results)}\n{END}{rest.partition(END)[2]}"
+
+
+def tests() -> list[str]:
+    """The tests that the table names."""
+    rows = yaml.safe_load(ROWS.read_text(encoding="utf-8"))
+    return list(dict.fromkeys(test for faults in rows.values() for row in faults for test in row.get("tests", ())))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--list"]:
+        sys.exit(print(*tests()))
+    RESULTS.write_text(json.dumps(read(sys.argv[1:]), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")

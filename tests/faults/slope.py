@@ -1,0 +1,55 @@
+"""Memory of a long training: 300 steps in one process, in which rank, engine and controller are; its slope is bounded.
+
+`python -m tests.faults.slope [STEPS]`. The first third warms up; of the rest the lowest of every ten steps counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from mcore_mas.training import train
+from mcore_mas.training.metrics import StepMetrics
+from tests.faults.forked import run_folder
+from tests.support.in_process import training_here
+
+WINDOW = 10
+ALLOWED_KIB = 12.0  # a step: 7 were measured, nothing of Python's; 10,000 steps are 70 MiB
+
+
+def main(steps: int) -> None:
+    """Raises AssertionError if memory grows."""
+    resident: list[int] = []
+
+    async def seen(number: int, metrics: StepMetrics) -> bool:
+        if number % WINDOW == 0:  # what is free and kept for later is not held
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+        resident.append(psutil.Process().memory_info().rss)
+        return True
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        config = run_folder(Path(folder)) / "config.yaml"
+        values = yaml.safe_load(config.read_text())
+        values["trainer"] |= {"steps": steps, "checkpoint_every": 10, "validate_every": 50}
+        config.write_text(yaml.safe_dump(values))
+        with training_here(patch):
+            train.train(config, after_step=seen)
+    kept = np.array(resident[steps // 3 :]) / 1024
+    lowest = kept[: len(kept) // WINDOW * WINDOW].reshape(-1, WINDOW).min(axis=1)
+    slope = float(np.polyfit(np.arange(len(lowest)) * WINDOW, lowest, 1)[0])
+    mib = (lowest / 1024).round(1).tolist()
+    print(f"{steps} steps: {slope:+.2f} KiB a step; MiB, the lowest of every {WINDOW}: {mib}")
+    assert abs(slope) <= ALLOWED_KIB
+
+
+if __name__ == "__main__":
+    main(int(*sys.argv[1:] or ["300"]))
