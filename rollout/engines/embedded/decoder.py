@@ -193,10 +193,10 @@ class CachedDecoder:
         normed = self._norm(x, layer.post_norm)
         if layer.router is not None:
             return self._add_experts(layer, layer.router, x, normed)
-        gate_up = F.linear(normed, layer.gate_up)
+        gate_up = _by_columns(normed, layer.gate_up)
         add("gate_up", normed, gate_up)
         wide = _gated(gate_up)
-        x = torch.addmm(x, wide, layer.down.t())
+        x.add_(_by_columns(wide, layer.down))
         add("down", wide, x)
         return x
 
@@ -212,7 +212,8 @@ class CachedDecoder:
         for expert, places in enumerate(order.split(sizes)):
             if len(places):
                 tokens = places // experts.per_token
-                out = F.linear(_gated(F.linear(normed[tokens], layer.gate_up[expert])), layer.down[expert])
+                wide = _gated(_by_columns(normed[tokens], layer.gate_up[expert]))
+                out = _by_columns(wide, layer.down[expert])
                 x.index_add_(0, tokens, out.mul_(shares.flatten()[places, None]))
         return x
 
@@ -221,6 +222,11 @@ class CachedDecoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         return F.linear(self._norm(x, self._active.norm), self._active.head)
+
+
+def _by_columns(x: Tensor, weight: Tensor) -> Tensor:
+    """x weightᵀ [N, rows] of x [N, inputs], column after column: MKL takes up to a quarter less so for 32 rows."""
+    return (weight @ x.t()).t()
 
 
 def _gated(gate_up: Tensor) -> Tensor:
