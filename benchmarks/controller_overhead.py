@@ -11,12 +11,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from mcore_mas.rollout.engines import EngineClient
 from mcore_mas.rollout.environments.protocol import Step
 from mcore_mas.rollout.orchestras.sequential import solver_verifier
-from mcore_mas.rollout.records.trajectory import Sampling, Task
+from mcore_mas.rollout.records.trajectory import Completion, Sampling, Task, VersionSpan
 from mcore_mas.rollout.teams.collect import CollectOptions, collect
 from mcore_mas.rollout.teams.roles import ROLES, Agent
 from mcore_mas.rollout.teams.team import Team
 from mcore_mas.rollout.teams.tree import Branching
-from tests.support.scripted_engine import ScriptedEngine
 
 TASKS, GROUP, LOOPS, REPEATS, GOAL = 64, 8, 4, 5, 10_000
 TREE = Branching(width=4)
@@ -33,6 +32,21 @@ class Constant:
 
     def decode(self, token_ids: object) -> str:
         return TEXT
+
+
+class Instant:
+    """An engine that costs nothing either."""
+
+    version = 0
+    reply = Completion(
+        token_ids=REPLY,
+        logprobs=(0.0,) * len(REPLY),
+        finish_reason="stop",
+        versions=(VersionSpan(version=0, start=0, end=len(REPLY)),),
+    )
+
+    async def generate(self, prompt_ids: object, sampling: object) -> Completion:
+        return self.reply
 
 
 class Yes:
@@ -57,7 +71,7 @@ def turns_per_second(repeat: int, tree: Branching | None = None) -> float:
     agents = {
         name: Agent(name=name, role=ROLES[name], policy="p", sampling=sampling) for name in ("solver", "verifier")
     }
-    team = Team(agents, {"p": EngineClient(engine=ScriptedEngine({PROMPT: REPLY}), renderer=Constant())})
+    team = Team(agents, {"p": EngineClient(engine=Instant(), renderer=Constant())})
     tasks = [
         Task(id=str(n), prompt=f"{n}: {TEXT}", answers=("1",), env="yes", source="s", split="train")
         for n in range(TASKS)

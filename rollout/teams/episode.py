@@ -16,7 +16,7 @@ from mcore_mas.rollout.base.task_group import Late, LateTool, Wait, within
 from mcore_mas.rollout.environments.protocol import Case, Env, Living, Stateful, Step, ToolCall
 from mcore_mas.rollout.environments.tools import Tool
 from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Turn
-from mcore_mas.rollout.teams.team import Call, TeamSession, blamed
+from mcore_mas.rollout.teams.team import Blamed, Call, TeamSession
 
 Orchestra = Callable[[Task, TeamSession, Env], Awaitable[None]]
 _T = TypeVar("_T")
@@ -41,7 +41,9 @@ class Episode:
         self._events: list[ToolEvent] = []
         self._task = task
         self._env = env
-        self._stateful = env if isinstance(env, Stateful) else None  # asked once: of a protocol that takes long
+        # asked once: of a protocol that takes long
+        self._stateful = env if isinstance(env, Stateful) else None
+        self._living = env if isinstance(env, Living) else None
         self._orchestra = orchestra
         self._tool_s = tool_s
 
@@ -53,10 +55,10 @@ class Episode:
         """
         opened = AsyncExitStack()
         try:
-            if isinstance(self._env, Living):
-                await self._use("open", self._env.open, self._task)
+            if self._living is not None:
+                await self._use("open", self._living.open, self._task)
             await self._open_tools(opened)
-            with blamed("orchestra"):
+            with Blamed("orchestra"):
                 await self._orchestra(self._task, self.seat, self)
             if self.outcome is None:
                 self.error = "the orchestra ended without a step in the environment"
@@ -67,8 +69,8 @@ class Episode:
                 await self.seat.close()
             finally:
                 await self._let_go("tools", opened.aclose)
-                if isinstance(self._env, Living):
-                    await self._let_go(f"{self._task.env}.close", self._env.close)
+                if self._living is not None:
+                    await self._let_go(f"{self._task.env}.close", self._living.close)
 
     async def _open_tools(self, opened: AsyncExitStack) -> None:
         """Open every agent's tools, each with this episode as its environment where it takes one."""
@@ -82,7 +84,7 @@ class Episode:
         self.seat.run_tool = self.run_tool
 
     async def run_tool(self, name: str, call: Callable[[], Awaitable[ToolCall]], turn: int, noted: bool) -> ToolCall:
-        """Make a tool call of a turn (see `ToolRunner`): timed, blamed on its tool, and written down."""
+        """Make a tool call of a turn (see `ToolRunner`): timed, Blamed on its tool, and written down."""
         if noted:
             return await call()  # a step of this episode, which does all that
         began = time.time()
@@ -102,7 +104,7 @@ class Episode:
                 self._fail(failure)
 
     def reset(self, task: Task) -> str:
-        with blamed(f"{self._task.env}.reset"):
+        with Blamed(f"{self._task.env}.reset"):
             problem = self._env.reset(task)
         self._stand()
         return problem
@@ -124,7 +126,7 @@ class Episode:
     def _stand(self) -> None:
         """Tell the session in which state the coming turns are."""
         if self._stateful is not None:
-            with blamed(f"{self._task.env}.state"):
+            with Blamed(f"{self._task.env}.state"):
                 self.seat.state = self._stateful.state()
 
     async def preview(self, action: str) -> Step:
@@ -174,7 +176,7 @@ class Episode:
 
     async def _timed(self, tool: str, call: Callable[..., Awaitable[_T]], *arguments: object) -> _T:
         try:
-            with blamed(tool):
+            with Blamed(tool):
                 return await within(self._tool_s, call(*arguments))
         except Late as late:
             raise LateTool(f"{tool}: {late}", f"tool/{tool}") from None

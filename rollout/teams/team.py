@@ -23,15 +23,20 @@ from mcore_mas.rollout.teams.roles import Agent, AgentReply
 TurnReply = tuple[Turn, AgentReply]  # what is written down, and what the orchestra gets
 
 
-@contextmanager
-def blamed(what: str) -> Iterator[None]:
+class Blamed:  # made of a generator it would take several times longer, three times a turn
     """Anything but a failure that is expected is a Defect of `what`: it fails one trajectory, not the run."""
-    try:
-        yield
-    except (EngineError, EnvError, Late, Unusable):
-        raise
-    except Exception as error:
-        raise Defect(f"{what}: {type(error).__name__}: {error}") from error
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (EngineError, EnvError, Late, Unusable)):
+            raise Defect(f"{self._what}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,8 @@ class Team:
 
     def resampled(self, **sampling: float) -> Team:
         """The same team with fields of every agent's `Sampling` replaced; a temperature of 0 is greedy."""
+        if not sampling:
+            return self
         agents = {
             name: replace(agent, sampling=replace(agent.sampling, **sampling))  # type: ignore[arg-type]
             for name, agent in self.agents.items()
@@ -82,7 +89,7 @@ class TeamSession:
         self.state = ""  # of the environment, where it names one
         self.leaf = ""  # node at which a tree of the orchestra's own ended
         self._team = team
-        self._place = place
+        self._place, self._session = place, "/".join(map(str, place))
         self.tools: dict[str, Sequence[Tool]] = {}  # by agent, those that are open for this trajectory
         self.run_tool: ToolRunner = _run_tool  # an episode times calls and writes them down
         self._chats: dict[str, int] = {}  # by agent, how many it has
@@ -259,13 +266,13 @@ class TeamSession:
         branch = (node,) if node.strip("0.") else ()
         seed = derive_seed(*self._place, agent.name, call.index, *branch)
         started = time.time()
-        sampling = replace(agent.sampling, seed=seed, session="/".join(map(str, self._place)))
+        sampling = replace(agent.sampling, seed=seed, session=self._session)
         try:
-            with blamed(f"policy {agent.policy}"):
+            with Blamed(f"policy {agent.policy}"):
                 said = await self._team.players[agent.policy].say(call.messages, sampling, call.chat)
         except LateCall as late:
             raise LateCall(f"{call}: {late}", f"agent/{agent.name}") from None
-        with blamed(f"parser of role {agent.role.name}"):
+        with Blamed(f"parser of role {agent.role.name}"):
             reply = _heard(call, said)
         return _turn(call, said, reply, node=node, seed=seed, started_s=started), reply
 
