@@ -173,7 +173,8 @@ def test_suites_run_side_by_side_where_no_run_is_in_both(tmp_path: Path) -> None
     assert (first.result().returncode, other.returncode) == (0, 0), first.result().stderr + other.stderr
     assert "error: results/demo_math: in use by process" in again.stderr
     made = [path.relative_to(tmp_path / "results").as_posix() for path in (tmp_path / "results").glob("*s/*.html")]
-    assert sorted(made) == ["reports/first.html", "reports/other.html", "tables/first.html", "tables/other.html"]
+    pages = ("reports/{}.html", "tables/{}.html", "tables/{}.runs.html")
+    assert sorted(made) == sorted(page.format(suite) for page in pages for suite in ("first", "other"))
 
 
 FAILING = """from mcore_mas.training.joblog import logged

@@ -190,7 +190,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
         ("+data.format=dapo", "data.format is dapo, which files have; leave it or data.generator out"),
         (
             "data.train=[{path: x.json, limt: 5}]",
-            "data.train: a data file has no option 'limt'; its options: path, format",
+            "data.train: a data file has no option 'limt'; its options: path, subset, split, columns, format",
         ),
         (
             "+policies.solver.lora={rank: 4, alpha: 8, targets: [q, w]}",
