@@ -161,7 +161,7 @@ def test_a_checksum_is_xxh3_of_shape_and_bytes() -> None:
 def test_shared_weights_are_checked_while_the_next_ones_are_written(tmp_path: Path) -> None:
     make_model(0).save_pretrained(tmp_path)
     weights = dict(read_tensors(tmp_path))
-    shape = read_architecture(tmp_path, dense=True)
+    shape = read_architecture(tmp_path)
     place = memory_path()
     try:
         shared = SharedWeights(place, shape, create=True)
@@ -514,7 +514,7 @@ def decoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_shared_weights_are_written_where_they_are_used(decoder_folder: Path) -> None:
-    shape = read_architecture(decoder_folder, dense=True)
+    shape = read_architecture(decoder_folder)
     place = memory_path()
     try:
         engine = SharedWeights(place, shape, create=True)
