@@ -26,6 +26,7 @@ from mcore_mas.rollout.records.trajectory import Group, Status, Task, Turn, deri
 from mcore_mas.rollout.rewards.allocation import judge_undecided
 from mcore_mas.rollout.teams.collect import CollectOptions, Collector, collect
 from mcore_mas.rollout.teams.episode import Orchestra
+from mcore_mas.rollout.teams.journal import CollectionJournal, Lineage, Recording
 from mcore_mas.rollout.teams.team import Team
 from mcore_mas.training.measure import Scoreboard, measure
 from mcore_mas.training.metrics import StepMetrics
@@ -61,6 +62,8 @@ class AsyncRollouts:
     remotes: Mapping[str, RemoteClient] = field(default_factory=dict)  # by policy without a model
     coach: Coach | None = None  # who scores turns before rewards are allocated
     watchdog: Watchdog | None = None  # sees everything that is played
+    lineage: Lineage = field(default_factory=dict)  # of the weights so far, with that of the first
+    _journals: dict[int, CollectionJournal] = field(default_factory=dict, init=False)  # by step
     _under_way: dict[int, asyncio.Task[RolloutBatch]] = field(default_factory=dict, init=False)  # by step
 
     async def take(self, step: int) -> RolloutBatch:
@@ -71,10 +74,12 @@ class AsyncRollouts:
         """
         steps = range(step, self.config.trainer.steps)
         for later in takewhile(lambda later: self.config.may_collect(later, step), steps):
-            if later not in self._under_way:
+            # what was played by newer weights before a death goes on when they are there again
+            if later not in self._under_way and (later == step or self._journal(later).newest <= step):
                 self._under_way[later] = asyncio.create_task(self.collect_batch(later))
         batch = await self._under_way[step]
         del self._under_way[step]
+        self.lineage[step + 1] = self._journals.pop(step).lineage_after(self.lineage.get(step, ""))
         return batch
 
     async def __aenter__(self) -> AsyncRollouts:
@@ -120,17 +125,26 @@ class AsyncRollouts:
         tasks: list[str] = []
         batches = 0
         began = asyncio.get_running_loop().time()
+        file, journal = self.folder / f"step_{step:06d}.parquet", self._journal(step)
+        whole, complete, before = journal.batches(file)
         for batch in self._batches(step, began):
             batches += 1
-            played = await self._rewarded(step, batch, began)
+            if batches <= whole:
+                played = [Group(task=task, trajectories=tuple(before[task.id])) for task in batch]
+            else:
+                played = await self._rewarded(step, batch, began)
             groups += played
-            write_trajectories(self.folder / f"step_{step:06d}.parquet", (t for g in groups for t in g.trajectories))
+            if batches > whole:
+                write_trajectories(file, (t for g in groups for t in g.trajectories))
             self._check_progress(step, groups)
             fresh = to_samples(played)
             samples += keep(fresh, wanted) if wanted else fresh
             tasks = list(dict.fromkeys(sample.task for sample in samples))
-            if len(tasks) >= per_step:
+            if len(tasks) >= per_step or (complete and batches == whole):
                 break
+            if batches > whole:
+                journal.close(file, batches, groups)
+        journal.close(file, batches, groups, complete=True)
         trained = set(tasks[:per_step])
         return RolloutBatch(
             groups=tuple(groups), samples=tuple(s for s in samples if s.task in trained), batches=batches
@@ -185,8 +199,18 @@ class AsyncRollouts:
             group_size=group_size,
             seed=self.config.seed,
             step=step,
-            options=self._options(**options),
+            options=self._options(journal=self._recording(step, *options.get("sampling", ())), **options),
         )
+
+    def _journal(self, step: int) -> CollectionJournal:
+        if step not in self._journals:
+            path = self.folder.with_name("journal") / f"step_{step:06d}.jsonl"
+            self._journals[step] = CollectionJournal(path, self.lineage)
+        return self._journals[step]
+
+    def _recording(self, step: int, *apart: str) -> Recording | None:
+        """Where a step's replies are written down, `apart` those of another sampling."""
+        return self._journal(step).part(" ".join(apart)) if self.config.collection.journal else None
 
     def _options(self, **options: Any) -> CollectOptions:
         limits = self.config.collection.limits

@@ -119,7 +119,12 @@ async def _save(
 ) -> None:
     """Begin the checkpoint of the state after `steps` steps; training goes on while it is written."""
     kl = {policy: asdict(trainer.kl) for policy, trainer in session.trainers.items() if trainer.kl}
+    # which hand-overs turns may be behind that are trained after this, and what the weights come from
+    versions = {name: s.versions[-1 - session.config.staleness_of(name) :] for name, s in session.weight_sync.items()}
+    kept = {0, steps, *(version for own in versions.values() for version in own)}
+    lineage = {version: own for version, own in session.rollouts.lineage.items() if version in kept}
     state = {"mlflow_run": session.logbook.tracking_run, "kl": kl, "unreported": unreported}
+    state |= {"versions": versions, "lineage": lineage}
     groups = session.groups
 
     async def write(folder: Path) -> Awaitable[dict[str, Digest]]:

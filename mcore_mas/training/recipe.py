@@ -36,6 +36,12 @@ def identity_of(config: RunConfig) -> Identity:
     return Identity(run=config.run, models=models, recipe=recipe, may_change=config.trainer.resume == "changed")
 
 
+def lineage_of(config: RunConfig) -> str:
+    """The lineage of the weights that a run starts from: a digest of its identity, and of its models' files."""
+    models = {policy: [folder, *_files(Path(folder))] for policy, folder in config.models.items()}
+    return hashlib.sha256(json.dumps([asdict(identity_of(config)), models]).encode()).hexdigest()[:16]
+
+
 # sections, and what of them, that decide what is learnt; layouts, speeds, cadences and addresses may change
 _RECIPE: dict[str, frozenset[str]] = {
     "seed": frozenset(),

@@ -30,7 +30,7 @@ from mcore_mas.training.engine_factory import make_players, make_renderers, open
 from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.placement import room_for
-from mcore_mas.training.recipe import identity_of
+from mcore_mas.training.recipe import identity_of, lineage_of
 from mcore_mas.training.step import AfterStep, TrainingSession, goes_on
 from mcore_mas.training.stopping import Abandoned, Stopped, StopSignal, TrainingError
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
@@ -123,7 +123,9 @@ class _Run:
         config, engines, trainers = self.config, self.crew.engines, self.crew.trainers
         for line in cut_off(config.agents):
             log.note(line)
-        sleeps, first = config.engine.sleep, found.step if found else 0
+        sleeps, state, first = config.engine.sleep, found.state if found else {}, [found.step if found else 0]
+        versions, start = state.get("versions", {}), lineage_of(config)
+        lineage = {int(version): own for version, own in state.get("lineage", {}).items()}
         return TrainingSession(
             config=config,
             rollouts=AsyncRollouts(
@@ -136,11 +138,12 @@ class _Run:
                 folder=config.folder / "train" / "trajectories",
                 remotes=self.remotes,
                 coach=self.coach,
+                lineage=lineage if lineage.get(0) == start else {0: start},
                 watchdog=Watchdog(config.collection.stall_s, log.note) if config.collection.stall_s else None,
             ),
             trainers=trainers,
             weight_sync={
-                name: WeightSync(trainer.groups[name], engines[name], first=first, sleeps=sleeps)
+                name: WeightSync(trainer.groups[name], engines[name], versions=versions.get(name, first), sleeps=sleeps)
                 for name, trainer in trainers.items()
             },
             memory=Memory(engines, self.crew.offloaded, sleeps=sleeps, one_by_one=config.cluster.one_by_one),

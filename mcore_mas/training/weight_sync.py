@@ -21,15 +21,18 @@ if TYPE_CHECKING:
 class WeightSync:
     """One policy's way from trainer to engine: which version the engine serves, and one update at a time."""
 
-    def __init__(self, trainer: TrainerGroup, engine: TrainedEngine, *, first: int = 0, sleeps: bool = False) -> None:
-        """The engine serves version `first`, or will before anything is sampled.
+    def __init__(
+        self, trainer: TrainerGroup, engine: TrainedEngine, *, versions: Sequence[int] = (0,), sleeps: bool = False
+    ) -> None:
+        """The engine serves the last of `versions`, or will before anything is sampled.
 
         Args:
+            versions: that engines were given so far; of those before a start, as many as turns may be behind.
             sleeps: whether the engine gives its weights' memory away before an update.
         """
         self._trainer, self._engine, self._sleeps = trainer, engine, sleeps
         self._lock = asyncio.Lock()  # held while weights are on their way
-        self.versions = [first]  # that the engine was given, in order
+        self.versions = list(versions)  # that the engine was given, in order
 
     def age(self, version: int) -> int:
         """By how many updates `version` is behind. Versions are numbered by step, and a step may be without one."""

@@ -255,6 +255,7 @@ class CollectionConfig(Section):
     max_undecided: float = Field(0.05, ge=0, le=1)
     # share of a step's trajectories that an error in the code of team, environment or tool may take; more end the run
     max_quarantined: float = Field(0.25, ge=0, le=1)
+    journal: bool = True  # write replies and trajectories down as they come: a death then loses next to none
 
     @model_validator(mode="after")
     def _nested(self) -> CollectionConfig:

@@ -326,15 +326,32 @@ class EngineClient:
 Heard = dict[int, tuple[tuple[Message, ...], PolicyReply]]  # by the call's seed: what was asked and what was said
 
 
+class Record(Protocol):
+    """Replies of before, and what keeps those of now."""
+
+    def reply(self, seed: int, messages: Sequence[Message]) -> PolicyReply | None:
+        """What was said to `messages` by the call with this seed, None if that is not known."""
+
+    def keep_reply(self, seed: int, messages: Sequence[Message], reply: PolicyReply) -> None:
+        """Keep a reply."""
+
+
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A policy whose replies are kept until the trajectory has ended."""
+    """A policy whose replies are kept until the trajectory has ended, and which says again what is on record."""
 
     policy: PolicyClient
     heard: Heard
+    record: Record | None = None
 
     async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
         """As the policy (see `PolicyClient`)."""
-        reply = await self.policy.say(messages, sampling, chat)
+        reply = self.record.reply(sampling.seed, messages) if self.record else None
+        if reply is None:
+            reply = await self.policy.say(messages, sampling, chat)
+            if self.record:
+                self.record.keep_reply(sampling.seed, messages, reply)
+        elif chat is not None and chat.hear is not None:
+            chat.hear(reply.text if reply.raw is None else reply.raw, reply.tool_format)
         self.heard[sampling.seed] = tuple(messages), reply
         return reply

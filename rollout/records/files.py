@@ -148,7 +148,7 @@ def read_trajectories(path: Path) -> list[Trajectory]:
         RecordError: the file is missing, is not parquet, or lacks a column.
     """
     files = sorted(path.glob("*.parquet")) or [path]
-    return [_trajectory(row) for file in files for row in _read(file, TRAJECTORY_SCHEMA)]
+    return [trajectory_of_row(row) for file in files for row in _read(file, TRAJECTORY_SCHEMA)]
 
 
 def trajectory_of(path: Path, table: pa.Table) -> Trajectory:
@@ -157,10 +157,11 @@ def trajectory_of(path: Path, table: pa.Table) -> Trajectory:
     Raises:
         RecordError: a column is missing, or has another type.
     """
-    return _trajectory(_rows_of(path, table, TRAJECTORY_SCHEMA)[0])
+    return trajectory_of_row(_rows_of(path, table, TRAJECTORY_SCHEMA)[0])
 
 
-def _trajectory(row: dict[str, Any]) -> Trajectory:
+def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
+    """A trajectory from its fields as plain values."""
     turns = tuple(
         Turn(
             **{

@@ -14,6 +14,7 @@ from mcore_mas.rollout.engines import Heard
 from mcore_mas.rollout.environments.protocol import Env, Step
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
 from mcore_mas.rollout.teams.episode import Episode, Orchestra
+from mcore_mas.rollout.teams.journal import Recording
 from mcore_mas.rollout.teams.quarantine import write_quarantined
 from mcore_mas.rollout.teams.team import Team
 from mcore_mas.rollout.teams.tree import Branching, Tree
@@ -29,6 +30,7 @@ class CollectOptions:
     began: float | None = None  # when the batch of the tasks began, on the event loop's clock; None: now
     surplus: int = 0  # trajectories of each task that are started beyond the group's size; the slowest are given up
     watchdog: Watchdog | None = None  # sees what is being played
+    journal: Recording | None = None  # what was played before a death; None: nothing is written down as it comes
     quarantine: Path | None = None  # folder of what is needed to play a quarantined trajectory again
 
 
@@ -81,12 +83,16 @@ class Collector:
             Unusable: the run cannot go on.
         """
         options, limits = self.options, self.options.limits
+        name = f"{self.step}/{task.id}/{sample}"
+        if options.journal and (before := options.journal.trajectory(name)):
+            if quota:
+                quota.count()
+            return before
         heard: Heard = {}
-        team = self.team.resampled(**options.sampling).heard_by(heard)
+        team = self.team.resampled(**options.sampling).heard_by(heard, options.journal)
         began = asyncio.get_running_loop().time() if options.began is None else options.began
         ends = None if limits.batch_s is None else began + limits.batch_s
         place = (self.seed, self.step, task.id, sample)
-        name = f"{self.step}/{task.id}/{sample}"
         played: Episode | Tree
         if options.tree is None:
             played = Episode(task, team.seat(*place), self._env(task), self.orchestra, tool_s=limits.tool_s)
@@ -111,6 +117,8 @@ class Collector:
         )
         if ending.defect is not None and options.quarantine is not None:
             write_quarantined(options.quarantine, trajectory, task, self.seed, heard, ending.defect)
+        if options.journal:
+            options.journal.keep(trajectory)
         return trajectory
 
     def _env(self, task: Task) -> Env:

@@ -88,7 +88,7 @@ class Quarantined:
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
             task = Task(**{**value["task"], "answers": tuple(value["task"]["answers"])})
-            said = {reply.pop("seed"): _reply(reply) for reply in value["replies"]}
+            said = {reply.pop("seed"): reply_of_row(reply) for reply in value["replies"]}
             fields = {name: value[name] for name in ("trajectory", "error", "seed", "step", "sample")}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RecordError(
@@ -103,8 +103,8 @@ class Quarantined:
         return replace(team, players=dict.fromkeys(policies, _Recording(self.said)))
 
 
-def _reply(row: dict[str, Any]) -> PolicyReply:
-    """A reply from its fields in a file."""
+def reply_of_row(row: Mapping[str, Any]) -> PolicyReply:
+    """A reply from its fields as plain values."""
     shown = row["shown"] and tuple(
         Message(**{**message, "calls": tuple(ToolUse(**call) for call in message["calls"])}) for message in row["shown"]
     )

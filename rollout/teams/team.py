@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_mas.rollout.base.errors import Defect, EngineError, EnvError, PromptTooLong, Unusable
 from mcore_mas.rollout.base.task_group import Late, LateCall, cancel_tasks
-from mcore_mas.rollout.engines import ChatState, Heard, Listener, PolicyClient, PolicyReply
+from mcore_mas.rollout.engines import ChatState, Heard, Listener, PolicyClient, PolicyReply, Record
 from mcore_mas.rollout.environments.protocol import ToolCall
 from mcore_mas.rollout.environments.tools import Tool
 from mcore_mas.rollout.models.tool_calls import parse_reply
@@ -65,9 +65,9 @@ class Team:
         """The team as one trajectory sees it; `place` is where in the run it happens and seeds its sampling."""
         return TeamSession(self, place)
 
-    def heard_by(self, heard: Heard) -> Team:
-        """The same team, whose replies are noted in `heard` too."""
-        return replace(self, players={name: Listener(policy, heard) for name, policy in self.players.items()})
+    def heard_by(self, heard: Heard, record: Record | None = None) -> Team:
+        """The same team, whose replies are noted in `heard` too, and those on `record` are said again."""
+        return replace(self, players={name: Listener(policy, heard, record) for name, policy in self.players.items()})
 
     def resampled(self, **sampling: float) -> Team:
         """The same team with fields of every agent's `Sampling` replaced; a temperature of 0 is greedy."""

@@ -202,6 +202,37 @@ def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.multirank
+def test_a_run_ahead_of_training_that_is_killed_is_a_function_of_what_was_recorded(tmp_path: Path) -> None:
+    run = make_run(tmp_path, *SETTINGS, "trainer.steps=5", "+trainer.staleness=2")
+
+    def trained() -> tuple[dict[str, object], dict[str, str]]:
+        """What a start comes to: the last checkpoint's files, and the files of trajectories."""
+        process = start(run)
+        _, said = process.communicate(timeout=900)
+        assert process.returncode == 0, said
+        manifest = run / "train" / "checkpoints" / "step_000005" / "manifest.json"
+        files = {path.name: sha256(path) for path in (run / "train" / "trajectories").iterdir()}
+        return json.loads(manifest.read_text())["files"], files
+
+    first = start(run)
+    wait_for_step(2, first, run)
+    first.kill()
+    first.wait()
+    whole = {
+        path.stem: sha256(run / "train" / "trajectories" / f"{path.stem}.parquet")
+        for path in (run / "train" / "journal").iterdir()
+        if '"complete":true' in path.read_text()
+    }
+    assert "step_000003" in whole  # collected ahead
+    resumed, played = trained()
+    assert {name: played[f"{name}.parquet"] for name in whole} == whole  # trained as it was
+    (run / "train" / "checkpoints").rename(run / "aside")
+    (run / "train" / "done.json").unlink()
+    assert trained() == (resumed, played)  # from the files alone, with nothing sampled
+
+
+@pytest.mark.slow
 def test_what_stands_in_the_way_is_one_line(run: Path) -> None:
     def said() -> str:
         process = start(run)

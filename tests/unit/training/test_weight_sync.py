@@ -62,7 +62,7 @@ class Engine:
 
 def test_a_push_survives_deaths_of_the_engine_and_numbers_go_up() -> None:
     trainer, engine = Trainer(), Engine(True, True)
-    sync = WeightSync(trainer, engine, first=3)  # type: ignore[arg-type]
+    sync = WeightSync(trainer, engine, versions=[3])  # type: ignore[arg-type]
     metrics = asyncio.run(sync.push(5))
     assert trainer.said == ["export 5"] * 3
     assert (engine.version, engine.starts, engine.aborted) == (5, 3, [])

@@ -1,0 +1,149 @@
+"""Journal of a collection: replies and finished trajectories as they come, from which it goes on after a death."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from pydantic_core import to_json
+
+from mcore_mas.rollout.base.files import sha256, write_text
+from mcore_mas.rollout.base.processes import say
+from mcore_mas.rollout.engines import PolicyReply
+from mcore_mas.rollout.records.files import read_trajectories, trajectory_of_row
+from mcore_mas.rollout.records.trajectory import Group, Message, Status, Trajectory
+from mcore_mas.rollout.teams.quarantine import reply_of_row
+
+Lineage = dict[int, str]  # by version of the weights, a digest of all that they were trained on
+
+_BATCHES = "batches"
+
+
+class CollectionJournal:
+    """Lines of JSON, each behind its checksum; one that is torn or damaged is passed over.
+
+    A line counts while the weights that sampled it, the newest of its versions, have the lineage that they had.
+    """
+
+    def __init__(self, path: Path, lineage: Lineage) -> None:
+        """Read what is there; `lineage` grows as steps are trained."""
+        self._path, self._lineage = path, lineage
+        self._rows = {str(row["key"]): row for row in _rows(path)}
+        self._file: IO[bytes] | None = None
+        self._broken = False
+
+    @property
+    def newest(self) -> int:
+        """The newest version that sampled any of it; -1 where there is nothing."""
+        return max((row["version"] for row in self._rows.values()), default=-1)
+
+    def batches(self, played: Path) -> tuple[int, bool, dict[str, list[Trajectory]]]:
+        """How many batches lie whole and rewarded in the file `played`, whether those are all, and theirs by task."""
+        row, by_task = self.find(_BATCHES), dict[str, list[Trajectory]]()
+        if row is None or not played.is_file() or sha256(played) != row["sha256"]:
+            return 0, False, by_task
+        for trajectory in read_trajectories(played):
+            by_task.setdefault(trajectory.task_id, []).append(trajectory)
+        return row["batches"], row["complete"], by_task
+
+    def close(self, played: Path, batches: int, groups: Sequence[Group], *, complete: bool = False) -> None:
+        """The file `played` has so many batches, `groups` in all, in place of what is here."""
+        newest = max((_newest(t) for group in groups for t in group.trajectories), default=0)
+        row = self._row(_BATCHES, newest, batches=batches, complete=complete, sha256=sha256(played))
+        if self._file is not None:
+            self._file.close()
+        self._rows, self._file = {_BATCHES: row}, None
+        self._try(lambda: write_text(self._path, _line(row).decode()))
+
+    def lineage_after(self, before: str) -> str:
+        """The lineage of weights of lineage `before` that are trained on what has been closed."""
+        return hashlib.sha256(f"{before} {self._rows[_BATCHES]['sha256']}".encode()).hexdigest()[:16]
+
+    def part(self, name: str) -> Recording:
+        """What is played under a name, such as with another sampling, apart from what is not."""
+        return Recording(self, name)
+
+    def find(self, key: str) -> dict[str, Any] | None:
+        """The row of a key, if it counts."""
+        row = self._rows.get(key)
+        return row if row is not None and row["of"] == self._lineage.get(row["version"]) else None
+
+    def add(self, key: str, version: int, **values: Any) -> None:
+        """Write a row down."""
+        self._try(lambda: self._append(_line(self._row(key, version, **values))))
+
+    def _row(self, key: str, version: int, **values: Any) -> dict[str, Any]:
+        return {"key": key, "version": version, "of": self._lineage.get(version, ""), **values}
+
+    def _append(self, line: bytes) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab", buffering=0)
+            line = b"\n" + line  # behind what a death has torn
+        self._file.write(line)
+
+    def _try(self, write: Any) -> None:
+        """Write, or say once that nothing is written any more: a journal never stops a run."""
+        try:
+            if not self._broken:
+                write()
+        except OSError as error:
+            self._broken = True
+            say(
+                f"{self._path}: not written any more ({error.strerror}); a run that is killed now plays this step again"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A journal's replies and finished trajectories of one kind of play."""
+
+    journal: CollectionJournal
+    name: str
+
+    def trajectory(self, id: str) -> Trajectory | None:
+        """A trajectory that has been completed."""
+        row = self.journal.find(f"{self.name}trajectory {id}")
+        return trajectory_of_row(row["trajectory"]) if row else None
+
+    def keep(self, trajectory: Trajectory) -> None:
+        """Write a trajectory down if it has been completed; what has failed may do better."""
+        if trajectory.status is Status.COMPLETED:
+            key = f"{self.name}trajectory {trajectory.id}"
+            self.journal.add(key, _newest(trajectory), trajectory=trajectory)
+
+    def reply(self, seed: int, messages: Sequence[Message]) -> PolicyReply | None:
+        """What was said to these messages at this place."""
+        row = self.journal.find(f"{self.name}reply {seed}")
+        return reply_of_row(row["reply"]) if row and row["asked"] == _asked(messages) else None
+
+    def keep_reply(self, seed: int, messages: Sequence[Message], reply: PolicyReply) -> None:
+        """Write a reply down."""
+        newest = max(span.version for span in reply.completion.versions)
+        self.journal.add(f"{self.name}reply {seed}", newest, asked=_asked(messages), reply=reply)
+
+
+def _newest(trajectory: Trajectory) -> int:
+    """The newest version that sampled any of it."""
+    return max((turn.policy_version for turn in trajectory.turns), default=0)
+
+
+def _asked(messages: Sequence[Message]) -> str:
+    return hashlib.blake2b(to_json(list(messages)), digest_size=8).hexdigest()
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    text = to_json(row, inf_nan_mode="constants")  # many times faster than json on records
+    return b"%08x %b\n" % (zlib.crc32(text), text)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+        checksum, _, text = line.partition(b" ")
+        if text and checksum == b"%08x" % zlib.crc32(text):
+            yield json.loads(text)

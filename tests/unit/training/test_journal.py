@@ -1,0 +1,185 @@
+"""A death costs what was being said, and nothing else: replies, tools and verdicts of before are on record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_mas.rollout.records.files import read_trajectories
+from mcore_mas.rollout.teams.journal import CollectionJournal
+from mcore_mas.training.loop import train_steps
+from mcore_mas.training.step import TrainingSession
+from mcore_mas.training.weight_sync import WeightSync
+from tests.support.simulated import TOKEN_S, Log, SimulatedEngine, engines_of, handed_over, simulated_run
+from tests.support.virtual_time import run_virtually
+
+STEPS = 6
+SETTINGS = [
+    "trainer.tasks_per_step=4",
+    "trainer.group_size=4",
+    f"trainer.steps={STEPS}",
+    "trainer.checkpoint_every=2",
+    *(f"+policies.{policy}.max_in_flight=4" for policy in ("solver", "verifier")),
+]
+
+
+class Counting(SimulatedEngine):
+    """Counts the tokens that it samples, and those of replies that it did not get to the end of."""
+
+    sampled = lost = 0
+
+    async def generate(self, prompt_ids: Any, sampling: Any) -> Any:
+        began = asyncio.get_running_loop().time()
+        try:
+            completion = await super().generate(prompt_ids, sampling)
+        except asyncio.CancelledError:
+            self.lost += round((asyncio.get_running_loop().time() - began) / TOKEN_S)
+            raise
+        self.sampled += len(completion.token_ids)
+        return completion
+
+
+def session(folder: Path, staleness: int, *overrides: str) -> TrainingSession:
+    """The run as a start finds it: from its newest checkpoint, or from nothing."""
+    run = simulated_run(folder, *SETTINGS, f"+trainer.staleness={staleness}", *overrides, seconds=lambda _: 20.0)
+    for engine in engines_of(run).values():
+        engine.__class__ = Counting
+    found = run.checkpoints.newest(print)
+    if found is None:
+        return replace(run, rollouts=replace(run.rollouts, lineage={0: "start"}))
+    for engine in engines_of(run).values():
+        asyncio.run(engine.commit_update(handed_over(found.step)))
+        engine._handed = [(0.0, found.step)]
+    lineage = {int(version): own for version, own in found.state["lineage"].items()}
+    syncs = {
+        name: WeightSync(run.groups[name], engine, versions=found.state["versions"][name])  # type: ignore[arg-type]
+        for name, engine in engines_of(run).items()
+    }
+    return replace(run, rollouts=replace(run.rollouts, lineage=lineage), weight_sync=syncs)
+
+
+def train(run: TrainingSession, until_s: float = 1e9) -> bool:
+    """Train to the end, or to a death at that time."""
+    found = run.checkpoints.newest(print)
+
+    async def main() -> bool:
+        training = asyncio.ensure_future(train_steps(run, found.step if found else 0))
+        done, _ = await asyncio.wait({training}, timeout=until_s)
+        if done:
+            training.result()
+        else:
+            training.cancel()
+            await asyncio.wait({training})
+        return bool(done)
+
+    return run_virtually(main())
+
+
+def played(folder: Path) -> list[Any]:
+    return [t for step in range(STEPS) for t in read_trajectories(folder / "trajectories" / f"step_{step:06d}.parquet")]
+
+
+def tokens_of(folder: Path) -> int:
+    return sum(len(turn.completion_ids) for t in played(folder) for turn in t.turns)
+
+
+def sampled_by(*runs: TrainingSession) -> int:
+    return sum(engine.sampled for run in runs for engine in engines_of(run).values())
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("share", [0.13, 0.5, 0.77])
+def test_after_a_death_next_to_nothing_is_sampled_again_and_nothing_is_left_out(
+    tmp_path: Path, staleness: int, share: float
+) -> None:
+    whole = session(tmp_path / "whole", staleness)
+    ended: list[float] = []
+    whole = replace(whole, logbook=Log(lambda step, metrics: ended.append(asyncio.get_running_loop().time())))
+    assert train(whole)
+    assert sampled_by(whole) == tokens_of(tmp_path / "whole")
+
+    first = session(tmp_path / "killed", staleness)
+    assert not train(first, share * ended[-1])
+    files = {path: path.read_bytes() for path in (tmp_path / "killed" / "trajectories").glob("*.parquet")}
+    done = [path for path in files if '"complete":true' in journal_of(path).read_text()]
+    second = session(tmp_path / "killed", staleness)
+    assert train(second)
+    for path in done:  # collected to the end: trained as it was
+        assert path.read_bytes() == files[path]
+    wanted = Counter(t.id for t in played(tmp_path / "whole"))
+    assert Counter(t.id for t in played(tmp_path / "killed")) == wanted
+    assert set(wanted.values()) == {1}
+    tokens = tokens_of(tmp_path / "killed")
+    assert sampled_by(first, second) == tokens  # no reply that had been finished was sampled twice
+    lost = sum(engine.lost for engine in engines_of(first).values())
+    print(f"staleness {staleness}: {lost} of {tokens} tokens sampled again")
+    assert lost <= 0.05 * tokens
+    if not staleness:
+        assert played(tmp_path / "killed") == played(tmp_path / "whole")
+
+
+def journal_of(played: Path) -> Path:
+    return played.parents[1] / "journal" / f"{played.stem}.jsonl"
+
+
+def test_without_a_journal_the_step_is_played_again(tmp_path: Path) -> None:
+    first = session(tmp_path, 0, "+collection.journal=false")
+    assert not train(first, 60.0)
+    second = session(tmp_path, 0, "+collection.journal=false")
+    assert train(second)
+    assert sampled_by(first, second) > tokens_of(tmp_path)
+
+
+def test_other_weights_than_those_on_record_sample_anew(tmp_path: Path) -> None:
+    first = session(tmp_path, 0)
+    assert not train(first, 40.0)
+    second = session(tmp_path, 0)
+    second = replace(second, rollouts=replace(second.rollouts, lineage={0: "other weights"}))
+    assert train(second)
+    assert sampled_by(second) == tokens_of(tmp_path)
+
+
+def test_a_file_of_trajectories_that_is_damaged_is_played_again(tmp_path: Path) -> None:
+    whole = session(tmp_path, 0)
+    assert train(whole)
+    before = played(tmp_path)
+    for checkpoint in (tmp_path / "checkpoints").iterdir():
+        checkpoint.rename(tmp_path / checkpoint.name)
+    file = tmp_path / "trajectories" / "step_000003.parquet"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    again = session(tmp_path, 0)
+    assert train(again)
+    assert played(tmp_path) == before
+    assert sampled_by(again) == sum(len(turn.completion_ids) for t in before if t.step >= 3 for turn in t.turns)
+
+
+def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = CollectionJournal(path, {3: "x"})
+    for n in range(4):
+        journal.add(f"row {n}", 3, n=n)
+    lines = path.read_bytes().split(b"\n")
+    lines[2] = lines[2].replace(b'"n":1', b'"n":7')
+    path.write_bytes(b"\n".join(lines)[:-20])  # a bit of row 1, the end of row 3
+    journal = CollectionJournal(path, {3: "x"})
+    journal.add("row 4", 3, n=4)
+    rows = CollectionJournal(path, {3: "x"})
+    assert [(rows.find(f"row {n}") or {}).get("n") for n in range(5)] == [0, None, 2, None, 4]
+    assert rows.newest == 3
+    assert [CollectionJournal(path, other).find("row 0") for other in ({3: "y"}, {2: "x"}, {})] == [None] * 3
+
+
+def test_a_journal_that_cannot_be_written_stops_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "journal").write_text("in the way")
+    run = session(tmp_path, 0)
+    assert train(run)
+    said = [line for line in capfd.readouterr().err.splitlines() if "not written any more" in line]
+    assert len(said) == STEPS
+    assert said[0].startswith(f"{tmp_path}/journal/step_000000.jsonl: not written any more (")
