@@ -9,11 +9,12 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from mcore_mas.rollout.base.failpoints import failpoint
-from mcore_mas.rollout.base.files import Digest, sealed, sha256, sync_folder, unsealed, write_json
+from mcore_mas.rollout.base.files import Digest, epoch_of, sealed, sha256, sync_folder, unsealed, write_json
 from mcore_mas.rollout.base.supervision import ProcessLost
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.training.stopping import TrainingError
@@ -80,6 +81,7 @@ class Checkpoints:
         partial = self._folder / f".{_name(step)}.{os.getpid()}.partial"
         manifest = {
             "format": CHECKPOINT_FORMAT,
+            "epoch": epoch_of(self._folder),
             "run": self._identity.run,
             "models": self._identity.models,
             "recipe": self._identity.recipe,
@@ -213,8 +215,12 @@ def newest(folder: Path, identity: Identity, told: Callable[[str], None]) -> Sav
 def _search(folder: Path, identity: Identity) -> tuple[Saved | None, list[tuple[Path, str]]]:
     """The newest checkpoint that can be used, and the newer ones, each with what is wrong with it."""
     refused: list[tuple[Path, str]] = []
-    for step in reversed(_steps(folder)):
+    steps = _steps(folder)
+    epochs = list(accumulate(map(_epoch, steps), max))
+    for step, latest in reversed(list(zip(steps, epochs, strict=True))):
         fault = _fault(step, identity)
+        if not fault and _epoch(step) < latest:
+            fault = f"written in epoch {_epoch(step)}, after a process of epoch {latest} had taken the folder over"
         if not fault:
             return _saved(step), refused
         refused.append((step, fault))
@@ -223,6 +229,14 @@ def _search(folder: Path, identity: Identity) -> tuple[Saved | None, list[tuple[
 
 def _steps(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*"))
+
+
+def _epoch(folder: Path) -> int:
+    """Of the owner who wrote a checkpoint; 0 where it does not say."""
+    try:
+        return int(_read_manifest(folder).get("epoch", 0))
+    except (_BadManifest, ValueError, TypeError):
+        return 0
 
 
 def _fault(folder: Path, identity: Identity) -> str:

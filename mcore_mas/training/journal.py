@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mcore_mas.rollout.base.failpoints import failpoint
-from mcore_mas.rollout.base.files import json_lines, write_text
+from mcore_mas.rollout.base.files import check_owner, json_lines, write_text
 
 
 class Journal:
@@ -32,6 +32,7 @@ class Journal:
             return
         self._last = step
         self._waiting += json.dumps({"step": step, **metrics}) + "\n"
+        check_owner(self._path)
         try:
             failpoint("metrics.begun")
             with self._path.open("a", encoding="utf-8") as file:

@@ -13,7 +13,7 @@ from mcore_mas.config.credit import cut_off
 from mcore_mas.config.models import check_layouts
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
-from mcore_mas.rollout.base.files import owned, writable, write_json
+from mcore_mas.rollout.base.files import epoch_of, owned, writable, write_json
 from mcore_mas.rollout.base.supervision import ProcessLost, Restarts
 from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.config.data import prepared_tasks
@@ -75,7 +75,7 @@ def train(config_path: Path, address: str | None = None, *, after_step: AfterSte
         stop = StopSignal(signals=after_step is None)
         run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, after_step, stop)
         done = asyncio.run(run.train(found, warnings))
-        write_json(folder / "done.json", done | {"devices": crew.room.told})
+        write_json(folder / "done.json", done | {"devices": crew.room.told, "epoch": epoch_of(folder)})
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         failpoint(f"file.written:{path.name}")
+        check_owner(path)
         temporary.replace(path)
         failpoint(f"file.there:{path.name}")
     finally:
@@ -187,6 +188,32 @@ def known_sha256(path: Path, *, again: bool = False) -> str:
     return found
 
 
+_owned: dict[Path, int] = {}  # folders that this process owns, and its epoch there
+
+
+def epoch_of(path: Path) -> int:
+    """The epoch of this process as the owner of a folder around `path`; 0 where it owns none."""
+    path = path.absolute()
+    return max((epoch for folder, epoch in _owned.items() if path.is_relative_to(folder)), default=0)
+
+
+def check_owner(path: Path) -> None:
+    """Refuse a write below a folder that this process owned until somebody else took it over.
+
+    No lock keeps one out who removed it, or whose file system gave it away because this host was cut off.
+
+    Raises:
+        FolderError: who has it now.
+    """
+    path = path.absolute()
+    for folder, epoch in _owned.items():
+        if path.is_relative_to(folder):
+            record = _record(folder / "lock.json")
+            if record.get("epoch", 0) > epoch:
+                owner = _owner(record)
+                raise FolderError(f"{folder}: taken over by {owner}; this process, of epoch {epoch}, writes no more")
+
+
 def writable(folder: Path) -> Path:
     """Make `folder` and return it.
 
@@ -209,8 +236,9 @@ def writable(folder: Path) -> Path:
 def owned(folder: Path) -> Iterator[None]:
     """Own `folder` for the block, by a lock that the kernel releases when this process ends, however it ends.
 
-    The lock holds between hosts and containers where their file systems are one. Who has it stands in lock.json, which
-    is for people: what it says decides nothing. What a killed owner was writing is removed.
+    The lock holds between hosts and containers where their file systems are one. Who has it stands in lock.json, with
+    the owner's epoch, which is later than those of all owners before, so that `check_owner` can refuse one that has
+    lost the folder. Otherwise what it says decides nothing. What a killed owner was writing is removed.
 
     Raises:
         FolderError: somebody else owns it, or its file system has no locks.
@@ -220,22 +248,27 @@ def owned(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            raise FolderError(f"{folder}: in use by {_owner(file.read(_RECORD_CHARS))}; stop it first") from None
+            raise FolderError(f"{folder}: in use by {_owner(_record(path))}; stop it first") from None
         except OSError as error:
             raise FolderError(
                 f"{folder}: its file system has no locks ({error.strerror}); choose another results folder"
             ) from error
+        # later than that of an owner whose record is gone, too
+        epoch = max(_record(path).get("epoch", 0) + 1, time.time_ns() // 1_000_000)
         file.truncate(0)
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": now}, file)
+        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": now, "epoch": epoch}, file)
         file.flush()
         for partial in folder.rglob(".*.partial"):
             _remove(partial)
+        _owned[folder.absolute()] = epoch
         try:
             yield
         finally:
-            file.truncate(0)
+            del _owned[folder.absolute()]
+            if _record(path).get("epoch") == epoch:
+                file.truncate(0)
+                json.dump({"epoch": epoch}, file)
 
 
 def _remove(path: Path) -> None:
@@ -250,12 +283,20 @@ def _remove(path: Path) -> None:
 _RECORD_CHARS = 1000
 
 
-def _owner(record: str) -> str:
+def _record(path: Path) -> dict[str, Any]:
+    """What a lock says of its owner; nothing where somebody is just writing it, or where it is none."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        record = json.loads(path.read_text(encoding="utf-8", errors="replace")[:_RECORD_CHARS])
+        if isinstance(record, dict) and type(record.get("epoch", 0)) is int:
+            return record
+    return {}
+
+
+def _owner(record: Mapping[str, Any]) -> str:
     try:
-        owner = json.loads(record)
-        return f"process {int(owner['pid'])} on {str(owner['host'])[:100]!r} since {str(owner['since'])[:30]}"
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return "another process"  # which is just writing who it is, or did not get to it
+        return f"process {int(record['pid'])} on {str(record['host'])[:100]!r} since {str(record['since'])[:30]}"
+    except (ValueError, LookupError, TypeError):
+        return "another process"
 
 
 MEMORY = Path("/dev/shm")  # noqa: S108  (a file system in memory, not a place for temporary files)

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_mas.rollout.base.files import atomic_path
+from mcore_mas.rollout.base.files import atomic_path, epoch_of
 from mcore_mas.rollout.records.trajectory import (
     Message,
     Status,
@@ -115,6 +115,7 @@ def tasks_digest(tasks: Sequence[Task]) -> str:
 
 
 _DIGEST = b"mcore_mas.sha256"
+_EPOCH = b"mcore_mas.epoch"  # of who wrote it, see `owned`
 _PATH_LIKE = re.compile(r"^[/~]|(^|/)\.\.?(/|$)|[\x00-\x1f\x7f\\]")
 
 
@@ -192,7 +193,9 @@ def _known(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(path: Path, table: pa.Table) -> None:
+    metadata = {**(table.schema.metadata or {}), _EPOCH: str(epoch_of(path))}
     with atomic_path(path) as temporary:
+        table = table.replace_schema_metadata(metadata)
         pq.write_table(table, temporary, compression="zstd", row_group_size=_ROW_GROUP, write_page_checksum=True)
 
 

@@ -233,6 +233,35 @@ def test_a_run_ahead_of_training_that_is_killed_is_a_function_of_what_was_record
 
 
 @pytest.mark.slow
+@pytest.mark.multirank
+def test_a_training_that_lost_its_folder_while_it_was_stopped_writes_no_more(tmp_path: Path) -> None:
+    run = make_run(tmp_path, *SETTINGS, "trainer.steps=4")
+    first = start(run)
+    wait_for_step(1, first, run)
+    first.send_signal(signal.SIGSTOP)
+    (run / "train" / "lock.json").unlink()
+    second = start(run)
+    _, said = second.communicate(timeout=600)
+    assert second.returncode == 0, said
+
+    def written() -> dict[str, str]:
+        kept = [
+            path for name in ("checkpoints", "trajectories", "models") for path in (run / "train" / name).rglob("*")
+        ]
+        files = [path for path in kept if path.is_file() and ".partial" not in str(path)]
+        return {
+            str(path): sha256(path) for path in (*files, run / "train" / "metrics.jsonl", run / "train" / "done.json")
+        }
+
+    before = written()
+    first.send_signal(signal.SIGCONT)
+    _, said = first.communicate(timeout=300)
+    assert first.returncode == 1
+    assert "taken over by" in said.splitlines()[-1] and "writes no more" in said.splitlines()[-1]
+    assert written() == before
+
+
+@pytest.mark.slow
 def test_what_stands_in_the_way_is_one_line(run: Path) -> None:
     def said() -> str:
         process = start(run)

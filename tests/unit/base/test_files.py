@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.base.files import FolderError, owned, writable, write_text
+from mcore_mas.rollout.base.files import FolderError, epoch_of, owned, writable, write_text
 
 
 def test_a_living_owner_keeps_its_folder(tmp_path: Path) -> None:
@@ -55,6 +55,45 @@ with owned(Path({str(tmp_path)!r})):
     owner.wait()
     with owned(tmp_path):
         pass
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from mcore_mas.rollout.base.files import FolderError, epoch_of, owned, write_text
+folder = Path(sys.argv[1])
+with owned(folder):
+    write_text(folder / "first", "of the first owner")
+    print(epoch_of(folder), flush=True)
+    sys.stdin.readline()
+    try:
+        write_text(folder / "first", "late")
+    except FolderError as error:
+        print(error, flush=True)
+"""
+
+
+def test_an_owner_that_has_lost_its_folder_writes_no_more(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        first = int(owner.stdout.readline())
+        (tmp_path / "lock.json").unlink()  # by hand; a file system that a host is cut off from does as much
+        with owned(tmp_path):
+            second = epoch_of(tmp_path / "any" / "file")
+            assert second > first
+            said, _ = owner.communicate("go on\n", timeout=60)
+            by = f"process {os.getpid()} on '{socket.gethostname()}'"
+            assert said.startswith(f"{tmp_path}: taken over by {by} since 20")
+            assert said.endswith(f"; this process, of epoch {first}, writes no more\n")
+            write_text(tmp_path / "second", "of the second owner")
+            assert json.loads((tmp_path / "lock.json").read_text())["epoch"] == second
+    assert (tmp_path / "first").read_text() == "of the first owner"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "lock.json", "second"]
+    assert json.loads((tmp_path / "lock.json").read_text()) == {"epoch": second}
+    with owned(tmp_path):
+        assert epoch_of(tmp_path) > second
+    assert epoch_of(tmp_path) == 0
 
 
 RACES, CONTENDERS = 1000, 3

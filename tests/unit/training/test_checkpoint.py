@@ -11,7 +11,7 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.rollout.base.files import Digest, sealed, write_chunks, write_json
+from mcore_mas.rollout.base.files import Digest, owned, sealed, write_chunks, write_json
 from mcore_mas.rollout.records.files import write_tasks
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity, _read_manifest
@@ -50,6 +50,25 @@ def save(checkpoints: Checkpoints, *steps: int, metrics: tuple[float | None, ...
         await checkpoints.finish()
 
     asyncio.run(play())
+
+
+def test_what_an_owner_wrote_after_another_had_come_is_not_used(tmp_path: Path) -> None:
+    for steps in ((1, 2), (3,)):
+        with owned(tmp_path):
+            save(open_(tmp_path, keep=9), *steps)
+    epochs = [_read_manifest(tmp_path / f"step_00000{step}")["epoch"] for step in (1, 2, 3)]
+    assert epochs[0] == epochs[1] < epochs[2]
+    with owned(tmp_path):
+        save(open_(tmp_path, keep=9), 4)
+    late = tmp_path / "step_000004"
+    write_json(late / "manifest.json", sealed({**_read_manifest(late), "epoch": epochs[0]}))
+    said: list[str] = []
+    found = open_(tmp_path).newest(said.append)
+    assert found is not None and found.step == 3
+    assert said == [
+        f"{late}: written in epoch {epochs[0]}, after a process of epoch {epochs[2]} had taken the folder over; "
+        "kept as refused_step_000004, step_000003 is used"
+    ]
 
 
 def test_a_checkpoint_of_another_recipe_is_refused_unless_the_run_says_so(tmp_path: Path) -> None:
