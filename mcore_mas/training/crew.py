@@ -12,8 +12,8 @@ from ray.exceptions import RayError
 
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.equations.divergence import AdaptiveKL
+from mcore_mas.megatron.rank_watch import WatchFiles
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.step.rank_watch import WatchFiles
 from mcore_mas.megatron.step.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.planning.jobs import GroupKey, Part
 from mcore_mas.rollout.base.errors import EngineError

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mcore_mas.rollout.base.files import Digest
 from mcore_mas.rollout.base.supervision import ProcessLost
@@ -123,7 +123,7 @@ async def _save(
     versions = {name: s.versions[-1 - session.config.staleness_of(name) :] for name, s in session.weight_sync.items()}
     kept = {0, steps, *(version for own in versions.values() for version in own)}
     lineage = {version: own for version, own in session.rollouts.lineage.items() if version in kept}
-    state = {"mlflow_run": session.logbook.tracking_run, "kl": kl, "unreported": unreported}
+    state: dict[str, Any] = {"mlflow_run": session.logbook.tracking_run, "kl": kl, "unreported": unreported}
     state |= {"versions": versions, "lineage": lineage}
     groups = session.groups
 

@@ -221,5 +221,5 @@ async def _sync_first(session: TrainingSession, *, every: bool) -> None:
 async def _restore(session: TrainingSession, saved: Saved) -> None:
     for name, group in session.groups.items():
         await group.restore(saved.folder / name)
-    for sync in session.weight_sync.values():
-        await sync.push(saved.step)
+    for policy, sync in session.weight_sync.items():  # by the number that these weights had
+        await sync.push(saved.state.get("versions", {}).get(policy, [saved.step])[-1])

@@ -97,6 +97,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
     """What a folder holds, by file: of metrics, scores and trajectories all but when and where they were made."""
     found = {}
     logs = {folder / "train" / name for name in ("lock.json", "mlflow.json")}
+    logs |= set((folder / "train" / "journal").glob("*"))  # digests of files with times in them
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path not in logs):
         name = str(path.relative_to(folder))
         if path.suffix == ".parquet":
@@ -110,7 +111,8 @@ def fingerprint(folder: Path) -> dict[str, str]:
     return found
 
 
-_RUNS_OWN = ("mlflow_run", "identity", "sha256")  # a start's; by when models were written; of what has one of these
+# a start's; by when models were written; of what has one of these
+_RUNS_OWN = ("mlflow_run", "epoch", "identity", "lineage", "sha256")
 
 
 def _timeless(value: object) -> object:

@@ -191,74 +191,14 @@ def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(tmp
     again = "trainers start again from the newest checkpoint"
     assert restarts[0].endswith(f"policy verifier: rank 0 died; {again}, 1 restarts left")
     assert re.search(
-        r"policy solver: nothing for 1\d s; rank 1 does not answer in \w+ \(is it stopped\?\); "
-        rf"rank 0 (stands in \w+ at \S+:\d+ \w+ > .*|waits for the others); {again}, 0 restarts left$",
+        r"policy solver: nothing for \d+ s; rank 1 (does not answer in \w+|has not begun, or has ended) "
+        rf"\(is it stopped\?\); rank 0 stands in \w+ at \S+:\d+ \w+ > .*; {again}, 0 restarts left$",
         restarts[1],
     ), restarts[1]
     assert not stopped.is_running()
     last = json.loads((run / "train" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last.pop("restarts/trainers") == 2.0
     assert_same(run, unbroken)
-
-
-@pytest.mark.slow
-@pytest.mark.multirank
-def test_a_run_ahead_of_training_that_is_killed_is_a_function_of_what_was_recorded(tmp_path: Path) -> None:
-    run = make_run(tmp_path, *SETTINGS, "trainer.steps=5", "+trainer.staleness=2")
-
-    def trained() -> tuple[dict[str, object], dict[str, str]]:
-        """What a start comes to: the last checkpoint's files, and the files of trajectories."""
-        process = start(run)
-        _, said = process.communicate(timeout=900)
-        assert process.returncode == 0, said
-        manifest = run / "train" / "checkpoints" / "step_000005" / "manifest.json"
-        files = {path.name: sha256(path) for path in (run / "train" / "trajectories").iterdir()}
-        return json.loads(manifest.read_text())["files"], files
-
-    first = start(run)
-    wait_for_step(2, first, run)
-    first.kill()
-    first.wait()
-    whole = {
-        path.stem: sha256(run / "train" / "trajectories" / f"{path.stem}.parquet")
-        for path in (run / "train" / "journal").iterdir()
-        if '"complete":true' in path.read_text()
-    }
-    assert "step_000003" in whole  # collected ahead
-    resumed, played = trained()
-    assert {name: played[f"{name}.parquet"] for name in whole} == whole  # trained as it was
-    (run / "train" / "checkpoints").rename(run / "aside")
-    (run / "train" / "done.json").unlink()
-    assert trained() == (resumed, played)  # from the files alone, with nothing sampled
-
-
-@pytest.mark.slow
-@pytest.mark.multirank
-def test_a_training_that_lost_its_folder_while_it_was_stopped_writes_no_more(tmp_path: Path) -> None:
-    run = make_run(tmp_path, *SETTINGS, "trainer.steps=4")
-    first = start(run)
-    wait_for_step(1, first, run)
-    first.send_signal(signal.SIGSTOP)
-    (run / "train" / "lock.json").unlink()
-    second = start(run)
-    _, said = second.communicate(timeout=600)
-    assert second.returncode == 0, said
-
-    def written() -> dict[str, str]:
-        kept = [
-            path for name in ("checkpoints", "trajectories", "models") for path in (run / "train" / name).rglob("*")
-        ]
-        files = [path for path in kept if path.is_file() and ".partial" not in str(path)]
-        return {
-            str(path): sha256(path) for path in (*files, run / "train" / "metrics.jsonl", run / "train" / "done.json")
-        }
-
-    before = written()
-    first.send_signal(signal.SIGCONT)
-    _, said = first.communicate(timeout=300)
-    assert first.returncode == 1
-    assert "taken over by" in said.splitlines()[-1] and "writes no more" in said.splitlines()[-1]
-    assert written() == before
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mcore_mas.megatron.device import exchange
+from mcore_mas.megatron.rank_watch import beat
 from mcore_mas.megatron.state.optimizer import OptimizerState
 from mcore_mas.megatron.state.weight_import import LazyTensor, WeightMapping, tensor_parallel, weight_mappings
 from mcore_mas.rollout.base.errors import ModelError
@@ -174,6 +175,7 @@ class ShardedCheckpoint:
         saved = _Saved(folder)
 
         def read(name: str, kind: str, first: int, last: int) -> Tensor:
+            beat()
             flat = torch.zeros(last - first)
             saved.fill(flat, kind, self._blocks(name, (first, last)), first)
             return flat

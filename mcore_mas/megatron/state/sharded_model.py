@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_mas.megatron.device import exchange, rank_device
 from mcore_mas.megatron.model.build import build_model
 from mcore_mas.megatron.model.decoder import EXPERT, PackedGPTModel, renumbered
+from mcore_mas.megatron.rank_watch import beat
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.lora import (
     Adapter,
@@ -282,6 +283,7 @@ def export_weights(
         plan: of these names, as `plan_export` made it.
     """
     for bucket in plan:
+        beat()
         holders = [_holders(entry, architecture) for entry in bucket.mappings]
         for names, shards in zip(holders, _shards(local, bucket), strict=True):
             tp = len(shards) // len(names)

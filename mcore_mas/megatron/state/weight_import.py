@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_mas.megatron.model.decoder import EXPERT, LAYER
+from mcore_mas.megatron.rank_watch import beat
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import atomic_folder
 from mcore_mas.rollout.models.architecture import Architecture
@@ -227,6 +228,7 @@ def import_weights(
     """
     with torch.no_grad():
         for entry in weight_mappings(local, tied=architecture.tied):
+            beat()
             target = local[entry.parameter]
             tp, rank = tensor_parallel(entry)
             full = {name: source(name) for name in entry.tensors}

@@ -22,8 +22,8 @@ from mcore_mas.megatron.device import ahead, download, rank_device, upload
 from mcore_mas.megatron.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.model.layer_ops import kernels_run
+from mcore_mas.megatron.rank_watch import beat
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.step.rank_watch import beat
 from mcore_mas.rollout.models.architecture import Architecture
 
 # by name: sum, number of tokens, minimum, maximum, or of a percentile its histogram; plain, to be sent around

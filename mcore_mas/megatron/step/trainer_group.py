@@ -18,8 +18,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.device import exchange
+from mcore_mas.megatron.rank_watch import RankWatch, WatchFiles
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
-from mcore_mas.megatron.step.rank_watch import RankWatch, WatchFiles
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.rollout.base.files import Digest
 from mcore_mas.rollout.base.processes import interface_of
@@ -28,7 +28,8 @@ from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.rollout.sync import SyncRoute, WeightSender, WeightUpdate, make_sender
 
 _LOOPBACK = "127.0.0.1"
-_ALIVE_S = 10.0  # in which a rank that lives says so, also while it computes
+_GONE_S = 10.0  # in which Ray knows that a rank is gone
+_Gone = ray.exceptions.RayActorError
 
 
 class _Rank:
@@ -100,10 +101,6 @@ class _Rank:
     @ray.method(concurrency_group="writing")
     def written(self, policy: str) -> dict[str, Digest]:
         return self._trainers[policy].written()
-
-    @ray.method(concurrency_group="writing")
-    def alive(self) -> None:
-        """Answer, whatever else this rank is at, unless a checkpoint is waited for."""
 
     def write_model(self, policy: str, folder: Path) -> None:
         with self._phase("write_model"):
@@ -281,7 +278,7 @@ class TrainerGroup:
             try:
                 files |= await ref
             except ray.exceptions.RayError as error:
-                await self._check_alive(error)
+                self._check_lost([number] if isinstance(error, _Gone) else (), error)
                 reason = str(getattr(error, "cause", error)).strip().splitlines()[-1]
                 raise OSError(f"rank {number} of {self.policy}: {reason}") from error
         return files
@@ -305,56 +302,29 @@ class TrainerGroup:
         return await self._ask(getattr(rank, method).remote(self.policy, *arguments) for rank in self.home._ranks)
 
     async def _ask(self, calls: Iterable[Any]) -> list[Any]:
-        """What the ranks' calls return.
+        """What the ranks' calls return. The first that fails is not kept waiting for by those that hang for its sake.
 
         Raises:
             ProcessLost: a rank is gone, or hangs.
         """
-        working = asyncio.ensure_future(_together(calls))
-        watching = asyncio.ensure_future(self._stalled())
+        asked = [asyncio.wrap_future(call.future()) for call in calls]
+        together, home = asyncio.gather(*asked), self.home
+        watched = home._watched if home._joined else None
+        watching: asyncio.Future[Any] = asyncio.ensure_future(
+            watched.stalled(len(asked)) if watched else asyncio.Event().wait()
+        )
         try:
-            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
+            await asyncio.wait({together, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not together.done():
                 await watching
-            return working.result()
-        except ray.exceptions.RayError as error:
-            await self._check_alive(error)
-            raise
+            if together.exception():  # others complain of a rank that is gone, and often sooner
+                await asyncio.wait(asked, timeout=_GONE_S)
+                lost = [n for n, own in enumerate(asked) if own.done() and isinstance(own.exception(), _Gone)]
+                self._check_lost(lost, together.exception())
+            return list(together.result())
         finally:
-            await cancel_tasks([working, watching])
+            await cancel_tasks([*asked, watching])
 
-    async def _stalled(self) -> None:
-        home = self.home
-        if home._watched and home._joined:
-            await home._watched.stalled(len(home._ranks))
-        await asyncio.Event().wait()
-
-    async def _check_alive(self, error: Exception) -> None:
-        """Look for ranks that are gone after a call has failed: others complain of them, and often sooner.
-
-        Raises:
-            ProcessLost: which are.
-        """
-        looks = [asyncio.ensure_future(_is_gone(rank)) for rank in self.home._ranks]
-        await asyncio.wait(looks, timeout=_ALIVE_S)
-        gone = [number for number, look in enumerate(looks) if look.done() and look.result()]
-        await cancel_tasks(looks)
-        if gone:
-            raise ProcessLost(f"policy {self.policy}: rank {', '.join(map(str, gone))} died") from error
-
-
-async def _is_gone(rank: Any) -> bool:
-    try:
-        await rank.alive.remote()
-    except ray.exceptions.RayActorError:
-        return True
-    return False
-
-
-async def _together(calls: Iterable[Any]) -> list[Any]:
-    """What the ranks' calls return; the first that fails is not kept waiting for by those that hang for its sake."""
-
-    async def one(call: Any) -> Any:
-        return await call
-
-    return list(await asyncio.gather(*(one(call) for call in list(calls))))
+    def _check_lost(self, ranks: Sequence[int], error: BaseException | None) -> None:
+        if ranks:
+            raise ProcessLost(f"policy {self.policy}: rank {', '.join(map(str, ranks))} died") from error

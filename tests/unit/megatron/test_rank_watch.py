@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.megatron.step.rank_watch import RankWatch, WatchFiles, beat
+from mcore_mas.megatron.rank_watch import RankWatch, WatchFiles, beat
 from mcore_mas.rollout.base.supervision import ProcessLost
 
 RANK = """
 import ctypes, sys, time
 from pathlib import Path
-from mcore_mas.megatron.step import rank_watch
+from mcore_mas.megatron import rank_watch
 watch = rank_watch.RankWatch(Path(sys.argv[1]), 0.5)
 def hold_the_lock():
     ctypes.PyDLL(None).sleep(600)

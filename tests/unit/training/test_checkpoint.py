@@ -211,6 +211,7 @@ def test_the_manifest_says_whose_it_is_and_lists_every_file_with_its_digest(tmp_
     assert len(json.loads(text)["sha256"]) == 64
     assert _read_manifest(tmp_path / "step_000001") == {
         "format": 2,
+        "epoch": 0,  # nobody owns the folder
         "run": "r",
         "models": MODELS,
         "step": 1,

@@ -64,7 +64,11 @@ class WatchFiles:
             if _LATE in dump:
                 what = f"stands in {phase} at {_place(dump)}"
             else:
-                what = f"does not answer in {phase} (is it stopped?)" if phase else "waits for the others"
+                what = (
+                    f"does not answer in {phase} (is it stopped?)"
+                    if phase
+                    else "has not begun, or has ended (is it stopped?)"
+                )
             found.setdefault(what, []).append(rank)
         return dict(sorted(found.items()))
 
@@ -107,10 +111,12 @@ class RankWatch:
         faulthandler.dump_traceback_later(self._hang_s, file=self._file)
 
     def _write(self) -> None:
-        os.ftruncate(self._file.fileno(), 0)
-        os.lseek(self._file.fileno(), 0, os.SEEK_SET)
-        os.write(self._file.fileno(), self._phase)
-        os.utime(self._file.fileno())
+        file = self._file.fileno()
+        with suppress(OSError):  # of a disk that is full
+            os.ftruncate(file, 0)
+            os.lseek(file, 0, os.SEEK_SET)
+            os.write(file, self._phase)
+            os.utime(file)
 
 
 _running: RankWatch | None = None  # of this process, in a phase
