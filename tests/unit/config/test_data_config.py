@@ -104,7 +104,10 @@ def test_a_file_with_nothing_left(tmp_path: Path) -> None:
         ({"train": {"path": "x.json", "format": "dappo"}}, "unknown data format 'dappo'"),
         ({"train": {"path": "x.json", "limit": 0}}, "expected an integer of at least 1 or null"),
         ({"train": ["x.json", {"path": "x.json", "skip": "5"}]}, "expected an integer of at least 0"),
-        ({"train": {"file": "x.json"}}, "a data file has no option 'file'; its options: path, format, source, skip"),
+        (
+            {"train": {"file": "x.json"}},
+            "a data file has no option 'file'; its options: path, subset, split, columns, format",
+        ),
         ({"train": {"limit": 5}}, "a data file needs option 'path'"),
         ({"train": []}, "no file is named"),
         (
