@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -292,6 +295,39 @@ def test_two_runs_share_a_cluster_and_one_that_is_interrupted_leaves_nothing(tmp
     assert "continuing from" in (tmp_path / "first.log").read_text()
     assert (digests(first), rows(first)) == (digests(second), rows(second))
     assert (digests(first), rows(first)) == trained_here(first, tmp_path)
+
+
+@pytest.mark.usefixtures("long")
+def test_the_pages_commands_start_a_cluster_that_trains_and_end_it(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "nodes.md").read_text().replace("10.0.0.", "10.77.0.")
+    token, *commands = re.findall(r"^(ray .*?)(?: +#.*)?$", page, re.MULTILINE)
+    assert (len(commands), commands[2].count("--labels")) == (3, 1)  # a head, a node, and one with a label
+    small = "+cluster.nodes.verifier={rollout: small}"
+    run = make_run(tmp_path, *SETTINGS, "+cluster.address=auto", small, "policies.solver.tp=1", "trainer.steps=1")
+    # one home for all nodes; Ray's settings are the page's, not those of the other tests
+    settings = re.findall(r"^export (\S+)", page, re.MULTILINE)
+    own = ["env", "-u", "RAY_AUTH_MODE", "-u", "RAY_AUTH_TOKEN_PATH", *settings, f"HOME={tmp_path}"]
+    own += [f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"]
+    with ExitStack() as stack:
+        nodes = Nodes(tmp_path)
+        stack.callback(nodes.close)
+
+        def said(number: int, *command: str) -> str:
+            log = tmp_path / "said"
+            code = nodes.start(number, [*own, *command], ROOT, log).wait(300)
+            assert code == 0, (command, log.read_text()[-3000:])
+            return log.read_text()
+
+        nodes.add()
+        said(1, *shlex.split(token))
+        for number, command in enumerate(commands, 1):
+            said(number if number == 1 else nodes.add(), *shlex.split(command))
+        said(1, "mcore-mas", "train", str(run))
+        for number in (1, 2, 3):
+            said(number, "ray", "stop")
+            listed = subprocess.check_output(nodes.on(number, ["ps", "-eo", "stat=,comm="], ROOT), text=True)
+            assert not re.findall(r"^[^Z]\S* +(raylet|gcs_server)$", listed, re.MULTILINE)  # nobody reaps them there
+    assert len(rows(run)) == 2  # the validation at the start and a step
 
 
 def servers() -> list[int]:
