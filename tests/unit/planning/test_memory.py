@@ -170,7 +170,7 @@ def test_a_real_trainer_holds_as_much(measured: Path, name: str) -> None:
     assert planned.optimizer <= most["optimizer"] <= 1.01 * planned.optimizer + 4096
     # a pipeline is planned full, and has one micro-batch here; recomputing saves a layer's input twice
     ratio = most["activations"] / (planned.activations / sizes.pp)
-    assert settings["recompute"] == "full" or 0.9 < ratio < 1.12
+    assert settings["recompute"] == "full" or 0.85 < ratio < 1.12
 
 
 RESIDENT = {
