@@ -79,9 +79,9 @@ def voiced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
         heard: list[Sampling] = []
         submit = engine.core.submit
 
-        def listen(number: int, prompt: Any, sampling: Sampling, stream: bool) -> None:
+        def listen(number: int, prompt: Any, sampling: Sampling, *rest: Any) -> None:
             heard.append(sampling)
-            submit(number, prompt, sampling, stream)
+            submit(number, prompt, sampling, *rest)
 
         engine.core.submit = listen
         samplings = lambda: [(s.temperature, s.top_p, s.max_tokens, s.seed) for s in heard]  # noqa: E731

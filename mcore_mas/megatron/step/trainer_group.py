@@ -323,7 +323,7 @@ class TrainerGroup:
                 self._check_lost(lost, together.exception())
             return list(together.result())
         finally:
-            await cancel_tasks([*asked, watching])
+            await cancel_tasks([together, *asked, watching])
 
     def _check_lost(self, ranks: Sequence[int], error: BaseException | None) -> None:
         if ranks:
