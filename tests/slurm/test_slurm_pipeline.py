@@ -144,26 +144,15 @@ def test_a_job_of_two_machines_trains_over_both_to_the_same_bits(
 
 
 def test_a_training_and_an_evaluation_that_a_qos_preempts_go_on(cluster: Slurm, unbroken: Path, tmp_path: Path) -> None:
-    for folder in ("trained", "evaluated"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "trained").mkdir()
     run = make_run(tmp_path / "trained", *SETTINGS)
     job = cluster.train(run)
     wait_until(lambda: 0 in finished_steps(run), 300)
     driver_of(run).suspend()  # until the evaluation has something to lose; Slurm wakes it before it sends a signal
-    own = [*TINY, "evaluation.samples=300", "engine.slots=8", f"policies.solver.model={run / 'base'}"]
-    suite = {"experiments": {"one": ["experiment=demo_math", *own, f"policies.verifier.model={run / 'base'}"]}}
-    (tmp_path / "evaluated/one.yaml").write_text(yaml.safe_dump({"suite": "one", **suite}))
-    scores = tmp_path / "evaluated/results/one/evaluation/base.json"
-    target = str(scores.relative_to(tmp_path / "evaluated"))
-    pipeline = begun(cluster, tmp_path / "evaluated", target, "--configfile", "one.yaml")
-    wait_until(lambda: any(scores.with_suffix("").glob("*.parquet")) or pipeline.poll() is not None, 300)
-    assert pipeline.poll() is None, pipeline.communicate()
-
-    queue = [line.split() for line in cluster.run("squeue", "-h", "-o", "%i %k").splitlines()]
-    evaluation = next(number for number, comment in queue if "evaluate" in comment)
+    pipeline, scores, evaluation = evaluating(cluster, tmp_path / "evaluated", run / "base")
     urgent = cluster.run("sbatch", "--parsable", "--qos=urgent", "--nodes=2", "--exclusive", "--wrap=true").strip()
     assert cluster.ended(urgent, 300) == "COMPLETED"
-    first = {shard: shard.read_bytes() for shard in scores.with_suffix("").glob("*.parquet")}
+    first = shards(scores)
     assert not scores.is_file()
     for number in (job, evaluation):
         wait_until(lambda number=number: cluster.job(number)["Restarts"] == "1", 60)
@@ -174,8 +163,58 @@ def test_a_training_and_an_evaluation_that_a_qos_preempts_go_on(cluster: Slurm, 
     assert_same(run, unbroken)
 
     assert [j["State"] for j in submitted(cluster) if "evaluate_wildcards_one" in j["Comment"]] == ["COMPLETED"]
-    assert {shard: shard.read_bytes() for shard in first} == first  # nothing that was written was played again
-    played = [t.id for shard in scores.with_suffix("").glob("*.parquet") for t in read_trajectories(shard)]
+    assert_played_once(scores, first)
+
+
+def test_an_evaluation_whose_time_is_up_is_queued_again_and_goes_on_from_its_shards(
+    cluster: Slurm, tmp_path: Path
+) -> None:
+    model = make_run(tmp_path, *SETTINGS) / "base"
+    pipeline, scores, job = evaluating(cluster, tmp_path / "evaluated", model)
+    [stage] = [
+        process
+        for process in psutil.process_iter(["cmdline", "cwd"])
+        if process.info["cwd"] == str(tmp_path / "evaluated")
+        and process.info["cmdline"]
+        and process.info["cmdline"][-1].endswith("evaluate.py")
+    ]
+    stage.suspend()  # Slurm looks at limits every 30 s, and this evaluation would be done
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=5")  # the profile's signal comes 300 s before the end
+    time.sleep(45)
+    with suppress(psutil.NoSuchProcess):
+        stage.resume()
+    wait_until(lambda: cluster.job(job)["Restarts"] == "1" and cluster.job(job)["JobState"] == "PENDING", 120)
+    first = shards(scores)
+    assert first and not scores.is_file()
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60", "StartTime=now+5")
+    said = pipeline.communicate(timeout=900)
+    assert pipeline.returncode == 0, said
+    assert_played_once(scores, first)
+
+
+def evaluating(slurm: Slurm, folder: Path, model: Path) -> tuple[subprocess.Popen[str], Path, str]:
+    """A pipeline whose evaluation has played some of its 600 trajectories, where its scores go, and its job."""
+    folder.mkdir(exist_ok=True)
+    own = [*TINY, "evaluation.samples=300", "engine.slots=8", f"policies.solver.model={model}"]
+    suite = {"experiments": {"one": ["experiment=demo_math", *own, f"policies.verifier.model={model}"]}}
+    (folder / "one.yaml").write_text(yaml.safe_dump({"suite": "one", **suite}))
+    scores = folder / "results/one/evaluation/base.json"
+    pipeline = begun(slurm, folder, str(scores.relative_to(folder)), "--configfile", "one.yaml")
+    wait_until(lambda: bool(shards(scores)) or pipeline.poll() is not None, 300)
+    assert pipeline.poll() is None, pipeline.communicate()
+    queue = [line.split() for line in slurm.run("squeue", "-h", "-o", "%i %k").splitlines()]
+    return pipeline, scores, next(number for number, comment in queue if "evaluate" in comment)
+
+
+def shards(scores: Path) -> dict[Path, bytes]:
+    """What an evaluation has written of its trajectories."""
+    return {shard: shard.read_bytes() for shard in scores.with_suffix("").glob("*.parquet")}
+
+
+def assert_played_once(scores: Path, first: dict[Path, bytes]) -> None:
+    """Nothing that was written `first` was played again."""
+    assert {shard: shard.read_bytes() for shard in first} == first
+    played = [t.id for shard in shards(scores) for t in read_trajectories(shard)]
     assert (len(played), len(set(played))) == (600, 600)
 
 
