@@ -260,7 +260,9 @@ def owned(folder: Path) -> Iterator[None]:
         json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": now, "epoch": epoch}, file)
         file.flush()
         for partial in folder.rglob(".*.partial"):
-            _remove(partial)
+            around = next((own for own in partial.parents if (own / "lock.json").exists()), folder)
+            if around == folder:  # else a folder in this one has its own owner, who may be writing
+                _remove(partial)
         _owned[folder.absolute()] = epoch
         try:
             yield

@@ -137,3 +137,18 @@ def test_a_write_leaves_nothing_beside_it(tmp_path: Path) -> None:
     write_text(tmp_path / "new" / "file", "text")
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["file"]
     assert (tmp_path / "new" / "file").read_text() == "text"
+
+
+def test_an_owner_removes_what_a_killed_one_was_writing_and_nothing_of_a_folder_with_its_own_owner(
+    tmp_path: Path,
+) -> None:
+    inner, left, live = tmp_path / "train", tmp_path / "tasks" / ".a.partial", tmp_path / "train" / "x" / ".b.partial"
+    for path in (left, live):
+        path.parent.mkdir(parents=True)
+    with owned(inner):
+        left.touch()
+        live.touch()
+        with owned(tmp_path):
+            assert (left.exists(), live.exists()) == (False, True)
+    with owned(inner):
+        assert not live.exists()
