@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,43 @@ def write_runs_page(results: Path, runs: Sequence[str], out: Path) -> None:
         said={run: list(_said(folder)) for run, folder in zip(runs, folders, strict=True)},
     )
     write_text(out, page)
+
+
+_MOST_DRAWN, _ROW, _BETWEEN, _LETTER = 120, 30, 44, 7.2  # jobs; pixels
+
+
+def draw_jobs(graph: Mapping[str, Sequence[str]]) -> str:
+    """Jobs and those that each waits for as SVG, from the first at the left to the last; "" of too many to be read."""
+    if len(graph) > _MOST_DRAWN:
+        return ""
+
+    @cache
+    def column(job: str) -> int:
+        return max((column(before) + 1 for before in graph[job]), default=0)
+
+    width = _LETTER * max(map(len, graph)) + 16
+    places: dict[str, tuple[float, int]] = {}
+    high = 0
+    for _, jobs in groupby(graph, lambda job: job.rpartition(": ")[0]):  # the rows of a run are its own
+        rows: Counter[int] = Counter()
+        for job in jobs:
+            places[job] = (column(job) * (width + _BETWEEN) + 1, high + rows[column(job)] * _ROW + 1)
+            rows[column(job)] += 1
+        high += _ROW * max(rows.values())
+    lines = []
+    for job, (x, y) in places.items():
+        for left, top in (places[before] for before in graph[job]):
+            begin, end = f"{left + width:.0f} {top + 11}", f"{x:.0f} {y + 11}"
+            bend = f"{left + width + _BETWEEN / 2:.0f} {top + 11} {x - _BETWEEN / 2:.0f} {y + 11}"
+            lines.append(f'<path d="M{begin}C{bend} {end}" fill="none" stroke="#9a9a94"/>')
+    for job, (x, y) in places.items():
+        lines.append(
+            f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="22" rx="4" fill="#f4f3ee" stroke="#9a9a94"/>'
+        )
+        lines.append(f'<text x="{x + 8:.0f}" y="{y + 15}" fill="#1c1c1a">{escape(job)}</text>')
+    wide = max(x for x, _ in places.values()) + width + 1
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high}" style="max-width: {wide:.0f}px"'
+    return f'{head} font-family="monospace" font-size="12" role="img">{"".join(lines)}</svg>'
 
 
 def _seconds(folder: Path) -> dict[str, float]:

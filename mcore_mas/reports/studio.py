@@ -23,6 +23,7 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.pages import TurnAdvantages, TurnPieces, render_page, trajectory_page
 from mcore_mas.reports.runs import config_differences, run_states, score_differences
 from mcore_mas.reports.terminal import advantages_of
+from mcore_mas.reports.waits import who_works
 from mcore_mas.rollout.base.files import FolderError, json_lines
 from mcore_mas.rollout.base.http import is_loopback
 from mcore_mas.rollout.base.http_server import bears, bind, server_config, token_of, url_of
@@ -78,8 +79,13 @@ class Studio:
         trajectory = trajectory_at(path, index)
         return trajectory_page(trajectory, _advantages(path, path.stat().st_mtime_ns), self._pieces(run, trajectory))
 
+    def waits(self, run: str, file: str) -> dict[str, Any]:
+        """Who worked for how many of a file's trajectories, moment by moment; {} of a file that is large."""
+        path = self._file(run, file)
+        return who_works(path) if count_trajectories(path) <= _MOST_COMPARED else {}
+
     def log(self, run: str) -> str:
-        """The end of the training's log: what it reports, and who waits for whom where it stalls."""
+        """The end of the training's log: what it reports, and what it waits for where it stalls."""
         path = self._run(run) / "logs" / "train.log"
         if not path.is_file():
             return ""
@@ -185,6 +191,7 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
         "/api/runs": lambda _: studio.runs(),
         "/api/metrics": lambda asked: studio.metrics(asked.get("run", ""), _whole(asked.get("start", "0"))),
         "/api/files": lambda asked: studio.files(asked.get("run", "")),
+        "/api/waits": lambda asked: studio.waits(asked.get("run", ""), asked.get("file", "")),
         "/api/log": lambda asked: studio.log(asked.get("run", "")),
         "/api/compare": lambda asked: studio.compare(asked.get("a", ""), asked.get("b", "")),
         "/api/trajectories": listed,

@@ -33,7 +33,8 @@ def test_the_tiny_suite_runs_to_its_report_and_then_has_nothing_to_do(tmp_path: 
     assert {row["experiment"] for row in rows} == {"tiny_math", "tiny_search"}
     assert {row["policy_state"] for row in rows} == {"base", "trained", "trained-base"}
     assert {row["n"] for row in rows if row["dataset"] == "all"} == {"8"}
-    assert "</html>" in (results / "reports/tiny.html").read_text()
+    page = (results / "reports/tiny.html").read_text()
+    assert "</html>" in page and "tiny_math: cold start</text>" in page and "tiny_search: index</text>" in page
 
     for run, agents in {"tiny_math": {"solver", "verifier"}, "tiny_search": {"verifier"}}.items():
         lines = (results / run / "train" / "metrics.jsonl").read_text().splitlines()

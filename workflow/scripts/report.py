@@ -6,11 +6,13 @@ from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.suite import make_report
+    from mcore_mas.reports.run_pages import draw_jobs
     from mcore_mas.reports.tables import headline
     from mcore_mas.training.publish import publish
 
     suite, out = dict(snakemake.params.suite), Path(snakemake.output.html)
     page = publish(out.parents[1], suite["experiments"], [suite["suite"]])
     suite["headline"] = headline(Path(snakemake.input.table).with_suffix(".csv"))
+    suite["graph"] = draw_jobs(snakemake.params.graph)
     links = {"links": {"Compare the trainings in MLflow": page}} if page else {}
     make_report({**suite, **links}, list(snakemake.input), out)

@@ -20,6 +20,7 @@ from tokenizers.models import WordLevel
 from mcore_mas.reports.studio import Studio, studio_app
 from mcore_mas.rollout.base.http_server import bind, server_config, url_of
 from mcore_mas.rollout.records.files import RecordError, write_trajectories
+from mcore_mas.rollout.records.trajectory import ToolEvent
 from mcore_mas.rollout.records.trajectory_list import (
     TrajectoryFilter,
     count_trajectories,
@@ -30,6 +31,7 @@ from tests.support.browser import browse, needs_chromium
 from tests.support.played import failed, trajectory, turn
 from tests.unit.reports.test_runs import make_run
 
+TOKEN = "t" * 16
 HOSTILE = "<img src=x onerror=alert(1)>\x1b]0;owned\x07"
 
 
@@ -88,6 +90,32 @@ def test_only_the_rows_of_a_page_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     assert asked == [(1, False), (2, True)]  # of a list without texts and tokens, of one trajectory its own group
     with pytest.raises(RecordError, match="no trajectory 600; it holds 600"):
         trajectory_at(file, 600)
+
+
+def test_who_waits_for_whom_is_counted_moment_by_moment(results: Path) -> None:
+    """Of two trajectories: a solver for 6 s, then a tool for 2 s, then a verifier for 4 s; and a solver for 3 s."""
+    turns = (
+        replace(turn(0), started_s=100.0, took_s=6.0),
+        replace(turn(1, "verifier"), started_s=108.0, took_s=4.0),
+    )
+    tool = ToolEvent(after_turn=0, tool="search", query="q", result="r", started_s=106.0, took_s=2.0)
+    long = replace(trajectory(*turns, task_id="long"), tools=(tool,))
+    short = trajectory(replace(turn(0), started_s=100.0, took_s=3.0), task_id="short")
+    write_trajectories(results / "a" / "train" / "trajectories" / "step_000002.parquet", [short, long])
+    asked = {"run": "a", "file": "train/trajectories/step_000002.parquet"}
+    found = ask(results, "/api/waits", **asked).json()
+    assert (found["seconds"], found["slowest"], found["task"], found["behind"]) == (12.0, 1, "long", 4.5)
+    at = {who: dict(map(tuple, points)) for who, points in found["lines"].items()}
+    moments = [1.1, 4.1, 7.1, 10.1]  # of 60 that last 0.2 s each
+    assert [[round(own[min(own, key=lambda t: abs(t - m))], 6) for m in moments] for own in at.values()] == [
+        [2, 1, 0, 0],  # the solver
+        [0, 0, 0, 1],  # the verifier
+        [0, 0, 1, 0],  # the tool
+        [0, 1, 1, 1],  # who is done and waits
+    ]
+    assert list(at) == ["solver", "verifier", "tool search", "done, waiting for the slowest"]
+    asked["file"] = "train/trajectories/step_000001.parquet"  # without times
+    assert ask(results, "/api/waits", **asked).json() == {}
 
 
 def test_runs_files_and_a_log(results: Path) -> None:
@@ -169,11 +197,11 @@ def test_only_this_machine_asks_unless_it_has_the_token(results: Path) -> None:
 class Answering:
     """A studio on a free port, for the block; `steps` further steps end while a browser looks."""
 
-    def __init__(self, results: Path, steps: int) -> None:
+    def __init__(self, results: Path, steps: int, token: str | None = None) -> None:
         self._journal, self._steps = results / "a" / "train" / "metrics.jsonl", steps
         self._listener = bind("127.0.0.1", 0)
         self.url = url_of(self._listener)
-        app = studio_app(Studio(results), None)
+        app = studio_app(Studio(results), token)
         self._server = uvicorn.Server(server_config(app, drain_s=1, lifespan=False))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True)
         metrics, self._asked = Studio.metrics, 0
@@ -214,3 +242,19 @@ def test_a_browser_shows_curves_conversations_and_new_steps(answering: Answering
     assert ">failed: EngineError</td>" in page
     assert "step_000001" in page and 'src="/trajectory?run=a&amp;file=train' in page
     assert "<img" not in page
+
+
+@needs_chromium
+def test_a_browser_with_the_token_shows_conversations_and_who_waits_and_without_it_nothing(
+    results: Path, tmp_path: Path
+) -> None:
+    timed = [trajectory(replace(turn(0), started_s=100.0, took_s=n), task_id=f"t{n}") for n in (1.0, 3.0)]
+    write_trajectories(results / "a" / "train" / "trajectories" / "step_000002.parquet", timed)
+    with Answering(results, steps=2, token=TOKEN) as studio:
+        page = browse(f"{studio.url}/?token={TOKEN}#a", tmp_path / "profile")
+        refused = browse(f"{studio.url}/#a", tmp_path / "other")
+    assert "4 steps, 5 rows of metrics" in page
+    assert "the slowest trajectory was #1, of t3.0: half were done 1 s before it" in page
+    assert "trajectories by who works for them, in 3 s" in page and "done, waiting for the slowest 1" in page
+    assert f"index=0&amp;token={TOKEN}" in page  # the conversation's frame asks with it too
+    assert "a bearer token is required" in refused and "<script" not in refused
