@@ -16,7 +16,11 @@ CODE = {
     for top in ("mcore_mas", "rollout", "retrieval", "workflow", "tests")
     for path in (ROOT / top).rglob("*.py")
 }
-ELSEWHERE = {"configs/team/relay.yaml", "configs/base_config.yaml"}  # of a user's folder, and of ALFWorld
+ELSEWHERE = {
+    "configs/team/relay.yaml",
+    "configs/experiment/my_team.yaml",
+    "configs/base_config.yaml",
+}  # of users, of ALFWorld
 
 
 def paths_of(text: str) -> list[str]:

@@ -1,0 +1,227 @@
+"""Every code block of the documents is run, composed into a config, or read by the parser of its command.
+
+Pages that tell one story have a test that takes their blocks in order; the others are checked here, block by block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import runpy
+import shlex
+import textwrap
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from snakemake.cli import get_argument_parser
+from typer.exceptions import TyperException
+
+import mcore_mas as mm
+from mcore_mas.cli.main import app
+from mcore_mas.config.compose import CONFIGS, resolve
+from mcore_mas.config.run import RunConfig
+from mcore_mas.pipeline.suite import Suite
+from mcore_mas.rollout.rewards.coach import Coach
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+STORIES = {  # by page, the test that runs its blocks, or makes the page
+    "quickstart.md": "workflow/test_quickstart.py",
+    "own_team.md": "workflow/test_own_folder.py",
+    "own_reward.md": "unit/test_own_reward_page.py",
+    "to_slurm.md": "slurm/test_slurm_walk.py",
+    "api.md": "unit/api/test_objects.py",
+    "catalogue.md": "unit/reports/test_catalogue.py",
+}
+BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+FOUND = [
+    (page.name, f"{page.stem}-{number}", language, textwrap.dedent(body))
+    for page in PAGES
+    for number, (_, language, body) in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")))
+]
+LINES = [  # of shells: a command each
+    pytest.param(line, id=f"{name}: {line[:50]}")
+    for page, name, language, body in FOUND
+    if language == "sh" and page not in STORIES
+    for line in body.replace("\\\n", "").splitlines()
+]
+
+
+def blocks(language: str) -> list[Any]:
+    return [
+        pytest.param(name, body, id=name)
+        for page, name, kind, body in FOUND
+        if kind == language and page not in STORIES
+    ]
+
+
+def test_no_block_is_left_out() -> None:
+    """What has no language is what somebody sees: files, messages, pictures of letters."""
+    assert {language for _, _, language, _ in FOUND} == {"", "sh", "python", "yaml", "toml", "mermaid"}
+    for page, test in STORIES.items():
+        words = (page.removesuffix(".md"), f"{page.removesuffix('.md')}.md", f"{page.removesuffix('.md').upper()}")
+        assert any(word in (ROOT / "tests" / test).read_text() for word in words), page
+
+
+# A command is read by the parser of its own program.
+
+
+def of_ours(words: list[str]) -> None:
+    command = typer.main.get_command(app)
+    while commands := getattr(command, "commands", None):
+        command, words = commands[words[0]], words[1:]
+    command.make_context(command.name, words)  # as far as running it
+
+
+def of_snakemake(words: list[str]) -> None:
+    given = get_argument_parser().parse_args(words)
+    rules = "".join(file.read_text() for file in [*(ROOT / "workflow").rglob("*.smk"), ROOT / "workflow/Snakefile"])
+    for target in given.targets:
+        named = re.sub(r"^(table|bundle|acquire)_\w+$", r'f"\1_{name}"', target)
+        assert target.startswith("results/") or named in rules or f"rule {target}:" in rules, target
+
+
+def of_make(words: list[str]) -> None:
+    targets = [word for word in words if "=" not in word]
+    assert targets and all(f"\n{target}:" in (ROOT / "Makefile").read_text() for target in targets), targets
+
+
+def of_python(words: list[str]) -> None:
+    assert words[0] == "-m" and find_spec(words[1]), words
+
+
+def of_others(words: list[str]) -> None:
+    """Programs that are not ours: files that they read are there."""
+    files = [word for word in words if re.fullmatch(r"[\w/-]+\.(yml|sh|txt)", word)]
+    assert all((ROOT / file).is_file() for file in files), files
+
+
+COMMANDS = {
+    "mcore-mas": of_ours,
+    "snakemake": of_snakemake,
+    "make": of_make,
+    "python": of_python,
+    "python3.12": of_python,
+}
+OTHERS = {"curl", "ray", "export", "conda", "bash", "squeue", "tail", "scancel", "run"}  # .ci/run
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_command_is_one_that_its_program_takes(line: str) -> None:
+    for command in re.split(r" && ", line):
+        words = shlex.split(command, comments=True)
+        name = words[0].rpartition("/")[2]
+        assert name in COMMANDS or name in OTHERS, name
+        COMMANDS.get(name, of_others)(words[1:])
+
+
+@pytest.mark.parametrize(
+    "line", ["mcore-mas shwo x", "mcore-mas show x --indx 3", "snakemake tabel_x", "make demos", "python -m nothing"]
+)
+def test_a_command_that_no_program_takes_is_seen(line: str) -> None:
+    with pytest.raises((KeyError, AssertionError, TyperException)):
+        test_a_command_is_one_that_its_program_takes(line)
+
+
+# A config is composed, with what the block leaves to its reader.
+
+BARE = ["+data={generator: arithmetic, train: 9, validation: 2, test: 2}", "+evaluation={}"]
+BARE += ["+trainer={steps: 1, tasks_per_step: 2, group_size: 2}"]
+MODEL = "policy_defaults={model: models/m, lr: 1e-6}"
+GIVEN = {  # what a block's page takes for granted, as overrides
+    "configuration-3": BARE,
+    "configuration-4": ["~experiment", *BARE, MODEL, "team=m_ask", "sharing=separate", "+retriever={}"],
+    "configuration-5": ["~experiment", *BARE, MODEL, "team=search_team", "sharing=separate", "+retriever={}"],
+    "engines-2": ["~experiment", *BARE, "team=solver_verifier"],
+    "gateway-0": ["~experiment", *BARE, MODEL, "sharing=shared", "+run=x"],
+    "configuration-8": ["cold_start=null"],
+    "configuration-9": ["cold_start=null", "data.generator=null"],
+    "credit-1": ["experiment=demo_search"],
+    "lora-1": ["policies.solver.tp=1"],
+    "nodes-4": ["engine=sglang", "engine.python=python"],
+}
+
+
+def test_what_blocks_take_for_granted_is_of_blocks_that_are_there() -> None:
+    assert set(GIVEN) <= {name for _, name, language, _ in FOUND if language == "yaml"}
+
+
+OWN_ENGINE = "tests.support.scripted_engine:ScriptedEngine"
+
+
+def composed(values: dict[str, Any], *given: str) -> None:
+    """Compose the sections of a block into the demo's experiment, or that of `given`."""
+    chosen = [
+        f"{group.removeprefix('override /')}={name}"
+        for one in values.pop("defaults", ())
+        for group, name in one.items()
+    ]
+    first = [] if any("experiment" in item for item in given) else ["experiment=demo_math"]
+    resolve([*first, *chosen, *given], own={"run": "block", **values})
+
+
+@pytest.mark.parametrize(("name", "body"), blocks("yaml"))
+def test_a_config_composes(name: str, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = re.search(r"^# configs/(\w+)/(\w+)\.yaml", body, re.MULTILINE)
+    if body.startswith("suite:"):
+        Suite.load(yaml.safe_load(body), tmp_path)
+    elif place:
+        file = tmp_path / "configs" / place[1] / f"{place[2]}.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_text(body)
+        names = [place[2]] if "grid:" not in body else ["ours_small_shared", "ours_large_separate", "ours_rloo"]
+        for row in names:
+            resolve([*GIVEN[name], f"{place[1]}={row}"], tmp_path / "configs")
+    elif body.startswith("- {"):  # edges of a graph that ships
+        shipped = "".join(file.read_text() for file in (CONFIGS / "team").glob("*.yaml"))
+        assert all(line in shipped for line in body.splitlines()), body
+    else:
+        wholes = body.splitlines() if body.count("\nengine:") else [body]  # each line another engine
+        for whole in wholes:
+            composed(yaml.safe_load(whole.replace("my_pkg.engines:Mine", OWN_ENGINE)), *GIVEN.get(name, []))
+
+
+@pytest.mark.parametrize(("name", "body"), blocks("toml"))
+def test_entry_points_name_a_group_that_is_looked_up(name: str, body: str) -> None:
+    (group,) = tomllib.loads(body)["project"]["entry-points"]
+    assert group.removeprefix("mcore_mas.") in (ROOT / "rollout/base/options.py").read_text()
+
+
+# Python runs, with what the block says is there already.
+
+
+PRINTS = {"sandbox-0": "{'data/train.csv': 8}\n", "coaches-1": "", "chats-0": ""}
+
+
+@pytest.mark.parametrize("name", PRINTS)
+def test_python_runs(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "nobody-is-asked")
+    (body,) = [b.values[1] for b in blocks("python") if b.values[0] == name]
+    there: dict[str, Any] = {**dict.fromkeys(("Task", "TeamSession", "Env"), object), "Coach": Coach}
+    there |= {"config": RunConfig.check(resolve(["experiment=demo_math", "coach=openai"]), "here"), "folder": tmp_path}
+    script = tmp_path / "block.py"
+    script.write_text(f"async def block(groups=()):\n{textwrap.indent(body, '    ')}")
+    asyncio.run(runpy.run_path(str(script), there)["block"]())
+    assert capsys.readouterr().out.endswith(PRINTS[name])
+
+
+def test_all_python_is_run() -> None:
+    assert {b.values[0] for b in blocks("python")} == {*PRINTS, "README-2"}
+
+
+def test_the_readmes_team_trains_but_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ((_, body),) = [b.values for b in blocks("python") if b.values[0].startswith("README")]
+    monkeypatch.chdir(tmp_path)
+    mm.make_tiny_model(tmp_path / "tiny")
+    own = body.replace('"Qwen/Qwen2.5-0.5B-Instruct"', '"tiny"').replace("...", '("1+1?", "2"), ("2+2?", "4")')
+    (tmp_path / "readme.py").write_text(own.partition("run.train()")[0])
+    assert list(runpy.run_path("readme.py")["run"].config.agents) == ["writer", "editor"]
+    assert "run.train()\nprint(run.evaluate(k=4), run.chat(" in body  # which the quickstart's test does
