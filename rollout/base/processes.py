@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -81,13 +81,28 @@ class TooMuchOutput(Exception):
     """A command printed more bytes than it may."""
 
 
-async def run_command(command: Sequence[str], given: bytes, *, env: Mapping[str, str], most_bytes: int) -> Ended:
+async def run_command(
+    command: Sequence[str],
+    given: bytes,
+    *,
+    env: Mapping[str, str],
+    most_bytes: int,
+    confine: Callable[[], None] = lambda: None,
+) -> Ended:
     """Run `command` to its end with `given` on its standard input; then, or when cancelled, its whole group is killed.
+
+    The new process calls `confine` before it executes the command.
 
     Raises:
         OSError, ValueError: it cannot be started.
+        subprocess.SubprocessError: `confine` has failed.
         TooMuchOutput: it printed more than `most_bytes`.
     """
+
+    def begin(parent: int = os.getpid()) -> None:
+        die_with_parent(signal.SIGKILL, parent)
+        confine()
+
     loop = asyncio.get_running_loop()
     exited: asyncio.Future[None] = loop.create_future()
     with tempfile.TemporaryFile() as stdin:
@@ -100,7 +115,7 @@ async def run_command(command: Sequence[str], given: bytes, *, env: Mapping[str,
             stderr=subprocess.PIPE,
             env=env,
             start_new_session=True,
-            preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
+            preexec_fn=begin,
         )
     async with AsyncExitStack() as ending:
         ending.callback(_kill, child)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import sys
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from subprocess import SubprocessError
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -18,6 +23,8 @@ from mcore_mas.rollout.base.processes import TooMuchOutput, run_command
 from mcore_mas.rollout.base.task_group import LateTool, cancel_tasks
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task, valid_text
+from mcore_mas.rollout.sandbox.guest.filters import can_confine, confine_program
+from mcore_mas.rollout.sandbox.pool import readable_paths
 from mcore_mas.rollout.teams.team import TeamSession
 
 _MOST_BYTES = 1 << 20  # of a program's output
@@ -57,13 +64,14 @@ def check_program(
     call: str | None = None,
     command: Sequence[str] | None = None,
     models: Mapping[str, str] | None = None,
+    sandbox: Sequence[str] | None = None,
     **others: object,
 ) -> None:
     """Refuse options of `program` that no trajectory of a team with these agents could be played with.
 
     Raises:
-        ValueError: there is not one of `call` and `command`, `call` is no async function that can be imported, or
-            `models` names an agent who is not there.
+        ValueError: there is not one of `call` and `command`, `call` is no async function that can be imported,
+            `models` names an agent who is not there, or what is to be in the sandbox cannot be.
     """
     if (call is None) is (command is None):
         raise ValueError("orchestra 'program' needs call (a function's import path) or command, one of them")
@@ -72,6 +80,12 @@ def check_program(
     for model, agent in (models or {}).items():
         if agent not in team:
             raise ValueError(f"models: '{model}' is agent '{agent}', who is not in the team; agents: {', '.join(team)}")
+    if sandbox is not None and command is None:
+        raise ValueError("sandbox: a function runs in this process; only a command can be confined")
+    if missing := [path for path in sandbox or () if not Path(path).exists()]:
+        raise ValueError(f"sandbox: there is no '{missing[0]}' for the command to read")
+    if sandbox is not None and not can_confine():
+        raise ValueError("sandbox: to confine a command that calls models needs Linux 6.12 or later, on x86_64")
 
 
 AgentProgram = Callable[[Job], Awaitable[str]]
@@ -90,6 +104,7 @@ async def program(
     deadline_s: PositiveFloat = 600.0,
     most_calls: PositiveInt = 256,
     at_once: PositiveInt = 64,
+    sandbox: Sequence[str] | None = None,
     crash: Literal["fail", "wrong"] = "fail",
 ) -> None:
     """Let a program play that knows nothing of this project: it calls the team's agents as models of an API.
@@ -104,6 +119,8 @@ async def program(
         deadline_s: that the program may take.
         most_calls: of models, in a trajectory.
         at_once: commands that run side by side.
+        sandbox: the files and folders that a command may read, besides the system's and this Python's; it then writes
+            in a folder of its own only, and reaches nothing but the gateway. Without it the command is not confined.
         crash: what becomes of a trajectory whose program fails: `fail`, it is quarantined; `wrong`, its answer is "".
 
     Raises:
@@ -114,14 +131,14 @@ async def program(
     from mcore_mas.rollout.gateway.app import shared_gateway  # a web server, which only this orchestra needs
     from mcore_mas.rollout.gateway.sessions import GatewaySession
 
-    check_program([agent.name for agent in team.agents], call=call, command=command, models=models)
+    check_program([agent.name for agent in team.agents], call=call, command=command, models=models, sandbox=sandbox)
     problem = valid_text(env.reset(task))
     async with shared_gateway() as gateway:
         session = GatewaySession(team, aliases=models, most_turns=most_calls)
         async with gateway.opened(session) as (url, key):
             job = Job(task=task, problem=problem, openai_url=f"{url}/v1", anthropic_url=url, key=key)
             if command is not None:
-                work: Awaitable[str] = _limited(at_once, partial(_run, tuple(command), job, deadline_s))
+                work: Awaitable[str] = _limited(at_once, partial(_run, tuple(command), job, deadline_s, sandbox))
             else:
                 work = _within(deadline_s, lookup("agent program", str(call), _NO_PROGRAMS)(job))
             try:
@@ -169,7 +186,7 @@ async def _within(seconds: float, work: Awaitable[str]) -> str:
     return answer
 
 
-async def _run(command: Sequence[str], job: Job, seconds: float) -> str:
+async def _run(command: Sequence[str], job: Job, seconds: float, sandbox: Sequence[str] | None) -> str:
     """What a command prints.
 
     Raises:
@@ -178,14 +195,29 @@ async def _run(command: Sequence[str], job: Job, seconds: float) -> str:
     """
     direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
     environment = {**os.environ, **job.environment, "NO_PROXY": direct, "no_proxy": direct}
+    run = partial(run_command, command, job.problem.encode(), most_bytes=_MOST_BYTES)
     try:
-        async with asyncio.timeout(seconds):
-            ended = await run_command(command, job.problem.encode(), env=environment, most_bytes=_MOST_BYTES)
+        with TemporaryDirectory() as own:
+            if sandbox is not None:
+                environment |= {"HOME": own, "TMPDIR": own}
+                run = partial(run, confine=_confinement(sandbox, own, job.openai_url))
+            async with asyncio.timeout(seconds):
+                ended = await run(env=environment)
     except TimeoutError:
         raise LateTool(f"program: no answer within {seconds:g} s", "tool/program") from None
-    except (OSError, ValueError, TooMuchOutput) as error:
+    except (OSError, ValueError, SubprocessError, TooMuchOutput) as error:
         raise ProgramFailed(f"'{command[0]}': {error}") from error
     if ended.status:
         said = ended.errors.decode("utf-8", "replace").strip()[-_SHOWN_CHARS:]
         raise ProgramFailed(f"'{command[0]}' ended with status {ended.status}: {said or 'it said nothing'}")
     return ended.output.decode("utf-8", "replace").strip()
+
+
+_NETWORK_FILES = ("ssl", "hosts", "mime.types", "nsswitch.conf", "passwd", "resolv.conf")  # in /etc
+
+
+def _confinement(readable: Sequence[str], own: str, url: str) -> Callable[[], None]:
+    """What a new process calls to be confined to these files, its own folder and the port of a URL."""
+    known = [*readable_paths(libraries=True), sys.prefix, *(f"/etc/{name}" for name in _NETWORK_FILES)]
+    paths = [*known, *map(os.path.abspath, readable)]
+    return partial(confine_program, readable=paths, writable=[own], port=urlsplit(url).port or 0)

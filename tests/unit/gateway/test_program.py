@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import time
 from dataclasses import replace
 from functools import partial
@@ -18,9 +19,10 @@ from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.config.sections import AgentConfig, OrchestraConfig
 from mcore_mas.rollout.engines.remote import RemoteConfig
 from mcore_mas.rollout.engines.remote.caller import RemoteClient
-from mcore_mas.rollout.orchestras.program import program
+from mcore_mas.rollout.orchestras.program import check_program, program
 from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
 from mcore_mas.rollout.rewards import ALLOCATORS
+from mcore_mas.rollout.sandbox.guest.filters import can_confine
 from mcore_mas.rollout.teams.team import Team
 from mcore_mas.rollout.teams.tree import Branching
 from tests.support.agent_programs import alive, script
@@ -173,6 +175,53 @@ def test_what_a_command_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
     late = one(tmp_path, command=["/bin/sh", "-c", f"sleep {marker} & sleep {marker}"], deadline_s=0.3)
     assert late.status is Status.LATE
     assert not alive(marker)
+
+
+@pytest.mark.skipif(not can_confine(), reason="needs Linux 6.12, whose Landlock knows ports and signals")
+def test_a_command_in_the_sandbox_reaches_the_gateway_and_nothing_else(tmp_path: Path) -> None:
+    """Its answer has the model's reply, how much it may do of what it should, and of what it should not."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "data.txt").write_text("mine")
+    (tmp_path / "secret.txt").write_text("yours")
+    elsewhere = socket.create_server(("127.0.0.1", 0))
+    there = elsewhere.getsockname()
+    probe = f"""
+import openai, socket, subprocess, tempfile
+from pathlib import Path
+folder = Path({str(tmp_path)!r})
+def may(act):
+    try:
+        act()
+        return 1
+    except OSError:
+        return 0
+allowed = [
+    may(lambda: (folder / "mine" / "data.txt").read_text()),
+    may(lambda: tempfile.NamedTemporaryFile().write(b"x")),
+    may(lambda: (Path.home() / "x").write_text("x")),
+    may(lambda: subprocess.run(["true"], check=True)),
+]
+refused = [
+    may(lambda: (folder / "secret.txt").read_text()),
+    may(lambda: (folder / "mine" / "data.txt").write_text("x")),
+    may(lambda: (folder / "new").write_text("x")),
+    may(lambda: socket.create_connection({there!r}, 5)),
+    may(lambda: socket.socket().sendto(b"x", socket.MSG_FASTOPEN, {there!r})),
+    may(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)),
+    may(lambda: socket.socket(socket.AF_UNIX)),
+    may(lambda: socket.create_server(("127.0.0.1", 0))),
+    may(lambda: os.kill(os.getppid(), 0)),
+    may(os.setsid),
+]
+(folder / "mine" / "data.txt").chmod(0)
+answer = int(answer) * 100 + sum(allowed) * 10 + sum(refused)
+"""
+    with elsewhere:
+        trajectory = one(tmp_path, command=script(probe), sandbox=[str(tmp_path / "mine")], deadline_s=60)
+    assert (trajectory.error, trajectory.outcome) == ("", 740.0)
+    assert (tmp_path / "mine" / "data.txt").stat().st_mode == (tmp_path / "secret.txt").stat().st_mode
+    with pytest.raises(ValueError, match="there is no '/nowhere' for the command to read"):
+        check_program(["a"], command=["x"], sandbox=["/nowhere"])
 
 
 def test_an_engine_that_fails_fails_the_trajectory_whatever_the_program_makes_of_it(tmp_path: Path) -> None:
