@@ -219,7 +219,7 @@ def main() -> None:
     """Compare, shape by shape."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each process")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--parts", type=int, default=8, help="passes that TRL cuts an update into; 8 take the least")
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-trl")

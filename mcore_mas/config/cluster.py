@@ -25,7 +25,7 @@ class ClusterConfig(Section):
     address: str = "local"  # a Ray of the run's own; host:port of a running one's head, or auto: this machine's
     restarts: int = Field(3, ge=0)  # of all trainers from the newest checkpoint when one is lost or hangs, in an hour
     hang_s: float | None = Field(1800.0, gt=0)  # without a sign of life of a trainer at work; None: any time
-    threads_per_process: int = Field(1, ge=1)
+    threads_per_process: int | None = Field(None, ge=1)  # None: the cores over the processes that work at a time
     object_store_mb: int | None = Field(None, ge=80)  # None: what a step's samples need
     pool: Literal["split", "shared"] = "split"  # a device for each process, or the same devices for all policies
     nodes: dict[str, NodesConfig] = Field(default_factory=dict)  # by policy; of an `address`

@@ -45,7 +45,7 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
     config = RunConfig.load(config_path)
     cold_start = config.cold_start
     assert cold_start is not None, "a run without a cold start brings its own model"
-    init_process_groups(rank=0, threads=config.cluster.threads_per_process)
+    init_process_groups(rank=0, threads=config.cluster.threads_per_process or 1)
     spec = TrainerSpec(
         model=str(base_dir),
         lr=cold_start.lr,

@@ -118,7 +118,7 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     return JobNeeds(
         nodes=nodes,
         gpus=min(devices + on_gpu, node_gpus) if nodes == 1 else node_gpus,
-        cpus=-(-processes * config.cluster.threads_per_process // nodes) + (1 if kind == "CPU" else 2 + devices),
+        cpus=-(-processes * (config.cluster.threads_per_process or 1) // nodes) + (1 if kind == "CPU" else 2 + devices),
         memory_mb=-(-memory // nodes),
     )
 

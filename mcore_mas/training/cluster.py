@@ -23,7 +23,11 @@ KEEP_PAGES = {
     "MALLOC_MMAP_THRESHOLD_": str(256 << 20),  # bytes; larger tensors are mapped still
     "MALLOC_TRIM_THRESHOLD_": str(32 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
+    # libgomp's threads wait for each other by spinning, by default for some milliseconds: an update of two threads on a
+    # busy machine took seven times the CPU time of one. After so many turns, some 20 us, they sleep.
+    "GOMP_SPINCOUNT": "10000",
 }
+_MOST_CORES = 8
 _LOOK_S = 1.0  # between two looks at which nodes are alive
 _DOOR_S = 10.0  # that the head's machine may take to accept a connection
 _ANSWER_S = 120.0  # that a node may take to start a process and look at a file
@@ -46,6 +50,15 @@ class Node:
     gpus: int
     cpus: int
     pool: str | None = None  # its label of this name
+
+
+def cores_here() -> int:
+    """The cores that this process may use: those that OMP_NUM_THREADS gives it, as Snakemake sets it, or all, up to 8.
+
+    Products of models that CPUs can train are too small to be cut more often.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) else min(_MOST_CORES, len(os.sched_getaffinity(0)))
 
 
 @contextmanager

@@ -37,7 +37,9 @@ class Crew:
 
     def __init__(self, config: RunConfig, room: Room, *, joined: bool) -> None:
         """Nothing runs before `start`; in a Ray that was `joined`, processes may be on several nodes."""
-        self._config, self.room, self._joined = config, room, joined
+        threads = room.threads_of(config, joined=joined)
+        cluster = config.cluster.model_copy(update={"threads_per_process": threads})
+        self._config, self.room, self._joined = config.model_copy(update={"cluster": cluster}), room, joined
         self._placement = DevicePlacement(room, joined=joined)
         self.engines: dict[str, Any] = {}
         self.trainers: dict[str, PolicyTrainer] = {}
@@ -158,7 +160,7 @@ class Crew:
             return TrainerGroup(
                 who,
                 spec,
-                threads=config.cluster.threads_per_process,
+                threads=config.cluster.threads_per_process or 1,
                 places=places.get((name, part)),
                 turns=turns,
                 watched=WatchFiles(folder=folder, policy=who, hang_s=hang_s) if hang_s else None,

@@ -104,7 +104,7 @@ def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool) -> 
             "start_s": engine.start_s,
         }
     if engine.name == "sglang" or (engine.name == "embedded" and trained):
-        settings |= {"threads": config.cluster.threads_per_process, "restarts": engine.restarts}
+        settings |= {"threads": config.cluster.threads_per_process or 1, "restarts": engine.restarts}
         settings |= {"transport": engine.transport} if engine.transport else {}
     if engine.name == "embedded":
         settings |= {"device": engine.device, "deterministic": engine.deterministic}

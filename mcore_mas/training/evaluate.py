@@ -69,7 +69,7 @@ def evaluate(config_path: Path, state: str, out_path: Path, seats: Mapping[str, 
 def measure_run(run: RunConfig, state: str, out_path: Path, seats: Mapping[str, Any] = NO_SEATS) -> dict[str, Any]:
     """As `evaluate`, of a run as it is given; what was written."""
     config = seated(run, state, seats)
-    torch.set_num_threads(config.cluster.threads_per_process)
+    torch.set_num_threads(config.cluster.threads_per_process or 1)
     board = Scoreboard(prepared_tasks(config.folder / "tasks", "test"), config.evaluation.samples)
     folder = writable(out_path.with_suffix(""))
     with owned(folder):

@@ -78,7 +78,7 @@ def _write(config: RunConfig, policy: str, checkpoint: Path, to: Path, *, adapte
     spec = policy_spec(policy, config)
     spec = replace(spec, tp=1, pp=1, vpp=1, cp=1, dp=1, sp=False, distributed_optimizer=False, overlap=False)
     to.parent.mkdir(parents=True, exist_ok=True)
-    init_process_groups(rank=0, threads=config.cluster.threads_per_process)
+    init_process_groups(rank=0, threads=config.cluster.threads_per_process or 1)
     try:
         trainer = MegatronTrainer(spec)
         trainer.restore(checkpoint)

@@ -19,7 +19,7 @@ from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.planning.jobs import GroupKey, Kind, Pool, Tenant, needed, tenants_of
 from mcore_mas.rollout.engines.sglang.server import visible_gpus
 from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
-from mcore_mas.training.cluster import KEEP_PAGES, Node
+from mcore_mas.training.cluster import KEEP_PAGES, Node, cores_here
 
 Options = dict[str, Any]  # of a Ray actor
 
@@ -46,6 +46,18 @@ class Room:
     def cpus(self) -> int:
         """How many CPUs a Ray of the run's own is told of; its GPUs it counts itself."""
         return sum(self.nodes.values()) if self.kind == "CPU" else 1
+
+    def threads_of(self, config: RunConfig, *, joined: bool) -> int:
+        """Threads of each process: what is set, else the cores over the processes that work at a time.
+
+        Engines and trainers take turns, unless what is trained is a step old. 1 in a Ray that was `joined`, whose nodes
+        other runs may be on.
+        """
+        if config.cluster.threads_per_process or joined:
+            return config.cluster.threads_per_process or 1
+        engines = sum(tenant.devices for tenant in self.tenants if tenant.part == "engine")
+        trainers = sum(tenant.devices for tenant in self.tenants if tenant.part != "engine")
+        return max(1, cores_here() // max(1, engines + trainers if config.ahead else max(engines, trainers)))
 
     @property
     def told(self) -> dict[str, Any]:

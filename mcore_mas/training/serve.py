@@ -152,7 +152,7 @@ def serve(
         listener = bind(host, port)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot serve on {host}:{port}: {error}") from None
-    torch.set_num_threads(config.cluster.threads_per_process)
+    torch.set_num_threads(config.cluster.threads_per_process or 1)
     folder = writable(config.folder / "served")
     with owned(folder), ExitStack() as stack:
         remotes = open_remotes(config, folder / "remotes")

@@ -1,5 +1,6 @@
 """What a run needs of a machine's devices, and where each process goes."""
 
+import os
 import sys
 import venv
 from dataclasses import replace
@@ -214,6 +215,23 @@ def test_nodes_and_replicas_that_cannot_be_are_refused(settings: list[str], prob
 
 def test_a_machine_without_gpus_gives_what_it_is_told_to() -> None:
     assert devices_here("CPU", 3) == 3
+
+
+def test_processes_that_work_at_a_time_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(*overrides: str, joined: bool = False) -> int:
+        run = config(*overrides)
+        return room_for(run).threads_of(run, joined=joined)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(40))
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")  # six ranks, and two engines that wait while they train
+    assert threads() == 16 // 6
+    assert threads("+trainer.staleness=1") == 16 // (6 + 2)
+    assert threads("cluster.threads_per_process=5") == 5
+    assert threads(joined=True) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert threads() == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads("policies.solver.tp=1", "+agents.verifier.loss_weight=0") == 8 // 2  # of 40; a rank, two engines
 
 
 def test_ranks_meet_on_the_loopback_unless_they_are_on_several_nodes() -> None:
