@@ -88,7 +88,7 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
 
     from mcore_mas.pipeline.suite import SNAKEFILE, suite_of_experiment
 
-    overrides = list(takewhile(lambda word: "=" in word and not word.startswith("-"), arguments))
+    overrides = list(takewhile(lambda word: word.startswith("~") or ("=" in word and word[0] != "-"), arguments))
     rest, file = list(arguments[len(overrides) :]), Path(suite).is_file()
     values = yaml.safe_load(Path(suite).read_text(encoding="utf-8")) if file else suite_of_experiment(suite)
     own = [] if file else [f"{key}={json.dumps(value)}" for key, value in values.items()]
@@ -161,9 +161,10 @@ def plan_index(
 def train_run(run: _Run = None, config: _Config = None) -> None:
     """Train one run, from its newest checkpoint if it has one."""
     stop_at_start()
+    file = config_file(run, config)  # before the libraries load
     from mcore_mas.training.train import train
 
-    train(config_file(run, config))
+    train(file)
 
 
 @app.command("evaluate", rich_help_panel=_PANEL)

@@ -109,6 +109,8 @@ def check_schema(suite: Mapping[str, Any]) -> None:
         )
         near = nearest(unknown[0], known) if unknown else ""
         trouble = f"unknown key '{unknown[0]}'; known here: {', '.join(known)}{near}" if unknown else error.message
+        if error.validator == "pattern" and "=" in str(error.validator_value):
+            trouble = f"'{error.instance}' is no override; expected KEY=VALUE, or ~KEY to take a key out"
         raise SuiteError(f"suite file, {place}: {trouble} (workflow/schemas/suite.schema.json says what is allowed)")
 
 

@@ -107,8 +107,8 @@ def test_names_of_installed_packages_are_listed_with_the_package(
 def test_a_suite_is_run_with_overrides_and_one_config(tmp_path: Path) -> None:
     file = tmp_path / "s.yaml"
     file.write_text("{suite: s, experiments: {a: [experiment=demo_math]}, overrides: [seed=3]}")
-    _, _, _, *said = snakemake_command(str(file), ["a.b=1", "x/y.json", "--config", "scale=tiny", "-n"], tmp_path)
-    own = ['overrides=["seed=3", "a.b=1"]', f"config_dir={tmp_path.resolve()}"]
+    _, _, _, *said = snakemake_command(str(file), ["a.b=1", "~c", "x/y.json", "--config", "scale=tiny", "-n"], tmp_path)
+    own = ['overrides=["seed=3", "a.b=1", "~c"]', f"config_dir={tmp_path.resolve()}"]
     assert said[2:] == [f"--configfile={file}", "x/y.json", "--config", *own, "scale=tiny", "-n"]
     assert snakemake_command(str(file), ["-n"], None)[5:] == [f"--configfile={file}", "-n"]
     by_name = snakemake_command("demo_math", ["-n"], None)[5:]
