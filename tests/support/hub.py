@@ -57,12 +57,22 @@ class _Handler(BaseHTTPRequestHandler):
         hub.asked.append((path, self.headers.get("Range")))
         listing = path.startswith("api/")
         name = path.removeprefix("api/").removeprefix("models/")
-        name, _, rest = name.partition("/revision/" if listing else "/resolve/")
+        tree = listing and "/tree/" in name  # of which huggingface_hub's own client asks
+        name, _, rest = name.partition("/tree/" if tree else "/revision/" if listing else "/resolve/")
         revision, _, file = rest.partition("/")
         if name not in hub.repositories:
             self._answer(401, b"", {"X-Error-Code": "RepoNotFound"} if listing else {})
         elif revision not in ("", "main", COMMIT):
             self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        elif tree:
+            listed = [
+                {"type": "file", "path": one["rfilename"], "size": one["size"], "oid": one["blobId"]}
+                for one in self._siblings(name)
+            ]
+            self._answer(200, json.dumps(listed).encode(), {"Content-Type": "application/json"})
+        elif self.command == "HEAD":
+            named = {"ETag": f'"{hashlib.sha256(hub.repositories[name][file]).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            self._answer(200, hub.repositories[name][file], named)
         elif listing:
             self._answer(200, json.dumps(self._listing(name)).encode(), {"Content-Type": "application/json"})
         elif name in hub.gated and self.headers.get("Authorization") != "Bearer hf_good":
@@ -73,13 +83,20 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._file(name, file)
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def _listing(self, name: str) -> dict[str, object]:
+        found = {"id": name.removeprefix("datasets/"), "sha": COMMIT, "private": False}
+        return {**found, "siblings": self._siblings(name)}
+
+    def _siblings(self, name: str) -> list[dict[str, object]]:
         siblings = []
         for file, content in self.hub.repositories[name].items():
             digest = hashlib.sha256(content).hexdigest()
             lfs = {"lfs": {"size": len(content), "sha256": digest, "pointerSize": 130}} if "." in file else {}
             siblings.append({"rfilename": file, "size": len(content), "blobId": digest[:40], **lfs})
-        return {"id": name.removeprefix("datasets/"), "sha": COMMIT, "siblings": siblings, "private": False}
+        return siblings
 
     def _file(self, name: str, file: str) -> None:
         hub = self.hub
@@ -102,5 +119,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body[:cut])
+        if self.command != "HEAD":
+            self.wfile.write(body[:cut])
         self.close_connection = self.close_connection or cut is not None

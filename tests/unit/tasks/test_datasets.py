@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import snapshot_download
 
 import mcore_mas as mm
 from mcore_mas.config.compose import resolve
@@ -16,6 +17,7 @@ from mcore_mas.rollout.config.data import DataConfig, make_tasks
 from mcore_mas.rollout.records.files import RecordError
 from mcore_mas.rollout.tasks.datasets import dataset_files, located_dataset
 from mcore_mas.rollout.tasks.files import read_task_file
+from tests.support.hub import FakeHub, running
 
 CARD = """---
 configs:
@@ -53,6 +55,25 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def names(files: list[Path]) -> list[str]:
     return [file.stem for file in files]
+
+
+def test_what_the_hubs_own_client_downloaded_is_read_with_the_hub_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache has links to blobs, locks, a list of the tree; what was not downloaded is told, and nobody is asked."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    shard = rows(tmp_path / "a.parquet", {"Query": "1+1?", "gold": 2}, {"Query": "2+2?", "gold": 4}).read_bytes()
+    hub = FakeHub(repositories={"datasets/me/sums": {"main/train-0.parquet": shard, "README.md": CARD.encode()}})
+    with running(hub):
+        snapshot_download("me/sums", repo_type="dataset", endpoint=hub.url, cache_dir=tmp_path / "cache")
+    asked = len(hub.asked)
+    (folder,) = (tmp_path / "cache" / "datasets--me--sums" / "snapshots").iterdir()
+    assert (folder / "main" / "train-0.parquet").is_symlink()
+    tasks = mm.load_tasks("me/sums", subset="main", split="train", columns={"prompt": "Query", "answer": "gold"})
+    assert [(task.prompt, task.answers) for task in tasks] == [("1+1?", ("2",)), ("2+2?", ("4",))]
+    with pytest.raises(ValueError, match="hf download --repo-type dataset me/other"):
+        mm.load_tasks("me/other", split="train")
+    assert len(hub.asked) == asked
 
 
 def test_a_card_names_the_files_of_a_subset_and_split(hub: Path) -> None:
