@@ -20,6 +20,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
 from mcore_mas.rollout.base.http import check_url
+from mcore_mas.rollout.base.once import CallRecord
 from mcore_mas.rollout.base.options import Section, lookup
 from mcore_mas.rollout.base.task_group import LateCall, within
 from mcore_mas.rollout.models.chat_template import Renderer, WordStream, render_within
@@ -326,7 +327,7 @@ class EngineClient:
 Heard = dict[int, tuple[tuple[Message, ...], PolicyReply]]  # by the call's seed: what was asked and what was said
 
 
-class Record(Protocol):
+class Record(CallRecord, Protocol):
     """Replies of before, and what keeps those of now."""
 
     def reply(self, seed: int, messages: Sequence[Message]) -> PolicyReply | None:

@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.once import once
 from mcore_mas.rollout.environments.protocol import Case, Step, ToolCall, last_tag
 from mcore_mas.rollout.environments.running import SandboxedEnv
 from mcore_mas.rollout.records.trajectory import Task
@@ -174,7 +176,8 @@ class CodeEnv(SandboxedEnv):
         return _passed(await self._judge(answers.solution, answers.read(cases))) / max(len(cases), 1)
 
     async def _judge(self, program: str, tests: Sequence[Test]) -> list[Judged]:
-        return await judge_all(self.runner, program, tests, compare=self.compare, limits=self.limits)
+        judged = partial(judge_all, self.runner, program, tests, compare=self.compare, limits=self.limits)
+        return await once(list[Judged], judged, program, tests)
 
     async def _try(self, program: str, tests: Sequence[Test], nothing: str) -> Step:
         judged = await self._judge(program, tests)

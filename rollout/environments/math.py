@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from functools import partial
 
 from mcore_mas.rollout.base.errors import EnvError, Undecided
+from mcore_mas.rollout.base.once import once
 from mcore_mas.rollout.environments.math_equality import (
     AnswerComparison,
     AnswerRefused,
@@ -120,7 +122,8 @@ class MathEnv(CalculatingEnv):
             raise EnvError(f"task {self.task.id} has no answers; a math task needs at least one")
         given = last_boxed(action) or ""
         try:
-            found = await asyncio.to_thread(_compare_any, given, self.task.answers)
+            compare = partial(asyncio.to_thread, _compare_any, given, self.task.answers)
+            found = await once(AnswerComparison, compare, given, self.task.answers)
         except ComparerError as error:
             raise EnvError(str(error)) from error
         if found is AnswerComparison.UNDECIDED:
@@ -141,7 +144,8 @@ class MathEnv(CalculatingEnv):
             EnvError: they cannot be compared on this machine.
         """
         try:
-            return await asyncio.to_thread(compare_answers, answer, other) is AnswerComparison.EQUAL
+            compare = partial(asyncio.to_thread, compare_answers, answer, other)
+            return await once(AnswerComparison, compare, answer, other) is AnswerComparison.EQUAL
         except ComparerError as error:
             raise EnvError(str(error)) from error
 

@@ -8,12 +8,14 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.once import once
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.rollout.environments.protocol import Step, ToolCall, last_tag
 from mcore_mas.rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
@@ -35,6 +37,7 @@ class McpServer:
     args: Sequence[str] = ()
     env: Mapping[str, str] | None = None  # besides the search path and home, which are all that it inherits
     cwd: str | None = None
+    outside: bool = False  # calls change what outlives it: a death does not repeat them
 
 
 class McpServers:
@@ -42,6 +45,7 @@ class McpServers:
 
     def __init__(self, servers: Mapping[str, McpServer], start_s: float) -> None:
         self.tools: dict[str, tuple[Any, Any]] = {}  # session and description, by name
+        self._outside: set[str] = set()  # names of tools
         self._servers = servers
         self._start_s = start_s
         self._alive: asyncio.Task[None] | None = None
@@ -78,6 +82,11 @@ class McpServers:
         Raises:
             EnvError: its server broke.
         """
+        if name in self._outside:
+            return await once(tuple[str, bool], partial(self._answer, name, arguments), name, arguments)
+        return await self._answer(name, arguments)
+
+    async def _answer(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         try:
             result = await self.tools[name][0].call_tool(name, arguments)
             text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
@@ -107,9 +116,10 @@ class McpServers:
             raise EnvError("env mcp needs `pip install mcore-mas[mcp]`") from error
         quiet = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123  (its log)
         try:
-            streams = await stack.enter_async_context(
-                stdio_client(StdioServerParameters(**asdict(settings)), errlog=quiet)
+            started = StdioServerParameters(
+                command=settings.command, args=settings.args, env=settings.env, cwd=settings.cwd
             )
+            streams = await stack.enter_async_context(stdio_client(started, errlog=quiet))
             session = await stack.enter_async_context(ClientSession(*streams))
             await session.initialize()
             listed = (await session.list_tools()).tools
@@ -119,6 +129,7 @@ class McpServers:
             if tool.name in self.tools:
                 raise EnvError(f"two MCP servers have a tool '{tool.name}'; name one of them")
             self.tools[tool.name] = session, tool
+            self._outside |= {tool.name} if settings.outside else set()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -252,7 +263,7 @@ async def mcp_tools(*, servers: Mapping[str, McpServer], start_s: PositiveFloat 
 
         schema = ToolSchema(name=name, description=about.description or "", parameters=about.input_schema)
         hints = about.annotations
-        return Tool(schema=schema, run=run, parallel=bool(hints and hints.read_only_hint))
+        return Tool(schema=schema, run=run, parallel=bool(hints and hints.read_only_hint), again=True)
 
     try:
         await own.open()

@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.once import once
 from mcore_mas.rollout.base.task_group import together
 from mcore_mas.rollout.environments.patches import BadPatch, apply_patch, parse_patch
 from mcore_mas.rollout.environments.protocol import Step, ToolCall
@@ -144,7 +146,7 @@ class RepositoryEnv:
         passed: dict[str, bool] = {}
         try:
             files = apply_patch(instance.sources, parse_patch(action))
-            passed = await self._test(instance, files)
+            passed = await once(dict[str, bool], partial(self._test, instance, files), sorted(files.items()))
             observation, applied = "The patch applies.", True
         except BadPatch as error:
             self._malformed += 1

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import atexit
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 from pydantic import PositiveInt
 
+from mcore_mas.rollout.base.once import once
 from mcore_mas.rollout.environments.protocol import ToolCall
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox import RunLimits, Runner, Sandbox, SandboxFusion, Verdict
+from mcore_mas.rollout.sandbox import RunLimits, Runner, RunResult, Sandbox, SandboxFusion, Verdict
 from mcore_mas.rollout.sandbox.records import render_result
 
 Tier = Literal["auto", "namespaces", "landlock", "unisolated"]  # of this machine's sandbox
@@ -58,7 +59,7 @@ class CalculatingEnv(SandboxedEnv):
         Raises:
             SandboxError: nothing is known about the program.
         """
-        result = await self.runner.run(program, limits=self.limits)
+        result = await once(RunResult, partial(self.runner.run, program, limits=self.limits), program)
         failed = result.verdict is not Verdict.OK
         shown = result if failed else replace(result, stderr="")  # a warning is no part of an answer
         return ToolCall(tool="python", query=program, result=render_result(shown, PRINTED_CHARS), failed=failed)

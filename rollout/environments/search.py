@@ -15,6 +15,7 @@ from pydantic import PositiveInt
 
 from mcore_mas.retrieval.client import BadRequest, NoRetriever, RetrievalError
 from mcore_mas.rollout.base.errors import EnvError, Unusable
+from mcore_mas.rollout.base.once import once
 from mcore_mas.rollout.environments.protocol import Step, ToolCall, last_tag
 from mcore_mas.rollout.records.trajectory import Task
 
@@ -139,11 +140,10 @@ class SearchEnv:
             return await self._read(wanted)
         if not query or len(query) > _MAX_QUERY_CHARS:
             return self._nothing()
-        hits = await self._asked(self._found(query, last_tag(action, "where")))
-        if hits is None:
+        passages = await self._asked(self._found, query, last_tag(action, "where"))
+        if passages is None:
             return self._nothing()
         self._searches += 1
-        passages = [self._shown(rank, hit) for rank, hit in enumerate(hits, start=1)]
         observation = f"<information> {''.join(passages).strip()} </information>"
         call = ToolCall(tool="search", query=query, result=observation)
         return Step(
@@ -171,16 +171,19 @@ class SearchEnv:
     async def _read(self, wanted: str) -> Step:
         """`ID`, or `ID +N` with N neighbours on each side."""
         id, neighbours = _WANTED.fullmatch(wanted).groups("0")  # type: ignore[union-attr]  # it matches any text
-        hits = await self._asked(self._source().passages(id, int(neighbours)))
-        text = "".join(self._shown(rank, hit) for rank, hit in enumerate(hits or (), start=1)).strip()
+        text = "".join(await self._asked(self._source().passages, id, int(neighbours)) or ()).strip()
         shown = text or f"there is no passage {id}"
         call = ToolCall(tool="read_passage", query=wanted, result=shown, failed=not text)
         return Step(observation=shown, answer="", tools=(call,), metrics=self._counts())
 
-    async def _asked(self, answer: Awaitable[Sequence[Hit]]) -> Sequence[Hit] | None:
-        """What the retriever finds; None where no retriever would take the question."""
+    async def _asked(self, find: Callable[..., Awaitable[Sequence[Hit]]], *asked: object) -> list[str] | None:
+        """What the retriever finds, as it is shown; None where no retriever would take the question."""
+
+        async def shown() -> list[str]:
+            return [self._shown(rank, hit) for rank, hit in enumerate(await find(*asked), start=1)]
+
         try:
-            return await answer
+            return await once(list[str], shown, find.__name__, *asked)
         except BadRequest:
             return None
         except NoRetriever as failure:

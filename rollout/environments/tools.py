@@ -42,13 +42,16 @@ class Tool:
     run: Callable[..., Awaitable[str]]  # its arguments by name; raises BadArguments or ToolFailed
     noted: bool = False  # the environment writes its calls down itself
     parallel: bool = False  # calls of one reply may be under way at once, and no call changes what another finds
+    again: bool = False  # what calls do is gone with the trajectory, such as variables: a death repeats them
 
 
 # opens tools for one trajectory, with its environment as `env` where it takes one
 ToolMaker = Callable[..., AbstractAsyncContextManager[list[Tool]]]
 
 
-def tool_of(function: Callable[..., Awaitable[str]], *, noted: bool = False, parallel: bool = False) -> Tool:
+def tool_of(
+    function: Callable[..., Awaitable[str]], *, noted: bool = False, parallel: bool = False, again: bool = False
+) -> Tool:
     """The tool that an async function is: its keyword-only parameters are the arguments, its docstring the words."""
     parameters = json_schema(options_model(function))
     said = descriptions(function)
@@ -62,6 +65,7 @@ def tool_of(function: Callable[..., Awaitable[str]], *, noted: bool = False, par
         run=function,
         noted=noted,
         parallel=parallel,
+        again=again,
     )
 
 
@@ -212,7 +216,7 @@ async def python_tools(
                 raise ToolFailed(shown)
             return shown
 
-        yield [tool_of(python), *(map(tool_of, _file_tools(session)) if files else ())]
+        yield [tool_of(tool, again=True) for tool in (python, *(_file_tools(session) if files else ()))]
 
 
 def _file_tools(session: Callable[[], Awaitable[Session]]) -> list[Callable[..., Awaitable[str]]]:

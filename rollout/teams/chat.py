@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from mcore_mas.rollout.base.errors import PromptTooLong
+from mcore_mas.rollout.base.once import once
 from mcore_mas.rollout.base.task_group import together
 from mcore_mas.rollout.engines import ChatState
 from mcore_mas.rollout.environments.protocol import ToolCall
@@ -204,13 +206,11 @@ class Chat:
         return ""
 
     async def _call(self, call: ToolUse, reply: AgentReply) -> str:
-        rules = self._agent.chats
-
-        async def make() -> ToolCall:
-            return await call_tool(self._tools, call, call_s=rules.call_s, most_chars=rules.result_chars)
-
-        noted = call.name in self._tools and self._tools[call.name].noted
-        return (await self._host.run_tool(call.name, make, reply.turn, noted)).result
+        rules, tool = self._agent.chats, self._tools.get(call.name)
+        make = partial(call_tool, self._tools, call, call_s=rules.call_s, most_chars=rules.result_chars)
+        noted = tool is not None and tool.noted
+        kept = make if noted or (tool is not None and tool.again) else partial(once, ToolCall, make, self.id, call)
+        return (await self._host.run_tool(call.name, kept, reply.turn, noted)).result
 
     async def drop_results(self) -> bool:
         """Leave out the older half of the results of tools that are still there; False where there are none."""

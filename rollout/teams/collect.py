@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mcore_mas.rollout.base.errors import Defect, PromptTooLong, Undecided
+from mcore_mas.rollout.base.once import put_on_record
 from mcore_mas.rollout.base.task_group import LEFT, Deadlines, Late, Watchdog, cancel_tasks, together
 from mcore_mas.rollout.engines import Heard
 from mcore_mas.rollout.environments.protocol import Env, Step
@@ -88,6 +89,7 @@ class Collector:
             if quota:
                 quota.count()
             return before
+        put_on_record(options.journal, lambda: name)
         heard: Heard = {}
         team = self.team.resampled(**options.sampling).heard_by(heard, options.journal)
         began = asyncio.get_running_loop().time() if options.began is None else options.began

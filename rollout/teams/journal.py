@@ -92,6 +92,8 @@ class CollectionJournal:
         try:
             if not self._broken:
                 write()
+        except ValueError:
+            pass  # a tool's answer that is no JSON: it is asked again after a death
         except OSError as error:
             self._broken = True
             say(
@@ -116,6 +118,15 @@ class Recording:
         if trajectory.status is Status.COMPLETED:
             key = f"{self.name}trajectory {trajectory.id}"
             self.journal.add(key, _newest(trajectory), trajectory=trajectory)
+
+    def answer(self, key: str) -> Any:
+        """What a tool or verifier answered, as plain values."""
+        row = self.journal.find(f"{self.name}call {key}")
+        return row and row["answer"]
+
+    def keep_answer(self, key: str, answer: object) -> None:
+        """Write an answer down."""
+        self.journal.add(f"{self.name}call {key}", 0, answer=answer)  # whatever weights come to ask the same
 
     def reply(self, seed: int, messages: Sequence[Message]) -> PolicyReply | None:
         """What was said to these messages at this place."""

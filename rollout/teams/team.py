@@ -60,6 +60,7 @@ class Team:
 
     agents: Mapping[str, Agent]
     players: Mapping[str, PolicyClient]  # by policy
+    record: Record | None = None  # of what policies, tools and verifiers answer
 
     def seat(self, *place: int | str) -> TeamSession:
         """The team as one trajectory sees it; `place` is where in the run it happens and seeds its sampling."""
@@ -67,7 +68,8 @@ class Team:
 
     def heard_by(self, heard: Heard, record: Record | None = None) -> Team:
         """The same team, whose replies are noted in `heard` too, and those on `record` are said again."""
-        return replace(self, players={name: Listener(policy, heard, record) for name, policy in self.players.items()})
+        players = {name: Listener(policy, heard, record) for name, policy in self.players.items()}
+        return replace(self, players=players, record=record)
 
     def resampled(self, **sampling: float) -> Team:
         """The same team with fields of every agent's `Sampling` replaced; a temperature of 0 is greedy."""

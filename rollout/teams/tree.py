@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mcore_mas.rollout.base.errors import EngineError, EnvError, Undecided
+from mcore_mas.rollout.base.once import put_on_record
 from mcore_mas.rollout.base.options import Section
 from mcore_mas.rollout.base.task_group import Late, Wait, cancel_tasks, together
 from mcore_mas.rollout.environments.protocol import Env
@@ -182,6 +183,10 @@ class BranchSession(TeamSession):
         finally:
             self.stirred.set()
 
+    def put_on_record(self) -> None:
+        """Tell calls of tools apart by the latest turn: branches may ask the same, and hear otherwise."""
+        put_on_record(self._team.record, lambda: f"{self._session} {self.last.seed if self.last else ''}")
+
     def place(self, turn: int, /, node: str) -> None:
         """Refuse: the turns of this session have their nodes already.
 
@@ -238,7 +243,7 @@ class Branch:
         """Until the orchestra has ended, or waits for open calls and nothing else."""
         seat = self._seat
         if self._task is None:
-            self._task = asyncio.create_task(self.episode.play())
+            self._task = asyncio.create_task(self._play())
             self._task.add_done_callback(lambda _: seat.stirred.set())
         while not self._task.done():
             seat.stirred.clear()
@@ -253,6 +258,10 @@ class Branch:
         self.resting = True
         if self._task.done():
             self._task.result()
+
+    async def _play(self) -> None:
+        self._seat.put_on_record()
+        await self.episode.play()
 
     async def close(self) -> None:
         """End the orchestra where it stands."""

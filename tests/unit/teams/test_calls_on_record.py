@@ -1,0 +1,228 @@
+"""Tools, retrievers and verifiers are not called again after a death, however they would answer then."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_mas.rollout.base.once import once, put_on_record
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.environments.math_equality import AnswerComparison
+from mcore_mas.rollout.environments.protocol import Step, ToolCall
+from mcore_mas.rollout.environments.search import SearchEnv
+from mcore_mas.rollout.environments.tools import Tool, tool_of
+from mcore_mas.rollout.records.trajectory import Completion, Sampling, Trajectory
+from mcore_mas.rollout.sandbox import RunResult, Verdict
+from mcore_mas.rollout.sandbox.judge import Judged
+from mcore_mas.rollout.teams.journal import CollectionJournal
+from mcore_mas.rollout.teams.roles import Agent, Role
+from mcore_mas.rollout.teams.team import Team
+from mcore_mas.rollout.teams.tree import Branching
+from tests.faults.forked import forked
+from tests.support.play import SEED, STEP, TASK, Adder, collect, number
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.templates import renderer_of
+
+SIZE = 4  # trajectories, of two calls of tools each
+
+
+class Passage:
+    title = "T"
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class Retriever:
+    """Writes every question down, and finds something else every time."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    async def search(self, query: str, k: int) -> list[Passage]:
+        return [Passage(note(self.file, query))]
+
+
+def note(file: Path, text: str) -> str:
+    with file.open("a") as out:
+        out.write(f"{text}\n")
+    return os.urandom(4).hex()
+
+
+@asynccontextmanager
+async def tools(folder: Path) -> AsyncIterator[list[Tool]]:
+    session: list[str] = []
+
+    async def send(*, to: str) -> str:
+        """Send a letter, which nobody can take back."""
+        return note(folder / "sent", to)
+
+    async def remember(*, what: str) -> str:
+        """Remember something for as long as this trajectory goes on."""
+        session.append(what)
+        note(folder / "remembered", what)
+        return " ".join(session)
+
+    yield [tool_of(send), tool_of(remember, again=True)]
+
+
+def call(name: str, **arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {str(arguments).replace(chr(39), chr(34))}}}</tool_call>'
+
+
+REPLIES = [
+    call("send", to="a") + call("remember", what="x"),
+    call("send", to="a") + call("remember", what="y"),
+    "7",
+]
+
+
+async def orchestra(task: Any, team: Any, env: Any) -> None:
+    chat = team.chat("a")
+    await chat.say((await env.step("<search> before </search>")).observation)
+    await chat.run(max_turns=5)
+    await chat.say((await env.step("<search> after </search>")).observation)
+    await env.step("<answer> 7 </answer>")
+
+
+def collected(folder: Path, dies_at: int | None = None, **options: Any) -> Sequence[Trajectory]:
+    """Play a group; at a call of the policy the process is killed."""
+    renderer = renderer_of("qwen2.5", folder)
+
+    def said(prompt: Sequence[int], number: int) -> list[int]:
+        if number == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls = renderer._tokenizer.decode(list(prompt)).count("<tool_response>")
+        return [*renderer.encode(REPLIES[min(calls // 2, 2)]), renderer.stop[0]]
+
+    role = Role(name="r", system="", user="{conversation}", parse=number)
+    agent = Agent(
+        name="a", role=role, policy="p", sampling=Sampling(max_tokens=400), tools={"t": partial(tools, folder)}
+    )
+    team = Team({"a": agent}, {"p": EngineClient(engine=ScriptedEngine(said), renderer=renderer)})
+    make_env = partial(SearchEnv, retriever=Retriever(folder / "searched"))
+    options["journal"] = CollectionJournal(folder / "journal.jsonl", {0: "x"}).part("")
+    played = collect([TASK], team, make_env, orchestra, group_size=SIZE, seed=SEED, step=STEP, **options)
+    return asyncio.run(played)[0].trajectories
+
+
+def counts(folder: Path) -> tuple[int, int]:
+    return tuple(len((folder / name).read_text().split()) for name in ("sent", "searched"))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dies_at", [5, 9, 14])
+def test_after_a_kill_no_letter_is_sent_and_no_passage_searched_twice(tmp_path: Path, dies_at: int) -> None:
+    assert forked(partial(collected, tmp_path, dies_at), tmp_path / "log") == -signal.SIGKILL
+    before = counts(tmp_path)
+    assert 0 < sum(before) < 4 * SIZE
+    resumed = collected(tmp_path)
+    assert counts(tmp_path) == (2 * SIZE, 2 * SIZE)
+    assert [t.error for t in resumed] == [""] * SIZE
+    for trajectory in resumed:  # what a trajectory holds itself is made again
+        assert [event.result for event in trajectory.tools if event.tool == "remember"] == ["x", "x y"]
+    assert len((tmp_path / "remembered").read_text().split()) > 2 * SIZE
+    assert len({event.result for t in resumed for event in t.tools if event.tool == "send"}) == 2 * SIZE
+
+
+def test_branches_that_ask_the_same_are_each_told_what_they_were_told(tmp_path: Path) -> None:
+    """A tool whose answers depend on the branch: after a kill every branch hears its own again."""
+
+    @asynccontextmanager
+    async def diary() -> AsyncIterator[list[Tool]]:
+        pages: list[str] = []
+
+        async def write(*, page: str) -> str:
+            """Write a page."""
+            pages.append(page)
+            return "written"
+
+        async def read() -> str:
+            """Read it all."""
+            note(tmp_path / "read", "")
+            return " ".join(pages)
+
+        yield [tool_of(write, again=True), tool_of(read)]
+
+    class Seeded(ScriptedEngine):
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+            if len(self.calls) == self.dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            asked = renderer._tokenizer.decode(list(prompt_ids)).count("<tool_response>")
+            reply = [call("write", page=str(sampling.seed % 97)), call("read"), call("read"), "1"][min(asked, 3)]
+            self._script = lambda *_: [*renderer.encode(reply), renderer.stop[0]]
+            return await super().generate(prompt_ids, sampling)
+
+    async def one_chat(task: Any, team: Any, env: Any) -> None:
+        chat = team.chat("a")
+        await chat.say("?")
+        await chat.run(max_turns=5)
+        await env.step("1")
+
+    renderer = renderer_of("qwen2.5", tmp_path)
+
+    def told(journal: str, dies_at: int = -1) -> list[tuple[str, str]]:
+        engine = Seeded({})
+        engine.dies_at = dies_at  # type: ignore[attr-defined]
+        role = Role(name="r", system="", user="{conversation}", parse=number)
+        agent = Agent(name="a", role=role, policy="p", sampling=Sampling(max_tokens=400), tools={"t": diary})
+        team = Team({"a": agent}, {"p": EngineClient(engine=engine, renderer=renderer)})
+        record = CollectionJournal(tmp_path / journal, {0: "x"}).part("")
+        played = collect(
+            [TASK], team, Adder, one_chat, group_size=1, seed=SEED, step=STEP, tree=Branching(width=3), journal=record
+        )
+        [trajectory] = asyncio.run(played)[0].trajectories
+        assert trajectory.error == ""
+        return [(turn.node, turn.text) for turn in trajectory.turns] + [(e.node, e.result) for e in trajectory.tools]
+
+    whole = told("whole")
+    assert len({result for _, result in whole if result.isdecimal()}) > 1
+    assert forked(partial(told, "killed", 10), tmp_path / "log") == -signal.SIGKILL
+    before = len((tmp_path / "read").read_text().split("\n"))
+    assert told("killed") == whole
+    assert len((tmp_path / "read").read_text().split("\n")) - before < before
+
+
+def test_what_is_answered_comes_back_as_it_was_and_what_raised_is_asked_again(tmp_path: Path) -> None:
+    result = RunResult(verdict=Verdict.RE, stdout="\u2028\0", stderr="", exit_code=-9, wall_s=0.1, files={"f": b"1"})
+    answers = {
+        AnswerComparison: AnswerComparison.UNDECIDED,
+        RunResult: result,
+        list[Judged]: [Judged(verdict=Verdict.WA, result=result)],
+        ToolCall: ToolCall(tool="t", query="{}", result="r", failed=True),
+        tuple[str, bool]: ("x", True),
+        dict[str, bool]: {"a": False},
+        list[str]: [],
+        Step: Step(reward=float("-inf"), passages=("p",), metrics={"m": 1.0}),
+    }
+    asked: list[Any] = []
+
+    async def play() -> list[Any]:
+        async def answer(kind: Any) -> Any:
+            asked.append(kind)
+            return answers[kind]
+
+        async def broken() -> str:
+            asked.append("broken")
+            raise ValueError
+
+        async def no_text() -> bytes:
+            asked.append("no text")
+            return b"\xff"
+
+        put_on_record(CollectionJournal(tmp_path / "journal", {0: "x"}).part("greedy"), lambda: "here")
+        found = [await once(kind, partial(answer, kind), "\ud800") for kind in answers]
+        with pytest.raises(ValueError):
+            await once(str, broken)
+        await once(bytes, no_text)
+        return found
+
+    assert asyncio.run(play()) == list(answers.values()) == asyncio.run(play())
+    assert asked == [*answers, "broken", "no text", "broken", "no text"]
