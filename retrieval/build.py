@@ -16,7 +16,6 @@ import numpy as np
 
 from mcore_mas.retrieval.corpus import Corpus
 from mcore_mas.retrieval.encoder import Encoder
-from mcore_mas.retrieval.facets import Facets
 from mcore_mas.retrieval.index import (
     INDEX_FORMAT,
     INDEX_TYPES,
@@ -30,7 +29,7 @@ from mcore_mas.retrieval.index import (
     expect,
     read_vectors,
 )
-from mcore_mas.retrieval.lexical import Lexical
+from mcore_mas.retrieval.lexical import Facets, Lexical
 from mcore_mas.rollout.base.failpoints import failpoint
 from mcore_mas.rollout.base.files import atomic_path, known_sha256, sealed, write_json
 from mcore_mas.rollout.base.processes import say

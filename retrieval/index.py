@@ -15,8 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mcore_mas.retrieval.corpus import Corpus, Passage, RetrievalError
 from mcore_mas.retrieval.encoder import Encoder, EncoderIdentity
-from mcore_mas.retrieval.facets import FACETS, Facets
-from mcore_mas.retrieval.lexical import DEPTH, Lexical, fused, lexical_digest
+from mcore_mas.retrieval.lexical import DEPTH, FACETS, Facets, Lexical, fused, lexical_digest
 from mcore_mas.retrieval.lexical import FOLDER as LEXICAL
 from mcore_mas.retrieval.scan import Scan, open_scan
 from mcore_mas.retrieval.wire import BadRequest, Ranking, Where

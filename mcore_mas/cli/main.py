@@ -15,8 +15,7 @@ from typing import Annotated
 import typer
 
 from mcore_mas.cli.inspection import UsageError, inspection_commands
-from mcore_mas.cli.machine import machine_commands
-from mcore_mas.cli.runs import run_commands
+from mcore_mas.cli.machine import machine_commands, run_commands
 from mcore_mas.training.joblog import cause
 from mcore_mas.training.stopping import Stopped, stop_at_start
 
@@ -152,7 +151,7 @@ def plan_index(
     rate: Annotated[float, typer.Option(min=0.1, help="Passages that all jobs encode in a second.")] = 50.0,
 ) -> None:
     """Say what each kind of search index would take, by arithmetic: memory, disk and hours."""
-    from mcore_mas.planning.indexes import index_lines
+    from mcore_mas.planning.page import index_lines
 
     print("\n".join(index_lines(passages, dim, rate)))
 

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
@@ -34,6 +34,7 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.config.scale import ScaleError, scaled
 from mcore_mas.equations.advantages import ESTIMATORS
 from mcore_mas.rollout.base.files import read_yaml
+from mcore_mas.rollout.base.options import merged
 from mcore_mas.rollout.tasks.datasets import located_dataset
 from mcore_mas.rollout.tasks.splits import SPLITS
 
@@ -222,10 +223,10 @@ def _names(file: Path, modified_ns: int) -> list[str]:
         return [file.stem]
     if not isinstance(values["grid"], dict):
         raise CompositionError(f"{file}: grid is {values['grid']}; expected patterns of names, each with its settings")
-    return [name for pattern in values["grid"] for name, _ in _expand(pattern)]
+    return [name for pattern in values["grid"] for name, _ in expand_braces(pattern)]
 
 
-def _expand(pattern: str) -> Iterator[tuple[str, list[str]]]:
+def expand_braces(pattern: str) -> Iterator[tuple[str, list[str]]]:
     """Each name that a pattern such as `t1_{4b,8b}` stands for, with the words that it took from the braces."""
     parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
     for words in itertools.product(*parts):
@@ -237,7 +238,7 @@ def _row(file: Path, name: str) -> dict[str, Any]:
     _, content = _content(file)
     grid, settings = content["grid"], content.get("settings", {})
     values = {key: value for key, value in content.items() if key not in ("grid", "settings")}
-    pieces = [[*words, own] for pattern, own in grid.items() for row, words in _expand(pattern) if row == name]
+    pieces = [[*words, own] for pattern, own in grid.items() for row, words in expand_braces(pattern) if row == name]
     try:
         return _merged(values, _setting(pieces, settings), {"run": name})
     except KeyError as error:
@@ -254,16 +255,9 @@ def _setting(piece: Any, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
     """Mappings one into the other; the last has the word."""
-    out: dict[str, Any] = {}
-    for part in parts:
-        for key, value in part.items():
-            if key == "defaults":
-                out[key] = _joined(out.get(key, []), value)
-            elif isinstance(value, Mapping) and isinstance(out.get(key), Mapping):
-                out[key] = _merged(out[key], value)
-            else:
-                out[key] = value
-    return out
+    lists = [part["defaults"] for part in parts if "defaults" in part]
+    out = reduce(merged, parts, {})
+    return out | {"defaults": reduce(_joined, lists, [])} if lists else out
 
 
 def _joined(first: Sequence[Any], last: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue, PositiveFloat, model_validator
 from pydantic_core import to_json
 
 from mcore_mas.equations.divergence import Figure
-from mcore_mas.rollout.base.options import Section
+from mcore_mas.rollout.base.options import Section, merged
 from mcore_mas.rollout.engines.remote import RemoteConfig
 from mcore_mas.rollout.models.layout import Recompute
 from mcore_mas.rollout.teams.tree import Branching
@@ -101,15 +101,7 @@ class OwnConfig(Section):
             return section
         named = {*_OF_ONE_ENGINE} if name == "engine" else {"options"}  # what another name begins without
         values = section.model_dump(mode="json", exclude=named if "name" in changed else set())
-        return section.model_validate_json(to_json(_merged(values, changed), inf_nan_mode="constants"), strict=True)
-
-
-def _merged(values: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
-    own = {
-        key: _merged(values[key], new) if isinstance(new, dict) and isinstance(values.get(key), dict) else new
-        for key, new in changed.items()
-    }
-    return {**values, **own}
+        return section.model_validate_json(to_json(merged(values, changed), inf_nan_mode="constants"), strict=True)
 
 
 class PolicyConfig(RateConfig):

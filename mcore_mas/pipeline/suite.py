@@ -17,7 +17,7 @@ from mcore_mas import SHIPPED
 from mcore_mas.config.compose import experiments, resolve
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from mcore_mas.pipeline import sharing
-from mcore_mas.pipeline.config_cache import ConfigCache
+from mcore_mas.pipeline.sharing import ConfigCache
 from mcore_mas.pipeline.suite_file import (
     SuiteError,
     check_schema,

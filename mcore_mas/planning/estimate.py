@@ -117,7 +117,7 @@ class RunEstimate:
         return sum(self.seconds.values())
 
 
-def workloads(config: RunConfig, assumed: Assumptions = ASSUMED) -> dict[str, Workload]:
+def workloads(config: RunConfig) -> dict[str, Workload]:
     """Every policy's turns in a step, if each agent speaks in all rounds that its orchestra allows."""
     options, trainer = config.orchestra.options, config.trainer
     nodes = options.get("max_nodes")
@@ -128,12 +128,12 @@ def workloads(config: RunConfig, assumed: Assumptions = ASSUMED) -> dict[str, Wo
     for policy in config.policies:
         own = [agent for agent in config.agents.values() if agent.policy == policy]
         each = nodes / len(config.agents) if nodes else rounds
-        reply = assumed.reply * sum(agent.max_tokens for agent in own) / len(own)
+        reply = ASSUMED.reply * sum(agent.max_tokens for agent in own) / len(own)
         room = sum(max(0, config.engine.max_length - agent.max_tokens) for agent in own) / len(own)
         found[policy] = Workload(
             turns=trajectories * width * each * len(own),
             depth=each * len(own),
-            prompt=assumed.prompt * room,
+            prompt=ASSUMED.prompt * room,
             reply=reply,
             updates=_updates(config, policy, trajectories * width * each * len(own)),
             passes=for_policy(config, policy).trainer.passes,
@@ -196,7 +196,6 @@ def estimate_run(
     models: Mapping[str, Architecture],
     placement: Placement,
     gpu: GPU,
-    assumed: Assumptions = ASSUMED,
     works: Mapping[str, Workload] | None = None,
 ) -> RunEstimate:
     """What a run takes in a placement on GPUs of one kind.
@@ -205,9 +204,9 @@ def estimate_run(
         models: the shape of every policy's model.
         works: `workloads` of the run, for who compares many placements.
     """
-    works = works or workloads(config, assumed)
-    trainers, weights, (kv, update, rollout) = _held(config, models, placement, gpu, assumed)
-    seconds = step_seconds(config, models, placement, gpu, kv=max(kv, 1.0), assumed=assumed, works=works)
+    works = works or workloads(config)
+    trainers, weights, (kv, update, rollout) = _held(config, models, placement, gpu)
+    seconds = step_seconds(config, models, placement, gpu, kv=max(kv, 1.0), works=works)
     kinds = {policy: trainer_kinds(config, policy, placement) for policy in config.trained}
     kept = config.trainer.keep_checkpoints + config.trainer.keep_best + 1  # and the one that is being written
     disk = sum(
@@ -225,29 +224,23 @@ def estimate_run(
         hours=config.trainer.steps * sum(seconds.values()) / 3600,
         host=host_bytes(config, placement, trainers),
         disk=disk,
-        lack=max(0.0, max(update, rollout) - assumed.usable * gpu.memory * _GB),
+        lack=max(0.0, max(update, rollout) - ASSUMED.usable * gpu.memory * _GB),
     )
 
 
-def fits(
-    config: RunConfig,
-    models: Mapping[str, Architecture],
-    placement: Placement,
-    gpu: GPU,
-    assumed: Assumptions = ASSUMED,
-) -> bool:
+def fits(config: RunConfig, models: Mapping[str, Architecture], placement: Placement, gpu: GPU) -> bool:
     """Whether a placement has room on GPUs of one kind: `estimate_run` without what takes long."""
-    _, _, (_, update, rollout) = _held(config, models, placement, gpu, assumed)
-    return max(update, rollout) <= assumed.usable * gpu.memory * _GB
+    _, _, (_, update, rollout) = _held(config, models, placement, gpu)
+    return max(update, rollout) <= ASSUMED.usable * gpu.memory * _GB
 
 
 def _held(
-    config: RunConfig, models: Mapping[str, Architecture], placement: Placement, gpu: GPU, assumed: Assumptions
+    config: RunConfig, models: Mapping[str, Architecture], placement: Placement, gpu: GPU
 ) -> tuple[dict[tuple[str, str], TrainerMemory], dict[str, float], tuple[float, float, float]]:
     """(memory of each trainer's rank, weights of each engine's GPU, `_phases`)."""
     trainers = memory_of_trainers(config, models, placement)
     weights = {policy: engine_weights(a, placement.engine_tp) for policy, a in models.items()}
-    return trainers, weights, _phases(config, models, placement, gpu, assumed, trainers, weights)
+    return trainers, weights, _phases(config, models, placement, gpu, trainers, weights)
 
 
 def host_bytes(config: RunConfig, placement: Placement, trainers: Mapping[tuple[str, str], TrainerMemory]) -> float:
@@ -265,7 +258,6 @@ def _phases(
     models: Mapping[str, Architecture],
     placement: Placement,
     gpu: GPU,
-    assumed: Assumptions,
     trainers: Mapping[tuple[str, str], TrainerMemory],
     weights: Mapping[str, float],
 ) -> tuple[float, float, float]:
@@ -273,7 +265,7 @@ def _phases(
 
     Keys and values take what is left, at most what all slots can fill and at least one longest sequence.
     """
-    usable, context = assumed.usable * gpu.memory * _GB, assumed.process * _GB
+    usable, context = ASSUMED.usable * gpu.memory * _GB, ASSUMED.process * _GB
     ranks = [reduce(TrainerMemory.beside, (trainers[key] for key in gang)) for gang in gangs(config, config.trained)]
     own = {policy: config.policies[policy].own.engine for policy in models}
     longest = {  # sequence of each policy
@@ -305,7 +297,6 @@ def step_seconds(
     gpu: GPU,
     *,
     kv: float,
-    assumed: Assumptions = ASSUMED,
     works: Mapping[str, Workload] | None = None,
 ) -> dict[str, float]:
     """Seconds of a step by part; tools, validations and waiting for a slow environment are not in it.
@@ -313,11 +304,11 @@ def step_seconds(
     Policies on GPUs of their own work side by side, those that share them one after the other. What staleness hides
     is not taken off.
     """
-    works = works or workloads(config, assumed)
+    works = works or workloads(config)
     joined = max if placement.pool == "split" else sum
-    acting = joined(_rollout_s(config, models[p], works[p], placement, gpu, kv, assumed) for p in models)
-    depth = sum(works[p].depth * _turn_s(models[p], works[p], placement, gpu, assumed) for p in models)
-    alone = {p: _update_s(config, p, models[p], works[p], placement, gpu, assumed) for p in config.trained}
+    acting = joined(_rollout_s(config, models[p], works[p], placement, gpu, kv) for p in models)
+    depth = sum(works[p].depth * _turn_s(models[p], works[p], placement, gpu) for p in models)
+    alone = {p: _update_s(config, p, models[p], works[p], placement, gpu) for p in config.trained}
     updating = joined(sum(alone[p] for p, part in gang if part == "trainer") for gang in gangs(config, alone))
     moved = joined(engine_weights(models[p], 1) / placement.layouts[p].tp for p in config.trained)
     if placement.colocated:  # out and in again
@@ -328,12 +319,10 @@ def step_seconds(
             for kind in kinds.values():
                 memory = trainer_memory(models[policy], placement.layouts[policy], kind)
                 moved += 2 * (times * (memory.weights + memory.optimizer) + updates * memory.on_host)
-    return {"rollout": max(acting, depth), "update": updating, "copies": moved / (assumed.copies * _GB)}
+    return {"rollout": max(acting, depth), "update": updating, "copies": moved / (ASSUMED.copies * _GB)}
 
 
-def _rollout_s(
-    config: RunConfig, a: Architecture, work: Workload, placement: Placement, gpu: GPU, kv: float, assumed: Assumptions
-) -> float:
+def _rollout_s(config: RunConfig, a: Architecture, work: Workload, placement: Placement, gpu: GPU, kv: float) -> float:
     """Seconds in which a policy's servers read its prompts and write its replies, all of them busy.
 
     A step of decoding reads the weights once and every row's keys and values (Pope et al. 2022, arXiv 2211.05102).
@@ -342,33 +331,25 @@ def _rollout_s(
     fitting = max(1.0, kv / (kv_bytes(a, placement.engine_tp) * held))
     rows = min(config.engine.slots, fitting, max(1.0, work.turns / work.depth / placement.replicas))
     read = engine_weights(a, placement.engine_tp) + rows * held * kv_bytes(a, placement.engine_tp)
-    step = read / (assumed.decode * gpu.bandwidth * 1e12) + _exchanges_s(a, placement, assumed)
+    step = read / (ASSUMED.decode * gpu.bandwidth * 1e12) + _exchanges_s(a, placement)
     decoding = work.turns * work.reply / (rows * placement.replicas) * step
     prompts = work.turns * _forward_flops(a, work.prompt)
-    peak = assumed.score_mfu * gpu.flops * 1e12 * placement.replicas * placement.engine_tp
+    peak = ASSUMED.score_mfu * gpu.flops * 1e12 * placement.replicas * placement.engine_tp
     return decoding + prompts / peak
 
 
-def _turn_s(a: Architecture, work: Workload, placement: Placement, gpu: GPU, assumed: Assumptions) -> float:
+def _turn_s(a: Architecture, work: Workload, placement: Placement, gpu: GPU) -> float:
     """Seconds of a longest reply by itself: a trajectory's turns wait for each other, whatever is free."""
-    read = engine_weights(a, placement.engine_tp) / (assumed.decode * gpu.bandwidth * 1e12)
-    return work.reply / assumed.reply * (read + _exchanges_s(a, placement, assumed))
+    read = engine_weights(a, placement.engine_tp) / (ASSUMED.decode * gpu.bandwidth * 1e12)
+    return work.reply / ASSUMED.reply * (read + _exchanges_s(a, placement))
 
 
-def _exchanges_s(a: Architecture, placement: Placement, assumed: Assumptions) -> float:
+def _exchanges_s(a: Architecture, placement: Placement) -> float:
     """Seconds in which a server's GPUs add up what each has of two products a layer, in a step of decoding."""
-    return 2 * a.layers * assumed.latency * (placement.engine_tp > 1)
+    return 2 * a.layers * ASSUMED.latency * (placement.engine_tp > 1)
 
 
-def _update_s(
-    config: RunConfig,
-    policy: str,
-    a: Architecture,
-    work: Workload,
-    placement: Placement,
-    gpu: GPU,
-    assumed: Assumptions,
-) -> float:
+def _update_s(config: RunConfig, policy: str, a: Architecture, work: Workload, placement: Placement, gpu: GPU) -> float:
     """Seconds of a policy's update, its critic's, and of the passes before them.
 
     A forward pass and a backward pass of twice as much (Kaplan et al. 2020, arXiv 2001.08361, §2.1), full recomputation
@@ -381,7 +362,7 @@ def _update_s(
     # on GPUs of their own a critic works beside its policy
     beside = 1 if placement.pool == "split" and not config.policies[policy].share_base else models
     layout, tokens = placement.layouts[policy], work.tokens
-    passes = beside * work.passes * PASSES[placement.recompute] / assumed.train_mfu + scores / assumed.score_mfu
+    passes = beside * work.passes * PASSES[placement.recompute] / ASSUMED.train_mfu + scores / ASSUMED.score_mfu
     computing = forward * passes / (layout.ranks * gpu.flops * 1e12)
     microbatches = max(1.0, tokens / (placement.tokens * layout.dp * layout.cp * updates / work.passes))
     bubble = 1 + (layout.pp - 1) / microbatches  # Narayanan et al. 2021 (arXiv 2104.04473, §2.2)
@@ -391,7 +372,7 @@ def _update_s(
     per_token = sums * a.layers / layout.pp * 2 * a.hidden * 2 * (layout.tp - 1) / layout.tp
     exchanged = tokens / (layout.dp * layout.cp) * per_token
     exchanged += updates * beside * 4 * rank_parameters(a, layout) * 2 * (layout.dp > 1)
-    return computing * bubble + exchanged / (assumed.link * _GB)
+    return computing * bubble + exchanged / (ASSUMED.link * _GB)
 
 
 def _forward_flops(a: Architecture, tokens: float) -> float:

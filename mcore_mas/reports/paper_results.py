@@ -11,10 +11,11 @@ from typing import Any
 
 import pandas as pd
 
+from mcore_mas.config.compose import expand_braces
 from mcore_mas.config.run import GAIN
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.paper_tables import PaperCell, PaperTable
-from mcore_mas.reports.published import expand_braces, published_values, read_published
+from mcore_mas.reports.published import published_values, read_published
 from mcore_mas.reports.tables import markdown_table, read_evaluation
 from mcore_mas.rollout.base.files import write_text
 
@@ -230,7 +231,7 @@ def _ended(made: MadeFrom) -> str:
 def known_deviations(table: PaperTable) -> list[str]:
     """What is known to differ from the paper, with the experiments that it is of, from the published values."""
     told: dict[str, list[str]] = {}
-    besides = {name: row["besides"] for row in read_published()["rows"] for name in expand_braces(row["of"])}
+    besides = {name: row["besides"] for row in read_published()["rows"] for name, _ in expand_braces(row["of"])}
     for experiment in table.experiments:
         differs = [str(value) for value in published_values(experiment).values() if value.differs]
         text = "; ".join(filter(None, [besides.get(experiment, ""), *differs]))

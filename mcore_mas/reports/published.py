@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from fnmatch import fnmatch
 from functools import cache
 from typing import Any
 
-from mcore_mas.config.compose import CONFIGS, experiments, resolve
+from mcore_mas.config.compose import CONFIGS, expand_braces, experiments, resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.equations.losses import LOSSES
 from mcore_mas.rollout.base.files import read_yaml
@@ -150,12 +149,6 @@ def paper_hardware(experiment: str) -> str | None:
     return found[-1] if found else None
 
 
-def expand_braces(pattern: str) -> list[str]:
-    """`a_{b,c}` as a_b and a_c, as a shell reads it."""
-    parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
-    return ["".join(choice) for choice in itertools.product(*parts)]
-
-
 def published_experiments() -> list[str]:
     """The experiments that a paper reports: all but the demonstrations."""
     return [name for name in experiments() if not name.startswith("demo_")]
@@ -165,7 +158,7 @@ def experiments_page() -> str:
     """docs/experiments.md with its table written anew from docs/published.yaml."""
     lines = ["| experiment | reports | evidence | differences from the paper |", "|---|---|---|---|"]
     for row in read_published()["rows"]:
-        names = expand_braces(row["of"])
+        names = [name for name, _ in expand_braces(row["of"])]
         listed = dict.fromkeys(str(v) for name in names for v in published_values(name).values() if v.differs)
         text = "; ".join(filter(None, [row["besides"], *listed]))
         lines.append(f"| `{row['of']}` | {row['reports']} | {row['evidence']} | {text} |")

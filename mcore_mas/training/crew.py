@@ -12,12 +12,12 @@ from ray.exceptions import RayError
 
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.equations.divergence import AdaptiveKL
-from mcore_mas.megatron.rank_watch import WatchFiles
+from mcore_mas.megatron.device import WatchFiles
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.planning.jobs import GroupKey, Part
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.supervision import ProcessLost
+from mcore_mas.rollout.base.processes import ProcessLost
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.training.checkpoint import CheckpointError
 from mcore_mas.training.cluster import NodeLost, alive_nodes, lost_nodes, node_here

@@ -22,7 +22,7 @@ from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.models.fused_weights import AdapterShape
 from mcore_mas.rollout.records.trajectory import Task
 
-_ON_ONE_BASE = "mcore_mas.rollout.engines.embedded.adapters:adapter_engines"  # imported where it is needed
+_ON_ONE_BASE = "mcore_mas.rollout.engines.embedded.replicas:adapter_engines"  # imported where it is needed
 
 
 def open_remotes(config: RunConfig, folder: Path) -> dict[str, RemoteClient]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mcore_mas.rollout.base.files import Digest
-from mcore_mas.rollout.base.supervision import ProcessLost
+from mcore_mas.rollout.base.processes import ProcessLost
 from mcore_mas.training.checkpoint import CheckpointError
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.step import TrainingSession, step

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.rollout.base.files import FolderError, sha256
+from mcore_mas.rollout.base.options import leaves
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.records.files import read_tasks, tasks_digest
 from mcore_mas.training.checkpoint import Identity
@@ -75,21 +76,8 @@ def recipe_of(config: RunConfig) -> dict[str, Any]:
     So a key that a later version adds is not taken for a change.
     """
     values = config.model_dump(mode="json", include=set(_RECIPE), exclude_defaults=True)
-    return {
-        key: value
-        for section, free in _RECIPE.items()
-        if section in values
-        for key, value in _leaves(section, values[section], free)
-    }
-
-
-def _leaves(key: str, value: Any, free: Set[str]) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            if name not in free:
-                yield from _leaves(f"{key}.{name}", inner, free)
-    else:
-        yield key, value
+    parts = (leaves({name: values[name]}, free) for name, free in _RECIPE.items() if name in values)
+    return dict(itertools.chain.from_iterable(parts))
 
 
 def identity_of_play(config: RunConfig) -> str:

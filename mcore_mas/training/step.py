@@ -11,13 +11,19 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.advantages import ALONE
-from mcore_mas.rollout.base.supervision import restart_metrics
+from mcore_mas.rollout.base.processes import restart_metrics
 from mcore_mas.rollout.base.task_group import together
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
 from mcore_mas.training.checkpoint import Checkpoints
-from mcore_mas.training.credit_watch import CreditWatch
 from mcore_mas.training.logbook import Logbook
-from mcore_mas.training.metrics import StepMetrics, credit_metrics, losses, rollout_metrics, staleness_metrics
+from mcore_mas.training.metrics import (
+    CreditWatch,
+    StepMetrics,
+    credit_metrics,
+    losses,
+    rollout_metrics,
+    staleness_metrics,
+)
 from mcore_mas.training.policy_trainer import PolicyTrainer, UpdateBatch
 from mcore_mas.training.stopping import StopSignal, TrainingError
 from mcore_mas.training.weight_sync import Memory, WeightSync

@@ -19,8 +19,9 @@ from typing import Any
 from mcore_mas import code_commit
 from mcore_mas.config.run import RunConfig
 from mcore_mas.rollout.base.files import json_lines, sha256, write_json
+from mcore_mas.rollout.base.options import leaves
 from mcore_mas.rollout.records.files import read_tasks, tasks_digest
-from mcore_mas.training.slurm import slurm_job
+from mcore_mas.training.cluster import slurm_job
 from mcore_mas.training.tracking_store import PARENT, MetricRow, Store, key_of, metric_name, one_line
 
 CLOCK = "time/unix_s"  # in metrics.jsonl: when the step ended; no metric
@@ -178,7 +179,7 @@ class Tracker:
     def _log_params(self, run_id: str) -> None:
         from mlflow.entities import Param
 
-        rows = [Param(metric_name(key), str(value)[:_LONGEST_PARAM]) for key, value in _flat(self._run.params)]
+        rows = [Param(metric_name(key), str(value)[:_LONGEST_PARAM]) for key, value in leaves(self._run.params)]
         for first in range(0, len(rows), _PARAMS_PER_CALL):
             self.store.client.log_batch(run_id, params=rows[first : first + _PARAMS_PER_CALL])
 
@@ -236,16 +237,6 @@ class _Held:
                 found += self._zeros.get(name, {}).values()
             found.append(metric)
         return found
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            rows += _flat(value, f"{prefix}{key}.")
-        else:
-            rows.append((f"{prefix}{key}", value))
-    return rows
 
 
 def store_of(config: RunConfig) -> Store:

@@ -14,7 +14,7 @@ from mcore_mas.config.models import check_layouts
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
 from mcore_mas.rollout.base.files import epoch_of, owned, writable, write_json
-from mcore_mas.rollout.base.supervision import ProcessLost, Restarts
+from mcore_mas.rollout.base.processes import ProcessLost, Restarts
 from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team

@@ -15,7 +15,7 @@ import re
 import sys
 import typing
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import SimpleNamespace
@@ -108,6 +108,26 @@ def lookup(kind: str, name: str, known: Mapping[str, _T]) -> _T:
         missing = str(getattr(error, "name", None)).partition(".")[0]
         moved = f"; it is mcore_mas.{missing} now" if missing in ("rollout", "retrieval") else ""
         raise UnknownName(f"{kind} '{name}' cannot be imported: {error}{moved}") from error
+
+
+def leaves(values: Mapping[str, Any], without: Set[str] = frozenset(), prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every setting in nested mappings, but those called as one of `without`."""
+    for key, value in values.items():
+        if key in without:
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, without, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def merged(values: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """`changed` in `values`, mappings key by key; where both have another value `changed` has the word."""
+    own = {
+        key: merged(values[key], new) if isinstance(new, Mapping) and isinstance(values.get(key), Mapping) else new
+        for key, new in changed.items()
+    }
+    return {**values, **own}
 
 
 @cache

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mcore_mas.rollout.base.http import HttpClient, Refused, Unanswered, retried
-from mcore_mas.rollout.base.supervision import Restarts
+from mcore_mas.rollout.base.processes import Restarts
 from mcore_mas.rollout.sandbox import pool as tiers
 from mcore_mas.rollout.sandbox.jail import Jail, check_name
 from mcore_mas.rollout.sandbox.pool import JailPool

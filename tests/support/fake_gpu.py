@@ -410,7 +410,7 @@ def main(cases: list[str]) -> None:
 
     device.rank_device = lambda: META  # before others take them from there
     device.exchange = lambda value, group=None: [value] * dist.get_world_size(group)
-    from mcore_mas.megatron.model import attention, head_ops, tree_ops
+    from mcore_mas.megatron.model import attention, layer_ops, tree_ops
     from mcore_mas.megatron.state import weight_import
     from mcore_mas.megatron.step import trainer
 
@@ -419,7 +419,7 @@ def main(cases: list[str]) -> None:
     for module, name, methods, region in (
         (attention, "_TreeAttention", ("forward", "backward"), "attention"),
         (tree_ops, "KernelAttention", ("forward", "backward"), "attention"),
-        (head_ops, "KernelHead", ("forward", "backward"), "head"),
+        (layer_ops, "KernelHead", ("forward", "backward"), "head"),
     ):
         for method in methods:
             own = getattr(module, name)

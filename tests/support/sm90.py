@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.layout import PackedTrees, TileSizes
-from mcore_mas.megatron.model import head_ops
+from mcore_mas.megatron.model import layer_ops
 from mcore_mas.megatron.model.layer_ops import KernelRotation, KernelSwiGLU
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 from mcore_mas.rollout.models.hash_kernel import sum_of_tiles
@@ -92,8 +92,8 @@ def head_kernels() -> list[dict[str, int]]:
 
     def rows() -> None:
         logits, labels, numbers = torch.zeros(8, 151_936), torch.zeros(8, dtype=torch.int64), torch.zeros(5, 8)
-        head_ops._rows(logits, labels, numbers[0], 151_669)
-        head_ops._gradient(logits, labels, numbers, 151_669, torch.bfloat16)
+        layer_ops._rows(logits, labels, numbers[0], 151_669)
+        layer_ops._gradient(logits, labels, numbers, 151_669, torch.bfloat16)
 
     return compiled(rows)
 

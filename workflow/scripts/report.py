@@ -6,7 +6,7 @@ from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.suite import make_report
-    from mcore_mas.reports.run_pages import draw_jobs
+    from mcore_mas.reports.runs import draw_jobs
     from mcore_mas.reports.tables import headline
     from mcore_mas.training.publish import publish
 

@@ -19,10 +19,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from mcore_mas.megatron.device import rank_device
+from mcore_mas.megatron.device import kernels_run, rank_device
 from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
 from mcore_mas.megatron.model.decoder import ColumnLinear, PackedGPTModel, RMSNorm, RowLinear
-from mcore_mas.megatron.model.layer_ops import kernels_run, rotated
+from mcore_mas.megatron.model.layer_ops import rotated
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.rollout.models.architecture import Architecture
 

@@ -19,15 +19,15 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.device import add_product, added
+from mcore_mas.megatron.device import add_product, added, kernels_run
 from mcore_mas.megatron.model.attention import TreeRotary
-from mcore_mas.megatron.model.head_ops import KernelHead
-from mcore_mas.megatron.model.layer_ops import GatedMLP, kernels_run
+from mcore_mas.megatron.model.layer_ops import KernelHead, KernelSwiGLU
 
 LAYER = re.compile(r"(?<=layers\.)\d+")  # the layer's number in a parameter's name
 EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+")  # and the expert's
@@ -314,3 +314,30 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class GatedMLP(MLP):
+    """Megatron's MLP as all these models have it, of a layer or an expert: two halves, SwiGLU, no biases.
+
+    With selective recomputation SwiGLU's product is freed once it is multiplied, and made again in the backward pass.
+    """
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
+        """(output [..., hidden], None) of hidden states of that shape; an expert's [T] scales are of its tokens."""
+        wide, _bias = self.linear_fc1(hidden_states)
+        if self.config.recompute_granularity != "selective":
+            return self.linear_fc2(gated(wide, per_token_scale))
+        product = CheckpointWithoutOutput()
+        out = self.linear_fc2(product.checkpoint(gated, wide, per_token_scale))
+        product.discard_output_and_register_recompute(out[0])
+        return out
+
+
+def gated(wide: Tensor, scale: Tensor | None = None) -> Tensor:
+    """silu(gate) · up [..., f] of `wide` [..., 2 f], gate first; times the `scale` of each row, if there is one."""
+    if kernels_run(wide.device):
+        out: Tensor = KernelSwiGLU.apply(wide)
+    else:
+        gate, up = wide.chunk(2, dim=-1)
+        out = F.silu(gate) * up
+    return out if scale is None else (out * scale.unsqueeze(-1)).to(out.dtype)

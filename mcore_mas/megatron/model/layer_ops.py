@@ -1,22 +1,21 @@
-"""What a layer computes between its products, on a GPU by one launch each: SwiGLU, and the rotation by position."""
+"""What layers and head compute between their products on a GPU, by a launch of Triton each.
+
+SwiGLU, the rotation by position, and two passes over each chunk of the head's logits, which cuBLAS makes in float32.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-from megatron.core.transformer.mlp import MLP
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
-BLOCK, WARPS = 1024, 4  # columns of a row that a program of SwiGLU computes
+from mcore_mas.megatron.device import add_product, added
 
-
-def kernels_run(device: torch.device) -> bool:
-    """Whether Triton's kernels compute on a device."""
-    return device.type != "cpu" and importlib.util.find_spec("triton") is not None
+LAYER_BLOCK, _LAYER_WARPS = 1024, 4  # columns of a row that a program of SwiGLU computes
 
 
 @torch.library.custom_op("mcore_mas::swiglu", mutates_args=())
@@ -25,7 +24,7 @@ def _swiglu(wide: Tensor) -> Tensor:
 
     width = wide.shape[-1] // 2
     out = wide.new_empty(*wide.shape[:-1], width)
-    kernels.swiglu_kernel[_grid(out)](wide, out, width, BLOCK, num_warps=WARPS)
+    kernels.swiglu_kernel[_grid(out)](wide, out, width, LAYER_BLOCK, num_warps=_LAYER_WARPS)
     return out
 
 
@@ -40,7 +39,7 @@ def _swiglu_gradient(wide: Tensor, of_out: Tensor) -> Tensor:
 
     of_wide = torch.empty_like(wide)
     width = wide.shape[-1] // 2
-    kernels.swiglu_gradient_kernel[_grid(of_out)](wide, of_out, of_wide, width, BLOCK, num_warps=WARPS)
+    kernels.swiglu_gradient_kernel[_grid(of_out)](wide, of_out, of_wide, width, LAYER_BLOCK, num_warps=_LAYER_WARPS)
     return of_wide
 
 
@@ -50,7 +49,7 @@ def _(wide: Tensor, of_out: Tensor) -> Tensor:
 
 
 def _grid(narrow: Tensor) -> tuple[int, int]:
-    return narrow.numel() // narrow.shape[-1], -(-narrow.shape[-1] // BLOCK)
+    return narrow.numel() // narrow.shape[-1], -(-narrow.shape[-1] // LAYER_BLOCK)
 
 
 class KernelSwiGLU(torch.autograd.Function):
@@ -77,7 +76,7 @@ def _rotate(x: Tensor, angles: Tensor, back: bool) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sizes = (heads, dim // 2, x.stride(0), x.stride(2), angles.stride(0))
     powers = [1 << (size - 1).bit_length() for size in sizes[:2]]
-    kernels.rotate_kernel[(tokens,)](x, angles, out, sizes, back, *powers, num_warps=WARPS)
+    kernels.rotate_kernel[(tokens,)](x, angles, out, sizes, back, *powers, num_warps=_LAYER_WARPS)
     return out
 
 
@@ -108,28 +107,111 @@ def rotated(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
     return out
 
 
-class GatedMLP(MLP):
-    """Megatron's MLP as all these models have it, of a layer or an expert: two halves, SwiGLU, no biases.
+_HEAD_BLOCK, _HEAD_WARPS = 4096, 8  # columns that a program reads at a time
 
-    With selective recomputation SwiGLU's product is freed once it is multiplied, and made again in the backward pass.
+
+@torch.library.custom_op("mcore_mas::head_rows", mutates_args=())
+def _rows(logits: Tensor, labels: Tensor, temperatures: Tensor, columns: int) -> Tensor:
+    from mcore_mas.megatron.model import layer_kernels as kernels
+
+    found = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
+    sizes = (columns, logits.shape[1], logits.stride(0))
+    kernels.rows_kernel[(len(logits),)](logits, labels, temperatures, found, sizes, _HEAD_BLOCK, num_warps=_HEAD_WARPS)
+    return found
+
+
+@_rows.register_fake
+def _(logits: Tensor, labels: Tensor, temperatures: Tensor, columns: int) -> Tensor:
+    return logits.new_empty(4, len(logits), dtype=torch.float32)
+
+
+@torch.library.custom_op("mcore_mas::head_gradient", mutates_args=())
+def _gradient(logits: Tensor, labels: Tensor, numbers: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    from mcore_mas.megatron.model import layer_kernels as kernels
+
+    gradient = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    sizes = (columns, logits.shape[1], logits.stride(0))
+    blocks = -(-logits.shape[1] // _HEAD_BLOCK)
+    kernels.gradient_kernel[len(logits), blocks](
+        logits, labels, numbers, gradient, sizes, _HEAD_BLOCK, num_warps=_HEAD_WARPS
+    )
+    return gradient
+
+
+@_gradient.register_fake
+def _(logits: Tensor, labels: Tensor, numbers: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=dtype)
+
+
+class KernelHead(torch.autograd.Function):
+    """`apply(hidden, weight, labels, temperatures, columns, embeds, parts)`: as `logprobs_and_entropy`.
+
+    Labels count from this rank's first column. The weight's gradient is added to Megatron's float32 buffer where there
+    is one. Logits are float32, never rounded to the factors' bfloat16.
     """
 
-    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
-        """(output [..., hidden], None) of hidden states of that shape; an expert's [T] scales are of its tokens."""
-        wide, _bias = self.linear_fc1(hidden_states)
-        if self.config.recompute_granularity != "selective":
-            return self.linear_fc2(gated(wide, per_token_scale))
-        product = CheckpointWithoutOutput()
-        out = self.linear_fc2(product.checkpoint(gated, wide, per_token_scale))
-        product.discard_output_and_register_recompute(out[0])
-        return out
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperatures: Tensor,
+        columns: int,
+        embeds: bool,
+        parts: Sequence[slice],
+    ) -> tuple[Tensor, Tensor]:
+        found = torch.empty(4, len(labels), dtype=torch.float32, device=hidden.device)
+        logits = hidden.new_empty(0)
+        for part in parts:
+            del logits  # before the next are made
+            logits = _logits(hidden[part], weight)
+            found[:, part] = _rows(logits, labels[part], temperatures[part], columns)
+        group = parallel_state.get_tensor_model_parallel_group()
+        peak = found[0].clone()
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+        shrink = (found[0] - peak).exp()
+        sums = torch.stack([found[1] * shrink, found[2] * shrink, found[3]])
+        dist.all_reduce(sums, group=group)
+        log_z = peak + sums[0].log()
+        # H = log Z − E[z]
+        entropy = log_z - sums[1] / sums[0]
+        ctx.set_materialize_grads(False)
+        ctx.columns, ctx.embeds, ctx.parts = columns, embeds, parts
+        ctx.total = getattr(weight, "main_grad", None)
+        ctx.save_for_backward(hidden, weight, labels, temperatures, log_z, entropy, logits)
+        return sums[2] - log_z, entropy
+
+    @staticmethod
+    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, temperatures, log_z, entropy, kept = ctx.saved_tensors
+        given = [torch.zeros_like(log_z) if x is None else x for x in (of_logprobs, of_entropy)]
+        numbers = torch.stack([temperatures, log_z, entropy, *given])
+        of_hidden, total = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            total = torch.zeros(weight.shape, device=weight.device) if ctx.total is None else ctx.total
+        for part in ctx.parts:
+            logits = kept if part is ctx.parts[-1] else _logits(hidden[part], weight)
+            gradient = _gradient(logits, labels[part], numbers[:, part].contiguous(), ctx.columns, weight.dtype)
+            del logits
+            of_hidden[part] = gradient @ weight
+            if total is not None:
+                add_product(total, gradient.t(), hidden[part])
+            del gradient  # before the next is made
+        # every rank has the part of its own columns
+        dist.all_reduce(of_hidden, group=parallel_state.get_tensor_model_parallel_group())
+        return of_hidden, _of_weight(weight, total, ctx), None, None, None, None, None
 
 
-def gated(wide: Tensor, scale: Tensor | None = None) -> Tensor:
-    """silu(gate) · up [..., f] of `wide` [..., 2 f], gate first; times the `scale` of each row, if there is one."""
-    if kernels_run(wide.device):
-        out: Tensor = KernelSwiGLU.apply(wide)
-    else:
-        gate, up = wide.chunk(2, dim=-1)
-        out = F.silu(gate) * up
-    return out if scale is None else (out * scale.unsqueeze(-1)).to(out.dtype)
+def _of_weight(weight: Tensor, total: Tensor | None, ctx: Any) -> Tensor | None:
+    """The gradient as autograd is to see it: of a buffer it is told nothing new, where another use passes one on."""
+    if total is None or ctx.total is None:
+        return None if total is None else total.to(weight.dtype)
+    return None if ctx.embeds else added(weight)
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[rows, columns] float32."""
+    if hidden.dtype == torch.float32:
+        return hidden @ weight.t()
+    return torch.mm(hidden, weight.t(), out_dtype=torch.float32)

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from mcore_mas.megatron.device import exchange
-from mcore_mas.megatron.rank_watch import beat
+from mcore_mas.megatron.device import beat, exchange
 from mcore_mas.megatron.state.optimizer import OptimizerState
 from mcore_mas.megatron.state.weight_import import LazyTensor, WeightMapping, tensor_parallel, weight_mappings
 from mcore_mas.rollout.base.errors import ModelError

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_mas.megatron.device import exchange, rank_device
+from mcore_mas.megatron.device import beat, exchange, rank_device
 from mcore_mas.megatron.model.build import build_model
 from mcore_mas.megatron.model.decoder import EXPERT, PackedGPTModel, renumbered
-from mcore_mas.megatron.rank_watch import beat
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.lora import (
     Adapter,

@@ -16,8 +16,8 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mcore_mas.megatron.device import beat
 from mcore_mas.megatron.model.decoder import EXPERT, LAYER
-from mcore_mas.megatron.rank_watch import beat
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import atomic_folder
 from mcore_mas.rollout.models.architecture import Architecture

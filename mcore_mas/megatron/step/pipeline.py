@@ -18,11 +18,9 @@ from torch import Tensor
 from mcore_mas.equations.divergence import gap_statistics, histogram_quantile, log_histogram
 from mcore_mas.equations.losses import Tokens, ValueTokens
 from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
-from mcore_mas.megatron.device import ahead, download, rank_device, upload
+from mcore_mas.megatron.device import ahead, beat, download, kernels_run, rank_device, upload
 from mcore_mas.megatron.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.decoder import PackedGPTModel
-from mcore_mas.megatron.model.layer_ops import kernels_run
-from mcore_mas.megatron.rank_watch import beat
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.rollout.models.architecture import Architecture
 

@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mcore_mas.megatron.batch import CostModel, Microbatch
-from mcore_mas.megatron.device import exchange
-from mcore_mas.megatron.rank_watch import RankWatch, WatchFiles
+from mcore_mas.megatron.device import RankWatch, WatchFiles, exchange
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.rollout.base.files import Digest
-from mcore_mas.rollout.base.processes import interface_of
-from mcore_mas.rollout.base.supervision import ProcessLost
+from mcore_mas.rollout.base.processes import ProcessLost, interface_of
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.rollout.sync import SyncRoute, WeightSender, WeightUpdate, make_sender
 

@@ -17,8 +17,7 @@ import torch
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.files import memory_path
-from mcore_mas.rollout.base.processes import say
-from mcore_mas.rollout.base.supervision import Restarts
+from mcore_mas.rollout.base.processes import Restarts, say
 from mcore_mas.rollout.engines import BUSY, TRANSPORTS, Tag, TrainedEngine
 from mcore_mas.rollout.engines.embedded.batching import Ask, Dispatcher, EmbeddedEngine, Report
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder

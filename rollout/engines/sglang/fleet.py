@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.supervision import Restarts
+from mcore_mas.rollout.base.processes import Restarts
 from mcore_mas.rollout.base.task_group import settle
 from mcore_mas.rollout.engines import Tag
 from mcore_mas.rollout.engines.sglang.client import Lost, StreamedReply

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_mas.rollout.base.supervision import Restarts, restart_metrics
+from mcore_mas.rollout.base.processes import Restarts, restart_metrics
 
 
 def test_a_part_is_started_so_often_in_any_hour() -> None:

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
+from mcore_mas.config.compose import expand_braces
 from mcore_mas.reports.published import (
     EXPERIMENTS_PAGE,
     HYPERPARAMETERS,
     UNKNOWN,
-    expand_braces,
     experiments_page,
     published_experiments,
     published_values,
@@ -48,4 +48,4 @@ def test_the_table_of_the_docs_is_current() -> None:
     assert EXPERIMENTS_PAGE.read_text() == experiments_page()
     evidence = r"^\| `([^`]+)` \|.*\| (?:primary|secondary|no number known) \|"
     rows = re.findall(evidence, EXPERIMENTS_PAGE.read_text(), flags=re.MULTILINE)
-    assert sorted(name for row in rows for name in expand_braces(row)) == sorted(published_experiments())
+    assert sorted(name for row in rows for name, _ in expand_braces(row)) == sorted(published_experiments())

@@ -17,7 +17,7 @@ from mcore_mas.megatron.device import upload
 from mcore_mas.megatron.layout import BlockPlan, PackedTrees, TileSizes
 from mcore_mas.megatron.model.attention import _TreeAttention
 from mcore_mas.megatron.model.decoder import _Head
-from mcore_mas.megatron.model.head_ops import KernelHead
+from mcore_mas.megatron.model.layer_ops import KernelHead
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from mcore_mas.megatron.model.layer_ops import BLOCK, KernelRotation, KernelSwiGLU
+from mcore_mas.megatron.model.layer_ops import LAYER_BLOCK, KernelRotation, KernelSwiGLU
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
 interpreted = pytest.mark.skipif(
@@ -38,7 +38,7 @@ def test_swiglu_by_hand() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("width", [5, BLOCK, BLOCK + 6])
+@pytest.mark.parametrize("width", [5, LAYER_BLOCK, LAYER_BLOCK + 6])
 def test_swiglu_is_torchs(width: int) -> None:
     draw = torch.Generator().manual_seed(width)
     x, slope = 3 * torch.randn(3, 1, 2 * width, generator=draw), torch.randn(3, 1, width, generator=draw)

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.megatron.rank_watch import RankWatch, WatchFiles, beat
-from mcore_mas.rollout.base.supervision import ProcessLost
+from mcore_mas.megatron.device import RankWatch, WatchFiles, beat
+from mcore_mas.rollout.base.processes import ProcessLost
 
 RANK = """
 import ctypes, sys, time
 from pathlib import Path
-from mcore_mas.megatron import rank_watch
-watch = rank_watch.RankWatch(Path(sys.argv[1]), 0.5)
+from mcore_mas.megatron import device
+watch = device.RankWatch(Path(sys.argv[1]), 0.5)
 def hold_the_lock():
     ctypes.PyDLL(None).sleep(600)
 def wait():

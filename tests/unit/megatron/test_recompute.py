@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.shapes import LAYOUTS, make_batch
-from mcore_mas.megatron.model import layer_ops
+from mcore_mas.megatron.model import decoder
 from mcore_mas.megatron.spec import LoraSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
@@ -35,8 +35,8 @@ def test_gradients_are_the_same_whatever_is_computed_again(
     reference.make_model(family, tmp_path / family)
     batch = make_batch(LAYOUTS["small"], vocab=64)
     products: list[Tensor] = []
-    once = layer_ops.gated
-    monkeypatch.setattr(layer_ops, "gated", lambda *given: (products.append(out := once(*given)), out)[1])
+    once = decoder.gated
+    monkeypatch.setattr(decoder, "gated", lambda *given: (products.append(out := once(*given)), out)[1])
     found, calls = {}, {}
     for way in ("none", "selective", "full"):
         trainer = MegatronTrainer(ranks.spec_of(str(tmp_path / family), recompute=way, **WAYS[family]))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_mas.planning.indexes import index_lines, index_needs
+from mcore_mas.planning.page import index_lines, index_needs
 
 N = 21_015_324
 

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from mcore_mas.pipeline.suite import load_suite
-from mcore_mas.reports.run_pages import draw_jobs, write_runs_page
+from mcore_mas.reports.runs import draw_jobs, write_runs_page
 from mcore_mas.rollout.records.files import write_tasks, write_trajectories
 from mcore_mas.rollout.records.trajectory import Task
 from tests.support.browser import browse, needs_chromium

@@ -376,7 +376,7 @@ def test_filters_leave_the_passages_that_are_so(kind: str, tmp_path: Path, encod
 
 
 def test_a_filter_that_leaves_too_much_is_refused(index_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_mas.retrieval.facets.MOST_ROWS", 1)
+    monkeypatch.setattr("mcore_mas.retrieval.lexical.MOST_ROWS", 1)
     with pytest.raises(BadRequest, match="where: 2 passages are so, at most 1 may be; say more of them"):
         Index.open(index_dir).rows_with(check_where({"title": ["Iron Bridge", "Hugo Brandt"]}))
 

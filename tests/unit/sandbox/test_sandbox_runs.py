@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.supervision import Restarts
+from mcore_mas.rollout.base.processes import Restarts
 from mcore_mas.rollout.sandbox import RunLimits, Sandbox, SandboxError, SandboxUnavailable, Verdict
 from mcore_mas.rollout.sandbox import box as box_module
 from mcore_mas.rollout.sandbox.pool import BOXES, Zygote

@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 
 from mcore_mas.reports.study import MetricsError, read_metrics
 from mcore_mas.training import tracking
-from mcore_mas.training.journal import Journal
+from mcore_mas.training.logbook import Journal
 from mcore_mas.training.tracking import CLOCK, Sink, TrackedRun, Tracker
 from mcore_mas.training.tracking_store import Store
 
