@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mcore_mas.training.stopping import Stopped, stop_at_start
+from mcore_mas.training.joblog import Stopped, stop_at_start
 
 if __name__ == "__main__":
     try:

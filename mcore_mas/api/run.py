@@ -309,7 +309,7 @@ class _Steps:
             self._asked.put(wanted)
 
     def _train(self, config: Path) -> None:
-        from mcore_mas.training.stopping import Stopped
+        from mcore_mas.training.joblog import Stopped
         from mcore_mas.training.train import train
 
         async def after_step(number: int, metrics: Mapping[str, float]) -> bool:

@@ -16,8 +16,7 @@ import typer
 
 from mcore_mas.cli.inspection import UsageError, inspection_commands
 from mcore_mas.cli.machine import machine_commands, run_commands
-from mcore_mas.training.joblog import cause
-from mcore_mas.training.stopping import Stopped, stop_at_start
+from mcore_mas.training.joblog import Stopped, cause, stop_at_start
 
 app = typer.Typer(
     name="mcore-mas",
@@ -315,7 +314,7 @@ def write_outcomes(
     results: Annotated[Path, typer.Argument(help="What `make tables-tiny` left.")] = Path("results/tiny"),
 ) -> None:
     """Write docs/tables_tiny.md, which papers' tables were made at the scale tiny, and one of them beside it."""
-    from mcore_mas.reports.outcomes import OUTCOMES, SAMPLE, outcomes_page, sample_page
+    from mcore_mas.reports.published import OUTCOMES, SAMPLE, outcomes_page, sample_page
     from mcore_mas.rollout.base.files import write_text
 
     for file, page in ((OUTCOMES, outcomes_page(results)), (SAMPLE, sample_page(results))):

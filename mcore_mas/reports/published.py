@@ -1,19 +1,31 @@
-"""Published experiments: their hyper-parameters beside the papers', and the table of both in docs/experiments.md."""
+"""Published experiments: their hyper-parameters beside the papers', and what was run of them at the scale tiny.
+
+docs/experiments.md has the table of the former, docs/tables_tiny.md that of the latter.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from fnmatch import fnmatch
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from mcore_mas import SHIPPED
 from mcore_mas.config.compose import CONFIGS, expand_braces, experiments, resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.equations.losses import LOSSES
-from mcore_mas.rollout.base.files import read_yaml
+from mcore_mas.reports.paper_tables import PaperTable, table_names
+from mcore_mas.reports.tables import markdown_table
+from mcore_mas.rollout.base.files import json_lines, read_yaml
 
 EXPERIMENTS_PAGE = CONFIGS.parent / "docs" / "experiments.md"
 UNKNOWN = "unknown"
@@ -168,3 +180,100 @@ def experiments_page() -> str:
 
 def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
+
+
+OUTCOMES = SHIPPED / "docs" / "tables_tiny.md"
+SAMPLE = OUTCOMES.with_name("tables_drmas_1_tiny.md")
+_HEAD = """# The papers' tables at the scale tiny
+
+Written by `mcore-mas write tables-tiny` from the results of `make tables-tiny`, as far as that ran. **At this scale
+models are small and random, tasks are generated and a training has two steps: what is here shows that everything runs,
+and nothing about any method.** [tables.md](tables.md) says what the scale changes.
+
+{made} of {tables} tables and {ended} of {count} experiments were run, the last on {day} at commit {commit}, in {wall} s
+of jobs, {cpu} s of processor time. Updates are optimizer steps by policy: random models do not call every agent, and
+who is never called is not trained. Seconds are wall-clock, most of them for starting processes, and depend on what else
+the machine was doing.
+"""
+
+
+def outcomes_page(results: Path) -> str:
+    """The page about the results folder of a run of the tables at the scale `tiny`."""
+    tables = [PaperTable.load(name) for name in table_names()]
+    rows = {name: _experiment(results / name) for table in tables for name in table.experiments}
+    made = {table.name: _made(results / "tables" / f"{table.name}.json") for table in tables}
+    jobs = [job for file in sorted(results.rglob("benchmarks/*.jsonl")) for job in _jobs(file)[-1:]]
+    ended = [row for row in rows.values() if row["outcome"].startswith("ran")]
+    latest = max((mark for mark in made.values() if mark), default=(0.0, "none"))
+    head = _HEAD.format(
+        made=sum(mark is not None for mark in made.values()),
+        tables=len(tables),
+        ended=len(ended),
+        count=len(rows),
+        day=datetime.fromtimestamp(latest[0], UTC).date(),
+        commit=latest[1],
+        wall=f"{sum(job['s'] for job in jobs):.0f}",
+        cpu=f"{sum(job['cpu_time'] for job in jobs):.0f}",
+    )
+    parts = [head, "## Tables\n", markdown_table(pd.DataFrame([_table(table, made, rows) for table in tables]))]
+    own = [{"experiment": f"`{name}`", **row} for name, row in rows.items()]
+    return "\n".join([*parts, "\n## Experiments\n", markdown_table(pd.DataFrame(own).fillna(""))]) + "\n"
+
+
+def sample_page(results: Path) -> str | None:
+    """Dr.MAS' Table 1 as that run made it, its head and all; None where it did not."""
+    table = results / "tables" / "drmas_1.md"
+    note = "Copied by `mcore-mas write tables-tiny` from results/tiny/tables/drmas_1.md, as `make tables-tiny` left it."
+    return f"{table.read_text(encoding='utf-8').rstrip()}\n\n{note}\n" if table.is_file() else None
+
+
+def _table(table: PaperTable, made: dict[str, Any], rows: dict[str, dict[str, str]]) -> dict[str, str]:
+    ran = sum(rows[name]["outcome"].startswith("ran") for name in table.experiments)
+    return {
+        "table": f"`table_{table.name}`",
+        "of": table.config.title,
+        "made": "yes" if made[table.name] else "no",
+        "experiments run": f"{ran} of {len(table.experiments)}",
+    }
+
+
+def _made(path: Path) -> tuple[float, str] | None:
+    """When a table was made, in Unix time, and at which commit."""
+    return (path.stat().st_mtime, json.loads(path.read_text(encoding="utf-8"))["commit"]) if path.is_file() else None
+
+
+def _experiment(run: Path) -> dict[str, str]:
+    evaluated = sorted(path.stem for path in (run / "evaluation").glob("*.json"))
+    done = (run / "train" / "done.json").is_file()
+    untrained = evaluated and not (run / "train").exists()  # some tables have no more of it
+    ran = "ran" if done else "ran untrained" if untrained else ""
+    outcome = (evaluated and ran) or _failure(run) or ("unfinished" if run.is_dir() else "not run")
+    updates = Counter[str]()
+    for step in _jobs(run / "train" / "metrics.jsonl"):
+        found = {key: re.fullmatch(r"policy/(.+)/updates", key) for key in step}
+        updates.update({match[1]: int(step[key]) for key, match in found.items() if match})
+    return {
+        "outcome": outcome,
+        "updates": ", ".join(f"{policy} {count}" for policy, count in updates.items()),
+        "train, s": _seconds(run, ["train"]),
+        "evaluated": ", ".join(evaluated),
+        "evaluate, s": _seconds(run, [f"evaluate_{state}" for state in evaluated]),
+    }
+
+
+def _seconds(run: Path, jobs: Sequence[str]) -> str:
+    found = [job["s"] for name in jobs for job in _jobs(run / "benchmarks" / f"{name}.jsonl")[-1:]]
+    return f"{sum(found):.0f}" if found else ""
+
+
+def _failure(run: Path) -> str:
+    """The cause that the log of a failed job ends with."""
+    for log in sorted((run / "logs").glob("*.log"), key=lambda file: file.stat().st_mtime):
+        last = log.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
+        if last.startswith("error: "):
+            return f"failed, {log.stem}: {last.removeprefix('error: ')}"
+    return ""
+
+
+def _jobs(path: Path) -> list[dict[str, Any]]:
+    return json_lines(path)[0] if path.is_file() else []

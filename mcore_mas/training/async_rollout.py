@@ -28,9 +28,9 @@ from mcore_mas.rollout.teams.collect import CollectOptions, Collector, collect
 from mcore_mas.rollout.teams.episode import Orchestra
 from mcore_mas.rollout.teams.journal import CollectionJournal, Lineage, Recording
 from mcore_mas.rollout.teams.team import Team
+from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.measure import Scoreboard, measure
 from mcore_mas.training.metrics import StepMetrics
-from mcore_mas.training.stopping import TrainingError
 
 if TYPE_CHECKING:
     from mcore_mas.rollout.engines.remote.caller import RemoteClient

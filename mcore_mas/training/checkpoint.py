@@ -17,7 +17,7 @@ from mcore_mas.rollout.base.failpoints import failpoint
 from mcore_mas.rollout.base.files import Digest, epoch_of, sealed, sha256, sync_folder, unsealed, write_json
 from mcore_mas.rollout.base.processes import ProcessLost
 from mcore_mas.rollout.base.task_group import cancel_tasks
-from mcore_mas.training.stopping import TrainingError
+from mcore_mas.training.joblog import TrainingError
 
 CHECKPOINT_FORMAT = 2  # of what a checkpoint's folder holds
 _MANIFEST = "manifest.json"

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.rollout.base.processes import ProcessLost, free_port, start_group, stop_group
+from mcore_mas.training.joblog import STOP_SIGNALS, Stopped, TrainingError
 from mcore_mas.training.ray_cleanup import reaped
-from mcore_mas.training.stopping import STOP_SIGNALS, Stopped, TrainingError
 
 # glibc's tunables (malloc(3), mallopt(3)), read when a process starts. By default it maps every large tensor and unmaps
 # it when it is freed, so that a third of an update's time on a CPU is page faults. With these, a process keeps what it

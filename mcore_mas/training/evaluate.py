@@ -32,11 +32,11 @@ from mcore_mas.rollout.records.trajectory import Task, Trajectory
 from mcore_mas.rollout.teams.collect import CollectOptions, Collector
 from mcore_mas.rollout.teams.quarantine import Quarantined
 from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
+from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal
 from mcore_mas.training.logbook import Reporter
 from mcore_mas.training.measure import Scoreboard, Shards, measure, score_rows
 from mcore_mas.training.placement import gpus_of_servers
 from mcore_mas.training.recipe import identity_of_play
-from mcore_mas.training.stopping import Abandoned, Stopped, StopSignal
 from mcore_mas.training.tracking import made_here
 
 _EVALUATION, _CHAT = -2, -3  # the step in the seeds of trajectories of an evaluation, and of a chat

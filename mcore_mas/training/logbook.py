@@ -22,8 +22,7 @@ from mcore_mas.rollout.base.failpoints import failpoint
 from mcore_mas.rollout.base.files import check_owner, json_lines, write_text
 from mcore_mas.rollout.base.text import shown_line
 from mcore_mas.rollout.records.trajectory import Group
-from mcore_mas.training.joblog import terminal
-from mcore_mas.training.stopping import Stopped
+from mcore_mas.training.joblog import Stopped, terminal
 from mcore_mas.training.traces import Traces, chosen
 from mcore_mas.training.trackers import Trackers
 from mcore_mas.training.tracking import CLOCK, Tracker, open_tracker

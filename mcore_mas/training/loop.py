@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 from mcore_mas.rollout.base.files import Digest
 from mcore_mas.rollout.base.processes import ProcessLost
 from mcore_mas.training.checkpoint import CheckpointError
+from mcore_mas.training.joblog import Abandoned, Stopped
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.step import TrainingSession, step
-from mcore_mas.training.stopping import Abandoned, Stopped
 
 _BEST_BY = "validation/accuracy"
 

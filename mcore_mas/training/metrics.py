@@ -15,7 +15,7 @@ from mcore_mas.config.policy import TrainerConfig
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.advantages import compared
 from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
-from mcore_mas.training.stopping import TrainingError
+from mcore_mas.training.joblog import TrainingError
 
 StepMetrics = dict[str, float]
 

@@ -21,8 +21,8 @@ from mcore_mas.equations.losses import Objective, ValueObjective, explained_vari
 from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
 from mcore_mas.rollout.records.trajectory import derive_seed
+from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.metrics import StepMetrics
-from mcore_mas.training.stopping import TrainingError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,6 +15,7 @@ from mcore_mas.rollout.base.processes import restart_metrics
 from mcore_mas.rollout.base.task_group import together
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
 from mcore_mas.training.checkpoint import Checkpoints
+from mcore_mas.training.joblog import StopSignal, TrainingError
 from mcore_mas.training.logbook import Logbook
 from mcore_mas.training.metrics import (
     CreditWatch,
@@ -25,7 +26,6 @@ from mcore_mas.training.metrics import (
     staleness_metrics,
 )
 from mcore_mas.training.policy_trainer import PolicyTrainer, UpdateBatch
-from mcore_mas.training.stopping import StopSignal, TrainingError
 from mcore_mas.training.weight_sync import Memory, WeightSync
 
 if TYPE_CHECKING:

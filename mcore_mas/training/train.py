@@ -27,12 +27,12 @@ from mcore_mas.training.checkpoint import Checkpoints, Saved
 from mcore_mas.training.cluster import joined_ray, running_ray
 from mcore_mas.training.crew import Crew
 from mcore_mas.training.engine_factory import make_players, make_renderers, open_remotes, world
+from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal, TrainingError
 from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.placement import room_for
 from mcore_mas.training.recipe import identity_of, lineage_of
 from mcore_mas.training.step import AfterStep, TrainingSession, goes_on
-from mcore_mas.training.stopping import Abandoned, Stopped, StopSignal, TrainingError
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 
 

@@ -1,5 +1,7 @@
 """Every published experiment at the scale tiny: the real training, with trainers and engines in this process.
 
+One of each system is evaluated too; `test_paper_targets.py` runs two of them with all their processes.
+
 What starts processes is replaced (Ray, trackers), as it takes nearly all of a tiny run's time; tasks, models, teams,
 environments, sandbox, retriever, rewards, credit, updates, weight sync and checkpoints are the real ones.
 """
@@ -26,8 +28,13 @@ from mcore_mas.retrieval.sidecar import RetrieverSidecar
 from mcore_mas.rollout.config.sections import build_env
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.training import train
+from mcore_mas.training import evaluate, train
 from tests.support.in_process import training_here
+
+EVALUATED = (
+    *("drmas_t1_4b_shared_drmas", "marti_single_ttrl"),
+    *("strongermas_t3_tool_alone", "unitymas_f5_m_ask_3b_shared"),
+)
 
 
 @pytest.fixture
@@ -49,7 +56,8 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
         yield build_env(config.env, retriever=RetrievalClient(urls[owner], token_file=None))
 
     with ExitStack() as servers, training_here(monkeypatch):
-        monkeypatch.setattr(train, "world", world)
+        for stage in (train, evaluate):
+            monkeypatch.setattr(stage, "world", world)
         yield loaded
 
 
@@ -73,5 +81,10 @@ def test_every_published_experiment_trains(suite: Suite) -> None:
         for step in steps:
             updates.update({key: int(step[key]) for key in step if re.fullmatch(r"policy/.+/updates", key)})
         untrained += [run] if not updates.total() else []
-    assert len(suite.runs) == 92
+        if run in EVALUATED:
+            scores = folder / "evaluation" / "trained.json"
+            evaluate.evaluate(folder / "config.yaml", "trained", scores)
+            found = json.loads(scores.read_text())
+            assert found["tasks"] and found["failed"] == {}, run
+    assert len(suite.runs) == 92 and set(EVALUATED) <= set(suite.runs)
     assert untrained == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mcore_mas.reports.outcomes import OUTCOMES, SAMPLE, outcomes_page, sample_page
 from mcore_mas.reports.paper_tables import PaperTable, table_names
+from mcore_mas.reports.published import OUTCOMES, SAMPLE, outcomes_page, sample_page
 
 
 def write(path: Path, *lines: object) -> None:

@@ -16,9 +16,9 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError
 from mcore_mas.credit.samples import Sample
 from mcore_mas.rollout.records.files import read_trajectories
+from mcore_mas.training.joblog import Stopped, TrainingError
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.metrics import staleness_metrics
-from mcore_mas.training.stopping import Stopped, TrainingError
 from tests.support.simulated import Log, SimulatedEngine, engines_of, handed_over, simulated_run
 from tests.support.virtual_time import run_virtually
 

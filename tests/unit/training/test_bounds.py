@@ -15,9 +15,9 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.rollout.base.task_group import PATIENCE_S
 from mcore_mas.rollout.records.files import read_trajectories
 from mcore_mas.rollout.records.trajectory import Status
+from mcore_mas.training.joblog import Stopped
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.metrics import losses, success
-from mcore_mas.training.stopping import Stopped
 from tests.support.played import failed, group, trajectory, turn
 from tests.support.simulated import Log, SimulatedEngine, Text, engines_of, simulated_run, with_engines
 from tests.support.virtual_time import run_virtually

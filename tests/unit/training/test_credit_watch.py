@@ -9,9 +9,9 @@ import pytest
 from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.config.policy import TrainerConfig
 from mcore_mas.credit.samples import Sample
+from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.metrics import CreditWatch
-from mcore_mas.training.stopping import TrainingError
 from tests.support.scripted_run import Bytes, box, make_run, task_of
 from tests.support.simulated import SimulatedGang, engines_of, make_session, with_engines
 

@@ -14,8 +14,8 @@ from mcore_mas.rollout.environments.math import last_boxed
 from mcore_mas.rollout.records.files import read_trajectories
 from mcore_mas.rollout.records.trajectory import Group, Status
 from mcore_mas.rollout.rewards.allocation import allocate
+from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.metrics import rollout_metrics
-from mcore_mas.training.stopping import TrainingError
 from tests.support.scripted_run import box, make_run, task_of
 
 

@@ -16,8 +16,8 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.rollout.records.files import tasks_digest, write_tasks
 from mcore_mas.rollout.records.trajectory import Group, Task
+from mcore_mas.training.joblog import Stopped
 from mcore_mas.training.logbook import Journal, Logbook, open_logbook
-from mcore_mas.training.stopping import Stopped
 from tests.support.played import TASK, trajectory, turn
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from mcore_mas.training.async_rollout import Schedule
 from mcore_mas.training.checkpoint import Checkpoints, Identity
+from mcore_mas.training.joblog import Stopped
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import TrainingSession
-from mcore_mas.training.stopping import Stopped
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_run import Bytes, box, make_run, task_of
 from tests.support.simulated import Log, SimulatedGang, make_session, with_engines
