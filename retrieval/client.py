@@ -29,14 +29,7 @@ from mcore_mas.retrieval.wire import (
 from mcore_mas.rollout.base.http import Refused, Unanswered, retried
 from mcore_mas.rollout.base.processes import say
 
-__all__ = [
-    "BadRequest",
-    "NoRetriever",
-    "Passage",
-    "RetrievalClient",
-    "RetrievalError",
-    "RetrievalUnavailable",
-]
+__all__ = ["BadRequest", "NoRetriever", "Passage", "RetrievalClient", "RetrievalError", "RetrievalUnavailable"]
 
 POLL_S = 2.0  # between two looks for a server when none answers, about
 POSTED = 256  # queries in one request; more go to several servers

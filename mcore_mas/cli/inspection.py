@@ -241,9 +241,7 @@ def _line(leak: Leak, match: Match) -> str:
 
 
 @inspection_commands.command("list", rich_help_panel=_DATA)
-def list_names(
-    registry: Annotated[str, typer.Argument(help=", ".join(REGISTRIES))],
-) -> None:
+def list_names(registry: Annotated[str, typer.Argument(help=", ".join(REGISTRIES))]) -> None:
     """Print the names a config may use, one a line; what an installed package offers, with the package."""
     if registry not in REGISTRIES:
         raise UsageError(f"no registry '{registry}'; there are: {', '.join(REGISTRIES)}{nearest(registry, REGISTRIES)}")

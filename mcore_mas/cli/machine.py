@@ -178,9 +178,7 @@ _Folder = Annotated[Path, typer.Argument(help="A run's folder: results/{run}.")]
 
 
 @run_commands.command("ls", rich_help_panel=_PANEL)
-def list_runs(
-    results: Annotated[Path, typer.Argument(help="The folder of the runs.")] = Path("results"),
-) -> None:
+def list_runs(results: Annotated[Path, typer.Argument(help="The folder of the runs.")] = Path("results")) -> None:
     """List the runs of a folder: steps taken, last reward and validation, scores before training and after it."""
     from mcore_mas.reports.runs import run_states
 
@@ -228,10 +226,7 @@ def track_results(results: Annotated[Path, typer.Argument(help="The folder of th
 
 
 @run_commands.command("chat", rich_help_panel=_PANEL)
-def chat_with_team(
-    run: _Folder,
-    state: Annotated[str, typer.Option(help="base or trained.")] = "trained",
-) -> None:
+def chat_with_team(run: _Folder, state: Annotated[str, typer.Option(help="base or trained.")] = "trained") -> None:
     """Talk to a run's team in the terminal: each line is a task that it plays; an empty line or Ctrl-D ends."""
     from mcore_mas.config.run import RunConfig
     from mcore_mas.reports.terminal import print_trajectory

@@ -57,11 +57,7 @@ def options(
     """Reinforcement-learning post-training of teams of LLM agents on Megatron-core."""
 
 
-@app.command(
-    "run",
-    rich_help_panel=_PANEL,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command("run", rich_help_panel=_PANEL, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def run_suite(
     context: typer.Context,
     suite: _Suite,

@@ -273,12 +273,7 @@ def reinforce_pp_baseline(
 
 
 def gae(
-    turns: Turns,
-    *,
-    gamma: Share = 1.0,
-    lam: Share = 1.0,
-    across: Across = "turn",
-    whitened: Whitened = "policy",
+    turns: Turns, *, gamma: Share = 1.0, lam: Share = 1.0, across: Across = "turn", whitened: Whitened = "policy"
 ) -> Advantages:
     """Advantages [T] against a critic, whitened: A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} - V_t.
 

@@ -202,13 +202,7 @@ def icepop(
     return mis(log_ratio, sequences, low=low, high=high, level=level, veto=veto)
 
 
-CORRECTIONS: dict[str, Correction] = {
-    "none": none,
-    "importance": importance,
-    "tis": tis,
-    "mis": mis,
-    "icepop": icepop,
-}
+CORRECTIONS: dict[str, Correction] = {"none": none, "importance": importance, "tis": tis, "mis": mis, "icepop": icepop}
 
 Level = Literal["token", "sequence", "geometric"]
 

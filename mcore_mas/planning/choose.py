@@ -14,17 +14,7 @@ import yaml
 
 from mcore_mas.config.models import cold_started, layout_of
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.estimate import (
-    GPU,
-    GPUS,
-    PASSES,
-    Placement,
-    RunEstimate,
-    estimate_run,
-    fits,
-    gangs,
-    workloads,
-)
+from mcore_mas.planning.estimate import GPU, GPUS, PASSES, Placement, RunEstimate, estimate_run, fits, gangs, workloads
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture, planned_architecture
 from mcore_mas.rollout.models.layout import ParallelLayout, check_fit

@@ -86,13 +86,7 @@ def make_paper_table(
     differences = [line | _agreement(line) for line in _differences(table, evaluations)]
     frame = pd.DataFrame([*lines, *differences]).assign(scale=made.scale, commit=made.commit, seeds=len(made.seeds))
     write_text(csv, str(frame.to_csv(index=False, float_format="%.6f", lineterminator="\n")))
-    parts = [
-        _head(table, made),
-        *_blocks(table, lines),
-        *_compared(differences),
-        *table.config.notes,
-        _ended(made),
-    ]
+    parts = [_head(table, made), *_blocks(table, lines), *_compared(differences), *table.config.notes, _ended(made)]
     write_text(markdown, "\n\n".join(filter(None, parts)) + "\n")
 
 

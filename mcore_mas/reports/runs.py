@@ -121,16 +121,8 @@ def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
             if not pairs:
                 continue
             low, high = mean_interval([b - a for a, b in pairs], f"{file.stem}/{metric}")
-            first_mean, second_mean = fmean(a for a, _ in pairs), fmean(b for _, b in pairs)
-            row = ScoreDifference(
-                state=file.stem,
-                metric=metric,
-                first=first_mean,
-                second=second_mean,
-                low=low,
-                high=high,
-                tasks=len(pairs),
-            )
+            means = {"first": fmean(a for a, _ in pairs), "second": fmean(b for _, b in pairs)}
+            row = ScoreDifference(state=file.stem, metric=metric, low=low, high=high, tasks=len(pairs), **means)
             found.append(row)
     return found
 

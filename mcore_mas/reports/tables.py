@@ -41,23 +41,10 @@ _NOTE = (
     "A reply whose prompt was too long counts as wrong, one that failed is left out. Brackets hold 95 % "
     "intervals over tasks; trained-base and the like are paired differences in points."
 )
-_NUMBERS = {
-    "score",
-    "95 % interval",
-    "tasks",
-    "replies",
-    "seeds",
-    "base",
-    "trained",
-    "gain",
-}  # columns set to the right
+_NUMBERS = {"score", "95 % interval", "tasks", "replies", "seeds", "base", "trained", "gain"}  # set to the right
 
 
-def make_table(
-    evaluations: Sequence[Path],
-    experiments: Mapping[str, str],
-    outputs: Sequence[Path],
-) -> None:
+def make_table(evaluations: Sequence[Path], experiments: Mapping[str, str], outputs: Sequence[Path]) -> None:
     """Write the table of `evaluations` as each of `outputs`: .csv, .md or .html by suffix.
 
     Args:

@@ -179,7 +179,7 @@ class Checkpoints:
         self._prune()
 
     def _prune(self) -> None:
-        steps = self._steps()
+        steps = _steps(self._folder)
         kept = {*steps[-self._keep :], *(saved.folder for saved in self._by_metric()[: self._best])}
         for old in steps:
             if old not in kept:
@@ -191,7 +191,7 @@ class Checkpoints:
     def _by_metric(self) -> list[Saved]:
         """Those that have a metric, best first; of equals, the newest first."""
         rated = []
-        for folder in self._steps():
+        for folder in _steps(self._folder):
             try:
                 saved = _saved(folder)
             except _BadManifest:
@@ -199,9 +199,6 @@ class Checkpoints:
             if saved.metric is not None:
                 rated.append((saved.metric, saved.step, saved))
         return [saved for _, _, saved in sorted(rated, key=lambda row: row[:2], reverse=True)]
-
-    def _steps(self) -> list[Path]:
-        return _steps(self._folder)
 
 
 def newest(folder: Path, identity: Identity, told: Callable[[str], None]) -> Saved | None:

@@ -39,13 +39,7 @@ class Logbook:
     """One run's places to write to, all of them told of the same steps."""
 
     def __init__(
-        self,
-        reporter: Reporter,
-        journal: Journal,
-        tracker: Tracker,
-        traces: Traces,
-        traced: int,
-        trackers: Trackers,
+        self, reporter: Reporter, journal: Journal, tracker: Tracker, traces: Traces, traced: int, trackers: Trackers
     ) -> None:
         """`traced` trajectories of every step become traces; `trackers` are those beside MLflow."""
         self._reporter, self._journal, self._tracker, self._trackers = reporter, journal, tracker, trackers

@@ -183,10 +183,7 @@ def check_fits(tenants: Sequence[Tenant], pool: Pool, kind: Kind, nodes: Sequenc
 
 
 def strategies(
-    groups: Sequence[int],
-    nodes: Sequence[int],
-    wanted: Sequence[str | None] = (),
-    labels: Sequence[str | None] = (),
+    groups: Sequence[int], nodes: Sequence[int], wanted: Sequence[str | None] = (), labels: Sequence[str | None] = ()
 ) -> list[str]:
     """How the bundles of each group are to lie: on one node where one has room for them, else on as few as may be.
 

@@ -123,14 +123,7 @@ class ServedTeam:
 
 
 def serve(
-    run: Path,
-    *,
-    state: str,
-    host: str,
-    port: int,
-    token_file: Path | None,
-    most_calls: int,
-    say: Callable[[str], None],
+    run: Path, *, state: str, host: str, port: int, token_file: Path | None, most_calls: int, say: Callable[[str], None]
 ) -> None:
     """Answer for the team of the run in folder `run` until interrupted.
 

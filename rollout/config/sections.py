@@ -289,10 +289,7 @@ def _build_agent(name: str, config: AgentConfig) -> Agent:
         role=build_role(name, config),
         policy=config.policy,
         sampling=Sampling(
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            max_tokens=config.max_tokens,
+            temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, max_tokens=config.max_tokens
         ),
         chats=config.chats,
         tools={

@@ -71,11 +71,7 @@ def _others(said: Mapping[str, str], listener: str, place: tuple[str, int], most
 
 
 async def mixture(
-    task: Task,
-    team: TeamSession,
-    env: AnswerEnv,
-    *,
-    proposers: Names = ("proposer_1", "proposer_2", "proposer_3"),
+    task: Task, team: TeamSession, env: AnswerEnv, *, proposers: Names = ("proposer_1", "proposer_2", "proposer_3")
 ) -> None:
     """Ask all `proposers` side by side, then the agent `aggregator`, whose answer is final.
 

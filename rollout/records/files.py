@@ -12,18 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter
 
 from mcore_mas.rollout.base.files import atomic_path, epoch_of
-from mcore_mas.rollout.records.trajectory import (
-    Message,
-    Status,
-    Task,
-    ToolEvent,
-    ToolUse,
-    Trajectory,
-    Turn,
-    VersionSpan,
-)
+from mcore_mas.rollout.records.trajectory import Task, Trajectory
 
 
 class RecordError(ValueError):
@@ -161,30 +153,21 @@ def trajectory_of(path: Path, table: pa.Table) -> Trajectory:
     return trajectory_of_row(_rows_of(path, table, TRAJECTORY_SCHEMA)[0])
 
 
+_TRAJECTORY = TypeAdapter(Trajectory)
+
+
 def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
-    """A trajectory from its fields as plain values."""
-    turns = tuple(
-        Turn(
-            **{
-                **_known(turn),
-                "versions": tuple(VersionSpan(**span) for span in turn["versions"] or ()),
-                "messages": tuple(_message(message) for message in turn["messages"]),
-                "prompt_ids": tuple(turn["prompt_ids"]),
-                "completion_ids": tuple(turn["completion_ids"]),
-                "logprobs": tuple(turn["logprobs"]),
-                "scores": dict(turn["scores"]),
-            }
-        )
+    """A trajectory from its fields as plain values.
+
+    Raises:
+        ValidationError: they are not those of one.
+    """
+    turns = [
+        {**_known(turn), "messages": [*map(_known, turn["messages"])], "scores": dict(turn["scores"])}
         for turn in row["turns"]
-    )
-    tools = tuple(ToolEvent(**_known(tool)) for tool in row["tools"])
-    rest = {"turns": turns, "tools": tools, "metrics": dict(row["metrics"]), "status": Status(row["status"])}
-    return Trajectory(**{**row, **rest})
-
-
-def _message(row: Mapping[str, Any]) -> Message:
-    calls = tuple(ToolUse(**call) for call in row["calls"] or ())
-    return Message(**{**_known(row), "calls": calls})
+    ]
+    rest = {"turns": turns, "tools": [*map(_known, row["tools"])], "metrics": dict(row["metrics"])}
+    return _TRAJECTORY.validate_python({**row, **rest})
 
 
 def _known(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,16 +129,8 @@ class Coach:
         kinds, self._kinds = self._kinds, Counter()
         metrics: dict[str, float] = {f"failed_{kind}": count for kind, count in sorted(kinds.items())}
         for agent, own in sorted(judged.items()):
-            tally = own.tally
-            metrics |= {
-                f"{agent}/calls": tally.calls,
-                f"{agent}/tokens": tally.tokens,
-                f"{agent}/cost": tally.nanos / 1e9,
-                f"{agent}/failures": own.failures,
-                f"{agent}/cache_hits": tally.cache_hits,
-            }
-            if tally.answers:
-                metrics[f"{agent}/latency_s"] = tally.seconds / tally.answers
+            asked = own.tally.metrics() | {"failures": own.failures}
+            metrics |= {f"{agent}/{name}": value for name, value in asked.items()}
             if own.process:
                 metrics[f"{agent}/process_mean"] = fmean(own.process)
         spent = self._caller.spent
@@ -247,10 +239,7 @@ def question(task: Task, trajectory: Trajectory, turn: Turn, config: CoachConfig
     shows_answers = turn.agent in config.answers_for
     body = _fenced(_sections(task, trajectory, turn, config))
     asked = [VERDICT_FORM, *([OUTCOME] if config.outcome else []), *([CORRECT] if shows_answers else [])]
-    return (
-        Message(role="system", content=SYSTEM),
-        Message(role="user", content=f"{body}\n\n" + "\n".join(asked)),
-    )
+    return (Message(role="system", content=SYSTEM), Message(role="user", content=f"{body}\n\n" + "\n".join(asked)))
 
 
 def ask_again(messages: tuple[Message, ...], reply: str, trouble: str) -> tuple[Message, ...]:

@@ -264,12 +264,7 @@ def packages() -> list[str]:
 
 def readable_paths(libraries: bool) -> list[str]:
     """What programs may read: the system's programs, the interpreter, and with `libraries` installed packages."""
-    paths = {
-        *_SYSTEM,
-        sys.base_prefix,
-        os.path.realpath(sys.base_prefix),
-        str(Path(interpreter()).parents[1]),
-    }
+    paths = {*_SYSTEM, sys.base_prefix, os.path.realpath(sys.base_prefix), str(Path(interpreter()).parents[1])}
     paths |= set(packages()) if libraries else set()
     covered = {path for path in paths for other in paths if path != other and path.startswith(f"{other.rstrip('/')}/")}
     return sorted(paths - covered)

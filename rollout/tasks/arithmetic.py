@@ -143,10 +143,7 @@ def _draw(random: Random, name: str, split: str) -> Sum:
             numbers.sort(reverse=True)
         wording = random.choice(source.wordings[operation])
         text = wording.format(
-            *numbers,
-            sum=operation.join(map(str, numbers)),
-            name=random.choice(_NAMES),
-            things=random.choice(_THINGS),
+            *numbers, sum=operation.join(map(str, numbers)), name=random.choice(_NAMES), things=random.choice(_THINGS)
         )
         problem = Sum(source=name, operation=operation, numbers=tuple(numbers), text=text)
         if problem.split == split:

@@ -45,9 +45,7 @@ _MULTI_HOP = replace(_SEARCH, question=("question",), answers=("golden_answers",
 FORMATS: dict[str, Format] = {
     # any file of prompts and answers, for environments of your own
     "plain": Fields(
-        env="math",
-        question=("prompt", "question", "problem"),
-        answers=("answer", "answers", "solution", "target"),
+        env="math", question=("prompt", "question", "problem"), answers=("answer", "answers", "solution", "target")
     ),
     # any file of math problems, verl's columns included
     "math": _MATH,

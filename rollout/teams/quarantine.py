@@ -10,20 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.files import write_json
 from mcore_mas.rollout.engines import ChatState, Heard, PolicyReply
 from mcore_mas.rollout.records.files import RecordError
-from mcore_mas.rollout.records.trajectory import (
-    Completion,
-    Message,
-    Sampling,
-    Task,
-    ToolUse,
-    Trajectory,
-    VersionSpan,
-    valid_text,
-)
+from mcore_mas.rollout.records.trajectory import Message, Sampling, Task, Trajectory, valid_text
 from mcore_mas.rollout.teams.team import Team
 
 
@@ -103,21 +96,13 @@ class Quarantined:
         return replace(team, players=dict.fromkeys(policies, _Recording(self.said)))
 
 
+_REPLY = TypeAdapter(PolicyReply)
+
+
 def reply_of_row(row: Mapping[str, Any]) -> PolicyReply:
-    """A reply from its fields as plain values."""
-    shown = row["shown"] and tuple(
-        Message(**{**message, "calls": tuple(ToolUse(**call) for call in message["calls"])}) for message in row["shown"]
-    )
-    own = row["completion"]
-    completion = Completion(
-        **{
-            **own,
-            "token_ids": tuple(own["token_ids"]),
-            "logprobs": tuple(own["logprobs"]),
-            "versions": tuple(VersionSpan(**span) for span in own["versions"]),
-        }
-    )
-    fields = {name: value for name, value in row.items() if name != "messages"}
-    return PolicyReply(
-        **{**fields, "prompt_ids": tuple(row["prompt_ids"]), "completion": completion, "shown": shown},
-    )
+    """A reply from its fields as plain values.
+
+    Raises:
+        ValidationError: they are not those of one.
+    """
+    return _REPLY.validate_python(row)

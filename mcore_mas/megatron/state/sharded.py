@@ -275,10 +275,7 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     name = f"rank_{rank:05d}"
     index = [{"tensor": p.tensor, "shape": p.shape, "start": p.start, "size": p.size} for p in blocks]
-    files = {
-        f"{name}.safetensors": _safetensors(copies),
-        f"{name}.json": [json.dumps(index).encode()],
-    }
+    files = {f"{name}.safetensors": _safetensors(copies), f"{name}.json": [json.dumps(index).encode()]}
     if record is not None:
         files[_RECORD] = [json.dumps(record).encode()]
     return {file: write_chunks(folder / file, chunks) for file, chunks in files.items()}

@@ -157,9 +157,8 @@ class HostedEngine(Dispatcher, TrainedEngine):
     """An engine in a process of its own; Ray must be running.
 
     Concurrent `generate` calls travel together: each call to the actor brings what is new and takes what is done. An
-    actor that dies is started again up to `restarts` times an hour, and so is one that
-    hangs; it goes on with the weights in shared memory, and what it
-    was asked is asked again, which gives the same tokens.
+    actor that dies is started again up to `restarts` times an hour, and so is one that hangs; it goes on with the
+    weights in shared memory, and what it was asked is asked again, which gives the same tokens.
     """
 
     def __init__(

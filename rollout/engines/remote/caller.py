@@ -49,6 +49,12 @@ class Tally:
     answers: int = 0
     cache_hits: int = 0  # answered without a request of its own
 
+    def metrics(self) -> dict[str, float]:
+        """By name; the mean seconds of an answer where there was one."""
+        found = {"calls": self.calls, "tokens": self.tokens, "cost": self.nanos / 1e9, "cache_hits": self.cache_hits}
+        found |= {"latency_s": self.seconds / self.answers} if self.answers else {}
+        return {name: float(value) for name, value in found.items()}
+
 
 @dataclass(slots=True)
 class _Flight:
@@ -321,13 +327,7 @@ class RemoteClient:
     def metrics(self) -> dict[str, float]:
         """What asking has taken since the last call of `metrics`."""
         tally, self._tally = self._tally, Tally()
-        return {
-            "calls": float(tally.calls),
-            "tokens": float(tally.tokens),
-            "cost": tally.nanos / 1e9,
-            "cache_hits": float(tally.cache_hits),
-            **({"latency_s": tally.seconds / tally.answers} if tally.answers else {}),
-        }
+        return tally.metrics()
 
     async def aclose(self) -> None:
         """Close the connections and the cache."""
