@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_mas.rollout.base.supervision import Restarts
-
 from mcore_mas.retrieval.client import RetrievalClient
 from mcore_mas.retrieval.corpus import Passage, RetrievalError
 from mcore_mas.retrieval.wire import DEFAULT_TOPK, BadRequest, check_query
-from mcore_mas.rollout.base.processes import say, start_group, stop_group
+from mcore_mas.rollout.base.processes import Restarts, say, start_group, stop_group
 
 _READ_PER_S = 1e8  # bytes of an index that are read and verified in a second, at least
 RESTARTS = 3  # of a server that died or hangs, in an hour

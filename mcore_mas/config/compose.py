@@ -256,7 +256,9 @@ def _setting(piece: Any, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def _merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
     """Mappings one into the other; the last has the word."""
     lists = [part["defaults"] for part in parts if "defaults" in part]
-    out = reduce(merged, parts, {})
+    out: dict[str, Any] = {}
+    for part in parts:
+        out = merged(out, part)
     return out | {"defaults": reduce(_joined, lists, [])} if lists else out
 
 
