@@ -30,7 +30,7 @@ from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
 from mcore_mas.rollout.teams.collect import CollectOptions, Collector
-from mcore_mas.rollout.teams.quarantine import Quarantined
+from mcore_mas.rollout.teams.journal import Quarantined
 from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
 from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal
 from mcore_mas.training.logbook import Reporter

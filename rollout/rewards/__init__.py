@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mcore_mas.rollout.records.trajectory import Group
-from mcore_mas.rollout.rewards.outcome import discounts, majority, shared_outcome, shares
+from mcore_mas.rollout.rewards.allocation import discounts, majority, shared_outcome, shares
 from mcore_mas.rollout.rewards.turn_scores import coach, local_team, shaping, tree_shaping, turn_difference
 
 Allocator = Callable[..., Group]  # (group, **options) -> the group with rewards on its turns

@@ -15,8 +15,7 @@ from mcore_mas.rollout.engines import Heard
 from mcore_mas.rollout.environments.protocol import Env, Step
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
 from mcore_mas.rollout.teams.episode import Episode, Orchestra
-from mcore_mas.rollout.teams.journal import Recording
-from mcore_mas.rollout.teams.quarantine import write_quarantined
+from mcore_mas.rollout.teams.journal import Recording, write_quarantined
 from mcore_mas.rollout.teams.team import Team
 from mcore_mas.rollout.teams.tree import Branching, Tree
 

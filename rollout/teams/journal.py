@@ -1,23 +1,31 @@
-"""Journal of a collection: replies and finished trajectories as they come, from which it goes on after a death."""
+"""What is written down of a collection: its journal, and quarantined trajectories.
+
+The journal has replies and finished trajectories as they come, from which it goes on after a death. A quarantined
+trajectory has a file with what it was given and what the policies said, which plays it again.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+import traceback
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from mcore_mas.rollout.base.files import sha256, write_text
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.files import sha256, write_json, write_text
 from mcore_mas.rollout.base.processes import say
-from mcore_mas.rollout.engines import PolicyReply
-from mcore_mas.rollout.records.files import read_trajectories, trajectory_of_row
-from mcore_mas.rollout.records.trajectory import Group, Message, Status, Trajectory
-from mcore_mas.rollout.teams.quarantine import reply_of_row
+from mcore_mas.rollout.engines import ChatState, Heard, PolicyReply
+from mcore_mas.rollout.records.files import RecordError, read_trajectories, trajectory_of_row
+from mcore_mas.rollout.records.trajectory import Group, Message, Sampling, Status, Task, Trajectory, valid_text
+from mcore_mas.rollout.teams.team import Team
 
 Lineage = dict[int, str]  # by version of the weights, a digest of all that they were trained on
 
@@ -158,3 +166,91 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         checksum, _, text = line.partition(b" ")
         if text and checksum == b"%08x" % zlib.crc32(text):
             yield json.loads(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """A policy that says what it said before."""
+
+    said: Mapping[int, PolicyReply]
+
+    async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
+        if sampling.seed not in self.said:
+            raise EngineError("the recording ends here: the orchestra asks for a reply that was never given")
+        return self.said[sampling.seed]
+
+
+def write_quarantined(
+    folder: Path, trajectory: Trajectory, task: Task, seed: int, heard: Heard, error: BaseException
+) -> Path:
+    """Write what a quarantined trajectory was given and what it came to; where the file is.
+
+    A file of the same trajectory, from before a run was resumed, is replaced.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{trajectory.step}-{task.id}"[:100]) + f"-{trajectory.sample}.json"
+    trace = "".join(traceback.format_exception(error))
+    value = {
+        "trajectory": trajectory.id,
+        "error": trajectory.error,
+        "traceback": [valid_text(line) for line in trace.splitlines()],
+        "task": asdict(task),
+        "seed": seed,
+        "step": trajectory.step,
+        "sample": trajectory.sample,
+        "replies": [
+            {"seed": own, "messages": [asdict(message) for message in messages], **asdict(reply)}
+            for own, (messages, reply) in heard.items()
+        ],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / name, value)
+    return folder / name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantined:
+    """A quarantined trajectory, as its file has it."""
+
+    trajectory: str
+    error: str
+    task: Task
+    seed: int
+    step: int
+    sample: int
+    said: Mapping[int, PolicyReply]  # by the call's seed
+
+    @classmethod
+    def read(cls, path: Path) -> Quarantined:
+        """The trajectory in a file of `write_quarantined`.
+
+        Raises:
+            RecordError: it is not such a file.
+        """
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            task = Task(**{**value["task"], "answers": tuple(value["task"]["answers"])})
+            said = {reply.pop("seed"): reply_of_row(reply) for reply in value["replies"]}
+            fields = {name: value[name] for name in ("trajectory", "error", "seed", "step", "sample")}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise RecordError(
+                f"{path}: not a quarantined trajectory ({type(error).__name__}: {error}); expected a file of "
+                "results/<run>/train/quarantine"
+            ) from error
+        return cls(task=task, said=said, **fields)
+
+    def team(self, team: Team) -> Team:
+        """The team with recordings in place of its policies."""
+        policies = {agent.policy for agent in team.agents.values()}
+        return replace(team, players=dict.fromkeys(policies, _Replay(self.said)))
+
+
+_REPLY = TypeAdapter(PolicyReply)
+
+
+def reply_of_row(row: Mapping[str, Any]) -> PolicyReply:
+    """A reply from its fields as plain values.
+
+    Raises:
+        ValidationError: they are not those of one.
+    """
+    return _REPLY.validate_python(row)

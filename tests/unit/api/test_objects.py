@@ -15,7 +15,7 @@ from mcore_mas.api.page import API_PAGE, public_methods, render_api
 from mcore_mas.config.run import ConfigError
 from mcore_mas.rollout.base.options import HERE
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.rewards.outcome import shared_outcome
+from mcore_mas.rollout.rewards.allocation import shared_outcome
 from tests.support.played import group, trajectory, turn
 
 AGENTS = [mm.AgentSpec("writer", "{problem}"), mm.AgentSpec("editor", "{problem} {draft}", policy="second")]

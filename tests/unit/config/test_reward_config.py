@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from mcore_mas.rollout.base.options import UnknownName, lookup
 from mcore_mas.rollout.config.sections import RewardConfig, build_allocator
 from mcore_mas.rollout.rewards import ALLOCATORS
-from mcore_mas.rollout.rewards.outcome import shared_outcome
+from mcore_mas.rollout.rewards.allocation import shared_outcome
 from tests.support.played import group, rewards, trajectory, turn
 
 TEAM = ("searcher", "answerer")

@@ -19,7 +19,7 @@ from mcore_mas.rollout.environments.games import PUZZLES
 from mcore_mas.rollout.orchestras.acting import game_team, single
 from mcore_mas.rollout.orchestras.replies import parse_decided, parse_listed, parse_search_or_answer, parse_solution
 from mcore_mas.rollout.records.trajectory import Group, Sampling, Status, Task, Trajectory
-from mcore_mas.rollout.rewards.outcome import majority
+from mcore_mas.rollout.rewards.allocation import majority
 from mcore_mas.rollout.rewards.turn_scores import local_team
 from mcore_mas.rollout.tasks import GENERATORS
 from mcore_mas.rollout.tasks.encyclopedia import Article

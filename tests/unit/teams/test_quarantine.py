@@ -27,7 +27,7 @@ from mcore_mas.rollout.orchestras import ORCHESTRAS
 from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
 from mcore_mas.rollout.records.trajectory import Message, Status, Task, valid_text
 from mcore_mas.rollout.tasks import GENERATORS
-from mcore_mas.rollout.teams.quarantine import Quarantined
+from mcore_mas.rollout.teams.journal import Quarantined
 from tests.support import casts
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 from tests.support.scripted_engine import ScriptedEngine
