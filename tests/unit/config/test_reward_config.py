@@ -49,7 +49,7 @@ def test_unknown_names_are_named_with_what_is_known():
 def test_an_import_path_stands_for_a_name():
     config = RewardConfig(name=f"{__name__}:halved", options={"share": 0.25})
     assert rewards(build_allocator(config, {})(group(trajectory(turn(0))))) == [[0.25]]
-    assert lookup("reward", f"{REWARDS}.outcome:shared_outcome", ALLOCATORS) is shared_outcome
+    assert lookup("reward", f"{REWARDS}.allocation:shared_outcome", ALLOCATORS) is shared_outcome
 
 
 @pytest.mark.parametrize("path", ["nowhere:x", f"{REWARDS}:no_such", ":x", ".rewards:x", f"{REWARDS}:"])
