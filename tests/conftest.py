@@ -37,18 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def running_ray() -> Iterator[None]:
     """Ray for the tests of one module; none is left up for the next."""
-    import ray
+    from mcore_mas.training import cluster
 
-    for last in (False, False, True):
-        try:
-            ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-            break
-        except Exception as error:  # Ray has no type for a machine too busy to start it within its fixed 30 s
-            ray.shutdown()
-            if last or "timed out during startup" not in str(error):
-                raise
-    yield
-    ray.shutdown()
+    with cluster.running_ray(2, 100):
+        yield
 
 
 @pytest.fixture(scope="session")

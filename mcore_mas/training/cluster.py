@@ -22,7 +22,7 @@ from typing import Any
 
 from mcore_mas.rollout.base.processes import ProcessLost, free_port, start_group, stop_group
 from mcore_mas.training.joblog import STOP_SIGNALS, Stopped, TrainingError
-from mcore_mas.training.ray_cleanup import reaped
+from mcore_mas.training.ray_cleanup import reaped, sweep, tidy
 
 # glibc's tunables (malloc(3), mallopt(3)), read when a process starts. By default it maps every large tensor and unmaps
 # it when it is freed, so that a third of an update's time on a CPU is page faults. With these, a process keeps what it
@@ -107,7 +107,13 @@ def running_ray(
 
 def _started(cpus: int, object_store_mb: int) -> Any:
     import ray
+    from ray._common.utils import get_default_ray_temp_dir
 
+    def sessions() -> set[Path]:
+        """Of this process: Ray ends their names with its number."""
+        return set(Path(get_default_ray_temp_dir()).resolve().glob(f"session_*_{os.getpid()}"))
+
+    before = sessions()
     for last in (False, False, True):
         try:
             return ray.init(
@@ -120,6 +126,9 @@ def _started(cpus: int, object_store_mb: int) -> Any:
             )
         except Exception as error:  # Ray has no type for a machine too busy to start it within its fixed 30 s
             ray.shutdown()
+            for session in sessions() - before:
+                sweep(session)
+                tidy(session, None, keep=False)
             if last or "timed out during startup" not in str(error):
                 raise
     raise AssertionError

@@ -38,11 +38,13 @@ def reaped(session: Path, logs: Path | None) -> Iterator[None]:
 
 
 def sweep(session: Path) -> None:
-    """Kill every process that has a file under `session` open, except the one that started us, if it lives."""
-    parent = os.getppid()
+    """Kill every process that has a file under `session` open, except us and the one that started us, if it lives."""
+    spared = os.getpid(), os.getppid()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.pid != parent and any(Path(file.path).is_relative_to(session) for file in process.open_files()):
+            if process.pid not in spared and any(
+                Path(file.path).is_relative_to(session) for file in process.open_files()
+            ):
                 process.kill()
 
 

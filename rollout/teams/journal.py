@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.files import sha256, write_json, write_text
+from mcore_mas.rollout.base.files import FolderError, check_owner, epoch_of, sha256, write_json, write_text
 from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.engines import ChatState, Heard, PolicyReply
 from mcore_mas.rollout.records.files import RecordError, read_trajectories, trajectory_of_row
@@ -35,7 +35,8 @@ _BATCHES = "batches"
 class CollectionJournal:
     """Lines of JSON, each behind its checksum; one that is torn or damaged is passed over.
 
-    A line counts while the weights that sampled it, the newest of its versions, have the lineage that they had.
+    A line counts while the weights that sampled it, the newest of its versions, have the lineage that they had, and
+    unless a later owner of the folder had written before it.
     """
 
     def __init__(self, path: Path, lineage: Lineage) -> None:
@@ -86,9 +87,11 @@ class CollectionJournal:
         self._try(lambda: self._append(_line(self._row(key, version, **values))))
 
     def _row(self, key: str, version: int, **values: Any) -> dict[str, Any]:
-        return {"key": key, "version": version, "of": self._lineage.get(version, ""), **values}
+        own = {"epoch": epoch_of(self._path), "of": self._lineage.get(version, "")}
+        return {"key": key, "version": version, **own, **values}
 
     def _append(self, line: bytes) -> None:
+        check_owner(self._path)
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
@@ -102,11 +105,9 @@ class CollectionJournal:
                 write()
         except ValueError:
             pass  # a tool's answer that is no JSON: it is asked again after a death
-        except OSError as error:
-            self._broken = True
-            say(
-                f"{self._path}: not written any more ({error.strerror}); a run that is killed now plays this step again"
-            )
+        except (OSError, FolderError) as error:
+            self._broken, why = True, getattr(error, "strerror", error)
+            say(f"{self._path}: not written any more ({why}); a run that is killed now plays this step again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +163,14 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    latest = 0
     for line in path.read_bytes().split(b"\n") if path.is_file() else ():
         checksum, _, text = line.partition(b" ")
         if text and checksum == b"%08x" % zlib.crc32(text):
-            yield json.loads(text)
+            row = json.loads(text)
+            if row.get("epoch", 0) >= latest:
+                latest = row.get("epoch", 0)
+                yield row
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -29,6 +30,41 @@ def worker():
 with running_ray(1, 100, keep_pages=True):
     print(json.dumps(ray.get(worker.remote())))
 """
+
+_FAILS_ONCE = """
+import os
+from pathlib import Path
+from unittest import mock
+import psutil, ray
+from ray._private import services
+from mcore_mas.training.cluster import running_ray
+
+found, tries = services.get_node, []
+
+def get_node(*arguments, **options):
+    tries.append(None)
+    if len(tries) == 1:
+        raise ValueError("The current node timed out during startup.")
+    return found(*arguments, **options)
+
+def sessions():
+    return list(Path(os.environ["RAY_TMPDIR"]).glob(f"ray/session_*_{os.getpid()}"))
+
+with mock.patch.object(services, "get_node", get_node), running_ray(1, 100):
+    (own,) = sessions()
+    assert Path(ray._private.worker._global_node.get_session_dir_path()).resolve() == own.resolve()
+    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    assert sum("gcs_server" in command for command in commands) == 1, commands
+print(len(tries), sessions())
+"""
+
+
+def test_a_ray_that_did_not_start_in_time_leaves_neither_folder_nor_process() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:  # a short path: Ray has sockets in it
+        environment = os.environ | {"RAY_TMPDIR": folder}
+        command = [sys.executable, "-c", _FAILS_ONCE]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["2 []"], done.stdout + done.stderr
 
 
 def test_workers_keep_the_memory_that_they_free_unless_the_environment_says_otherwise() -> None:

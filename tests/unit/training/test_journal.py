@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from mcore_mas.rollout.base.files import epoch_of, owned
 from mcore_mas.rollout.records.files import read_trajectories
+from mcore_mas.rollout.teams import journal as journals
 from mcore_mas.rollout.teams.journal import CollectionJournal
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.step import TrainingSession
@@ -183,3 +186,24 @@ def test_a_journal_that_cannot_be_written_stops_nothing(tmp_path: Path, capfd: p
     said = [line for line in capfd.readouterr().err.splitlines() if "not written any more" in line]
     assert len(said) == STEPS
     assert said[0].startswith(f"{tmp_path}/journal/step_000000.jsonl: not written any more (")
+
+
+def test_an_owner_that_has_lost_its_folder_appends_nothing_and_what_it_had_appended_late_does_not_count(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    with owned(tmp_path):
+        journal, epoch = CollectionJournal(path, {3: "x"}), epoch_of(tmp_path)
+        journal.add("row 0", 3)
+        for number, later in enumerate((epoch + 1, epoch, epoch + 1), 1):  # of another owner, and of this one too late
+            monkeypatch.setattr(journals, "epoch_of", lambda _, own=later: own)
+            journal.add(f"row {number}", 3)
+        (tmp_path / "lock.json").write_text(json.dumps({"host": "far", "pid": 7, "since": "now", "epoch": epoch + 1}))
+        journal.add("row 4", 3)
+        journal.add("row 5", 3)
+    rows = CollectionJournal(path, {3: "x"})
+    assert [rows.find(f"row {number}") is not None for number in range(6)] == [True, True, False, True, False, False]
+    assert capfd.readouterr().err.splitlines() == [
+        f"{path}: not written any more ({tmp_path}: taken over by process 7 on 'far' since now; this process, of epoch "
+        f"{epoch}, writes no more); a run that is killed now plays this step again"
+    ]
