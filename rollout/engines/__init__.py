@@ -25,7 +25,7 @@ from mcore_mas.rollout.base.options import Section, lookup
 from mcore_mas.rollout.base.task_group import LateCall, within
 from mcore_mas.rollout.models.chat_template import Renderer, WordStream, render_within
 from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
-from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, Turn
+from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, Turn, changed
 from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, make_sender
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ class EngineClient:
             prompt_ids = self.renderer.render(messages)
         else:
             shown, prompt_ids = render_within(self.renderer, messages, room, self.overlong_prompts)
-        sampling = replace(sampling, stop=self.renderer.stop)
+        sampling = changed(sampling, stop=self.renderer.stop)
         completion = await self._completion(prompt_ids, sampling, chat)
         said = PolicyReply(
             text=self.renderer.decode(completion.token_ids),

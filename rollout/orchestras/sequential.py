@@ -24,7 +24,7 @@ def slots(problem: str, said: Sequence[tuple[str, str]]) -> dict[str, str]:
         `problem`; `team_context`, all that was said, each text after its speaker's name and before a blank line,
         "" at the start; `solution`, the solver's latest text, "" at the start.
     """
-    context = "".join(f"[{agent}]\n{text}\n\n" for agent, text in said)
+    context = "".join([f"[{agent}]\n{text}\n\n" for agent, text in said])
     solution = next((text for agent, text in reversed(said) if agent == "solver"), "")
     return {"problem": problem, "team_context": context, "solution": solution}
 

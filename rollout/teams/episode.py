@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from mcore_mas.rollout.base.errors import Defect, EngineError, EnvError
 from mcore_mas.rollout.base.task_group import Late, LateTool, Wait, within
-from mcore_mas.rollout.environments.protocol import Case, Env, Living, Stateful, Step, ToolCall
+from mcore_mas.rollout.environments.protocol import Case, Env, Living, Stateful, Step, ToolCall, offers
 from mcore_mas.rollout.environments.tools import Tool
 from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Turn
 from mcore_mas.rollout.teams.team import Blamed, Call, TeamSession
@@ -42,8 +42,8 @@ class Episode:
         self._task = task
         self._env = env
         # asked once: of a protocol that takes long
-        self._stateful = env if isinstance(env, Stateful) else None
-        self._living = env if isinstance(env, Living) else None
+        self._stateful = cast(Stateful, env) if offers(env, Stateful) else None
+        self._living = cast(Living, env) if offers(env, Living) else None
         self._orchestra = orchestra
         self._tool_s = tool_s
 

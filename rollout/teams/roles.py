@@ -57,7 +57,7 @@ class Role:
             KeyError: the template has a slot that was not given.
         """
         texts = (("system", self.system), ("user", self.user.format(**slots)))
-        return tuple(Message(role=role, content=content) for role, content in texts if content)
+        return tuple([Message(role=role, content=content) for role, content in texts if content])
 
 
 ROLES: dict[str, Role] = {}

@@ -16,7 +16,7 @@ from mcore_mas.rollout.engines import ChatState, Heard, Listener, PolicyClient, 
 from mcore_mas.rollout.environments.protocol import ToolCall
 from mcore_mas.rollout.environments.tools import Tool
 from mcore_mas.rollout.models.tool_calls import parse_reply
-from mcore_mas.rollout.records.trajectory import Message, Turn, derive_seed
+from mcore_mas.rollout.records.trajectory import Message, Turn, changed, derive_seed
 from mcore_mas.rollout.teams.chat import Chat, ToolRunner
 from mcore_mas.rollout.teams.roles import Agent, AgentReply
 
@@ -110,7 +110,7 @@ class TeamSession:
     def turns(self) -> tuple[Turn, ...]:
         """The turns so far with their scores, in the order in which they were asked for."""
         return tuple(
-            replace(turn, round=self._rounds[index], scores=self.scores[index])
+            changed(turn, round=self._rounds[index], scores=self.scores[index])
             for index, turn in sorted(self._turns.items())
         )
 
@@ -268,7 +268,7 @@ class TeamSession:
         branch = (node,) if node.strip("0.") else ()
         seed = derive_seed(*self._place, agent.name, call.index, *branch)
         started = time.time()
-        sampling = replace(agent.sampling, seed=seed, session=self._session)
+        sampling = changed(agent.sampling, seed=seed, session=self._session)
         try:
             with Blamed(f"policy {agent.policy}"):
                 said = await self._team.players[agent.policy].say(call.messages, sampling, call.chat)
@@ -335,6 +335,8 @@ def _heard(call: Call, said: PolicyReply) -> AgentReply:
 
 def _chat_scores(reply: AgentReply, root: bool) -> dict[str, float]:
     """What is written down of a turn of a chat; nothing of what did not happen."""
+    if reply.message is None and not root:
+        return {}
     counts = {"tool_calls": len(reply.calls), "malformed_calls": len(reply.problems), "root": int(root)}
     return {name: float(count) for name, count in counts.items() if count}
 

@@ -25,6 +25,7 @@ from mcore_mas.rollout.records.trajectory import (
     Trajectory,
     Turn,
     VersionSpan,
+    changed,
 )
 
 TASKS = [
@@ -259,3 +260,8 @@ def test_a_task_that_cannot_be_one_is_refused_in_one_line(tmp_path, change, faul
         read_tasks(path)
     assert str(refused.value).startswith(f"{path}: row {len(rows)}: ") and fault in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_changed_record_is_a_replaced_one_and_the_old_one_stays() -> None:
+    assert changed(TURN, round=2, scores={"team": 1.0}) == replace(TURN, round=2, scores={"team": 1.0})
+    assert (TURN.round, TURN.scores) == (0, {})
