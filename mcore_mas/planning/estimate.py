@@ -237,34 +237,13 @@ def fits(config: RunConfig, models: Mapping[str, Architecture], placement: Place
 def _held(
     config: RunConfig, models: Mapping[str, Architecture], placement: Placement, gpu: GPU
 ) -> tuple[dict[tuple[str, str], TrainerMemory], dict[str, float], tuple[float, float, float]]:
-    """(memory of each trainer's rank, weights of each engine's GPU, `_phases`)."""
+    """(memory of each trainer's rank, weights of each engine's GPU, sizes of the phases).
+
+    These are keys and values of an engine's GPU, the fullest GPU of an update and the fullest of a rollout. Keys and
+    values take what is left, at most what all slots can fill and at least one longest sequence.
+    """
     trainers = memory_of_trainers(config, models, placement)
     weights = {policy: engine_weights(a, placement.engine_tp) for policy, a in models.items()}
-    return trainers, weights, _phases(config, models, placement, gpu, trainers, weights)
-
-
-def host_bytes(config: RunConfig, placement: Placement, trainers: Mapping[tuple[str, str], TrainerMemory]) -> float:
-    """Offloaded weights and optimizer state; a reference is a second copy of the weights, which are kept beside it."""
-    total = 0.0
-    for (policy, part), memory in trainers.items():
-        referred = bool(config.loss.kl.coef) and part == "trainer" and config.policies[policy].lora is None
-        own = (memory.weights + memory.optimizer) * placement.colocated + memory.on_host + 2 * memory.weights * referred
-        total += own * placement.layouts[policy].ranks
-    return total
-
-
-def _phases(
-    config: RunConfig,
-    models: Mapping[str, Architecture],
-    placement: Placement,
-    gpu: GPU,
-    trainers: Mapping[tuple[str, str], TrainerMemory],
-    weights: Mapping[str, float],
-) -> tuple[float, float, float]:
-    """(keys and values of an engine's GPU, the fullest GPU of an update, the fullest GPU of a rollout).
-
-    Keys and values take what is left, at most what all slots can fill and at least one longest sequence.
-    """
     usable, context = ASSUMED.usable * gpu.memory * _GB, ASSUMED.process * _GB
     ranks = [reduce(TrainerMemory.beside, (trainers[key] for key in gang)) for gang in gangs(config, config.trained)]
     own = {policy: config.policies[policy].own.engine for policy in models}
@@ -276,7 +255,8 @@ def _phases(
     most = max(size * _own(own[policy].get("slots"), config.engine.slots) for policy, size in longest.items())
     if placement.pool == "split":
         kv = min(most, max(least, usable - max(weights.values()) - context))
-        return kv, max(memory.total for memory in ranks) + context, max(weights.values()) + kv + context
+        phases = kv, max(memory.total for memory in ranks) + context, max(weights.values()) + kv + context
+        return trainers, weights, phases
     contexts = context * (len(ranks) + len(weights))
     together = max if placement.one_by_one else sum
     trained, kept = together(m.total for m in ranks), sum(m.kept for m in ranks)
@@ -287,7 +267,17 @@ def _phases(
     kv = min(most, max(least, (usable - contexts - fullest) / len(weights)))
     room = kv * len(weights)
     update = beside["update"] + contexts + (0 if placement.colocated else room)
-    return kv, update, beside["rollout"] + contexts + room
+    return trainers, weights, (kv, update, beside["rollout"] + contexts + room)
+
+
+def host_bytes(config: RunConfig, placement: Placement, trainers: Mapping[tuple[str, str], TrainerMemory]) -> float:
+    """Offloaded weights and optimizer state; a reference is a second copy of the weights, which are kept beside it."""
+    total = 0.0
+    for (policy, part), memory in trainers.items():
+        referred = bool(config.loss.kl.coef) and part == "trainer" and config.policies[policy].lora is None
+        own = (memory.weights + memory.optimizer) * placement.colocated + memory.on_host + 2 * memory.weights * referred
+        total += own * placement.layouts[policy].ranks
+    return total
 
 
 def step_seconds(
