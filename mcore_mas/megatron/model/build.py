@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -118,6 +119,7 @@ def _expert_settings(a: Architecture, spec: TrainerSpec) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": spec.layers == "te",
+        "moe_permute_fusion": spec.layers == "te" and getattr(moe_utils, "fused_permute", None) is not None,
         "expert_model_parallel_size": spec.ep,
     }
 
@@ -145,6 +147,7 @@ def _shape(a: Architecture) -> dict[str, Any]:
 
 def _layout(spec: TrainerSpec) -> dict[str, Any]:
     """How it is cut, and how the parts talk."""
+    deep = fused_a2a.HAVE_DEEP_EP and spec.layers == "te" and spec.ep > 1
     return {
         "tensor_model_parallel_size": spec.tp,
         "pipeline_model_parallel_size": spec.pp,
@@ -156,7 +159,7 @@ def _layout(spec: TrainerSpec) -> dict[str, Any]:
         # micro-batches differ in length, unless stages are interleaved (`Pipeline`); Megatron asks for this dispatcher
         # with that, of dense models too
         "variable_seq_lengths": spec.vpp == 1,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": "flex" if deep else "alltoall",  # by DeepEP, where it is installed
     }
 
 
@@ -195,6 +198,11 @@ def _fuse_rotation() -> bool:
     return torch.cuda.is_available() and rope_utils.fused_apply_rotary_pos_emb is not None
 
 
+def transformer_config(a: Architecture, spec: TrainerSpec) -> TransformerConfig:
+    """Megatron's settings of a model that is trained as `spec` says."""
+    return TransformerConfig(**_shape(a), **_expert_settings(a, spec), **_layout(spec), **_arithmetic(spec))
+
+
 def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | None = None) -> PackedGPTModel:
     """This rank's shard of one pipeline stage, its weights still to be loaded.
 
@@ -202,7 +210,7 @@ def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | N
         vp_stage: which of this rank's stages, where it holds several.
     """
     a = architecture
-    config = TransformerConfig(**_shape(a), **_expert_settings(a, spec), **_layout(spec), **_arithmetic(spec))
+    config = transformer_config(a, spec)
     value_head = spec.head == "value"
     model = PackedGPTModel(
         config,

@@ -3,7 +3,10 @@
 import re
 
 import pytest
+from megatron.core.transformer.moe import fused_a2a, moe_utils
 
+from mcore_mas.megatron.model.build import transformer_config
+from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture, Experts
 from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
@@ -82,3 +85,19 @@ def test_adapters_are_of_attention_alone() -> None:
 def test_a_router_that_cannot_learn_is_refused() -> None:
     with pytest.raises(ModelError, match="its router cannot learn"):
         check_fit(mixture(num_experts_per_tok=1), ParallelLayout())
+
+
+def test_tokens_travel_to_grouped_experts_by_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def settings(**spec: object) -> tuple[bool, bool, str]:
+        found = transformer_config(mixture(), TrainerSpec(model="", dp=2, **spec))
+        return found.moe_grouped_gemm, found.moe_permute_fusion, found.moe_token_dispatcher_type
+
+    assert settings(layers="te", ep=2) == (True, False, "alltoall")  # neither is here
+    for kernel in ("permute", "permute_with_probs", "sort_chunks_by_index", "unpermute"):
+        monkeypatch.setattr(moe_utils, f"fused_{kernel}", len, raising=False)
+    monkeypatch.setattr(moe_utils, "fused_sort_chunks_by_index_with_probs", len, raising=False)
+    assert settings(layers="te", ep=2) == (True, True, "alltoall")
+    monkeypatch.setattr(fused_a2a, "HAVE_DEEP_EP", True)
+    assert settings(layers="te", ep=2) == (True, True, "flex")
+    assert settings(layers="te") == (True, True, "alltoall")  # all experts are on every rank
+    assert settings(layers="local", ep=2) == (False, False, "alltoall")
