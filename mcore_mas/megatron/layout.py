@@ -111,6 +111,7 @@ class PackedTrees(PackedSeqParams):
     max_seqlen_kv: int = 0
     own: tuple[CausalBlocks, ...] = field(default_factory=tuple)  # every token is in one of them
     seen: tuple[tuple[slice, slice], ...] = field(default_factory=tuple)  # queries, and keys that all of them see
+    paths: tuple[tuple[slice, ...], ...] = field(default_factory=tuple)  # on a CPU, of each segment from its root
     plan: BlockPlan | None = None  # in place of both, for Triton's kernel
     starts: Tensor | None = None  # [sequences + 1] int32, where none shares anything: the first token of each, and T
     longest: int = 0  # tokens of the longest segment
@@ -129,6 +130,9 @@ class PackedTrees(PackedSeqParams):
         lengths = [segment.tokens for segment in segments]
         ends = list(accumulate(lengths))
         places = [slice(end - tokens, end) for tokens, end in zip(lengths, ends, strict=True)]
+        paths: list[tuple[slice, ...]] = []
+        for segment, place in zip(segments, places, strict=True) if kind == "cpu" else ():
+            paths.append((*(paths[segment.parent] if segment.parent >= 0 else ()), place))
         for i in reversed(range(len(segments))):
             if segments[i].parent >= 0:
                 ends[segments[i].parent] = max(ends[segments[i].parent], ends[i])
@@ -137,6 +141,7 @@ class PackedTrees(PackedSeqParams):
         return cls(
             own=own,
             seen=seen,
+            paths=tuple(paths),
             plan=BlockPlan.of(lengths, ends, sizes) if sizes else None,
             starts=torch.tensor([0, *(place.stop for place in places)], dtype=torch.int32) if alone else None,
             longest=max(lengths),

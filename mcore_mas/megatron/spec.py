@@ -51,6 +51,7 @@ class TrainerSpec(ParallelLayout):
     layers: Literal["local", "te"] = "local"  # whose linear layers: Megatron's own, or Transformer Engine's
     attention: Literal["auto", "torch"] = "auto"  # "auto": Triton's kernel where there is CUDA; "torch": its kernels
     bf16: bool = False  # train in bfloat16 with float32 master weights
+    deterministic: bool = False  # compute in float32 on a CPU what the embedded engine does, to the bit
     lr: float = 1e-6
     warmup_steps: int = 0  # updates of linear warm-up
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after them

@@ -262,5 +262,6 @@ def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> Trainer
     """What a policy's trainer and its critic's have in common, and their `own` settings."""
     policy = config.policies[name]
     settings = {key: getattr(policy, key) for key in _OF_POLICY} | {key: getattr(rate, key) for key in _OF_RATE}
+    settings["deterministic"] = config.engine.deterministic
     settings["decay_steps"] = rate.decay_steps or places_in_schedule(config, name)
     return TrainerSpec(**settings, **own)

@@ -64,7 +64,7 @@ class EngineConfig(Section):
     # what is cut of the last message of a prompt without room for its reply; wrong: nothing, the trajectory fails
     overlong_prompts: Literal["wrong", "left", "middle", "right"] = "wrong"
     device: Literal["cpu", "cuda"] = "cpu"  # that the embedded engine computes on
-    deterministic: bool = False  # compute each sequence by itself: a run is then repeated to the bit
+    deterministic: bool = False  # a reply has the same bits in any batch: a run is then repeated to the bit
     transport: str | None = None  # of new weights; None: the engine's own
     weights_folder: Path | None = None  # folder that trainer and engine see; None: one in shared memory
     sleep: bool = False  # give memory away while policies are trained

@@ -14,6 +14,7 @@ part of the heads, so any layout of sequences stays as it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.nn.functional import pad
 
 from mcore_mas.megatron.layout import CausalBlocks, PackedTrees
 from mcore_mas.megatron.model.tree_ops import KernelAttention
+from mcore_mas.rollout.models.exact import COLUMNS, row_attention
 
 
 class TreeAttention(torch.nn.Module):
@@ -37,7 +39,7 @@ class TreeAttention(torch.nn.Module):
         """With `fused`, Transformer Engine's kernels attend where no sequence shares anything: they have no trees."""
         super().__init__()
         self.scale = softmax_scale or config.kv_channels**-0.5
-        self.fused = fused
+        self.fused, self.exact = fused, config.deterministic_mode
 
     def forward(
         self,
@@ -63,6 +65,8 @@ class TreeAttention(torch.nn.Module):
         q, k, v = (x.squeeze(1) for x in (query, key, value))  # a view, whose gradient needs no copy either
         if self.fused and packed_seq_params.starts is not None:
             return self._whole_sequences(q, k, v, packed_seq_params.starts, packed_seq_params.longest)[:, None]
+        if self.exact:
+            return _attend_exactly(q, k, v, packed_seq_params.paths, self.scale)[:, None]
         if packed_seq_params.plan is not None:
             out: Tensor = KernelAttention.apply(q, k, v, packed_seq_params.plan, self.scale)
         else:
@@ -100,6 +104,22 @@ def _fused_kernel(heads: int, kv_heads: int, head_dim: int, scale: float) -> tor
         softmax_scale=scale,
     )
     return kernel
+
+
+def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, paths: Sequence[Sequence[slice]], scale: float) -> Tensor:
+    """[T, heads · d] of q [T, heads, d] and k, v [T, kv_heads, d], to the bits of the embedded engine's attention."""
+    outs, groups = [], q.shape[1] // k.shape[1]
+    for path in paths:
+        # [kv_heads, K, d] of all that the segment's last token sees, and no more than a softmax's lanes beyond
+        keys, values = (torch.cat([x[place] for place in path]).transpose(0, 1) for x in (k, v))
+        seen, own = keys.shape[1], q[path[-1]]
+        keys, values = (pad(x, (0, 0, 0, -seen % COLUMNS)) for x in (keys, values))
+        near = torch.arange(keys.shape[1]) <= torch.arange(seen - len(own), seen)[:, None]
+        mask = torch.where(near, 0.0, -torch.inf).repeat(groups, 1)[None]
+        folded = (own * scale).unflatten(1, (-1, groups)).permute(1, 2, 0, 3).flatten(1, 2)
+        mixed = row_attention(folded, keys.transpose(1, 2), values, mask)
+        outs.append(mixed.unflatten(1, (groups, -1)).permute(2, 0, 1, 3).flatten(1))
+    return torch.cat(outs)
 
 
 class _TreeAttention(torch.autograd.Function):

@@ -168,6 +168,7 @@ def _arithmetic(spec: TrainerSpec) -> dict[str, Any]:
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
     return {
         "bf16": spec.bf16,
+        "deterministic_mode": spec.deterministic and not spec.bf16 and rank_device().type == "cpu",
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "recompute_granularity": None if spec.recompute == "none" else spec.recompute,

@@ -28,6 +28,7 @@ from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.device import add_product, added, kernels_run
 from mcore_mas.megatron.model.attention import TreeRotary
 from mcore_mas.megatron.model.layer_ops import KernelHead, KernelSwiGLU
+from mcore_mas.rollout.models.exact import row_product
 
 LAYER = re.compile(r"(?<=layers\.)\d+")  # the layer's number in a parameter's name
 EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+")  # and the expert's
@@ -86,8 +87,9 @@ class PackedGPTModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         # of a weight that embeds here too, that use will pass on the gradient
         embeds = tied and self.pre_process
+        exact = self.config.deterministic_mode
         return logprobs_and_entropy(
-            rows, weight, self.asked.labels, self.asked.temperatures, self._vocab, embeds=embeds
+            rows, weight, self.asked.labels, self.asked.temperatures, self._vocab, embeds=embeds, exact=exact
         )
 
 
@@ -115,7 +117,14 @@ _CACHED_BYTES, _CACHED_ROWS = 4 << 20, 128
 
 
 def logprobs_and_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, vocab: int, *, embeds: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperatures: Tensor,
+    vocab: int,
+    *,
+    embeds: bool = False,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `labels`, and the entropy, of softmax(hidden · weightᵀ / temperature), in float32.
 
@@ -129,6 +138,7 @@ def logprobs_and_entropy(
         temperatures: [N], all > 0.
         vocab: tokens of the vocabulary; padding rows beyond it get no probability.
         embeds: whether the weight embeds this rank's tokens as well.
+        exact: a row's logits have the same bits among any rows.
 
     Returns:
         log-probabilities [N], natural; entropies [N] in nats.
@@ -139,7 +149,7 @@ def logprobs_and_entropy(
         parts = list(_chunks(len(labels), weight))
         logprobs, entropy = KernelHead.apply(hidden, weight, labels - first, temperatures, columns, embeds, parts)
     else:
-        logprobs, entropy = _Head.apply(hidden, weight, labels - first, temperatures, columns)
+        logprobs, entropy = _Head.apply(hidden, weight, labels - first, temperatures, columns, exact)
     return logprobs, entropy
 
 
@@ -148,7 +158,7 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, columns: int
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, columns: int, exact: bool
     ) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_tensor_model_parallel_group()
         peak, log_z, expected, label = torch.zeros(4, len(labels), device=hidden.device)
@@ -157,7 +167,7 @@ class _Head(torch.autograd.Function):
         for part in parts:
             if len(kept) == kept.maxlen:
                 kept.popleft()  # before the next is made
-            shifted = _logits(hidden[part], weight, temperatures[part], columns)
+            shifted = _logits(hidden[part], weight, temperatures[part], columns, exact)
             peak[part] = shifted.amax(dim=-1)
             dist.all_reduce(peak[part], op=dist.ReduceOp.MAX, group=group)
             shifted.sub_(peak[part, None])
@@ -178,7 +188,7 @@ class _Head(torch.autograd.Function):
         # H = log Z − E[z]
         entropy = log_z - expected
         ctx.set_materialize_grads(False)
-        ctx.columns = columns
+        ctx.columns, ctx.exact = columns, exact
         ctx.save_for_backward(hidden, weight, labels, temperatures, peak, log_z, entropy, *kept)
         return label - log_z, entropy
 
@@ -192,7 +202,7 @@ class _Head(torch.autograd.Function):
             if number >= 0:
                 logp = kept[number]
             else:
-                logp = _logits(hidden[part], weight, temperatures[part], ctx.columns)
+                logp = _logits(hidden[part], weight, temperatures[part], ctx.columns, ctx.exact)
                 logp.sub_(peak[part, None]).sub_(log_z[part, None])
             gradient = logp.exp()
             if of_entropy is not None:
@@ -212,7 +222,7 @@ class _Head(torch.autograd.Function):
             del logp, gradient, of_logits  # before the next are made
         # every rank has the part of its own columns
         dist.all_reduce(of_hidden, group=parallel_state.get_tensor_model_parallel_group())
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
+        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None, None
 
 
 def _chunks(rows: int, weight: Tensor) -> Iterator[slice]:
@@ -234,9 +244,9 @@ def _chunk_bytes(weight: Tensor) -> int:
     return _CHUNK_BYTES["cpu" if weight.device.type == "cpu" else "cuda"]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor, columns: int) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor, columns: int, exact: bool) -> Tensor:
     """[rows, columns of this rank] float32, after temperature."""
-    logits = product(hidden, weight).float().div_(temperatures[:, None])
+    logits = (row_product if exact else product)(hidden, weight).float().div_(temperatures[:, None])
     logits[:, columns:] = -1e30
     return logits
 
@@ -265,41 +275,46 @@ class ColumnLinear(ColumnParallelLinear):
     """Megatron's linear layer whose rows are cut across ranks."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return _linear(super()._forward_impl, input, weight, *args, **kwargs)
+        return _linear(super()._forward_impl, input, weight, exact=self.config.deterministic_mode, **kwargs)
 
 
 class RowLinear(RowParallelLinear):
     """Megatron's linear layer whose inputs are cut across ranks."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return _linear(super()._forward_impl, input, weight, *args, **kwargs)
+        return _linear(super()._forward_impl, input, weight, exact=self.config.deterministic_mode, **kwargs)
 
 
-def _linear(megatron: Callable[..., Tensor], x: Tensor, weight: Tensor, *, bias: Tensor | None, **how: Any) -> Tensor:
+def _linear(
+    megatron: Callable[..., Tensor], x: Tensor, weight: Tensor, *, bias: Tensor | None, exact: bool, **how: Any
+) -> Tensor:
     """The product with a weight that is trained on the CPU; `megatron`'s own where ranks exchange along with it."""
-    if x.device.type != "cpu" or not weight.requires_grad or how["allreduce_dgrad"] or how["sequence_parallel"]:
+    frozen = not weight.requires_grad and not exact
+    if x.device.type != "cpu" or frozen or how["allreduce_dgrad"] or how["sequence_parallel"]:
         return megatron(x, weight, bias=bias, **how)
-    out: Tensor = _Linear.apply(x, weight)
+    out: Tensor = _Linear.apply(x, weight, exact)
     return out if bias is None else out + bias
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, exact: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.total = getattr(weight, "main_grad", None)
-        return product(x, weight)
+        return (row_product if exact else product)(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         of_out = of_out.contiguous()
         of_x = product(of_out, weight.t())
+        if not ctx.needs_input_grad[1]:
+            return of_x, None, None
         rows, inputs = of_out.flatten(0, -2), x.flatten(0, -2)
         if ctx.total is None:
-            return of_x, rows.t() @ inputs
+            return of_x, rows.t() @ inputs, None
         add_product(ctx.total, rows.t(), inputs)
-        return of_x, added(weight)
+        return of_x, added(weight), None
 
 
 class RMSNorm(torch.nn.Module):

@@ -20,6 +20,7 @@ from mcore_mas.rollout.base.task_group import settle
 from mcore_mas.rollout.engines import BUSY, Hear, Tag, problem_of
 from mcore_mas.rollout.engines.embedded.cache import Cache
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder, Span
+from mcore_mas.rollout.engines.embedded.exact_decoder import exact_decoder
 from mcore_mas.rollout.engines.embedded.rows import CacheRows, GenerationRequest
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.tensors import read_tensors
@@ -53,7 +54,8 @@ class EmbeddedEngine:
     `rows` bounds how many sequences are held, running or kept for their prefixes; `max_length` bounds prompt plus
     completion in tokens. A request's tokens depend on its prompt, sampling and the weights; what else runs changes
     the last bits of a log-probability, because sums over more rows are made in another order. With `deterministic`
-    it changes nothing: every sequence is computed by itself, which takes several times longer.
+    it changes nothing, and a trainer with `deterministic` says the same to the bit (`ExactDecoder`); where that is not
+    possible every sequence is computed by itself, which takes several times longer.
     """
 
     def __init__(
@@ -66,12 +68,12 @@ class EmbeddedEngine:
         deterministic: bool = False,
     ) -> None:
         self.stats, self.max_length = Stats(), decoder.max_length
-        self.decoder = decoder  # the model and its weights
+        self.decoder = exact_decoder(decoder) if deterministic else decoder  # the model and its weights
         self._rows = CacheRows(rows, decoder.max_length, version)
         self._cache: Any = None  # as while the engine sleeps
         self._asleep: set[Tag] = set()
         self.wake(["kv_cache"])
-        self._reuse, self._alone = reuse_prefixes, deterministic
+        self._reuse, self._alone = reuse_prefixes, deterministic and not self.decoder.exact
         self._waiting: deque[GenerationRequest] = deque()
         self._done: list[tuple[int, Outcome]] = []
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_mas.rollout.models.architecture import Architecture
+from mcore_mas.rollout.models.exact import COLUMNS, row_attention
 
 _BLOCK_COST = 400  # tokens of context that can be read in the time it takes to start another attention product
 _SHARED_COST = 600  # the same of a block of groups, which copies and adds between its products
@@ -45,8 +46,10 @@ class Cache:
         self.keys[:, row] = 0.0
         self.values[:, row] = 0.0
 
-    def blocks(self, batch: Decoding) -> list[RowBlock | GroupBlock]:
-        """Cut a batch into what attends together."""
+    def blocks(self, batch: Decoding, *, alone: bool = False) -> list[RowBlock | GroupBlock]:
+        """Cut a batch into what attends together; `alone`: each row to all its keys, shared or not."""
+        if alone:
+            return [*self._row_blocks(batch, 0, len(batch.rows))]
         known, self._prefixes = self._prefixes, {}
         blocks: list[RowBlock | GroupBlock] = []
         first = 0
@@ -98,21 +101,25 @@ class RowBlock:
         self.part = part
         rows, positions = batch.rows[part], batch.positions[part]
         self._rows = slice(int(rows[0]), int(rows[-1]) + 1)
-        self._width = int(positions.max()) + 1
+        self._width = COLUMNS * -(-(int(positions.max()) + 1) // COLUMNS)
         window = self._rows.stop - self._rows.start
         self._inside = _inside(rows - rows[0], window, device)
         # Idle rows in the window look at position 0 only; what they compute is dropped.
         at = _spread(positions, rows - rows[0], window)
         self._mask = _mask(np.arange(self._width) <= at[:, None], device)[:, None]
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False) -> Tensor:
         """Attention of queries [n, H, D] over a layer's keys [S, KV, D, M] and values [S, KV, M, D]; [n, H D]."""
         kv_heads, (heads, dim), window = keys.shape[1], q.shape[1:], len(self._mask)
         folded = _windowed(q, self._inside, window).reshape(window * kv_heads, heads // kv_heads, dim)
-        scores = torch.bmm(folded, keys[self._rows].flatten(0, 1)[:, :, : self._width])
-        scores.view(window, heads, self._width).add_(self._mask)
-        mixed = torch.bmm(scores.softmax(-1), values[self._rows].flatten(0, 1)[:, : self._width])
-        mixed = mixed.view(window, heads * dim)
+        near, far = keys[self._rows].flatten(0, 1)[..., : self._width], values[self._rows].flatten(0, 1)
+        if exact:
+            mixed = row_attention(folded, near, far[:, : self._width], self._mask)
+        else:
+            scores = torch.bmm(folded, near)
+            scores.view(window, heads, self._width).add_(self._mask)
+            mixed = torch.bmm(scores.softmax(-1), far[:, : self._width])
+        mixed = mixed.reshape(window, heads * dim)
         return mixed if self._inside is None else mixed[self._inside]
 
 
@@ -137,8 +144,8 @@ class GroupBlock:
         seen = np.arange(keys.shape[-1]) < common[:, None], (common[:, None] <= column) & (column <= at)
         self._mask = _mask(np.concatenate(seen, 1), keys.device).view(*self._grid, 1, 1, -1).transpose(1, 2)
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
-        """Attention as in `RowBlock`."""
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False) -> Tensor:
+        """Attention as in `RowBlock`, never exact."""
         kv_heads, (heads, dim) = keys.shape[1], q.shape[1:]
         (groups, apart), shared = self._grid, heads // kv_heads
         q = _windowed(q, self._inside, groups * apart).reshape(groups, apart, kv_heads, shared, dim)

@@ -21,7 +21,7 @@ from mcore_mas.rollout.models.architecture import Architecture
 from mcore_mas.rollout.models.fused_weights import AdapterShape, AdapterWeights, Layer, Weights
 from mcore_mas.rollout.models.layout import Projection
 
-_QUERY_BLOCK = 128  # prompt tokens per attention product: bounds its memory, skips most of the masked half
+QUERY_BLOCK = 128  # prompt tokens per attention product: bounds its memory, skips most of the masked half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,8 @@ class Span:
 
 class CachedDecoder:
     """Weights and their forward passes; holds no sequence state."""
+
+    exact = False  # whether a token's logits have the same bits in any batch
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class CachedDecoder:
         self.shape = shape
         self.max_length = max_length
         self.device = _usable(device)
-        self._halves = halves or (Weights(shape), Weights(shape))
+        self.halves = halves or (Weights(shape), Weights(shape))
         self.half = 0  # the one in use
         self._active = self.weights  # what is computed with
         self.adapters = LowRank(shape, adapters, self.device) if adapters else None
@@ -69,7 +71,7 @@ class CachedDecoder:
     @property
     def weights(self) -> Weights:
         """The weights in use, in the host's memory."""
-        return self._halves[self.half]
+        return self.halves[self.half]
 
     def load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights by a stream of (Hugging Face name, full tensor); all or nothing.
@@ -77,7 +79,7 @@ class CachedDecoder:
         Raises:
             EngineError: names the tensor that is missing, unknown, repeated or of another shape.
         """
-        self._halves[1 - self.half].fill(stream)
+        self.halves[1 - self.half].fill(stream)
         self.adopt(1 - self.half)
 
     def adopt(self, half: int) -> None:
@@ -141,7 +143,7 @@ class CachedDecoder:
     def decode(self, cache: Cache, batch: Decoding, ids: np.ndarray) -> Tensor:
         """Run one token `ids` [N] in each row of the batch; logits [N, V]."""
         low = self._low_rank(batch.adapters)
-        blocks = cache.blocks(batch)
+        blocks = cache.blocks(batch, alone=self.exact)
         row, position = self._put(batch.rows), self._put(batch.positions)
         x = F.embedding(self._put(ids), self._active.embed)
         rotation = self._rotation[position][:, None]
@@ -152,7 +154,7 @@ class CachedDecoder:
             keys[row, :, :, position] = k
             values[row, :, position] = v
             for block in blocks:
-                mixed[block.part] = block.attend(q[block.part], keys, values, index)
+                mixed[block.part] = block.attend(q[block.part], keys, values, index, exact=self.exact)
             x = self._finish(layer, x, mixed, low[index])
         return self._logits(x)
 
@@ -180,8 +182,8 @@ class CachedDecoder:
         """Causal attention of queries [T, H, D] at positions start.. over one row; [T, H * D]."""
         groups, kv_heads = self.shape.heads // self.shape.kv_heads, self.shape.kv_heads
         out = q.new_empty(len(q), q[0].numel())
-        for first in range(0, len(q), _QUERY_BLOCK):
-            block = q[first : first + _QUERY_BLOCK]
+        for first in range(0, len(q), QUERY_BLOCK):
+            block = q[first : first + QUERY_BLOCK]
             size, seen = len(block), start + first + len(block)
             folded = block.unflatten(1, (kv_heads, groups)).permute(1, 2, 0, 3).reshape(kv_heads, groups * size, -1)
             scores = torch.bmm(folded, keys[:, :, :seen])
@@ -193,15 +195,15 @@ class CachedDecoder:
         return out
 
     def _finish(self, layer: Layer, x: Tensor, mixed: Tensor, add: Add) -> Tensor:
-        x = torch.addmm(x, mixed, layer.out.t())
+        x = self._plus(x, mixed, layer.out)
         add("out", mixed, x)
         normed = self._norm(x, layer.post_norm)
         if layer.router is not None:
             return self._add_experts(layer, layer.router, x, normed)
-        gate_up = _by_columns(normed, layer.gate_up)
+        gate_up = self._times(normed, layer.gate_up)
         add("gate_up", normed, gate_up)
         wide = _gated(gate_up)
-        x.add_(_by_columns(wide, layer.down))
+        x.add_(self._times(wide, layer.down))
         add("down", wide, x)
         return x
 
@@ -209,7 +211,7 @@ class CachedDecoder:
         """`x` [N, hidden], in place, with what each token's experts make of `normed` [N, hidden]."""
         experts = self.shape.experts
         assert experts is not None
-        shares, chosen = F.linear(normed, router).softmax(-1).topk(experts.per_token, dim=-1)
+        shares, chosen = self._times(normed, router).softmax(-1).topk(experts.per_token, dim=-1)
         if experts.normalised:
             shares /= shares.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)  # places (token, choice), by expert
@@ -217,8 +219,8 @@ class CachedDecoder:
         for expert, places in enumerate(order.split(sizes)):
             if len(places):
                 tokens = places // experts.per_token
-                wide = _gated(_by_columns(normed[tokens], layer.gate_up[expert]))
-                out = _by_columns(wide, layer.down[expert])
+                wide = _gated(self._times(normed[tokens], layer.gate_up[expert]))
+                out = self._times(wide, layer.down[expert])
                 x.index_add_(0, tokens, out.mul_(shares.flatten()[places, None]))
         return x
 
@@ -228,10 +230,11 @@ class CachedDecoder:
     def _logits(self, x: Tensor) -> Tensor:
         return F.linear(self._norm(x, self._active.norm), self._active.head)
 
+    def _times(self, x: Tensor, weight: Tensor) -> Tensor:
+        return (weight @ x.t()).t()  # column after column: MKL takes up to a quarter less so for 32 rows
 
-def _by_columns(x: Tensor, weight: Tensor) -> Tensor:
-    """x weightᵀ [N, rows] of x [N, inputs], column after column: MKL takes up to a quarter less so for 32 rows."""
-    return (weight @ x.t()).t()
+    def _plus(self, x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor:
+        return torch.addmm(x, mixed, weight.t())
 
 
 def _gated(gate_up: Tensor) -> Tensor:

@@ -227,15 +227,15 @@ def choose(
         logits = logits / torch.from_numpy(scale).to(device)[:, None]
     peak = logits.amax(-1, keepdim=True)
     weights = (logits - peak).exp_()
-    log_z = weights.sum(-1, keepdim=True).log_().add_(peak)
+    log_sum = weights.sum(-1, keepdim=True).log_()  # of what is above the peak: as the trainer's head, to the bit
     cut = np.flatnonzero((top_p < 1) | (top_k > 0))
     if len(cut):
         rows, p, k = (torch.from_numpy(array).to(device) for array in (cut, top_p[cut], top_k[cut]))
-        weights[rows] = _truncate((logits[rows] - log_z[rows]).exp_(), p, k)
+        weights[rows] = _truncate((logits[rows] - peak[rows] - log_sum[rows]).exp_(), p, k)
     tokens = _inverse(weights, torch.from_numpy(uniform).to(device)[:, None])
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(device)[:, None], logits.argmax(-1, keepdim=True), tokens)
-    return tokens[:, 0], (logits.gather(-1, tokens) - log_z)[:, 0]
+    return tokens[:, 0], (logits.gather(-1, tokens) - peak - log_sum)[:, 0]
 
 
 _BLOCK = 64  # tokens whose weights are summed before they are looked at one by one

@@ -77,7 +77,7 @@ def trees(segments: list[Segment], given: list[Tensor]) -> list[Tensor]:
     """What attention over trees comes to."""
     device = given[0].device
     layout = upload(PackedTrees.of(segments, device.type), device)
-    attention = TreeAttention(SimpleNamespace(kv_channels=DIM), 1, None, "self")
+    attention = TreeAttention(SimpleNamespace(kv_channels=DIM, deterministic_mode=False), 1, None, "self")
     return results(lambda *qkv: attention(*(x[:, None] for x in qkv), None, packed_seq_params=layout), given)
 
 
@@ -197,7 +197,7 @@ class Kernel(torch.nn.Module):
 def test_transformer_engine_attends_where_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(pytorch=None))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(DotProductAttention=Kernel))
-    config = SimpleNamespace(kv_channels=DIM)
+    config = SimpleNamespace(kv_channels=DIM, deterministic_mode=False)
     ours = TreeAttention(config, 1, None, None)
     fused = TreeAttention(config, 1, None, None, fused=True)
     for segments, kernels in (

@@ -1,0 +1,83 @@
+"""The decoder of the deterministic mode: a token's logits have the same bits in any batch, and in the trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_mas.rollout.engines.embedded.decoder import QUERY_BLOCK, Add, CachedDecoder
+from mcore_mas.rollout.models.exact import COLUMNS, products_are_exact, row_attention, row_product
+from mcore_mas.rollout.models.fused_weights import Layer
+
+
+def exact_decoder(decoder: CachedDecoder) -> CachedDecoder:
+    """A decoder of the same weights that computes exactly; the same one where that is not possible.
+
+    It is on a CPU without adapters, where the library's products are as `models/exact.py` needs them.
+    """
+    if decoder.device.type != "cpu" or decoder.adapters is not None:
+        return decoder
+    layer = decoder.weights.layers[0]
+    wide = [w if layer.router is None else w[0] for w in (layer.gate_up, layer.down)]
+    if not products_are_exact([layer.qkv, layer.out, *wide, decoder.weights.head]):
+        return decoder
+    exact = ExactDecoder(decoder.shape, decoder.max_length, decoder.halves)
+    exact.adopt(decoder.half)
+    return exact
+
+
+class ExactDecoder(CachedDecoder):
+    """Operation by operation what Megatron computes with `TrainerSpec.deterministic`; slower by half."""
+
+    exact = True
+
+    def __init__(self, *args: Any) -> None:
+        """As `CachedDecoder`."""
+        super().__init__(*args)
+        angles = torch.outer(torch.arange(self.max_length).float(), self.shape.inverse_frequencies())
+        angles = torch.cat([angles, angles], -1)
+        self._rotation = torch.stack([angles.cos(), angles.sin()], -1)  # [M, D, 2]
+
+    def _project(self, layer: Layer, x: Tensor, rotation: Tensor, add: Add) -> tuple[Tensor, Tensor, Tensor]:
+        """As above, by cosines and sines [N, 1, D, 2]: halves of a head are rotated, not neighbours."""
+        shape = self.shape
+        qkv = row_product(self._norm(x, layer.input_norm), layer.qkv)
+        qkv = (qkv if layer.qkv_bias is None else qkv + layer.qkv_bias).unflatten(-1, (-1, shape.head_dim))
+        *parts, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+        parts = [_halves(part) for part in parts]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = layer.q_norm, layer.k_norm
+            parts = [self._norm(part, _halves(norm)) for part, norm in zip(parts, norms, strict=True)]
+        cos, sin = rotation.unbind(-1)
+        q, k = (part * cos + torch.cat([-part.chunk(2, -1)[1], part.chunk(2, -1)[0]], -1) * sin for part in parts)
+        return q * shape.head_dim**-0.5, k, v
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+        groups, kv_heads, out = self.shape.heads // self.shape.kv_heads, self.shape.kv_heads, []
+        for first in range(0, len(q), QUERY_BLOCK):
+            block = q[first : first + QUERY_BLOCK]
+            seen = start + first + len(block)
+            wide = COLUMNS * -(-seen // COLUMNS)
+            near = torch.arange(wide) <= torch.arange(seen - len(block), seen)[:, None]
+            mask = torch.where(near, 0.0, -torch.inf).repeat(groups, 1)[None]
+            folded = block.unflatten(1, (kv_heads, groups)).permute(1, 2, 0, 3).flatten(1, 2)
+            mixed = row_attention(folded, keys[:, :, :wide], values[:, :wide], mask)
+            out.append(mixed.unflatten(1, (groups, -1)).permute(2, 0, 1, 3).flatten(1))
+        return torch.cat(out)
+
+    def _times(self, x: Tensor, weight: Tensor) -> Tensor:
+        return row_product(x, weight)
+
+    def _plus(self, x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor:
+        return x + row_product(mixed, weight)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return row_product(self._norm(x, self._active.norm), self._active.head)
+
+
+def _halves(pairs: Tensor) -> Tensor:
+    """[..., D] in which the two elements that are rotated together are half a head apart, in place of neighbours."""
+    halves: Tensor = pairs.unflatten(-1, (-1, 2)).transpose(-1, -2)
+    return halves.flatten(-2)
