@@ -216,7 +216,7 @@ def _checked_sha256(folder: Path, name: str, expected: str | None) -> str:
     config = json.loads((folder / "config.json").read_text())
     if "auto_map" in config:
         raise RetrievalError(f"encoder {name!r}: {folder}/config.json wants to run its own code (auto_map); refused")
-    found = files.known_sha256(weights[0]) if len(weights) == 1 else files.sha256(*weights)
+    found = files.known_sha256(*weights)
     if expected is not None and found != expected:
         raise RetrievalError(
             f"encoder {name!r}: weights in {folder} have sha256 {found}, expected {expected}; reinstall them"

@@ -170,19 +170,19 @@ def file_stamp(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def known_sha256(path: Path, *, again: bool = False) -> str:
-    """The file's digest, from the stamp `.NAME.sha256` beside it while size, times and inode are those it was made of.
+def known_sha256(*paths: Path, again: bool = False) -> str:
+    """`sha256` of files, from the stamp `.NAME.sha256` beside the first while sizes, times and inodes are as they were.
 
     Args:
-        again: read the file whatever the stamp says.
+        again: read the files whatever the stamp says.
     """
-    path = path.resolve()
-    of, stamp = file_stamp(path), path.with_name(f".{path.name}.sha256")
+    paths = tuple(path.resolve() for path in paths)
+    of, stamp = list(map(file_stamp, paths)), paths[0].with_name(f".{paths[0].name}.sha256")
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         said = json.loads(stamp.read_bytes())
         if said["of"] == of and not again:
             return str(said["sha256"])
-    found = sha256(path)
+    found = sha256(*paths)
     with contextlib.suppress(OSError):  # a folder that is read only
         write_json(stamp, {"sha256": found, "of": of})
     return found

@@ -331,6 +331,13 @@ def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path, monkeypatch: pyt
     assert files.known_sha256(file) != digest
     (tmp_path / ".x.sha256").write_text("[]")
     assert files.known_sha256(file) == hashlib.sha256(b"abd").hexdigest()
+    other = tmp_path / "y"  # of an encoder in several files, say
+    other.write_bytes(b"e")
+    hashed.clear()
+    assert [files.known_sha256(file, other) for _ in range(3)] == [hashlib.sha256(b"abde").hexdigest()] * 3
+    assert hashed == [file, other]
+    other.write_bytes(b"f")
+    assert files.known_sha256(file, other) == hashlib.sha256(b"abdf").hexdigest()
 
 
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
