@@ -1,37 +1,47 @@
 """Recall, processor time and memory of every kind of index on generated passages; the figure of docs/retrieval.md.
 
-    python benchmarks/retrieval_curves.py [--sizes 10000 100000 1000000] [--kinds flat sq8 ivf ivfpq hnsw]
+    python benchmarks/retrieval_curves.py [--sizes 10000 100000 1000000] [--kinds flat torch sq8 ... bm25 hybrid]
 
-What was measured is kept beside the figure; a later call adds to it.
+Each kind is written beside the figure as soon as it is measured, so several calls, also at once, add up to one figure.
 
 A passage is 24 words, half of them of one of 2000 subjects and half by Zipf's law; its vector is the mean
 of MiniLM's word embeddings, of length 1. A query is 5 of its words and another one. One thread; the times are
 processor time, best of three, so another load of the machine matters little.
+
+Recall is of what an exact search by vectors finds; `own` is the share of queries that find the passage they are
+made of.
 """
 
 import argparse
 import json
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import bm25s
 import faiss
 import matplotlib
 import numpy as np
+import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 from mcore_mas.retrieval.encoder import Encoder
-from mcore_mas.retrieval.index import BREADTH, INDEX_TYPES, PROBED, TRAINED_ON
+from mcore_mas.retrieval.index import BREADTH, INDEX_FORMAT, INDEX_TYPES, PROBED, TRAINED_ON, Index, Manifest
+from mcore_mas.retrieval.lexical import DEPTH, Lexical, fused
+from mcore_mas.retrieval.scan import TorchScan
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "retrieval_curves.png"
 WORDS, SUBJECTS, RARE, QUERIES, K, BATCH, BLOCK = 24, 2000, 8, 256, 10, 64, 50_000
 BLAS_FROM = 800  # queries * dimensions, as the server searches
 BREADTHS = (8, 16, 32, 64, 128, 256)  # cells that IVF looks into, and candidates that HNSW keeps
+KINDS = (*INDEX_TYPES, "torch", "bm25", "hybrid")
+Search = Callable[[np.ndarray, np.ndarray], np.ndarray]  # vectors and words of queries -> rows `[Q, K]`
 
 
 def words(random: np.random.Generator, count: int, vocabulary: int) -> np.ndarray:
@@ -44,36 +54,39 @@ def words(random: np.random.Generator, count: int, vocabulary: int) -> np.ndarra
 
 def vectors(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
     """`[N, dim]` of length 1."""
-    made = table[ids].mean(1)
+    made = np.concatenate([table[part].mean(1) for part in np.array_split(ids, 1 + len(ids) // 2000)])
     return made / np.linalg.norm(made, axis=1, keepdims=True)
 
 
-def passages(total: int, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Vectors `[N, dim]` of passages, and `[QUERIES, dim]` of queries about some of them."""
-    random = np.random.default_rng(0)
-    rows, asked = np.empty((total, table.shape[1]), np.float32), []
-    for first in range(0, total, BLOCK):
-        ids = words(random, min(BLOCK, total - first), len(table))
-        rows[first : first + len(ids)] = vectors(ids, table)
-        asked += [ids[random.choice(len(ids), 512)]] if not first else []
-    some = np.concatenate(asked)[:QUERIES]
-    kept = np.stack([random.permutation(row)[:5] for row in some])
-    others = random.integers(0, len(table), (QUERIES, 1))
-    return rows, vectors(np.concatenate([kept, others], axis=1), table)
+class Passages:
+    """Vectors `[N, dim]` and words `[N, WORDS]` of passages; of queries, and `own`, the rows they are made of."""
+
+    def __init__(self, total: int, table: np.ndarray) -> None:
+        random = np.random.default_rng(0)
+        self.rows, self.words = np.empty((total, table.shape[1]), np.float32), np.empty((total, WORDS), np.int32)
+        for first in range(0, total, BLOCK):
+            ids = words(random, min(BLOCK, total - first), len(table))
+            self.rows[first : first + len(ids)] = vectors(ids, table)
+            self.words[first : first + len(ids)] = ids
+            self.own = self.own if first else random.choice(len(ids), 512)[:QUERIES]
+        kept = np.stack([random.permutation(row)[:5] for row in self.words[self.own]])
+        self.asked = np.concatenate([kept, random.integers(0, len(table), (QUERIES, 1))], axis=1)
+        self.queries = vectors(self.asked, table)
+        self.right = faiss.knn(self.queries, self.rows, K, metric=faiss.METRIC_INNER_PRODUCT)[1]
 
 
-def spent(search: Any, queries: np.ndarray, batch: int) -> tuple[float, np.ndarray]:
+def spent(search: Search, vectors: np.ndarray, asked: np.ndarray, batch: int) -> tuple[float, np.ndarray]:
     """Processor milliseconds a query, the best of three, and what was found."""
     best, found = np.inf, []
     for _ in range(3):
         began, found = time.process_time(), []
-        for first in range(0, len(queries), batch):
-            found.append(search(queries[first : first + batch], K)[1])
-        best = min(best, 1000 * (time.process_time() - began) / len(queries))
+        for first in range(0, len(vectors), batch):
+            found.append(search(vectors[first : first + batch], asked[first : first + batch]))
+        best = min(best, 1000 * (time.process_time() - began) / len(vectors))
     return best, np.concatenate(found)
 
 
-def settings(index: faiss.Index) -> Iterator[int]:
+def settings(index: Any) -> Iterator[int]:
     """Sets and gives each breadth of a search; 0 where there is none."""
     for breadth in BREADTHS:
         if isinstance(index, faiss.IndexIVF):
@@ -86,33 +99,78 @@ def settings(index: faiss.Index) -> Iterator[int]:
         yield breadth
 
 
-def measure(kind: str, rows: np.ndarray, queries: np.ndarray, right: np.ndarray) -> Iterator[dict[str, Any]]:
+def built(kind: str, made: Passages) -> tuple[Any, Search, float]:
+    """An index, a search of it, and its bytes; vectors alone are asked of FAISS, and exact ones scored again by us."""
+    total, dim = made.rows.shape
+    if kind == "bm25":
+        return lexical(made)
+    if kind in INDEX_TYPES:
+        index = faiss.index_factory(dim, INDEX_TYPES[kind].factory(total, dim), faiss.METRIC_INNER_PRODUCT)
+        if not index.is_trained:
+            index.train(np.ascontiguousarray(made.rows[:: -(-total // TRAINED_ON)]))
+        index.add(made.rows)
+        sizes = list[int]()
+        faiss.write_index(index, faiss.PyCallbackIOWriter(lambda part: sizes.append(len(part))))
+        return index, lambda vectors, _: index.search(vectors, K)[1], sum(sizes)
+    flat = faiss.IndexFlatIP(dim)
+    flat.add(made.rows)
+    about = {"encoder": None, "corpus": "", "corpus_sha256": "", "index_sha256": ""}
+    manifest = Manifest(format=INDEX_FORMAT, dim=dim, ntotal=total, **about)  # type: ignore[arg-type]
+    if kind == "torch":
+        scanned = Index(manifest, flat, None, scan=TorchScan(made.rows, "cpu"))  # type: ignore[arg-type]
+        return scanned, lambda vectors, _: scanned.search(vectors, K)[0], made.rows.nbytes * 1.5
+    exact = Index(manifest, flat, None)  # type: ignore[arg-type]
+    _, by_words, size = lexical(made, DEPTH)
+
+    def both(vectors: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        rankings = zip(exact.search(vectors, DEPTH)[0], by_words(vectors, asked), strict=True)
+        return np.stack([fused(*ranking)[0][:K] for ranking in rankings])
+
+    return exact, both, size + made.rows.nbytes
+
+
+def lexical(made: Passages, k: int = K) -> tuple[Any, Search, float]:
+    """The product's search by words, over numbers as words."""
+    index = bm25s.BM25()
+    names = np.array([str(word) for word in range(made.words.max() + 1)], dtype=object)
+    index.index(names[made.words].tolist(), show_progress=False)
+    with tempfile.TemporaryDirectory() as folder:
+        index.save(folder, show_progress=False)
+        size = sum(path.stat().st_size for path in Path(folder).iterdir())
+        del index
+        opened = Lexical(Path(folder))  # mapped, so it outlives the folder
+
+    def search(_: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        return np.stack([opened.search(" ".join(map(str, row)), k)[0] for row in asked])
+
+    return opened, search, size
+
+
+def measure(kind: str, made: Passages) -> Iterator[dict[str, Any]]:
     """A row for each breadth of a kind of index."""
-    total, dim = rows.shape
-    made = INDEX_TYPES[kind]
+    total, dim = made.rows.shape
     blas = faiss.cvar.distance_compute_blas_threshold
     began = time.process_time()
-    index = faiss.index_factory(dim, made.factory(total, dim), faiss.METRIC_INNER_PRODUCT)
-    if not index.is_trained:
-        index.train(np.ascontiguousarray(rows[:: -(-total // TRAINED_ON)]))
-    index.add(rows)
-    build_s, size = time.process_time() - began, faiss.serialize_index(index).nbytes / total
+    index, search, size = built(kind, made)
+    build_s = time.process_time() - began
+    planned = INDEX_TYPES[kind].row_bytes(total, dim) if kind in INDEX_TYPES else 0.0
     for breadth in settings(index):
         faiss.cvar.distance_compute_blas_threshold = BLAS_FROM
-        batch_ms, found = spent(index.search, queries, BATCH)
-        one_ms, _ = spent(index.search, queries[:32], 1)
+        batch_ms, found = spent(search, made.queries, made.asked, BATCH)
+        one_ms, _ = spent(search, made.queries[:32], made.asked[:32], 1)
         faiss.cvar.distance_compute_blas_threshold = blas
-        hits = [len(set(a) & set(b)) for a, b in zip(found, right, strict=True)]
+        hits = [len(set(a) & set(b)) for a, b in zip(found, made.right, strict=True)]
         yield {
             "kind": kind,
             "passages": total,
             "breadth": breadth,
             "recall": round(sum(hits) / len(hits) / K, 4),
+            "own": round(float((found == made.own[:, None]).any(1).mean()), 4),
             "batch_ms": round(batch_ms, 4),
             "one_ms": round(one_ms, 4),
             "build_s": round(build_s, 2),
-            "bytes": round(size, 1),
-            "planned_bytes": round(made.row_bytes(total, dim), 1),
+            "bytes": round(size / total, 1),
+            "planned_bytes": round(planned, 1),
         }
 
 
@@ -128,7 +186,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, (curve, times, memory) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     most = max(row["passages"] for row in rows)
-    for kind in INDEX_TYPES:
+    for kind in KINDS:
         own = [row for row in rows if row["kind"] == kind]
         last = [row for row in own if row["passages"] == most]
         curve.plot([row["batch_ms"] for row in last], [row["recall"] for row in last], "o-", label=kind)
@@ -143,37 +201,39 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     memory.set(xscale="log", yscale="log", xlabel="passages", ylabel="MB of vectors", title="memory")
     for axes in (curve, times, memory):
         axes.grid(alpha=0.3)
-        axes.legend()
+    figure.legend(*curve.get_legend_handles_labels(), loc="outside right center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
+
+
+def kept_rows(path: Path) -> list[dict[str, Any]]:
+    """What was measured before."""
+    return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
 
 
 def main() -> None:
     """Measures, prints a table and draws it; the last line compares a flat index at the two largest sizes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000])
-    parser.add_argument("--kinds", nargs="+", default=list(INDEX_TYPES), choices=INDEX_TYPES)
+    parser.add_argument("--sizes", type=int, nargs="*", default=[10_000, 100_000], help="none: only draw")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
     table = Encoder.minilm()._model.get_input_embeddings().weight.detach().numpy()  # type: ignore[operator]
     kept = options.out.with_suffix(".jsonl")
-    rows = list(map(json.loads, kept.read_text().splitlines())) if kept.exists() else []
     for total in options.sizes:
-        made, queries = passages(total, table)
-        exact = faiss.IndexFlatIP(made.shape[1])
-        exact.add(made)
-        right = exact.search(queries, K)[1]
+        made = Passages(total, table)
         for kind in options.kinds:
-            rows = [row for row in rows if (row["kind"], row["passages"]) != (kind, total)]
-            for row in measure(kind, made, queries, right):
-                print(json.dumps(row), flush=True)
-                rows.append(row)
-    print(f"load of the machine: {', '.join(f'{one:.1f}' for one in os.getloadavg())}")
-    rows.sort(key=lambda row: (list(INDEX_TYPES).index(row["kind"]), row["passages"], row["breadth"]))
+            new = list(measure(kind, made))
+            rows = [row for row in kept_rows(kept) if (row["kind"], row["passages"]) != (kind, total)] + new
+            rows.sort(key=lambda row: (KINDS.index(row["kind"]), row["passages"], row["breadth"]))
+            kept.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            resident = f"{psutil.Process().memory_info().rss / 1e9:.1f} GB resident"
+            print(*map(json.dumps, new), resident, sep="\n", flush=True)
+    rows = kept_rows(kept)
     draw(rows, options.out)
-    kept.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    print(f"load of the machine: {', '.join(f'{one:.1f}' for one in os.getloadavg())}")
     flat = [row["batch_ms"] / row["passages"] for row in rows if row["kind"] == "flat"]
     growth = flat[-1] / flat[-2] if len(flat) > 1 else 1.0
     print(f"name=retrieval_curves ratio={growth:.2f} goal=1.00 reference=flat-ms-a-passage-one-size-below n=3")

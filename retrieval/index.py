@@ -67,7 +67,8 @@ INDEX_TYPES: dict[str, IndexType] = {  # `retriever.index` names one
         lambda n, dim: f"IVF{cells_of(n)},Flat", PUBLISHED, lambda n, dim: 4 * dim + 8 + 4 * dim * cells_of(n) / n
     ),
     "ivfpq": IndexType(
-        lambda n, dim: "IVF{},PQ{}x{}".format(cells_of(n), *codes_of(n, dim)),
+        # np: none of the hours of sorting codes for a search by Hamming distance, which is not used
+        lambda n, dim: "IVF{},PQ{}x{}np".format(cells_of(n), *codes_of(n, dim)),
         CODED,
         lambda n, dim: codes_of(n, dim)[0] * codes_of(n, dim)[1] / 8 + 8 + 4 * dim * cells_of(n) / n,
     ),

@@ -85,8 +85,10 @@ def _gb(size: float) -> str:
 
 
 PASSAGE_BYTES = 660  # of a passage in JSON lines: wiki-18 has 13.9 GB for 21,015,324
-# seconds a passage and cell of IVF, and seconds a passage of HNSW at 100,000: 768 dimensions, two cores of an AMD EPYC
-_CELL_S, _GRAPH_S = 9 / 100_000 / 1024, 37 / 100_000
+# of 768 dimensions on one core: a comparison with a cell of IVF, PQ's code of a passage, a passage of HNSW at 100,000;
+# benchmarks/retrieval_curves.py measured 10,000 to 1,000,000 of 384
+_CELL_S, _CODE_S, _GRAPH_S = 6.7e-9, 1.8e-5, 3.7e-4
+_ROUNDS = 25  # of k-means, in each of which all that cells are learnt from are compared with all cells
 _SHARD_BYTES = 4  # a dimension, while shards wait to be put together
 
 
@@ -107,13 +109,14 @@ def index_needs(kind: str, passages: int, dim: int, rate: float) -> IndexNeeds:
     Args:
         rate: passages that all jobs together encode in a second.
     """
-    from mcore_mas.retrieval.index import INDEX_TYPES, cells_of  # with FAISS
+    from mcore_mas.retrieval.index import INDEX_TYPES, TRAINED_ON, cells_of  # with FAISS
 
     size = passages * INDEX_TYPES[kind].row_bytes(passages, dim) / 1e9
     text = passages * PASSAGE_BYTES / 1e9
     seconds = 0.0
     if kind.startswith("ivf"):
-        seconds = passages * cells_of(passages) * _CELL_S * dim / 768
+        compared = passages + _ROUNDS * min(passages, TRAINED_ON)
+        seconds = (compared * cells_of(passages) * _CELL_S + passages * _CODE_S * (kind == "ivfpq")) * dim / 768
     elif kind == "hnsw":  # a search for every passage, in a graph that grows
         seconds = passages * _GRAPH_S * dim / 768 * max(1.0, math.log(passages) / math.log(100_000))
     return IndexNeeds(
@@ -139,4 +142,4 @@ def index_lines(passages: int, dim: int, rate: float) -> list[str]:
         )
     half = passages * 2 * dim / 1e9
     lines += [f"A flat index on GPUs, or scanned by torch, takes {half:.1f} GB of the device besides."]
-    return [*lines, "Hours to add are scaled from 100,000 passages on two cores; more cores divide them."]
+    return [*lines, "Hours to add are scaled from 1,000,000 passages on one core; more cores divide them."]

@@ -194,8 +194,8 @@ def test_every_kind_of_index_finds_the_nearest(kind: str, type_name: str, recall
 
 def test_codes_of_a_byte_for_eight_dimensions_find_what_is_near() -> None:
     made = INDEX_TYPES["ivfpq"]
-    assert made.factory(21_015_324, 768) == "IVF2564,PQ96x8"  # 100,000 / 39 cells are learnt
-    assert made.factory(100, 16) == "IVF2,PQ2x1"  # and as many codes as 100 vectors teach
+    assert made.factory(21_015_324, 768) == "IVF2564,PQ96x8np"  # 100,000 / 39 cells are learnt
+    assert made.factory(100, 16) == "IVF2,PQ2x1np"  # and as many codes as 100 vectors teach
     random = np.random.default_rng(0)
     vectors = random.standard_normal((3000, 64)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
