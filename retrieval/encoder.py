@@ -124,7 +124,9 @@ class Encoder:
         )
 
     def to(self, device: str) -> Encoder:
-        """Itself, which computes on that device from now on."""
+        """Itself, which computes on that device from now on; raises RetrievalError where there is none."""
+        if device == "cuda" and not torch.cuda.is_available():
+            raise RetrievalError("torch finds no GPU here; take --device cpu")
         self._model.to(device)
         return self
 

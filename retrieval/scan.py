@@ -34,13 +34,15 @@ class TorchScan:
 
     def __init__(self, vectors: np.ndarray, device: str) -> None:
         """Copy `vectors` `[N, dim]` float32."""
+        # the bound below takes sums in float32, of which cuBLAS may else keep parts in bf16
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.most = len(vectors)
         self._rows = torch.empty(vectors.shape, dtype=torch.bfloat16, device=device)
         norm = 0.0
         for first in range(0, len(vectors), BLOCK):
             block = torch.from_numpy(vectors[first : first + BLOCK].copy())
             norm = max(norm, float(block.norm(dim=1).max()))
-            self._rows[first : first + BLOCK] = block.to(device)
+            self._rows[first : first + BLOCK] = block.bfloat16()
         # u = 2^-9: both factors are rounded, |error| <= 2u |q| |x|, and so is the sum, <= u |q| |x|
         self.error = 3.1 * 2.0**-9 * norm
 
@@ -72,12 +74,13 @@ class FaissGpuScan:
             raise RetrievalError("FAISS finds no GPU here; take retrieval/environment.yml, or --backend torch")
         options = library.GpuMultipleClonerOptions()
         options.shard, options.useFloat16 = True, True
-        self._index = library.index_cpu_to_all_gpus(index, co=options)
+        # empty, then filled in pages: of a full one FAISS puts a float32 copy on a single GPU first
+        self._index = library.index_cpu_to_all_gpus(faiss.IndexFlatIP(index.d), co=options)
+        vectors = _stored(index)
+        self._index.add(vectors)
         self.most = GPU_MOST
-        norm = max(
-            float(np.linalg.norm(index.reconstruct_n(first, min(BLOCK, index.ntotal - first)), axis=1).max())
-            for first in range(0, index.ntotal, BLOCK)
-        )
+        blocks = (vectors[first : first + BLOCK] for first in range(0, len(vectors), BLOCK))
+        norm = max(float(np.linalg.norm(block, axis=1).max()) for block in blocks)
         self.error = 3.1 * 2.0**-11 * norm  # as above, u = 2^-11
 
     def search(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -86,20 +89,21 @@ class FaissGpuScan:
 
 
 def open_scan(index: faiss.Index, backend: str, device: str) -> Scan | None:
-    """A scan of a flat index; None where FAISS itself searches on the CPU.
+    """A scan of a flat index; None where FAISS itself searches on the CPU, as it does all other kinds.
 
     Raises:
         RetrievalError: the index is not exact, or the device is not there.
     """
-    if backend == "faiss" and device == "cpu":
+    flat = isinstance(index, faiss.IndexFlat)
+    if backend == "faiss" and (device == "cpu" or not flat):
         return None
-    if not isinstance(index, faiss.IndexFlat):
-        raise RetrievalError(
-            f"{type(index).__name__}: only a flat index is scanned by {backend} on {device}; build one"
-        )
+    if not flat:
+        raise RetrievalError(f"{type(index).__name__}: only a flat index is scanned by {backend}; build one")
     if backend == "faiss":
         return FaissGpuScan(index)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RetrievalError("torch finds no GPU here; take --device cpu")
-    stored = faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d)  # the mapped file, not a copy
-    return TorchScan(stored.reshape(index.ntotal, index.d), device)
+    return TorchScan(_stored(index), device)
+
+
+def _stored(index: Any) -> np.ndarray:
+    """`[N, dim]` float32 of a flat index: the mapped file and not a copy."""
+    return np.asarray(faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d).reshape(index.ntotal, index.d))

@@ -37,20 +37,26 @@ class RetrieverSidecar:
         index_dir: Path | str,
         *,
         log_path: Path | str | None = None,
-        threads: int = 1,
+        python: Path | None = None,
         encoder_folder: Path | str | None = None,
         timeout_s: float | None = None,
+        gpus: Sequence[str] = (),
         extra_args: tuple[str, ...] = (),
     ) -> None:
         """`log_path` gets the server's output (default: a temporary file); `timeout_s` bounds the start.
 
         It is two minutes by default, and one more for every 6 GB of the index's folder, which is read and verified.
+        The server runs in `python`'s environment (default: this one) and sees of `gpus`, where named, no others.
         """
         self.index_dir = Path(index_dir).resolve()
         self.url: str | None = None  # set while the server runs
         self.pid: int | None = None
         self._log_path = Path(log_path).resolve() if log_path else None
-        self._options = ["--threads", str(threads), *extra_args]
+        if python and not python.is_file():
+            raise RetrievalError(f"retriever.python: no interpreter at {python}; make one of retrieval/environment.yml")
+        self._options = list(extra_args)
+        seen = ["env", f"CUDA_VISIBLE_DEVICES={','.join(gpus)}"] if gpus else []
+        self._python = [*seen, str(python.absolute() if python else sys.executable)]
         if encoder_folder:
             self._options += ["--encoder-folder", str(Path(encoder_folder).resolve())]
         size = sum(path.stat().st_size for path in self.index_dir.glob("*"))
@@ -95,7 +101,7 @@ class RetrieverSidecar:
         self._start(int(self.url.rpartition(":")[2]), folder / "ready.json", self._log_path or folder / "server.log")
 
     def _start(self, port: int, ready_file: Path, log_path: Path) -> None:
-        command = [sys.executable, "-m", "mcore_mas.retrieval.server", "--index", str(self.index_dir)]
+        command = [*self._python, "-m", "mcore_mas.retrieval.server", "--index", str(self.index_dir)]
         command += ["--port", str(port), "--ready-file", str(ready_file), *self._options]
         # in the folder where `-m mcore_mas.retrieval.server` is found, installed or not
         self._child = start_group(command, log=log_path, cwd=Path(__file__).absolute().parents[2])

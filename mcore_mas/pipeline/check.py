@@ -94,10 +94,9 @@ def _files(suite: Suite, run: str) -> Iterator[str]:
     own = [("data", file) for file in suite.data_files(run)]
     if retriever and retriever.folder:
         own.append(("retriever.folder", f"{retriever.folder}/index.json"))
-    if retriever and retriever.encoder_folder:
-        own.append(("retriever.encoder_folder", str(retriever.encoder_folder)))
-    if retriever and retriever.golden:
-        own.append(("retriever.golden", str(retriever.golden)))
+    for key in ("encoder_folder", "golden", "python"):
+        if retriever and (named := getattr(retriever, key)):
+            own.append((f"retriever.{key}", str(named)))
     data = suite.checked(run).data
     folders = [(split, file) for split in SPLITS for file in data.files(split) if file.path.is_dir()]
     for split, given in folders:

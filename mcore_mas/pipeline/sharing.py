@@ -27,7 +27,8 @@ _COLD = ("seed", "data", "env", "orchestra", "agents", "engine", "cold_start", "
 # what the score of an untrained team depends on besides its agents and the models that they play
 _PLAYED = ("seed", "data", "env", "orchestra", "engine", "evaluation", "collection", "retriever", "cold_start")
 _VOICE = ("model", "remote", "chat_template", "chat_template_kwargs")
-_NOT_INDEXED = ("urls", "members", "key_file", "balance", "patience_s", "threads", "shards", "backend", "device")
+_ASKED = ("urls", "members", "key_file", "balance", "patience_s")
+_NOT_INDEXED = (*_ASKED, "threads", "shards", "backend", "device", "python")
 
 
 def same_tasks(runs: Runs) -> dict[str, str]:

@@ -95,7 +95,7 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
     engines = [for_policy(config, policy).engine for policy in config.models]
     kind: Kind = "GPU" if any(e.name == "sglang" or e.device == "cuda" for e in engines) else "CPU"
     searched = _retriever_mb(config.retriever) if config.retriever and not config.retriever.elsewhere else 0
-    on_gpu = int(bool(searched and config.retriever and config.retriever.device == "cuda"))
+    on_gpu = config.retriever.gpus if config.retriever else 0
     if stage == "retriever":
         return JobNeeds(nodes=1, gpus=on_gpu, cpus=1, memory_mb=1_000 + searched)
     tenants = tenants_of(config, kind)

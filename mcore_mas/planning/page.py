@@ -77,6 +77,8 @@ def plan_lines(config: RunConfig, cluster: Cluster, placement: Placement, estima
     yield f"  step: at most {estimate.tokens / 1e6:.2f} M tokens, {estimate.step_s:.0f} s ({seconds})"
     sizes = f"disk {_gb(estimate.disk)}; host memory {_gb(estimate.host)}"
     yield f"  {config.trainer.steps} steps: {estimate.hours:.1f} h; {sizes}"
+    if config.retriever and config.retriever.gpus:
+        yield "  retriever: a GPU more, the last of the first machine"
     yield from (f"  {line}" for line in cut_off(config.agents))
 
 

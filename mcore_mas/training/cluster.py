@@ -72,7 +72,7 @@ def cores_here() -> int:
 
 @contextmanager
 def running_ray(
-    cpus: int, object_store_mb: int, *, keep_pages: bool = False, logs: Path | None = None
+    cpus: int, object_store_mb: int, *, gpus: int = 0, keep_pages: bool = False, logs: Path | None = None
 ) -> Iterator[None]:
     """A Ray of this run's own, without a dashboard, for the block; it ends with this process.
 
@@ -90,7 +90,7 @@ def running_ray(
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (by default Ray's workers give way to all else)
-    context = _started(cpus, object_store_mb)
+    context = _started(cpus, gpus, object_store_mb)
     session = Path(context.address_info["session_dir"])
     session.chmod(
         0o700
@@ -105,7 +105,7 @@ def running_ray(
             ray.shutdown()
 
 
-def _started(cpus: int, object_store_mb: int) -> Any:
+def _started(cpus: int, gpus: int, object_store_mb: int) -> Any:
     import ray
     from ray._common.utils import get_default_ray_temp_dir
 
@@ -119,6 +119,7 @@ def _started(cpus: int, object_store_mb: int) -> Any:
             return ray.init(
                 address="local",  # else a Ray that somebody started on this machine would be joined
                 num_cpus=cpus,
+                num_gpus=gpus,
                 include_dashboard=False,
                 object_store_memory=object_store_mb << 20,
                 logging_level=logging.ERROR,

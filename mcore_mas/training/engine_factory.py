@@ -17,6 +17,7 @@ from mcore_mas.rollout.config.sections import RetrieverConfig, build_env, build_
 from mcore_mas.rollout.engines import EngineConfig, PolicyClient, engine_class
 from mcore_mas.rollout.engines.remote import hide
 from mcore_mas.rollout.engines.remote.caller import RemoteClient
+from mcore_mas.rollout.engines.sglang.server import visible_gpus
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.models.fused_weights import AdapterShape
@@ -193,11 +194,15 @@ def world(config: RunConfig, log: str) -> Iterator[Callable[[Task], Env]]:
 
 
 def sidecar_of(retriever: RetrieverConfig, index_dir: Path, log: Path | None = None) -> RetrieverSidecar:
-    """The server beside a run, over an index."""
+    """The server beside a run, over an index; it sees the last GPU, if it is on one."""
     return RetrieverSidecar(
         index_dir,
         log_path=log,
-        threads=retriever.threads,
+        python=retriever.python,
         encoder_folder=retriever.encoder_folder,
-        extra_args=("--ranking", retriever.ranking, "--backend", retriever.backend, "--device", retriever.device),
+        gpus=visible_gpus()[-retriever.gpus :] if retriever.gpus else (),
+        extra_args=(
+            *("--threads", str(retriever.threads), "--ranking", retriever.ranking),
+            *("--backend", retriever.backend, "--device", retriever.device),
+        ),
     )

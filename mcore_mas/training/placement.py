@@ -44,7 +44,7 @@ class Room:
 
     @property
     def cpus(self) -> int:
-        """How many CPUs a Ray of the run's own is told of; its GPUs it counts itself."""
+        """How many CPUs a Ray of the run's own is told of."""
         return sum(self.nodes.values()) if self.kind == "CPU" else 1
 
     def threads_of(self, config: RunConfig, *, joined: bool) -> int:
@@ -58,6 +58,11 @@ class Room:
         engines = sum(tenant.devices for tenant in self.tenants if tenant.part == "engine")
         trainers = sum(tenant.devices for tenant in self.tenants if tenant.part != "engine")
         return max(1, cores_here() // max(1, engines + trainers if config.ahead else max(engines, trainers)))
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs it is told of, the first of the machine's."""
+        return sum(self.nodes.values()) if self.kind == "GPU" else 0
 
     @property
     def told(self) -> dict[str, Any]:
@@ -77,6 +82,10 @@ def room_for(config: RunConfig, nodes: Sequence[Node] = ()) -> Room:
     kind: Kind = ("GPU" if any(node.gpus for node in nodes) else "CPU") if nodes else kind_here()
     tenants = tenants_of(config, kind)
     own = {"": devices_here(kind, config.cluster.cpus or needed(tenants, pool))}
+    if kind == "GPU" and config.retriever and config.retriever.gpus:
+        if nodes:
+            raise PlacementError("retriever.device: cuda: a Ray that is joined has all GPUs; serve elsewhere (members)")
+        own[""] -= config.retriever.gpus
     devices = {node.id: node.gpus if kind == "GPU" else node.cpus for node in nodes} or own
     _check_labels(tenants, kind, devices, nodes)
     check_fits(tenants, pool, kind, list(devices.values()))
@@ -145,6 +154,7 @@ def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
     if not sizes or kind_here() != "GPU":
         return elsewhere
     gpus, one = visible_gpus(), sum(sizes.values())
+    gpus = gpus[: len(gpus) - (config.retriever.gpus if config.retriever else 0)]
     replicas = len(gpus) // one
     if not replicas:
         each = ", ".join(f"{tp} for {policy}" for policy, tp in sizes.items())

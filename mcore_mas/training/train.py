@@ -69,8 +69,9 @@ def train(config_path: Path, address: str | None = None, *, after_step: AfterSte
         if room is None:
             room = room_for(config, stack.enter_context(joined_ray(address, folder)))
         else:
-            pages = room.kind == "CPU"
-            stack.enter_context(running_ray(room.cpus, object_store_mb(config), keep_pages=pages, logs=folder / "ray"))
+            store, pages = object_store_mb(config), room.kind == "CPU"
+            own_ray = running_ray(room.cpus, store, gpus=room.gpus, keep_pages=pages, logs=folder / "ray")
+            stack.enter_context(own_ray)
         crew = stack.enter_context(closing(Crew(config, room, joined=address != "local")))
         stop = StopSignal(signals=after_step is None)
         run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, after_step, stop)

@@ -159,6 +159,7 @@ class RetrieverConfig(Section):
     ranking: Literal["dense", "bm25", "hybrid"] = "dense"  # by vectors, by words (BM25), or both fused
     backend: Literal["faiss", "torch"] = "faiss"  # what scans a flat index
     device: Literal["cpu", "cuda"] = "cpu"  # of the encoder, and of the scan of a flat index
+    python: Path | None = None  # interpreter of retrieval/environment.yml, which serves; None: the run's own
     threads: int = Field(1, ge=1)
 
     @model_validator(mode="after")
@@ -170,6 +171,8 @@ class RetrieverConfig(Section):
             raise ValueError(f"{' and '.join(places)} say where passages are; set one of them")
         if self.encoder != "minilm" and self.encoder_folder is None:
             raise ValueError(f"encoder {self.encoder} has no folder; set encoder_folder, such as models/e5-base-v2")
+        if self.backend == "torch" and self.index != "flat":
+            raise ValueError(f"backend torch scans a flat index, and index is {self.index}; set one of them only")
         if self.ranking == "bm25" and self.shards > 1:
             raise ValueError("ranking bm25 encodes no passages; leave out shards")
         if self.key_file is not None and not self.urls:
@@ -180,6 +183,11 @@ class RetrieverConfig(Section):
     def elsewhere(self) -> bool:
         """Whether its servers run elsewhere."""
         return bool(self.urls or self.members)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the server beside a run has to itself: the last of the machine's, or none."""
+        return int(self.device == "cuda" and not self.elsewhere)
 
 
 class RewardConfig(Choice):

@@ -226,6 +226,10 @@ def test_a_server_killed_midway_is_unavailable(index_dir: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_sidecar_that_cannot_start_says_why(index_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        RetrievalError, match=r"retriever\.python: no interpreter at .*/none; make one of retrieval/env"
+    ):
+        RetrieverSidecar(index_dir, python=tmp_path / "none")
     shutil.copytree(index_dir.parent, tmp_path / "copy")
     (tmp_path / "copy/index/vectors.faiss").write_bytes(b"x")
     with (

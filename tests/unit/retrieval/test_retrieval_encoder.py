@@ -104,6 +104,12 @@ def test_an_encoder_that_is_not_packaged_needs_a_folder(encoder: Encoder) -> Non
         open_encoder(replace(encoder.identity, name="e5-base-v2", sha256="0" * 64))
 
 
+def test_a_gpu_that_is_not_there_is_one_line(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(RetrievalError, match="torch finds no GPU here; take --device cpu"):
+        encoder.to("cuda")
+
+
 def test_the_client_imports_neither_torch_nor_faiss() -> None:
     heavy = "('torch', 'faiss', 'transformers', 'numpy')"
     code = f"import sys, mcore_mas.retrieval.client; print([name for name in {heavy} if name in sys.modules])"

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import faiss
 import numpy as np
@@ -277,10 +277,60 @@ def test_torch_scans_in_half_precision_and_answers_the_same(
     for k in (1, 10, 100):
         for exact, found in zip(index.search(queries, k), half.search(queries, k), strict=True):
             assert (exact == found).all()
-    with pytest.raises(RetrievalError, match="IndexIDMap: only a flat index is scanned by torch on cpu"):
+    with pytest.raises(RetrievalError, match="IndexIDMap: only a flat index is scanned by torch; build one"):
         open_scan(faiss.IndexIDMap(faiss.IndexFlatIP(2)), "torch", "cpu")
     with pytest.raises(RetrievalError, match="FAISS finds no GPU here"):
         open_scan(index._vectors, "faiss", "cuda")
+
+
+class ClonerOptions:
+    """As in FAISS for GPUs."""
+
+    shard = useFloat16 = False  # noqa: N815 - its names
+
+
+class Resources(list):
+    """Likewise."""
+
+    push_back = list.append
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_faiss_on_gpus_answers_the_same(
+    gpus: int, tmp_path: Path, index_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this FAISS, one for CPUs, lacks is by hand: as GpuCloner.cpp makes shards, of real vectors in fp16."""
+
+    def clone(resources: list, devices: Any, index: faiss.Index, options: ClonerOptions) -> faiss.Index:
+        assert (len(resources), devices.size(), index.ntotal) == (gpus, gpus, 0)  # a full one is copied in float32
+        assert (options.shard, options.useFloat16) == (True, True)
+        of_gpus = [
+            faiss.IndexScalarQuantizer(index.d, faiss.ScalarQuantizer.QT_fp16, index.metric_type) for _ in range(gpus)
+        ]
+        if gpus == 1:
+            return of_gpus[0]
+        shards = faiss.IndexShards(index.d, True, True)
+        for one in of_gpus:
+            shards.add_shard(one)
+        return shards
+
+    for module in (faiss, faiss.gpu_wrappers):
+        monkeypatch.setattr(module, "get_num_gpus", lambda: gpus)
+    monkeypatch.setattr(faiss, "GpuMultipleClonerOptions", ClonerOptions, raising=False)
+    monkeypatch.setattr(faiss.gpu_wrappers, "GpuResourcesVector", Resources, raising=False)
+    monkeypatch.setattr(faiss.gpu_wrappers, "StandardGpuResources", object, raising=False)
+    monkeypatch.setattr(faiss.gpu_wrappers, "index_cpu_to_gpu_multiple", clone, raising=False)
+    made = np.random.default_rng(0).standard_normal((3000, 8)).astype(np.float32)
+    made[500:900] = made[0] + 1e-4 * made[500:900]
+    index = by_hand(tmp_path, index_dir, (made / np.linalg.norm(made, axis=1, keepdims=True)).tolist())
+    scan = open_scan(index._vectors, "faiss", "cuda")
+    assert scan is not None
+    assert 3.1 / 2048 <= scan.error < 3.11 / 2048
+    on_gpus = Index(index.manifest, index._vectors, index.corpus, scan=scan)
+    queries = np.concatenate([made[:3], made[700:703], 5 * made[2000:2020]])
+    for k in (1, 10, 100, 2900):  # more than 2048 come from the file
+        for exact, found in zip(index.search(queries, k), on_gpus.search(queries, k), strict=True):
+            assert (exact == found).all()
 
 
 def test_words_and_both_rankings_by_hand(tmp_path: Path, encoder: Encoder, passages: list[Passage]) -> None:

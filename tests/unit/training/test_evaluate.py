@@ -22,10 +22,11 @@ from mcore_mas.rollout.engines.sglang.server import Replica, Server, visible_gpu
 from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.records.files import read_tasks, read_trajectories
 from mcore_mas.training import placement
-from mcore_mas.training.engine_factory import make_engines
+from mcore_mas.training.cluster import Node
+from mcore_mas.training.engine_factory import make_engines, sidecar_of
 from mcore_mas.training.evaluate import EvaluationError, evaluate, seated
 from mcore_mas.training.measure import Shards
-from mcore_mas.training.placement import PlacementError, gpus_of_servers
+from mcore_mas.training.placement import PlacementError, gpus_of_servers, room_for
 from tests.support.run_folder import make_run
 from tests.support.slotted_sglang import slotted_server
 from tests.unit.training.test_measure import trajectory
@@ -147,6 +148,17 @@ class TestPlacement:
             "verifier": [["12", "13"], ["14", "15"]],
         }
         assert [len(servers) for servers in gpus_of_servers(self.config()).values()] == [4, 4]
+
+    def test_a_retriever_has_the_last_to_itself(self) -> None:
+        searching = ["experiment=demo_search", "engine.name=sglang", "engine.python=p", "retriever.device=cuda"]
+        config = RunConfig.check(resolve(searching), "test")
+        used = [gpu for servers in gpus_of_servers(config).values() for (gpu,) in servers]
+        assert used == ["8", "9", "10", "11", "12", "13", "14"]
+        assert (room_for(config).nodes, room_for(config).gpus) == ({"": 7}, 7)
+        assert config.retriever is not None
+        assert sidecar_of(config.retriever, Path("index"))._python[:2] == ["env", "CUDA_VISIBLE_DEVICES=15"]
+        with pytest.raises(PlacementError, match=r"retriever\.device: cuda: a Ray that is joined has all GPUs"):
+            room_for(config, [Node(address="10.0.0.3", id="n3", gpus=8, cpus=64)])
 
     def test_too_few_are_refused(self) -> None:
         with pytest.raises(PlacementError, match=r"needs 16 GPUs, engine\.tp 8 for solver, 8 for verifier, and there"):
