@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the package, checks what an index would show of it, and uses it in an empty folder and environment.
-# Libraries come from the environment of $1 (its site-packages), so that nothing but build and twine is fetched.
+# Libraries come from the environment of $1 (its site-packages), so that nothing but build and twine is fetched. With
+# `timed` after it they are fetched too, and it says how long it takes from `pip install` to a curve that has risen.
 set -euo pipefail
 unset PYTHONPATH
 python=$(realpath "$1")
@@ -15,6 +16,20 @@ trap 'rm -rf "$work"' EXIT
 "$work/tools/bin/python" -m twine check --strict "$work"/dist/*
 
 "$python" -m venv "$work/empty"
+if [ "${2:-}" = timed ]; then
+    mkdir "$work/folder"
+    cd "$work/folder"
+    began=$SECONDS
+    # the CPU build of torch, as docs/quickstart.md says; TORCH names where there is one
+    "$work/empty/bin/python" -m pip install --quiet --no-compile --no-cache-dir "${TORCH:-torch}" "$work"/dist/*.whl
+    installed=$SECONDS
+    "$work/empty/bin/mcore-mas" new my_team
+    cd my_team
+    "$work/empty/bin/mcore-mas" run my_team.yaml --quiet all -- results/my_team/train/done.json
+    echo "installed after $((installed - began)) s, trained after $((SECONDS - began)) s; validation before and after:"
+    grep -o '"validation/accuracy": [0-9.]*' results/my_team/train/metrics.jsonl | sed -n '1p;$p'
+    exit
+fi
 "$work/empty/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-warn-conflicts "$work"/dist/*.whl
 echo "$libraries" >"$("$work/empty/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/libraries.pth"
 mkdir "$work/folder"

@@ -174,7 +174,17 @@ _CHECKS: dict[str, Callable[[], tuple[bool, str]]] = {
 
 run_commands = typer.Typer()
 _PANEL = "Look at runs"
-_Folder = Annotated[Path, typer.Argument(help="A run's folder: results/{run}.")]
+
+
+def run_folder(named: Path | None) -> Path | None:
+    """The folder of a run: as it was named, or of that name in results/."""
+    if named is None or named.is_file() or (named / "config.yaml").is_file():
+        return named
+    own = Path("results") / named
+    return own if own.is_dir() else named
+
+
+RunFolder = Annotated[Path, typer.Argument(help="A run: its folder, or its name in results/.", callback=run_folder)]
 
 
 @run_commands.command("ls", rich_help_panel=_PANEL)
@@ -193,7 +203,7 @@ def list_runs(results: Annotated[Path, typer.Argument(help="The folder of the ru
 
 
 @run_commands.command("compare", rich_help_panel=_PANEL)
-def compare_runs(first: _Folder, second: _Folder) -> None:
+def compare_runs(first: RunFolder, second: RunFolder) -> None:
     """Print which settings of two runs differ, and their scores on the tasks that both have, paired by task."""
     from mcore_mas.reports.runs import config_differences, score_differences
 
@@ -201,13 +211,13 @@ def compare_runs(first: _Folder, second: _Folder) -> None:
     settings = Table("setting", shown_line(first.name), shown_line(second.name), show_edge=False)
     for key, values in config_differences(first, second).items():
         settings.add_row(Text(shown_line(key)), *(Text(shown_line(str(value))) for value in values))
-    console.print(settings)
+    console.print(settings if settings.rows else "no setting differs")
     scores = Table("evaluation", "metric", "first", "second", "difference", "95 % interval", "tasks", show_edge=False)
     for row in score_differences(first, second):
         numbers = (f"{100 * row.first:.1f}", f"{100 * row.second:.1f}", f"{100 * (row.second - row.first):+.1f}")
         interval = f"[{100 * row.low:+.1f}, {100 * row.high:+.1f}]"
         scores.add_row(row.state, row.metric, *numbers, Text(interval), str(row.tasks))
-    console.print(scores)
+    console.print(scores if scores.rows else "no evaluation that both have")
 
 
 @run_commands.command("track", rich_help_panel=_PANEL)
@@ -226,7 +236,7 @@ def track_results(results: Annotated[Path, typer.Argument(help="The folder of th
 
 
 @run_commands.command("chat", rich_help_panel=_PANEL)
-def chat_with_team(run: _Folder, state: Annotated[str, typer.Option(help="base or trained.")] = "trained") -> None:
+def chat_with_team(run: RunFolder, state: Annotated[str, typer.Option(help="base or trained.")] = "trained") -> None:
     """Talk to a run's team in the terminal: each line is a task that it plays; an empty line or Ctrl-D ends."""
     from mcore_mas.config.run import RunConfig
     from mcore_mas.reports.terminal import print_trajectory

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from mcore_mas.cli.inspection import UsageError, inspection_commands
-from mcore_mas.cli.machine import machine_commands, run_commands
+from mcore_mas.cli.machine import RunFolder, machine_commands, run_commands, run_folder
 from mcore_mas.training.joblog import Stopped, cause, stop_at_start
 
 app = typer.Typer(
@@ -26,7 +26,10 @@ app = typer.Typer(
     epilog="What goes wrong is one line and a non-zero exit; --debug, anywhere, adds the traceback.",
 )
 _PANEL = "Train and evaluate"
-_Run = Annotated[Path | None, typer.Argument(help="A run's folder, results/{run}, or its config.yaml.")]
+_Run = Annotated[
+    Path | None,
+    typer.Argument(help="A run: its folder, its name in results/, or its config.yaml.", callback=run_folder),
+]
 _Config = Annotated[Path | None, typer.Option("--config", help="The same, for scripts.", hidden=True)]
 _Suite = Annotated[str, typer.Argument(help="A suite file, or the name of an experiment.")]
 _Overrides = Annotated[list[str] | None, typer.Argument(help="Hydra overrides of every run, such as trainer.steps=3.")]
@@ -186,7 +189,7 @@ def evaluate_run(
 
 @app.command("serve", rich_help_panel=_PANEL)
 def serve_run(
-    run: Annotated[Path, typer.Argument(help="A run's folder: results/{run}.")],
+    run: RunFolder,
     state: Annotated[str, typer.Option(help="base or trained.")] = "trained",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free port.")] = 8000,
@@ -226,7 +229,7 @@ def studio(
 
 @app.command("export", rich_help_panel=_PANEL)
 def export_policy(
-    run: Annotated[Path, typer.Argument(help="A run's folder: results/{run}.")],
+    run: RunFolder,
     policy: Annotated[str, typer.Argument(help="One of its trained policies.")],
     to: Annotated[Path, typer.Option("--to", help="Folder to write, empty or not there.")],
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter of a LoRA policy, for PEFT.")] = False,

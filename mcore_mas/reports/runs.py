@@ -184,8 +184,9 @@ def draw_jobs(graph: Mapping[str, Sequence[str]]) -> str:
         )
         lines.append(f'<text x="{x + 8:.0f}" y="{y + 15}" fill="#1c1c1a">{escape(job)}</text>')
     wide = max(x for x, _ in places.values()) + width + 1
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high}" style="max-width: {wide:.0f}px"'
-    return f'{head} font-family="monospace" font-size="12" role="img">{"".join(lines)}</svg>'
+    size = f'viewBox="0 0 {wide:.0f} {high}" style="width: {wide:.0f}px; max-width: none"'
+    font = 'font-family="monospace" font-size="12" role="img"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>{"".join(lines)}</svg>'
 
 
 def _seconds(folder: Path) -> dict[str, float]:

@@ -97,7 +97,7 @@ def _facts(turn: Turn, advantage: float | None) -> str:
     if turn.masked:
         parts.append("masked")
     if not turn.valid:
-        parts.append("malformed")
+        parts.append("cut off" if turn.finish_reason == "length" else "malformed")
     return " · ".join(parts)
 
 

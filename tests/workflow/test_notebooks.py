@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import nbformat
@@ -23,6 +24,19 @@ def test_a_notebook_is_kept_as_it_was_executed(path: Path) -> None:
     shown = [out.data for cell in cells for out in cell.outputs if "data" in out]
     assert any("<svg" in data.get("text/html", "") for data in shown)  # the curves of its run
     assert "/work/" not in json.dumps(notebook) and "/tmp/" not in json.dumps(notebook)
+
+
+def test_the_models_notebook_takes_a_gpu_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells as far as the training, on a machine that says that it has one."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    (path,) = [path for path in NOTEBOOKS if path.stem == "own_model"]
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    Path("cells.py").write_text("\n".join(cells[:3]).removesuffix("await run.arun()"))
+    config = runpy.run_path("cells.py")["run"].config
+    assert (config.engine.device, config.engine.max_length, config.cluster.pool) == ("cuda", 1024, "shared")
+    policy = config.policies["shared"]
+    assert (policy.model, policy.lr, policy.bf16) == ("Qwen/Qwen2.5-0.5B-Instruct", 1e-6, True)
 
 
 @pytest.mark.slow

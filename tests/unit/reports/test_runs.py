@@ -10,6 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from mcore_mas.cli.main import app
+from mcore_mas.cli.machine import run_folder
 from mcore_mas.reports.runs import config_differences, run_states, score_differences
 from mcore_mas.rollout.base.files import FolderError
 
@@ -60,3 +61,17 @@ def test_two_runs_differ_in_settings_and_in_paired_scores(runs: list[Path]) -> N
     assert "trainer.steps      │ 4 │ 2" in said and "+25.0" in said
     with pytest.raises(FolderError, match=r"config.yaml: no such file; expected a run's folder"):
         config_differences(runs[0], runs[0] / "none")
+
+
+def test_a_run_is_named_by_its_folder_or_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "results" / "one", {"t": 1.0})
+    (tmp_path / "one").mkdir()  # a package of the same name, as `mcore-mas new` writes one
+    assert [run_folder(named) for named in (Path("one"), Path("results/one"), Path("two"), None)] == [
+        Path("results/one"), Path("results/one"), Path("two"), None,
+    ]  # fmt: skip
+    make_run(tmp_path / "one", {"t": 1.0})
+    assert run_folder(Path("one")) == Path("one")
+    (tmp_path / "one" / "evaluation" / "trained.json").unlink()
+    said = CliRunner().invoke(app, ["compare", "one", "one"]).stdout
+    assert said == "no setting differs\nno evaluation that both have\n"
