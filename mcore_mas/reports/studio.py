@@ -26,7 +26,7 @@ from mcore_mas.reports.terminal import advantages_of
 from mcore_mas.reports.waits import who_works
 from mcore_mas.rollout.base.files import FolderError, json_lines
 from mcore_mas.rollout.base.http import is_loopback
-from mcore_mas.rollout.base.http_server import bears, bind, server_config, token_of, url_of
+from mcore_mas.rollout.base.http_server import bears, listen, server_config, url_of
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.records.files import RecordError, read_trajectories
 from mcore_mas.rollout.records.trajectory import Trajectory
@@ -82,7 +82,7 @@ class Studio:
     def waits(self, run: str, file: str) -> dict[str, Any]:
         """Who worked for how many of a file's trajectories, moment by moment; {} of a file that is large."""
         path = self._file(run, file)
-        return who_works(path) if count_trajectories(path) <= _MOST_COMPARED else {}
+        return who_works(read_trajectories(path)) if count_trajectories(path) <= _MOST_COMPARED else {}
 
     def log(self, run: str) -> str:
         """The end of the training's log: what it reports, and what it waits for where it stalls."""
@@ -245,16 +245,12 @@ def open_studio(results: Path, *, host: str, port: int, token_file: Path | None,
         say: told where the studio is.
 
     Raises:
-        ConfigError: the token cannot be used, or nobody may listen there.
+        ValueError: the token cannot be used, or nobody may listen there.
         FolderError: there is no such folder.
     """
     if not results.is_dir():
         raise FolderError(f"{results}: no such folder; name the folder of the runs")
-    try:
-        token = token_of(host, token_file)
-        listener = bind(host, port)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot serve on {host}:{port}: {error}") from None
+    listener, token = listen(host, port, token_file)
     server = uvicorn.Server(server_config(studio_app(Studio(results), token), drain_s=1, lifespan=False))
     say(f"studio of {results}: {url_of(listener)}; Ctrl-C ends it")
     server.run(sockets=[listener])

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.rollout.base.errors import EnvError
 from mcore_mas.rollout.base.files import owned, writable
-from mcore_mas.rollout.base.http_server import bears, bind, server_config, token_of, url_of
+from mcore_mas.rollout.base.http_server import bears, listen, server_config, url_of
 from mcore_mas.rollout.config.sections import build_team
 from mcore_mas.rollout.environments.protocol import Env, Step
 from mcore_mas.rollout.gateway.app import Entrance, gateway_app
@@ -134,17 +134,14 @@ def serve(
         say: told where the models are.
 
     Raises:
-        ConfigError: the run cannot be used, the token neither, or nobody may listen there.
+        ConfigError: the run cannot be used.
+        ValueError: the token cannot be used, or nobody may listen there.
         FolderError: the run has not finished its training, or is served already.
     """
     config = seated(RunConfig.load(run / "config.yaml"), state, NO_SEATS)
     if config.run in config.agents:
         raise ConfigError(f"{run}: an agent has the name of the run, which is the whole team's")
-    try:
-        token = token_of(host, token_file)
-        listener = bind(host, port)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot serve on {host}:{port}: {error}") from None
+    listener, token = listen(host, port, token_file)
     torch.set_num_threads(config.cluster.threads_per_process or 1)
     folder = writable(config.folder / "served")
     with owned(folder), ExitStack() as stack:

@@ -72,6 +72,19 @@ def token_of(host: str, token_file: Path | None) -> str | None:
     return token
 
 
+def listen(host: str, port: int, token_file: Path | None) -> tuple[socket.socket, str | None]:
+    """A listening socket, and the token that its server asks for.
+
+    Raises:
+        ValueError: the token cannot be used, or nobody may listen there.
+    """
+    try:
+        token = token_of(host, token_file)
+        return bind(host, port), token
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot serve on {host}:{port}: {error}") from None
+
+
 def bears(request: Request, token: str) -> bool:
     """Whether a request carries the token, as a bearer's or in `x-api-key`, where Anthropic's clients put it."""
     wanted = token.encode()
