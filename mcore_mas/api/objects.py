@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -69,13 +69,6 @@ def known_here(thing: Any, label: str) -> str:
         return f"{module}:{name}"
     HERE[f"here:{label}"] = thing
     return f"here:{label}"
-
-
-class TurnReward(Protocol):
-    """A reward as people write it: of a trajectory, a number for all turns, or a number for each agent."""
-
-    def __call__(self, trajectory: Trajectory, /) -> float | Mapping[str, float]:
-        """The reward of the trajectory's turns."""
 
 
 def allocator_of(reward: Callable[..., Any]) -> Callable[[Group], Group]:

@@ -322,9 +322,6 @@ def uncomposed(error: Exception) -> str:
     """Why Hydra could not compose values."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        once = re.fullmatch(r"(\w+)_(separate|partly)", name)
-        if group == "team" and once and once[1] in error.options:
-            return f"team '{name}' is now team '{once[1]}' with sharing: {once[2]} (team={once[1]} sharing={once[2]})"
         near = get_close_matches(name, error.options, n=5, cutoff=0.5)
         which = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(error.options)}"
         return f"no file '{name}' in configs/{group}; {which}"

@@ -94,11 +94,6 @@ def check_schema(suite: Mapping[str, Any]) -> None:
     Raises:
         SuiteError: the first such key, with the nearest that is known.
     """
-    if "published" in suite:
-        raise SuiteError(
-            "suite file, published: a paper's numbers are a file of workflow/tables now, and `snakemake table_NAME` "
-            "puts ours beside them (docs/tables.md); take this key out"
-        )
     validator = jsonschema.Draft202012Validator(json.loads(SUITE_SCHEMA.read_text(encoding="utf-8")))
     error = jsonschema.exceptions.best_match(validator.iter_errors(suite))
     if error is not None:

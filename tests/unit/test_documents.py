@@ -50,3 +50,9 @@ def test_what_is_not_there_is_seen() -> None:
 def test_who_cites_names_this_version() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def test_recipes_of_containers_use_files_that_are_there() -> None:
+    for recipe in (ROOT / "containers").iterdir():
+        used = re.findall(r"\b(?:requirements|containers|environment)[\w./-]*\.\w+", recipe.read_text(encoding="utf-8"))
+        assert len(used) > 1 and not [file for file in used if not (ROOT / file).is_file()], used

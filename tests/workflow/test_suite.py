@@ -65,7 +65,7 @@ def test_runs_that_differ_only_in_their_seed_are_one_experiment() -> None:
     [
         ({"experiments": {"a": MATH}}, "'suite' is a required property"),
         ({**suite(a=MATH), "result": "x"}, "unknown key 'result'; known here: suite, results, config_dir, experiments"),
-        ({**suite(a=MATH), "published": []}, "published: a paper's numbers are a file of workflow/tables now"),
+        ({**suite(a=MATH), "published": []}, "unknown key 'published'; known here"),
         (suite(tables=MATH), "experiments"),
         (suite(a=["experiment demo_math"]), "experiments/a/0"),
         ({**suite(a=MATH), "results": "a b; rm"}, "results"),

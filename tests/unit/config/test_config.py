@@ -90,13 +90,6 @@ def test_an_experiment_without_a_team_has_no_options_of_another() -> None:
     assert list(values["agents"]) == ["player"]
 
 
-@pytest.mark.parametrize("name", ["chain_separate", "chain_partly"])
-def test_a_team_of_old_says_its_new_name(name: str) -> None:
-    sharing = name.removeprefix("chain_")
-    with pytest.raises(ConfigError, match=rf"'{name}' is now team 'chain' .*\(team=chain sharing={sharing}\)"):
-        resolve(["experiment=demo_math", f"team={name}"])
-
-
 GRID = """
 grid:
   t_{one,two}_{a}: {seed: 7}
