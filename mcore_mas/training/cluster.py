@@ -37,6 +37,7 @@ KEEP_PAGES = {
     "GOMP_SPINCOUNT": "10000",
 }
 _MOST_CORES = 8
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container, by the kernel's cgroup v2
 _LOOK_S = 1.0  # between two looks at which nodes are alive
 _DOOR_S = 10.0  # that the head's machine may take to accept a connection
 _ANSWER_S = 120.0  # that a node may take to start a process and look at a file
@@ -62,12 +63,16 @@ class Node:
 
 
 def cores_here() -> int:
-    """The cores that this process may use: those that OMP_NUM_THREADS gives it, as Snakemake sets it, or all, up to 8.
+    """Cores that this process may use: OMP_NUM_THREADS, as Snakemake sets it, or what its container grants, up to 8.
 
     Products of models that CPUs can train are too small to be cut more often.
     """
     given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) else min(_MOST_CORES, len(os.sched_getaffinity(0)))
+    if given.isdigit() and int(given):
+        return int(given)
+    quota, period = _QUOTA.read_text().split() if _QUOTA.is_file() else ("max", "")
+    granted = _MOST_CORES if quota == "max" else int(quota) // int(period)  # microseconds of each period
+    return max(1, min(_MOST_CORES, granted, len(os.sched_getaffinity(0))))
 
 
 @contextmanager

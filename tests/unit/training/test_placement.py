@@ -15,6 +15,7 @@ from mcore_mas.megatron.step.trainer_group import meeting_address
 from mcore_mas.planning.jobs import Tenant, needed, tenants_of
 from mcore_mas.rollout.engines.sglang import settings
 from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
+from mcore_mas.training import cluster
 from mcore_mas.training.cluster import Node
 from mcore_mas.training.placement import PlacementError, check_fits, devices_here, room_for, strategies
 
@@ -217,7 +218,7 @@ def test_a_machine_without_gpus_gives_what_it_is_told_to() -> None:
     assert devices_here("CPU", 3) == 3
 
 
-def test_processes_that_work_at_a_time_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_work_at_a_time_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(*overrides: str, joined: bool = False) -> int:
         run = config(*overrides)
         return room_for(run).threads_of(run, joined=joined)
@@ -231,7 +232,13 @@ def test_processes_that_work_at_a_time_share_the_cores(monkeypatch: pytest.Monke
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads() == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert threads("policies.solver.tp=1", "+agents.verifier.loss_weight=0") == 8 // 2  # of 40; a rank, two engines
+    one = "policies.solver.tp=1", "+agents.verifier.loss_weight=0"  # a rank, two engines
+    for quota, cores in (("max 100000\n", 8), ("600000 100000\n", 6), ("50000 100000\n", 1)):
+        (tmp_path / "cpu.max").write_text(quota)
+        monkeypatch.setattr(cluster, "_QUOTA", tmp_path / "cpu.max")
+        assert threads(*one) == max(1, cores // 2)
+    monkeypatch.setattr(cluster, "_QUOTA", tmp_path / "nowhere")
+    assert threads(*one) == 8 // 2  # of 40
 
 
 def test_ranks_meet_on_the_loopback_unless_they_are_on_several_nodes() -> None:
