@@ -155,13 +155,17 @@ def plan_index(
 
 
 @app.command("train", rich_help_panel=_PANEL)
-def train_run(run: _Run = None, config: _Config = None) -> None:
+def train_run(
+    run: _Run = None,
+    config: _Config = None,
+    address: Annotated[str | None, typer.Option(help="Of a running Ray, in place of cluster.address.")] = None,
+) -> None:
     """Train one run, from its newest checkpoint if it has one."""
     stop_at_start()
     file = config_file(run, config)  # before the libraries load
     from mcore_mas.training.train import train
 
-    train(file)
+    train(file, address)
 
 
 @app.command("evaluate", rich_help_panel=_PANEL)

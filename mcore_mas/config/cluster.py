@@ -22,7 +22,9 @@ class NodesConfig(Section):
 class ClusterConfig(Section):
     """What of a machine, or of the nodes of a Ray that runs already, a run takes."""
 
-    address: str = "local"  # a Ray of the run's own; host:port of a running one's head, or auto: this machine's
+    address: str = (
+        "local"  # a Ray of the run's own; else a running one: host:port of its head, auto (this machine's), ray://
+    )
     restarts: int = Field(3, ge=0)  # of all trainers from the newest checkpoint when one is lost or hangs, in an hour
     hang_s: float | None = Field(1800.0, gt=0)  # without a sign of life of a trainer at work; None: any time
     threads_per_process: int | None = Field(None, ge=1)  # None: the cores over the processes that work at a time
@@ -35,13 +37,8 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _reachable(self) -> ClusterConfig:
-        if self.address.startswith("ray://"):
-            raise ValueError(
-                f"address: {self.address} is of Ray's client, whose calls go through a proxy; name host:port of the "
-                "head (its --port), or auto on a machine that is a node"
-            )
-        if not re.fullmatch(r"local|auto|[^\s/]+:\d{1,5}", self.address):
-            raise ValueError(f"address: {self.address!r}; expected local, auto, or host:port of a running Ray's head")
+        if not re.fullmatch(r"local|auto|(ray://)?[^\s/]+:\d{1,5}", self.address):
+            raise ValueError(f"address: {self.address!r}; expected local, auto, or [ray://]host:port of a running Ray")
         if self.address != "local" and self.cpus is not None:
             raise ValueError("cpus is for a Ray of the run's own; the nodes at an address count theirs: leave it out")
         if self.nodes and (self.address == "local" or self.pool == "shared"):

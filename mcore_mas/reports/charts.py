@@ -103,22 +103,23 @@ def _figure(panels: Panels, runs: Sequence[str], bands: Bands) -> str:
     from matplotlib import pyplot
 
     style: Any = {"svg.hashsalt": "mcore-mas", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 10}
-    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.formatter.useoffset": False}
     with pyplot.rc_context(style):  # the salt makes equal numbers equal pictures
         down = math.ceil(len(panels) / _ACROSS)
         across = min(_ACROSS, len(panels))
-        size = (max(5.0, 3.2 * across), 2.5 * down + 0.3 + 0.2 * math.ceil(len(runs) / _ACROSS))
+        size = (max(5.0, 3.2 * across), 2.5 * down + 0.3 + 0.2 * math.ceil(len(runs) / across))
         figure, axes = pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
         for axis in axes.flat[len(panels) :]:
             axis.remove()
         for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
             _panel(axis, curves, runs, bands if title == _KEY["validation/accuracy"] else {})
             axis.set(title=title.replace("$", r"\$"), xlabel="training step")
+            axis.locator_params(axis="x", integer=True)
         lines = {
             label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
         }
         if lines:
-            figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=_ACROSS, frameon=False)
+            figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=across, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
         pyplot.close(figure)

@@ -141,14 +141,15 @@ def _started(cpus: int, gpus: int, object_store_mb: int) -> Any:
 
 
 @contextmanager
-def joined_ray(address: str, folder: Path) -> Iterator[list[Node]]:
+def joined_ray(address: str, file: Path) -> Iterator[list[Node]]:
     """The Ray at `address` for the block, and its nodes; what this process started there ends with the block.
 
     Its processes work in this process's working folder, so that a path means the same everywhere.
 
     Args:
-        address: `host:port` of its head, or "auto" for the one that this machine is a node of.
-        folder: one that this process owns; every node must see its lock.
+        address: `host:port` of its head, "auto" for the one that this machine is a node of, or `ray://host:port` of
+            the server of Ray's clients.
+        file: one that this process has written; every node must see it.
 
     Raises:
         ClusterError: no Ray answers there, or a node does not see the files.
@@ -156,11 +157,14 @@ def joined_ray(address: str, folder: Path) -> Iterator[list[Node]]:
     import ray
     from ray._private.services import canonicalize_bootstrap_address
 
+    client = address.startswith("ray://")
     hook = {"worker_process_setup_hook": _in_folder(str(Path.cwd()))}
+    joining: dict[str, Any] = {"runtime_env": hook, "logging_level": logging.ERROR, "log_to_driver": False}
     try:
-        host, _, port = (canonicalize_bootstrap_address(address) or "").rpartition(":")
+        place = address if client else canonicalize_bootstrap_address(address) or ""
+        host, _, port = place.removeprefix("ray://").rpartition(":")
         socket.create_connection((host, int(port)), timeout=_DOOR_S).close()  # `ray.init` would try for minutes
-        ray.init(address=f"{host}:{port}", runtime_env=hook, logging_level=logging.ERROR, log_to_driver=False)
+        ray.init(address=place, namespace="mcore-mas", **({} if client else joining))
     except Exception as error:  # Ray raises what its parts raise
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise ClusterError(
@@ -169,7 +173,7 @@ def joined_ray(address: str, folder: Path) -> Iterator[list[Node]]:
         ) from error
     try:
         nodes = alive_nodes()
-        _check_files(nodes, (folder / "lock.json").resolve())
+        _check_files(nodes, file.resolve())
         yield nodes
     finally:
         ray.shutdown()

@@ -31,6 +31,7 @@ from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal, TrainingEr
 from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.placement import room_for
+from mcore_mas.training.ray_client import train_at
 from mcore_mas.training.recipe import identity_of, lineage_of
 from mcore_mas.training.step import AfterStep, TrainingSession, goes_on
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
@@ -54,6 +55,11 @@ def train(config_path: Path, address: str | None = None, *, after_step: AfterSte
     config = RunConfig.load(config_path)
     address = address or config.cluster.address
     folder = writable(config.folder / "train")
+    if address.startswith("ray://"):
+        if after_step is not None:
+            raise ConfigError("cluster.address: ray:// trains in a process of its own; name host:port of Ray's head")
+        train_at(address, config_path, folder)
+        return
     check_layouts(config)  # before any process starts
     make_renderers(config, config.models)
     room = room_for(config) if address == "local" else None
@@ -67,7 +73,7 @@ def train(config_path: Path, address: str | None = None, *, after_step: AfterSte
         remotes = open_remotes(config, folder / "remotes")
         make_env = stack.enter_context(world(config, "train/retriever"))
         if room is None:
-            room = room_for(config, stack.enter_context(joined_ray(address, folder)))
+            room = room_for(config, stack.enter_context(joined_ray(address, folder / "lock.json")))
         else:
             store, pages = object_store_mb(config), room.kind == "CPU"
             own_ray = running_ray(room.cpus, store, gpus=room.gpus, keep_pages=pages, logs=folder / "ray")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -241,6 +242,46 @@ def test_a_job_that_is_killed_for_memory_is_submitted_again_with_twice_as_much(
     assert "exceeded memory limit" in log.read_text()
     assert (killed["MinMemoryNode"], finished["MinMemoryNode"]) == ("3356M", "6712M")
     assert (killed["TimeLimit"], finished["TimeLimit"]) == ("01:17:00", "01:17:00")
+
+
+def test_a_person_saves_a_training_by_scancel_and_then_ends_it(cluster: Slurm, tmp_path: Path) -> None:
+    model = make_run(tmp_path, *SETTINGS) / "base"
+    own = [*TINY, *SETTINGS, f"policies.solver.model={model}", f"policies.verifier.model={model}", "trainer.steps=500"]
+    suite = {"suite": "one", "experiments": {"long": ["experiment=demo_math", *own]}}
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(suite))
+    words = ["--configfile", "one.yaml", "--set-resources", "train:mem_mb=5000", "train:runtime=600", "--retries", "0"]
+    pipeline = begun(cluster, tmp_path, "results/long/train/done.json", *words)
+    run = tmp_path / "results/long"
+    wait_until(lambda: 1 in finished_steps(run) or pipeline.poll() is not None, 300)
+    assert pipeline.poll() is None, pipeline.communicate()
+    listed = cluster.run("squeue", "--me", "--format", "%i %T %r %k").splitlines()
+    job, state, *_ = next(line for line in listed if "rule_train" in line).split()
+    found = cluster.job(job)
+    assert (state, found["MinMemoryNode"], found["TimeLimit"]) == ("RUNNING", "5000M", "10:00:00")
+
+    cluster.run("scancel", "--signal=URG", job)
+    wait_until(lambda: cluster.job(job)["Restarts"] == "1" and cluster.job(job)["JobState"] == "PENDING", 120)
+    first = saved_by("SIGURG", run)
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+5")
+    wait_until(lambda: max(finished_steps(run)) > first, 300)
+
+    cluster.run("scancel", job)
+    assert cluster.ended(job, 120) == "CANCELLED"
+    _, said = pipeline.communicate(timeout=300)
+    assert pipeline.returncode == 1
+    assert f"error: Slurm job {job}: CANCELLED" in said or "error: stopped by SIGTERM after step" in said
+    assert saved_by("SIGTERM", run) > first  # saved, and not queued again
+    assert (run / "logs/train.log").read_text().count("started again") == 1
+    assert (cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) == ("CANCELLED", "1")
+    assert "rule_train" not in cluster.run("squeue", "-h", "-o", "%k")
+
+
+def saved_by(name: str, run: Path) -> int:
+    """The step after which a signal stopped the training, which has its checkpoint."""
+    log = (run / "logs/train.log").read_text()
+    [step] = set(re.findall(rf"^(?:error: )?stopped by {name} after step (\d+)", log, re.MULTILINE))
+    assert (run / f"train/checkpoints/step_{int(step):06d}/manifest.json").is_file()
+    return int(step)
 
 
 def test_a_papers_table_is_made_by_jobs(cluster: Slurm, tmp_path: Path) -> None:

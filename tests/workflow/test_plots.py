@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,24 @@ def test_a_page_is_equal_for_equal_numbers_and_runs_nothing_that_a_name_says(tmp
     assert page == (tmp_path / "two.html").read_text()
     assert "&lt;script&gt;alert(1)" in page and "<script" not in page
     assert page.count("<svg") == 2 and 'http-equiv="Content-Security-Policy" content="default-src \'none\'' in page
+
+
+def test_a_run_of_two_steps_has_whole_steps_and_full_numbers_at_its_axes(tmp_path: Path) -> None:
+    rows = [{"step": step, "agent/solver/sampled_entropy": 6.8523 - 0.0003 * step} for step in range(2)]
+    write_charts({"demo": write(tmp_path / "metrics.jsonl", rows)}, tmp_path / "charts.html")
+    _, _, solver = re.split(r"no such metric was logged", (tmp_path / "charts.html").read_text())
+    labels = re.findall(r">([^<]*)</text>", solver.partition("validation accuracy")[2])
+    assert labels[:4] == ["1", "2", "training step", "6.85200"]  # and not 1.2, nor 0.0000 and an offset
+    assert labels[-3:] == ["6.85230", "solver", "demo"]
+
+
+def test_the_names_of_many_runs_are_not_wider_than_their_panels(tmp_path: Path) -> None:
+    rows = [{"step": step, "reward/mean": 0.1 * step} for step in range(3)]
+    path = write(tmp_path / "metrics.jsonl", rows)
+    write_charts({f"drmas_t1_4b_nonshared_drmas_{run}": path for run in range(6)}, tmp_path / "charts.html")
+    page = (tmp_path / "charts.html").read_text()
+    columns = re.findall(r'x="([\d.]+)" y="[\d.]+" transform="[^"]*">drmas', page)
+    assert (len(columns), len(set(columns))) == (6, 2)  # in as many columns as there are panels
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"reward/mean": 1}\n'])

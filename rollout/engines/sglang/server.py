@@ -74,7 +74,7 @@ class Server:
         secret = self._log.with_suffix(".key.yaml").absolute()
         secret.unlink(missing_ok=True)
         with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"api-key: {key}\n")
+            file.write(f'api-key: "{key}"\n')
         name = interface_of(address)
         return address, ["--config", str(secret)], {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 

@@ -26,6 +26,9 @@ _OWN = {  # an argument of the server -> the setting that it would contradict
     "data-parallel-size": "engine.replicas",
     "pp-size": "engine.tp",
     "pipeline-parallel-size": "engine.tp",
+    "nnodes": "engine.replicas",  # the GPUs of a server are on one node
+    "node-rank": "engine.replicas",
+    "dist-init-addr": "engine.replicas",
     "host": "",
     "port": "",
     "model-path": "",

@@ -15,7 +15,7 @@ import ray
 import torch
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.sglang.client import body_of, completion_of
+from mcore_mas.rollout.engines.sglang.client import SGLangClient, body_of, completion_of
 from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
 from mcore_mas.rollout.engines.sglang.server import Replica, Server, attached_replica, server_arguments
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
@@ -364,6 +364,8 @@ def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
         SGLangEngine(folder, max_length=64, urls=["https://example.org"], key="k")
     with pytest.raises(EngineError, match=r"engine.options: tp-size is not to be given .*; set engine.tp instead"):
         make(options={"tp_size": 2})
+    with pytest.raises(EngineError, match=r"engine.options: nnodes is not to be given .*; set engine.replicas instead"):
+        make(options={"nnodes": 2})
     with pytest.raises(EngineError, match=r"engine.options: port is not to be given to the servers; it is chosen here"):
         make(options={"port": 30000})
     server = SGLangEngine(folder, max_length=64, urls=["http://127.0.0.1:9"], start_s=0.1, restarts=0)
@@ -380,6 +382,35 @@ def test_arguments_are_the_servers_own(tmp_path: Path) -> None:
     )
     silent = Server(str(FAKE), [], str(tmp_path / "log"), {})
     assert silent.ended() == "the server ended"  # it was never started
+
+
+def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    words = server_arguments("model", tp=2, max_length=64, slots=4, options={})
+    server = Server(str(FAKE), words, str(tmp_path / "sglang.0.log"), {"OMP_NUM_THREADS": "3"}, "8" * 64)
+    url = server.start(["4", "6"])
+    try:
+        said = asyncio.run(asked(url))["arguments"]
+        environment = Path(f"/proc/{server.pid()}/environ").read_text().split("\0")
+    finally:
+        server.stop()
+    key = tmp_path / "sglang.0.key.yaml"
+    assert said == [*words, "--config", str(key), "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
+    assert (key.stat().st_mode & 0o777, key.read_text()) == (0o600, f'api-key: "{"8" * 64}"\n')
+    own = {"CUDA_VISIBLE_DEVICES=4,6", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", "OMP_NUM_THREADS=3"}
+    assert own <= set(environment)
+    assert not [entry for entry in environment if entry.startswith("PYTHONPATH=")]
+
+
+async def asked(url: str) -> dict[str, Any]:
+    """What the stand-in says of itself, when it is up."""
+    client = SGLangClient(url, timeout_s=20, connections=1)
+    while not await client.up():
+        await asyncio.sleep(0.05)
+    found: dict[str, Any] = await client.call("/arguments", {})
+    return found
 
 
 @pytest.mark.slow

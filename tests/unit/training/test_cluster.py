@@ -78,7 +78,8 @@ def test_workers_keep_the_memory_that_they_free_unless_the_environment_says_othe
 
 def test_an_address_where_no_ray_answers_is_told_at_once(tmp_path: Path) -> None:
     port = free_port()
-    for address, why in ((f"127.0.0.1:{port}", "Connection refused"), ("no.such.host.invalid:6379", "known")):
+    refused = ((f"{scheme}127.0.0.1:{port}", "Connection refused") for scheme in ("", "ray://"))
+    for address, why in (*refused, ("no.such.host.invalid:6379", "known")):
         began = time.monotonic()
         with pytest.raises(ClusterError) as caught, joined_ray(address, tmp_path):
             pass

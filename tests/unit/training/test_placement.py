@@ -150,9 +150,9 @@ def test_the_nodes_of_a_cluster_give_what_ray_counts() -> None:
 @pytest.mark.parametrize(
     ("address", "problem"),
     [
-        ("ray://10.0.0.1:10001", "is of Ray's client"),
-        ("10.0.0.1", "expected local, auto, or host:port"),
-        ("head:port", "expected local, auto, or host:port"),
+        ("ray://10.0.0.1", "expected local, auto, or "),
+        ("10.0.0.1", "expected local, auto, or "),
+        ("head:port", "expected local, auto, or "),
     ],
 )
 def test_addresses_that_cannot_be_are_refused(address: str, problem: str) -> None:

@@ -1,0 +1,94 @@
+"""A real tracking server of MLflow 2, from its own environment: it gets all but models, and each value once."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from mlflow.tracking import MlflowClient
+
+from mcore_mas.rollout.base.files import write_text
+from mcore_mas.rollout.base.processes import free_port, start_group, stop_group
+from mcore_mas.training.publish import publish
+from mcore_mas.training.traces import Traces
+from mcore_mas.training.tracking import TrackedRun, Tracker
+from mcore_mas.training.tracking_store import Store
+from tests.support.finished import STEPS, finished
+from tests.support.played import trajectory, turn
+
+SERVER = Path(__file__).resolve().parents[2] / ".venv-mlflow2/bin/mlflow"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not SERVER.exists(), reason="`make test-mlflow` makes MLflow 2")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder, port = tmp_path_factory.mktemp("server"), free_port()
+    stores = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder)]
+    command = [str(SERVER), "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1", *stores]
+    uri, child = f"http://127.0.0.1:{port}", start_group(command, log=folder / "log")
+    deadline = time.monotonic() + 120
+    try:
+        while True:
+            try:
+                said = urllib.request.urlopen(f"{uri}/version", timeout=5).read().decode()
+                break
+            except OSError:
+                assert child.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+                time.sleep(0.5)
+        assert said.startswith("2.")
+        yield uri
+    finally:
+        stop_group(child)
+
+
+def test_finished_runs_are_there_once(server: str, tmp_path: Path) -> None:
+    runs = {"duo": 1, "duo_s2": 2}
+    for run, seed in runs.items():
+        config = finished(tmp_path, run, seed).folder / "config.yaml"
+        values = yaml.safe_load(config.read_text())
+        values["tracking"]["uri"] = server
+        config.write_text(yaml.safe_dump(values))
+    write_text(tmp_path / "tables" / "pages.md", "| a |")
+    said: list[str] = []
+    link = publish(tmp_path, runs, ["pages"], said.append)
+    assert link and link.startswith(f"{server}/#/compare-runs")
+    assert publish(tmp_path, runs, ["pages"], said.append) == link
+    assert said == []
+    client = MlflowClient(tracking_uri=server)
+    experiment = client.get_experiment_by_name(values["tracking"]["experiment"]).experiment_id
+    there = {run.info.run_name: run for run in client.search_runs([experiment])}
+    assert sorted(there) == [
+        "duo",
+        "duo evaluate trained",
+        "duo train",
+        "duo_s2 evaluate trained",
+        "duo_s2 train",
+        "pages",
+    ]
+    assert there["duo"].data.metrics == pytest.approx({"trained/avg_at_4/all": 0.65})  # of 0.6 and 0.7
+    train = there["duo_s2 train"]
+    assert train.data.metrics["cost/tokens"] == 20000
+    points = client.get_metric_history(train.info.run_id, "reward/mean")
+    assert [point.step for point in points] == list(range(1, STEPS + 1))
+    assert points[-1].value == pytest.approx(0.78)  # 0.2 + 0.02 * 19 + 0.1 * 2
+    assert train.data.tags["trained.solver"] == "results/model"
+    assert train.data.tags["mlflow.parentRunId"] == there["duo"].info.run_id
+    assert [file.path for file in client.list_artifacts(there["pages"].info.run_id)] == ["pages.md"]
+
+
+def test_traces_are_there_or_one_line_says_that_they_are_not(server: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    said: list[str] = []
+    run = TrackedRun(name="traced", params={}, tags={})
+    tracker = Tracker(Store(server, "traces", tmp_path), run, tmp_path / "metrics.jsonl", said.append)
+    traces = Traces(tracker, said.append)
+    traces.send([trajectory(turn(0, "solver", started_s=1.7e9, took_s=1.0))] * 2, {})
+    tracker.finish("FINISHED")
+    client = MlflowClient(tracking_uri=server)
+    experiment = client.get_experiment_by_name("traces")
+    found = client.search_traces(locations=[experiment.experiment_id])
+    assert (len(found), len(said)) in ((2, 0), (0, 1)), (found, said)
