@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-gpu test-package first-curve test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow chaos notebooks lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-gpu test-package first-curve test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,8 +74,10 @@ first-curve: $(STAMP) ## time it from pip install of the wheel to a risen curve,
 test-gateway: $(STAMP) ## play a thousand random agent programs: every sampled token accounted for, never a 5xx
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.gateway_fuzz 1000
 
-chaos: $(STAMP) ## kill, stop, starve and deceive runs, at every write boundary and at random; writes docs/reliability.md
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills
+kills: $(STAMP) ## kill a pipeline at every boundary between two writes, or at a share of them (SHARE=1/4)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills $(SHARE)
+
+chaos: kills ## kill, stop, starve and deceive runs, at every write boundary and at random; writes docs/reliability.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.slope
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.chaos --out results/chaos.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --junitxml results/chaos.xml $$($(BIN)/python -m tests.faults.page --list)

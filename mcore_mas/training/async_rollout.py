@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
@@ -28,6 +28,7 @@ from mcore_mas.rollout.teams.collect import CollectOptions, Collector, collect
 from mcore_mas.rollout.teams.episode import Orchestra
 from mcore_mas.rollout.teams.journal import CollectionJournal, Lineage, Recording
 from mcore_mas.rollout.teams.team import Team
+from mcore_mas.training.full_disk import until_room
 from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.measure import Scoreboard, measure
 from mcore_mas.training.metrics import StepMetrics
@@ -135,7 +136,7 @@ class AsyncRollouts:
                 played = await self._rewarded(step, batch, began)
             groups += played
             if batches > whole:
-                write_trajectories(file, (t for g in groups for t in g.trajectories))
+                await until_room(partial(_write, file, groups), file)
             self._check_progress(step, groups)
             fresh = to_samples(played)
             samples += keep(fresh, wanted) if wanted else fresh
@@ -231,6 +232,10 @@ class AsyncRollouts:
             )
         if all(t.status is not Status.COMPLETED for t in played):
             raise TrainingError(f"step {step}: all {len(played)} trajectories failed; the first: {played[0].error}")
+
+
+async def _write(file: Path, groups: Sequence[Group]) -> None:
+    write_trajectories(file, (t for group in groups for t in group.trajectories))
 
 
 def _beside(group: Group) -> Group:

@@ -17,6 +17,7 @@ from mcore_mas.rollout.base.failpoints import failpoint
 from mcore_mas.rollout.base.files import Digest, epoch_of, sealed, sha256, sync_folder, unsealed, write_json
 from mcore_mas.rollout.base.processes import ProcessLost
 from mcore_mas.rollout.base.task_group import cancel_tasks
+from mcore_mas.training.full_disk import until_room
 from mcore_mas.training.joblog import TrainingError
 
 CHECKPOINT_FORMAT = 2  # of what a checkpoint's folder holds
@@ -24,7 +25,8 @@ _MANIFEST = "manifest.json"
 _MANIFEST_BYTES = 64 << 20
 _REFUSED = "refused_"
 
-Write = Callable[[Path], Awaitable[Awaitable[dict[str, Digest]]]]
+Written = Callable[[], Awaitable[dict[str, Digest]]]
+Write = Callable[[Path], Awaitable[Written]]
 
 
 class CheckpointError(TrainingError):
@@ -71,8 +73,9 @@ class Checkpoints:
     async def save(self, step: int, state: dict[str, Any], write: Write, metric: float | None = None) -> None:
         """Save `state`, and what `write` puts into a folder, as the state after `step` steps.
 
-        Returns once `write` has copied what it will put there and has given what to wait for: every file's size and
-        digest by name. The manifest follows in the background; `finish`, or the next save, waits for it.
+        Returns once `write` has copied what it will put there and has given a function that waits for it, and writes it
+        again if it is called again: every file's size and digest by name. The manifest follows in the background;
+        `finish`, or the next save, waits for it. While the disk is full all is tried again, as `until_room` has it.
 
         Raises:
             CheckpointError: this one cannot be begun, or the one before could not be written.
@@ -89,9 +92,13 @@ class Checkpoints:
             "metric": metric,
             "state": state,
         }
-        try:
-            partial.mkdir()
+
+        async def begin() -> None:
+            partial.mkdir(exist_ok=True)
             failpoint("checkpoint.begun")
+
+        try:
+            await until_room(begin, partial)
             files = await write(partial)
         except OSError as error:
             raise _unwritten(partial, error) from error
@@ -159,10 +166,10 @@ class Checkpoints:
         kept = self._by_metric()[: self._best]
         return self._best > len(kept) or any(metric >= (saved.metric or 0.0) for saved in kept)
 
-    async def _complete(self, partial: Path, manifest: dict[str, Any], files: Awaitable[dict[str, Digest]]) -> None:
+    async def _complete(self, partial: Path, manifest: dict[str, Any], files: Written) -> None:
         try:
-            manifest["files"] = dict(sorted((await files).items()))
-            await asyncio.to_thread(self._commit, partial, manifest)
+            manifest["files"] = dict(sorted((await until_room(files, partial)).items()))
+            await until_room(lambda: asyncio.to_thread(self._commit, partial, manifest), partial)
         except ProcessLost:
             raise
         except Exception as error:

@@ -84,6 +84,7 @@ def open_logbook(config: RunConfig, config_path: Path, first: int, mlflow_run: s
         except BaseException:
             tracker.finish("FAILED")
             raise
+        journal.write()  # of the last step, what a full disk has kept out
         tracker.finish("FINISHED")
 
 
@@ -166,6 +167,12 @@ class Journal:
             return
         self._last = step
         self._waiting += json.dumps({"step": step, **metrics}) + "\n"
+        self.write()
+
+    def write(self) -> None:
+        """Append what waits, if the disk lets us."""
+        if not self._waiting:
+            return
         check_owner(self._path)
         try:
             failpoint("metrics.begun")
@@ -176,6 +183,6 @@ class Journal:
                 os.fsync(file.fileno())
             self._waiting = ""
         except OSError as error:
-            self._warn(f"{self._path}: the metrics of step {step} wait for the next ({error.strerror})")
+            self._warn(f"{self._path}: the metrics of step {self._last} wait for the next ({error.strerror})")
             if not self._waiting.startswith("\n"):
                 self._waiting = f"\n{self._waiting}"  # part of it may be there

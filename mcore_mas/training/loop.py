@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from mcore_mas.rollout.base.files import Digest
 from mcore_mas.rollout.base.processes import ProcessLost
-from mcore_mas.training.checkpoint import CheckpointError
+from mcore_mas.training.checkpoint import CheckpointError, Written
 from mcore_mas.training.joblog import Abandoned, Stopped
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.step import TrainingSession, step
@@ -127,9 +127,9 @@ async def _save(
     state |= {"versions": versions, "lineage": lineage}
     groups = session.groups
 
-    async def write(folder: Path) -> Awaitable[dict[str, Digest]]:
+    async def write(folder: Path) -> Written:
         await asyncio.gather(*(group.save(folder / name) for name, group in groups.items()))
-        return written()
+        return written
 
     async def written() -> dict[str, Digest]:
         done = await asyncio.gather(*(group.written() for group in groups.values()))

@@ -20,6 +20,7 @@ from mcore_mas.rollout.base.task_group import together
 from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
 from mcore_mas.rollout.teams.collect import Collector
+from mcore_mas.training.full_disk import until_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,8 @@ class Shards:
         """Take a trajectory; with the last of a file, write it."""
         self._waiting.append(trajectory)
         if len(self._waiting) == _SIZE:
-            await asyncio.to_thread(write_trajectories, *self._next())
+            path, taken = self._next()
+            await until_room(lambda: asyncio.to_thread(write_trajectories, path, taken), path)
 
     def flush(self) -> None:
         """Write what has not filled a file."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from mcore_mas.training.checkpoint import Checkpoints, Saved
 from mcore_mas.training.cluster import joined_ray, running_ray
 from mcore_mas.training.crew import Crew
 from mcore_mas.training.engine_factory import make_players, make_renderers, open_remotes, world
+from mcore_mas.training.full_disk import until_room
 from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal, TrainingError
 from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.loop import train_steps
@@ -205,7 +207,8 @@ async def _train(session: TrainingSession, found: Saved | None, *, again: bool) 
     if best:
         await _restore(session, best)
     for policy, trainer in session.trainers.items():
-        await trainer.groups[policy].write_model(_model(session.config, policy))
+        model, group = _model(session.config, policy), trainer.groups[policy]
+        await until_room(partial(group.write_model, model), model)
     return best
 
 

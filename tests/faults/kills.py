@@ -1,7 +1,8 @@
 """SIGKILL at every write boundary of a pipeline, which then starts again and has to come to the same bits.
 
-`python -m tests.faults.kills [sample]` kills at every boundary, or at one of every kind where something is written and
-not in place; the disk is full, too, where something begins to be written. At last everything is written slowly.
+`python -m tests.faults.kills [sample | K/N]` kills at every boundary, at one of every kind where something is written
+and not in place, or at the K-th of every N; the disk is full, too, where something begins to be written. At last
+everything is written slowly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from tests.faults.forked import bare_folder, fingerprint, forked, pipeline, preparation, run_folder
 
 
-def main(sample: bool, make: Callable[[Path], Path], work: Callable[[Path], None]) -> None:
+def main(sample: bool, share: tuple[int, int], make: Callable[[Path], Path], work: Callable[[Path], None]) -> None:
     """Raises AssertionError if what was killed comes to something else than what was not."""
     with tempfile.TemporaryDirectory() as temporary:
         results = Path(temporary)
@@ -52,6 +53,8 @@ def main(sample: bool, make: Callable[[Path], Path], work: Callable[[Path], None
         for number, place in enumerate(places, 1):
             kind = re.sub(r"\..+\.sha256$|[0-9]+|solver|verifier|train|test|md|csv|html", "N", place)
             kinds[kind] += 1
+            if number % share[1] != share[0] % share[1]:
+                continue
             at = f"pass {number} of {len(places)}, {place}"
             if not sample or (kinds[kind] == 1 and not re.match("file.there|.*begun", place)):
                 check(f"*=kill@{number}", f"killed at {at}", (-signal.SIGKILL,))
@@ -62,5 +65,7 @@ def main(sample: bool, make: Callable[[Path], Path], work: Callable[[Path], None
 
 
 if __name__ == "__main__":
+    which = sys.argv[1] if sys.argv[1:] else "1/1"
+    first, of = (1, 1) if which == "sample" else map(int, which.split("/"))
     for made, worked in ((bare_folder, preparation), (run_folder, pipeline)):
-        main(sys.argv[1:] == ["sample"], made, worked)
+        main(which == "sample", (first, of), made, worked)

@@ -1,6 +1,6 @@
 """docs/reliability.md from docs/reliability.yaml and from what the last `make chaos` has found.
 
-`python -m tests.faults.page [JUNIT.xml] [CHAOS.json]`: takes over the results in these files, and writes the page.
+`python -m tests.faults.page [FILE.xml ...] [FILE.json ...]`: takes over results of pytest and of the chaos, writes the page.
 With `--list` it prints the tests that the table names.
 """
 
@@ -23,9 +23,13 @@ BEGIN, END = "<!-- begin faults -->", "<!-- end faults -->"
 def read(paths: list[str]) -> dict[str, Any]:
     """Results by test and by fault of the chaos: what came of it, and after how many seconds."""
     found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    found |= {"chaos": {"seeds": [], "recovered_s": {}}} if any(path.endswith(".json") for path in paths) else {}
     for path in paths:
         if path.endswith(".json"):
-            found["chaos"] = json.loads(Path(path).read_text(encoding="utf-8"))
+            own, chaos = json.loads(Path(path).read_text(encoding="utf-8")), found["chaos"]
+            chaos |= {"faults": own["faults"], "seeds": chaos["seeds"] + own["seeds"]}
+            for name, seconds in own["recovered_s"].items():
+                chaos["recovered_s"].setdefault(name, []).extend(seconds)
             continue
         for case in ElementTree.parse(path).iter("testcase"):
             name = f"{str(case.get('classname')).replace('.', '/')}.py::{str(case.get('name')).partition('[')[0]}"

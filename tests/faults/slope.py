@@ -1,6 +1,7 @@
-"""Memory of a long training: 300 steps in one process, in which rank, engine and controller are; its slope is bounded.
+"""Memory of a long training: 300 steps in one process, in which rank, engine and controller are; its slope is none.
 
 `python -m tests.faults.slope [STEPS]`. The first third warms up; of the rest the lowest of every ten steps counts.
+What is left after three standard errors of the same run's noise may be no more than a step's own numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tests.faults.forked import run_folder
 from tests.support.in_process import training_here
 
 WINDOW = 10
-ALLOWED_KIB = 12.0  # a step: 7 were measured, nothing of Python's; 10,000 steps are 70 MiB
+ALLOWED_KIB = 0.5  # a step, of what is known of each: its version and lineage; 10,000 steps are 5 MiB
+NOISE_KIB = 1.0  # of three standard errors: with more nothing is said
 
 
 def main(steps: int) -> None:
@@ -37,6 +39,7 @@ def main(steps: int) -> None:
         return True
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_FR_BUFFER_SIZE", "0")  # torch's ring of the last 2,000 collectives: 9 KiB a step until then
         config = run_folder(Path(folder)) / "config.yaml"
         values = yaml.safe_load(config.read_text())
         values["trainer"] |= {"steps": steps, "checkpoint_every": 10, "validate_every": 50}
@@ -45,10 +48,13 @@ def main(steps: int) -> None:
             train.train(config, after_step=seen)
     kept = np.array(resident[steps // 3 :]) / 1024
     lowest = kept[: len(kept) // WINDOW * WINDOW].reshape(-1, WINDOW).min(axis=1)
-    slope = float(np.polyfit(np.arange(len(lowest)) * WINDOW, lowest, 1)[0])
+    at = np.arange(len(lowest)) * WINDOW
+    (slope, _), covariance = np.polyfit(at, lowest, 1, cov=True)
+    noise = 3 * float(covariance[0, 0]) ** 0.5
     mib = (lowest / 1024).round(1).tolist()
-    print(f"{steps} steps: {slope:+.2f} KiB a step; MiB, the lowest of every {WINDOW}: {mib}")
-    assert abs(slope) <= ALLOWED_KIB
+    print(f"{steps} steps: {slope:+.2f} ± {noise:.2f} KiB a step; MiB, the lowest of every {WINDOW}: {mib}")
+    assert noise <= NOISE_KIB
+    assert slope - noise <= ALLOWED_KIB
 
 
 if __name__ == "__main__":

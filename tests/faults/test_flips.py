@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mcore_mas.rollout.base.files import Digest, sealed, write_chunks, write_jso
 from mcore_mas.rollout.records.files import RecordError, read_tasks, read_trajectories, write_tasks, write_trajectories
 from mcore_mas.rollout.records.trajectory import Message, Trajectory, Turn, VersionSpan
 from mcore_mas.rollout.tasks.arithmetic import arithmetic_tasks
-from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity
+from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity, Written
 from mcore_mas.training.recipe import recipe_of
 from tests.faults.forked import PASSAGES, bare_folder
 
@@ -61,12 +61,12 @@ def refused_or_the_same(path: Path, read: Callable[[], Any], errors: type[Except
 def test_a_checkpoint(tmp_path: Path, name: str) -> None:
     identity = Identity(run="r", models={"policy": {"vocab": 512}}, recipe={"seed": 1})
 
-    async def write(folder: Path) -> Awaitable[dict[str, Digest]]:
+    async def write(folder: Path) -> Written:
         async def written() -> dict[str, Digest]:
             (folder / "policy").mkdir()
             return {"policy/weights": write_chunks(folder / "policy" / "weights", [bytes(range(256))])}
 
-        return written()
+        return written
 
     async def save() -> None:
         checkpoints = Checkpoints(tmp_path, identity, keep=2)

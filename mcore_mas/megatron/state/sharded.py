@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,7 @@ class ShardedCheckpoint:
         self._architecture = architecture
         self._mine: dict[str, list[TensorBlock]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._write: Callable[[], dict[str, Digest]] | None = None  # the files of the last save
         self._writing: Future[dict[str, Digest]] | None = None
         self._host: Tensor | None = None
 
@@ -150,19 +152,20 @@ class ShardedCheckpoint:
             self._mine = self._assigned()
         blocks = [block for own in self._mine.values() for block in own]
         rank = dist.get_rank()
-        self._writing = self._thread.submit(_write, folder, rank, blocks, self._copied(), None if rank else record)
+        self._write = partial(_write, folder, rank, blocks, self._copied(), None if rank else record)
+        self._writing = self._thread.submit(self._write)
 
     def written(self) -> dict[str, Digest]:
         """Wait until what `save` copied is on disk; size and digest of this rank's files by name.
 
+        Asked again, it is written again.
+
         Raises:
             OSError: it could not be written.
         """
-        assert self._writing is not None
-        try:
-            return self._writing.result()
-        finally:
-            self._writing = None
+        assert self._write is not None
+        writing, self._writing = self._writing or self._thread.submit(self._write), None
+        return writing.result()
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Fill this rank's weights and optimizer state from what `save` wrote in any layout; returns the record.

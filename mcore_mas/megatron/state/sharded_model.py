@@ -174,9 +174,11 @@ class ShardedModel:
         Adapters are merged into the weights, and are by themselves in its subfolder adapter.
         """
         full = _keep(self.weights())
-        if dist.get_rank() == 0:
-            write_folder(Path(self._spec.model), folder, full)
-        dist.barrier()
+        try:
+            if dist.get_rank() == 0:
+                write_folder(Path(self._spec.model), folder, full)
+        finally:  # one that fails leaves nobody waiting, and can be asked again
+            dist.barrier()
         if self._spec.lora is not None:
             self.write_adapter(folder / "adapter")
 

@@ -182,6 +182,8 @@ class MegatronTrainer:
     def written(self) -> dict[str, Digest]:
         """Wait until what `save` copied is on disk; size and digest of this rank's files by name.
 
+        Asked again, it is written again.
+
         Raises:
             OSError: it could not be written.
         """

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.rollout.base.files import Digest, owned, sealed, write_chunks, write_json
 from mcore_mas.rollout.records.files import write_tasks
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity, _read_manifest
+from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity, Written, _read_manifest
 from mcore_mas.training.recipe import identity_of, recipe_of
 from tests.support.tiny import make_model
 
@@ -30,14 +30,14 @@ async def begin(checkpoints: Checkpoints, step: int, metric: float | None = None
     """Begin a checkpoint whose files come to disk once the event is set."""
     go = asyncio.Event()
 
-    async def write(folder: Path) -> Awaitable[dict[str, Digest]]:
+    async def write(folder: Path) -> Written:
         async def written() -> dict[str, Digest]:
             await go.wait()
             (folder / "policy").mkdir()
             text = f"weights of step {step}".encode()
             return {"policy/weights": write_chunks(folder / "policy" / "weights", [text[:3], text[3:]])}
 
-        return written()
+        return written
 
     await checkpoints.save(step, {"kl": step}, write, metric)
     return go
@@ -184,16 +184,16 @@ def test_what_could_not_be_written_is_said_in_one_line_later(tmp_path: Path, at_
     async def play() -> None:
         checkpoints = open_(tmp_path)
 
-        async def write(folder: Path) -> Awaitable[dict[str, Digest]]:
+        async def write(folder: Path) -> Written:
             async def written() -> dict[str, Digest]:
-                raise OSError("rank 1 of policy: No space left on device")
+                raise OSError("rank 1 of policy: Input/output error")
 
-            return written()
+            return written
 
         await checkpoints.save(3, {}, write)
         await (checkpoints.finish() if at_the_end else begin(checkpoints, 4))
 
-    with pytest.raises(CheckpointError, match=r"step_000003.*could not be written \(rank 1 of policy: No space"):
+    with pytest.raises(CheckpointError, match=r"step_000003.*could not be written \(rank 1 of policy: Input"):
         asyncio.run(play())
     assert open_(tmp_path).newest(silent) is None  # and what there was of it is gone
 

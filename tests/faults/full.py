@@ -1,0 +1,54 @@
+"""A training on a disk of its own that is full after its first step, for some seconds, and one on a disk that is not.
+
+`unshare --user --map-root-user --mount python -m tests.faults.full FOLDER` mounts a file system in memory on FOLDER.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.training import train
+from mcore_mas.training.metrics import StepMetrics
+from tests.faults.forked import fingerprint, forked, run_folder
+from tests.support.in_process import training_here
+
+MIB, FULL_S = 48, 5.0
+
+
+def main(results: Path) -> None:
+    """Raises AssertionError if the full disk ends the training, or changes what comes of it."""
+    run, ballast, log = results / "run", results / "ballast", results.with_name("log")
+
+    def work(full: bool) -> None:
+        async def after(number: int, _: StepMetrics) -> bool:
+            if full and number == 0:
+                with ballast.open("wb", buffering=0) as file, suppress(OSError):
+                    while True:
+                        file.write(bytes(4096))
+                threading.Timer(FULL_S, ballast.unlink).start()
+            return True
+
+        with pytest.MonkeyPatch.context() as patch, training_here(patch):
+            train.train(run / "config.yaml", after_step=after)
+
+    found = []
+    for full in (False, True):
+        assert forked(lambda: run_folder(results).rename(run), log) == 0, log.read_text()
+        assert forked(lambda full=full: work(full), log) == 0, log.read_text()
+        found.append(fingerprint(run))
+        shutil.rmtree(run)
+    assert found[0] == found[1], [name for name in found[0] if found[0][name] != found[1].get(name)]
+    print(*(line for line in log.read_text().splitlines() if "is full" in line), len(found[0]), sep="\n")
+
+
+if __name__ == "__main__":
+    disk = Path(sys.argv[1])
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={MIB}m", "disk", disk], check=True)
+    main(disk)
