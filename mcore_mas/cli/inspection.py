@@ -233,11 +233,11 @@ def _where(leak: Leak) -> str:
 
 def _line(leak: Leak, match: Match) -> str:
     prompt = " ".join(match.task.prompt.split())
-    shown = shown_line(prompt if len(prompt) <= _SHOWN_CHARS else f"{prompt[:_SHOWN_CHARS]}...")
+    shown = prompt if len(prompt) <= _SHOWN_CHARS else f"{prompt[:_SHOWN_CHARS]}..."
     if leak.kind == "tests":
-        return f"{match.task.id}: {shown}"
+        return shown_line(f"{match.task.id}: {shown}")
     alike = f", {match.similarity:.2f}" if leak.kind == "similar" else ""
-    return f"{match.earlier.id} → {match.task.id}{alike}: {shown}"
+    return shown_line(f"{match.earlier.id} → {match.task.id}{alike}: {shown}")
 
 
 @inspection_commands.command("list", rich_help_panel=_DATA)

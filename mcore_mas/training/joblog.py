@@ -19,7 +19,7 @@ from typing import Any, TextIO, TypeVar
 
 from mcore_mas.rollout.base.processes import die_with_parent
 from mcore_mas.rollout.base.task_group import cancel_tasks
-from mcore_mas.rollout.base.text import shown_line
+from mcore_mas.rollout.base.text import shown_line, shown_text
 
 CAUSE = "error: "
 _AGAIN = "----- started again -----\n"
@@ -53,7 +53,7 @@ def logged(path: Path | str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        traceback.print_exc()
+        print(shown_text(traceback.format_exc()), file=sys.stderr, end="")
         print(CAUSE + cause(error), file=sys.stderr)
         sys.exit(1)
 
@@ -126,7 +126,7 @@ def _why(log: Path, lines: int, told: str | None, *, written: bool) -> str:
         return causes[-1]
     if told:
         return told
-    last = "\n".join(f"  | {line}" for line in tail) or "  | (empty)"
+    last = "\n".join(f"  | {shown_line(line)}" for line in tail) or "  | (empty)"
     return f"{CAUSE}the job ended without saying why (killed, or out of memory?); the end of its log:\n{last}"
 
 

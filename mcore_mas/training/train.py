@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, closing, nullcontext
+from contextlib import AsyncExitStack, ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,9 @@ def train(config_path: Path, address: str | None = None, *, after_step: AfterSte
     make_renderers(config, config.models)
     room = room_for(config) if address == "local" else None
     tasks = _tasks(config)
+    if not (folder / "lock.json").exists():  # the first start; who lets others in later has his way
+        with suppress(PermissionError):  # it is somebody else's
+            folder.chmod(0o700)
     with ExitStack() as stack:
         stack.enter_context(owned(folder))
         warnings: list[str] = []

@@ -22,6 +22,7 @@ from typing import IO, Any
 import psutil
 
 from mcore_mas.rollout.base.task_group import cancel_tasks
+from mcore_mas.rollout.base.text import shown_line
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -197,8 +198,8 @@ def interface_of(address: str) -> str:
 
 
 def say(line: str) -> None:
-    """Print `line` where the progress of a run goes."""
-    print(line, file=sys.stderr, flush=True)
+    """Print `line` where the progress of a run goes, and nothing in it that commands a terminal."""
+    print(shown_line(line), file=sys.stderr, flush=True)
 
 
 _HOUR_S = 3600.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ TRAJECTORY_SCHEMA = pa.schema(
 
 
 _ROW_GROUP = 256  # rows that are read together, where one is looked at
+_LEAST_BYTES, _MOST_TIMES = 1 << 30, 200  # that a file may become in memory, and of its size on disk
 
 
 def write_tasks(path: Path, tasks: Sequence[Task]) -> None:
@@ -186,11 +187,22 @@ def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
     if not path.is_file():
         raise RecordError(f"{path}: no such file; expected a parquet file with columns {', '.join(schema.names)}")
     try:
-        table = pq.read_table(path, page_checksum_verification=True)
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            table = pa.Table.from_batches(_bounded(path, file), file.schema_arrow)
     except (pa.ArrowException, ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise RecordError(f"{path}: not a readable parquet file ({reason}); name another, or make it again") from error
     return _rows_of(path, table, schema)
+
+
+def _bounded(path: Path, file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+    """What a file has, unless that is absurdly more than it takes on disk: a few bytes can stand for any text."""
+    size, most = 0, max(_LEAST_BYTES, _MOST_TIMES * path.stat().st_size)
+    for batch in file.iter_batches(_ROW_GROUP):
+        size += batch.nbytes
+        if size > most:
+            raise ValueError(f"its {path.stat().st_size} bytes become more than {most}")
+        yield batch
 
 
 def _rows_of(path: Path, table: pa.Table, schema: pa.Schema) -> list[dict[str, Any]]:

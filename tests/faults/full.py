@@ -43,6 +43,7 @@ def main(results: Path) -> None:
         assert forked(lambda: run_folder(results).rename(run), log) == 0, log.read_text()
         assert forked(lambda full=full: work(full), log) == 0, log.read_text()
         found.append(fingerprint(run))
+        assert (run / "train").stat().st_mode & 0o777 == 0o700  # weights are this user's alone
         shutil.rmtree(run)
     assert found[0] == found[1], [name for name in found[0] if found[0][name] != found[1].get(name)]
     print(*(line for line in log.read_text().splitlines() if "is full" in line), len(found[0]), sep="\n")

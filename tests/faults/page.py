@@ -1,6 +1,6 @@
 """docs/reliability.md from docs/reliability.yaml and from what the last `make chaos` has found.
 
-`python -m tests.faults.page [FILE.xml ...] [FILE.json ...]`: takes over results of pytest and of the chaos, writes the page.
+`python -m tests.faults.page [JUNIT.xml | CHAOS.json]...`: takes over the results in these files, and writes the page.
 With `--list` it prints the tests that the table names.
 """
 

@@ -36,6 +36,16 @@ def test_a_failure_ends_the_log_with_its_cause(tmp_path: Path) -> None:
     assert log.read_text().splitlines()[-1] == "error: ValueError: first second"
 
 
+def test_nothing_in_a_log_of_a_failure_commands_a_terminal(tmp_path: Path) -> None:
+    log, killed = tmp_path / "job.log", tmp_path / "killed.log"
+    run_job(log, r"raise ValueError('\x1b]0;owned\x07 \x9b2J a\rb \u202eevil')")
+    assert r"ValueError: \x1b]0;owned\x07 \x9b2J a\rb \u202eevil" in log.read_bytes().decode().split("\n")[-3]
+    killed.write_text("what a program said: \x1b]52;c;aGk=\x07", newline="")
+    said = failure_message([str(log), str(killed)], 0.0, [])
+    assert r"  | what a program said: \x1b]52;c;aGk=\x07" in said.splitlines()
+    assert not set(log.read_bytes().decode() + said) & set("\x1b\x07\r\x9b\u202e")
+
+
 def test_a_job_that_is_started_again_appends_to_its_log(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     run_job(log, "raise ValueError('first')")

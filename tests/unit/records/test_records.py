@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_mas.rollout.base.files import epoch_of, owned
+from mcore_mas.rollout.records import files
 from mcore_mas.rollout.records.files import (
     TASK_SCHEMA,
     RecordError,
@@ -265,3 +266,19 @@ def test_a_task_that_cannot_be_one_is_refused_in_one_line(tmp_path, change, faul
 def test_a_changed_record_is_a_replaced_one_and_the_old_one_stays() -> None:
     assert changed(TURN, round=2, scores={"team": 1.0}) == replace(TURN, round=2, scores={"team": 1.0})
     assert (TURN.round, TURN.scores) == (0, {})
+
+
+def test_a_small_file_of_endless_tasks_is_refused_before_it_fills_memory(tmp_path, monkeypatch):
+    """Half a million prompts of 1 KiB, in a file that has the prompt once."""
+    rows, path = 1 << 19, tmp_path / "train.parquet"
+    columns = {name: ["x"] for name in ("id", "env", "source", "split")} | {"prompt": ["x" * 1024], "answers": [["x"]]}
+    one = pa.table(columns).select(TASK_SCHEMA.names)
+    again = pa.concat_tables([pa.concat_tables([one] * 256).combine_chunks()] * (rows // 256))
+    pq.write_table(again, path, compression="zstd", row_group_size=rows)
+    size = path.stat().st_size
+    assert size < 1 << 20
+    monkeypatch.setattr(files, "_LEAST_BYTES", 1 << 20)
+    before = pa.default_memory_pool().max_memory()
+    with pytest.raises(RecordError, match=rf"train.parquet: not a readable.*its {size} bytes become more"):
+        read_tasks(path)
+    assert pa.default_memory_pool().max_memory() - before < 64 << 20

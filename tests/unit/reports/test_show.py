@@ -9,6 +9,7 @@ import pytest
 
 from mcore_mas.cli.main import main
 from mcore_mas.reports.pages import find_trajectory
+from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.records.files import RecordError, read_trajectories, write_trajectories
 from mcore_mas.rollout.records.trajectory import Message, ToolEvent
 from mcore_mas.rollout.teams.tree import Branching
@@ -108,6 +109,9 @@ def test_a_note_of_a_run_is_one_line_and_no_command(capsys) -> None:
     Reporter("r train", 3).note(f"first: {HOSTILE}\r\nr train: 3/3 done")
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.endswith("\\r\\nr train: 3/3 done\n")
+    say(f"retriever: {HOSTILE}\nr train: 3/3 done")
+    said += capsys.readouterr().err
+    assert said.count("\n") == 2 and "retriever: \\x1b]0;owned" in said
     assert not set(said) & set("\x1b\x07\r\x9b\u202e")
     assert cause(ValueError(HOSTILE)).startswith("ValueError: \\x1b]0;owned")
 
