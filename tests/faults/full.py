@@ -24,9 +24,9 @@ MIB, FULL_S = 48, 5.0
 
 def main(results: Path) -> None:
     """Raises AssertionError if the full disk ends the training, or changes what comes of it."""
-    run, ballast, log = results / "run", results / "ballast", results.with_name("log")
+    ballast, log = results / "ballast", results.with_name("log")
 
-    def work(full: bool) -> None:
+    def work(run: Path, full: bool) -> None:
         async def after(number: int, _: StepMetrics) -> bool:
             if full and number == 0:
                 with ballast.open("wb", buffering=0) as file, suppress(OSError):
@@ -40,8 +40,9 @@ def main(results: Path) -> None:
 
     found = []
     for full in (False, True):
-        assert forked(lambda: run_folder(results).rename(run), log) == 0, log.read_text()
-        assert forked(lambda full=full: work(full), log) == 0, log.read_text()
+        assert forked(lambda: run_folder(results), log) == 0, log.read_text()
+        (run,) = (path for path in results.iterdir() if path.is_dir())
+        assert forked(lambda run=run, full=full: work(run, full), log) == 0, log.read_text()
         found.append(fingerprint(run))
         assert (run / "train").stat().st_mode & 0o777 == 0o700  # weights are this user's alone
         shutil.rmtree(run)
