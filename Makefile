@@ -89,9 +89,9 @@ test-nodes: $(STAMP) ## run trainings on several nodes, network namespaces of th
 notebooks: $(STAMP) ## execute docs/notebooks in two minutes and keep what they show
 	$(BIN)/python -m tests.support.notebooks
 
-test-frameworks: $(STAMP) .venv-frameworks/.stamp ## train unchanged programs of agent frameworks and write docs/frameworks.md
+test-frameworks: $(STAMP) .venv-frameworks/.stamp ## train unchanged programs of agent frameworks (or ONLY=LangGraph) and write docs/frameworks.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.frameworks
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.frameworks $(if $(ONLY),"$(ONLY)")
 
 .venv-frameworks/.stamp: requirements/frameworks.txt
 	$(PYTHON) -m venv .venv-frameworks

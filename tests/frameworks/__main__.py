@@ -10,43 +10,64 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.frameworks.training import FRAMEWORKS, PYTHON, ROOT, train
+from tests.frameworks.training import (
+    FRAMEWORKS,
+    PROGRAMS,
+    PYTHON,
+    RIGHT,
+    ROOT,
+    SCORED,
+    STEPS,
+    TRAINED,
+    UPDATES,
+    digest_of,
+    train,
+)
 
 PAGE = ROOT / "docs" / "frameworks.md"
-HEAD = """# Agent programs of published frameworks, trained as they are
+HEAD = f"""# Agent programs of published frameworks, trained as they are
 
-Made by `make test-frameworks`. No line of these programs knows of this project: environment variables point to the
-gateway ([gateway.md](gateway.md)), and CrewAI's `CREWAI_TESTING` keeps it from asking on the terminal whether to show
-its traces. The packages come from the index, at the versions of `requirements/frameworks.txt`.
+Made by `make test-frameworks`, or for one framework by `make test-frameworks ONLY=LangGraph`. No line of these
+programs knows of this project: environment variables point to the gateway ([gateway.md](gateway.md)), and CrewAI's
+`CREWAI_TESTING` keeps it from asking on the terminal whether to show its traces. The packages come from the index, at
+the versions of `requirements/frameworks.txt`.
 
-They are written as each framework's documentation writes them, for `gpt-4o-mini`, `gpt-4o` or Claude. Two frameworks
-also ship a program that takes a task: smolagents its command `smolagent`, and the OpenAI Agents SDK, in its source
-distribution, an example in which three agents translate side by side and a fourth picks the best. A test plays both as
-they are, asked for a sum; they are not trained here. The other packages have none: examples of LangGraph and AG2 are
-mostly notebooks in their repositories, those of the Anthropic SDK mostly contain their prompts, and the crew that
-`crewai create` writes has a fixed topic.
+One program is shipped, and named by the SHA-256 of its file: the example of parallel agents in the source
+distribution of the OpenAI Agents SDK, in which three agents translate side by side and a fourth picks the best. It
+reads a task, and is given a sum. smolagents ships its command `smolagent`, which a test plays as it is; trained once,
+it tried again until its prompts were longer than the model's 8,192 positions. The other programs are ours, written as
+each framework's documentation writes them, because these packages ship none that reads a task: LangGraph ships no
+program, AG2's source distribution has pages of documentation with fixed topics or a person at the keyboard, the
+Anthropic SDK's examples contain their prompts, and the crew that `crewai create` writes does not tell its second
+agent the task.
 
 Each task is a sum of two numbers from 1 to 3. A model of two layers with random weights first imitates a careless
-teacher who answers the same programs and is right in 35 % of its replies, at first with the last 64 tokens of each
-prompt only, and then learns from the reward of the program's answer: one policy, two agents, GRPO, 36 trajectories a
-step (smolagents: one agent). The shares right are those of 144 trajectories on the nine sums that it trains on; the
-interval is one of 95 % over sums. Minutes are those of two shared CPU cores, the environment's imports included. Rows
-of 16 steps are from an earlier run, with 72 trajectories and a cold start on whole prompts alone.
+teacher who answers the same programs and is right in {100 * RIGHT:.0f} % of its replies, at first with the last 64
+tokens of each prompt only, and then learns from the reward of the program's answer: one policy for all agents, GRPO,
+{STEPS} steps of {9 * TRAINED} trajectories, {UPDATES} updates each. The shares right are those of {9 * SCORED}
+trajectories on the nine sums that it trains on; the interval is one of 95 % over sums. Minutes are those of two
+shared CPU cores, the environment's imports included.
+
+AG2's, LangGraph's and the Anthropic SDK's programs say the same words to the models, so they learn the same. The rows
+of CrewAI and smolagents are of earlier runs, with one update a step: CrewAI's of 16 steps of 72 trajectories,
+smolagents' of 28 steps of 36.
 
 """
-COLUMNS = """| framework | package | program | steps | turns | before | after | gain | 95 % interval | minutes |
-|---|---|---|---:|---:|---:|---:|---:|---|---:|
+COLUMNS = """| framework | package | program | of | turns | before | after | gain | 95 % interval | minutes |
+|---|---|---|---|---:|---:|---:|---:|---|---:|
 """
 UNCLEAR = "\nOf these the gain is not beyond doubt:\n\n"
 
 
-def row(name: str, version: str, found: Mapping[str, float]) -> str:
-    """A framework's line of the table, shares in %."""
+def row(name: str, version: str, digest: str, found: Mapping[str, float]) -> str:
+    """A framework's line of the table, shares in %; `digest` is its program's."""
     before, after, low, high = (100 * found[key] for key in ("before", "after", "low", "high"))
-    program = FRAMEWORKS[name].program
+    program = Path(FRAMEWORKS[name].program)
+    ours = (PROGRAMS / program).exists()
+    shown = f"[{program}](../tests/frameworks/programs/{program})" if ours else f"`{program}` {digest}"
     return (
-        f"| {name} | {FRAMEWORKS[name].package} {version} | [{program}](../tests/frameworks/programs/{program}) | "
-        f"{found['steps']:.0f} | {found['turns']:.1f} | {before:.1f} | {after:.1f} | {after - before:+.1f} | "
+        f"| {name} | {FRAMEWORKS[name].package} {version} | {shown} | {'ours' if ours else 'shipped'} | "
+        f"{found['turns']:.1f} | {before:.1f} | {after:.1f} | {after - before:+.1f} | "
         f"[{low:+.1f}, {high:+.1f}] | {found['minutes']:.1f} |"
     )
 
@@ -88,7 +109,7 @@ def main(names: Sequence[str]) -> int:
             continue
         found = json.loads(done.stdout.splitlines()[-1])
         poor += [name] if found["low"] <= 0 else []
-        line = row(name, version_of(FRAMEWORKS[name].package), found)
+        line = row(name, version_of(FRAMEWORKS[name].package), digest_of(FRAMEWORKS[name], PYTHON), found)
         print(line, flush=True)
         before = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
         PAGE.write_text(page({name: line}, before), encoding="utf-8")

@@ -7,6 +7,7 @@ in a share of them; a tiny random model learns to imitate that, and reinforcemen
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import os
 import re
@@ -66,7 +67,7 @@ MODELS |= {"*": "solver"}  # what names no model asks for its framework's defaul
 NUMBERS = range(1, 4)
 RIGHT = 0.35  # share of the teacher's replies
 TAUGHT, TRAINED, SCORED = 16, 4, 16  # trajectories of each sum: before the cold start, in a step, in an evaluation
-STEPS = 28  # of reinforcement learning
+STEPS, UPDATES = 16, 4  # of reinforcement learning; of the model in each
 _NEAR = 64  # tokens before a reply
 
 
@@ -75,7 +76,7 @@ class Framework:
     """A framework, its program and how a reply to it reads."""
 
     package: str  # in the index
-    program: str  # in tests/frameworks/programs, or shipped
+    program: str  # ours, in tests/frameworks/programs, or shipped with the package
     arguments: tuple[str, ...] = ()
     reply: str = "\\boxed{{{0}}}"
     apart: str = ""  # of the package, what starts threads when it is imported (see `warm.py`)
@@ -94,11 +95,11 @@ FRAMEWORKS = {
         program="smolagents_code.py",
         reply="Thought: I add.\n<code>\nfinal_answer('\\\\boxed{{{0}}}')\n</code>",
     ),
-    "OpenAI Agents SDK": Framework(package="openai-agents", program="openai_agents.py"),
+    "OpenAI Agents SDK": Framework(package="openai-agents", program="examples/agent_patterns/parallelization.py"),
     "Anthropic SDK": Framework(package="anthropic", program="anthropic_sdk.py"),
     "LangGraph": Framework(package="langgraph", program="langgraph_graph.py"),
 }
-SHIPPED = {  # by their frameworks: no line of them is ours
+PLAYED = {  # and not trained
     "the command smolagent": Framework(
         package="smolagents",
         program="smolagents/cli.py",
@@ -107,10 +108,6 @@ SHIPPED = {  # by their frameworks: no line of them is ours
             *("--api-base", "{OPENAI_BASE_URL}", "--api-key", "{OPENAI_API_KEY}"),
         ),
         reply=FRAMEWORKS["smolagents"].reply,
-    ),
-    "an example of the OpenAI Agents SDK": Framework(
-        package="openai-agents",
-        program="examples/agent_patterns/parallelization.py",
     ),
 }
 
@@ -160,6 +157,11 @@ def program_of(framework: Framework, python: Path) -> tuple[Path, Path]:
     shipped = [*python.parents[1].glob("lib/python*/site-packages"), *python.parents[1].glob("sources/*/")]
     folder = next(folder for folder in (PROGRAMS, *shipped) if (folder / framework.program).exists())
     return folder, folder / framework.program
+
+
+def digest_of(framework: Framework, python: Path) -> str:
+    """SHA-256 of its program, as its package or this repository has it."""
+    return hashlib.sha256(program_of(framework, python)[1].read_bytes()).hexdigest()
 
 
 @contextmanager
@@ -301,7 +303,8 @@ async def learn(lesson: Lesson, model: Path) -> tuple[list[float], list[float], 
         groups = await lesson.play(player, step=step, group_size=TRAINED)
         curve.append(fmean(right(groups)))
         samples = weigh(estimate(to_samples(groups), rules), dict.fromkeys(lesson.agents, 1.0))
-        trainer.update(pack(samples, 8192))
+        for _ in range(UPDATES):
+            trainer.update(pack(samples, 8192))
         await engine.load_weights(trainer.model.weights(), step + 1)
     return before, right(await lesson.play(player, step=STEPS, group_size=SCORED)), curve
 

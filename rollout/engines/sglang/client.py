@@ -103,8 +103,9 @@ class StreamedReply:
         Raises:
             EngineError: the server failed meanwhile, or stopped before the end.
         """
-        if "error" in self._last or not (self._last.get("meta_info") or {}).get("finish_reason"):
-            raise EngineError(f"SGLang {path}: {_words(self._last, 'the stream ended before its reply')}")
+        ended = (self._last.get("meta_info") or {}).get("finish_reason")
+        if "error" in self._last or not ended or ended.get("status_code"):  # which without a stream is the answer's own
+            raise EngineError(f"SGLang {path}: {_words(ended or self._last, 'the stream ended before its reply')}")
         meta = {**self._last["meta_info"], "output_token_logprobs": self._logprobs}
         return {**self._last, "output_ids": self._ids, "meta_info": meta}
 

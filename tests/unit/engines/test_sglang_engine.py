@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ import ray
 import torch
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines.sglang.client import SGLangClient, body_of, completion_of
+from mcore_mas.rollout.engines.sglang.client import SGLangClient, StreamedReply, body_of, completion_of
 from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
 from mcore_mas.rollout.engines.sglang.server import Replica, Server, attached_replica, server_arguments
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
@@ -453,6 +454,32 @@ def test_a_reply_is_told_as_it_is_sampled_and_ends_when_nobody_listens(make: Mak
         assert 3 <= len(cut.token_ids) == len(cut.logprobs) < 50
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("size", [1, 7, 10**6])
+@pytest.mark.parametrize("mode", ["so_far", "news"])
+def test_a_stream_that_a_real_server_sent_is_read_whatever_parts_it_comes_in(mode: str, size: int) -> None:
+    """SGLang 0.5.23's own bytes, of a tiny model on a CPU; with `incremental-streaming-output` each event has news."""
+    sent = (FAKE.parent / "recorded" / f"sglang_{mode}.txt").read_bytes()
+    heard: list[tuple[int, list[int]]] = []
+    reply = StreamedReply(lambda place, ids: heard.append((place, [*ids])) is None, lambda: None)
+    take = reply.begin()
+    for place in range(0, len(sent), size):
+        take(sent[place : place + size])
+    assert heard == [(0, [59]), (1, [93]), (2, [79])]  # the last comes with the reply
+    got = completion_of(reply.whole("/generate"), 3)
+    assert (got.token_ids, got.finish_reason) == ((59, 93, 79, 42), "length")
+    assert got.logprobs == pytest.approx((-2.960897, -4.383044, -7.336450, -4.814980), abs=1e-6)
+    assert [(span.version, span.start, span.end) for span in got.versions] == [(3, 0, 4)]
+
+
+def test_what_a_server_refuses_in_a_stream_is_its_error() -> None:
+    reason = {"type": "abort", "message": "out of memory", "status_code": 503, "err_type": None}
+    meta = {"finish_reason": reason, "completion_tokens": 0, "output_token_logprobs": []}
+    reply = StreamedReply(lambda place, ids: True, lambda: None)
+    reply.begin()(b"data: " + json.dumps({"output_ids": [], "meta_info": meta}).encode() + b"\n\ndata: [DONE]\n\n")
+    with pytest.raises(EngineError, match="SGLang /generate: out of memory"):
+        reply.whole("/generate")
 
 
 def test_servers_on_one_gpu_start_one_after_the_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
