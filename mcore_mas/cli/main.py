@@ -102,7 +102,7 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
 @app.command("new", rich_help_panel=_PANEL)
 def new_team(name: Annotated[str, typer.Argument(help="Of the project, and of its Python package.")]) -> None:
     """Write a project of your own: team, environment, reward, tasks and test, which learn in minutes on a laptop."""
-    from mcore_mas.pipeline.scaffold import new_project
+    from mcore_mas.pipeline.base_model import new_project
 
     folder = new_project(name, Path())
     print(f"{folder}/  next: cd {folder}; mcore-mas run {name}.yaml  (README.md says what each file has)")

@@ -21,9 +21,8 @@ from starlette.routing import Route
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.pages import TurnAdvantages, TurnPieces, render_page, trajectory_page
-from mcore_mas.reports.runs import config_differences, run_states, score_differences
+from mcore_mas.reports.runs import config_differences, run_states, score_differences, who_works
 from mcore_mas.reports.terminal import advantages_of
-from mcore_mas.reports.waits import who_works
 from mcore_mas.rollout.base.files import FolderError, json_lines
 from mcore_mas.rollout.base.http import is_loopback
 from mcore_mas.rollout.base.http_server import bears, listen, server_config, url_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.pipeline.scaffold import ScaffoldError, new_project
+from mcore_mas.pipeline.base_model import ScaffoldError, new_project
 
 ROOT = Path(__file__).parents[2]
 
