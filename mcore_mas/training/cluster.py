@@ -259,6 +259,7 @@ async def lost_nodes(used: Collection[str]) -> None:
     raise NodeLost(f"lost node {', '.join(sorted(known.get(node, node) for node in gone))}")
 
 
+_CANCELLED = ["COMPLETING", "None"]  # squeue of a job that somebody ends: it is not running, and Slurm has no reason
 _PATIENCE_S = 600.0  # longer than what Slurm gives a job between a signal and its end
 _JOIN_S = 300.0  # in which all machines of a job join its Ray
 
@@ -278,6 +279,7 @@ def queued_again(folder: Path, saved: str = "step_*") -> Iterator[None]:
 
     A job that has saved something asks for its place in the queue. One that has not waits for what Slurm has in mind,
     which queues a preempted job itself and ends one whose time is up: else too short a limit would be tried for ever.
+    One that is ended by `scancel` is left alone: Slurm would queue it again too, and whoever cancels wants its end.
 
     Args:
         folder: what has the stage's checkpoints, or its trajectories.
@@ -296,6 +298,9 @@ def queued_again(folder: Path, saved: str = "step_*") -> Iterator[None]:
         yield
     except Stopped as stopped:
         if set(folder.glob(saved)) - before:
+            asked = ["squeue", "--noheader", "--jobs", job, "--format", "%T %r"]
+            if subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split() == _CANCELLED:
+                raise
             command = ["scontrol", "requeue", job]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode and "completing" not in done.stderr:  # that one is queued again by somebody else

@@ -76,10 +76,7 @@ def train_at(address: str, config: Path, folder: Path) -> None:
     except ray.exceptions.RayActorError as error:
         raise TrainingError(f"the node that ran the training is lost; the same command goes on ({error})") from error
     except ConnectionError as error:
-        raise TrainingError(
-            f"cluster.address: {address} does not answer any more; the training there goes on, and the same command "
-            "follows it again"
-        ) from error
+        raise TrainingError(f"cluster.address: {address} is gone; the same command finds the training again") from error
     finally:
         seen.unlink(missing_ok=True)
     if status < 0:
