@@ -24,6 +24,7 @@ CHECKPOINT_FORMAT = 2  # of what a checkpoint's folder holds
 _MANIFEST = "manifest.json"
 _MANIFEST_BYTES = 64 << 20
 _REFUSED = "refused_"
+_LISTED = 8  # keys that are named of a recipe that differs
 
 Written = Callable[[], Awaitable[dict[str, Digest]]]
 Write = Callable[[Path], Awaitable[Written]]
@@ -40,7 +41,8 @@ class Identity:
     run: str
     models: Mapping[str, Mapping[str, Any]]  # architecture as plain data, by policy and `<policy>.critic`
     recipe: Mapping[str, Any] = field(default_factory=dict)  # what decides what is learnt, as JSON, by dotted key
-    may_change: bool = False  # whether a checkpoint of another recipe is gone on from
+    inputs: Mapping[str, str] = field(default_factory=dict)  # digests of what is read and run, by name; {}: not known
+    may_change: bool = False  # whether a checkpoint of another recipe or of other inputs is gone on from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,7 @@ class Checkpoints:
             "run": self._identity.run,
             "models": self._identity.models,
             "recipe": self._identity.recipe,
+            "inputs": self._identity.inputs,
             "step": step,
             "metric": metric,
             "state": state,
@@ -291,7 +294,10 @@ def _foreign(manifest: Mapping[str, Any], identity: Identity) -> str:
                 return f"policy '{name}' has {what} {models[name][what]}, the run's model {value}"
     if extra := set(models) - set(identity.models):
         return f"has policy '{min(extra)}', which the run does not have"
-    return "" if identity.may_change else _changed(manifest.get("recipe", {}), identity.recipe)
+    if identity.may_change:
+        return ""
+    inputs = manifest.get("inputs", {}) if identity.inputs else {}
+    return _changed(manifest.get("recipe", {}), identity.recipe) or _changed(inputs, identity.inputs)
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -303,8 +309,9 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     ]
     if not changes:
         return ""
-    more = f" (and {len(changes) - 1} more keys)" if len(changes) > 1 else ""
-    return f"trained with {changes[0]}{more}; go on all the same with trainer.resume=changed, or name the run anew"
+    more = f" (and {len(changes) - _LISTED} more keys)" if len(changes) > _LISTED else ""
+    what = "; ".join(changes[:_LISTED]) + more
+    return f"trained with {what}; go on all the same with trainer.resume=changed, or name the run anew"
 
 
 def _said(recipe: Mapping[str, Any], key: str) -> str:

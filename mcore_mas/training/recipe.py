@@ -5,16 +5,24 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
+from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import mcore_mas
 from mcore_mas.config.run import RunConfig
-from mcore_mas.rollout.base.files import FolderError, sha256
+from mcore_mas.rollout.base.files import FolderError, known_sha256, sha256
 from mcore_mas.rollout.base.options import leaves
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.records.files import read_tasks, tasks_digest
 from mcore_mas.training.checkpoint import Identity
+
+_LARGE = 1 << 26  # bytes of a file that is not read at every start, but when it has changed
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def identity_of(config: RunConfig) -> Identity:
@@ -37,10 +45,46 @@ def identity_of(config: RunConfig) -> Identity:
     return Identity(run=config.run, models=models, recipe=recipe, may_change=config.trainer.resume == "changed")
 
 
-def lineage_of(config: RunConfig) -> str:
-    """The lineage of the weights that a run starts from: a digest of its identity, and of its models' files."""
-    models = {policy: [folder, *_files(Path(folder))] for policy, folder in config.models.items()}
-    return hashlib.sha256(json.dumps([asdict(identity_of(config)), models]).encode()).hexdigest()[:16]
+def input_digests(config: RunConfig) -> dict[str, str]:
+    """Digests of what a training reads and runs besides its tasks, by name.
+
+    They are of models with their tokenizers, the index (whose manifest has those of its files and corpus), modules that
+    the config names by import path, and this package's own code.
+    """
+    found = {"code": _code()}
+    for policy, folder in config.models.items():
+        for file in sorted(path for path in Path(folder).iterdir() if path.is_file() and path.name[0] != "."):
+            digest = known_sha256 if file.stat().st_size > _LARGE else sha256
+            found[f"policies.{policy}.model/{file.name}"] = digest(file)
+    if (retriever := config.retriever) is not None:
+        manifest = (retriever.folder or config.folder / "index") / "index.json"
+        found |= {"retriever.index": sha256(manifest)} if manifest.is_file() else {}
+    for key, value in recipe_of(config).items():
+        if isinstance(value, str) and (module := _module(value)) is not None:
+            found[f"{key}={value}"] = sha256(module)
+    return found
+
+
+@cache
+def _code() -> str:
+    """This package's sources; in a checkout two folders of it are links, which are not followed by themselves."""
+    package = Path(mcore_mas.__file__).parent
+    places = (package, package / "rollout", package / "retrieval")
+    return sha256(*sorted({path for place in places for path in place.rglob("*.py")}))
+
+
+def _module(name: str) -> Path | None:
+    """The file of an import path's module that is not this package's; None where it is no import path."""
+    if _IMPORT_PATH.fullmatch(name) and not name.startswith("mcore_mas."):
+        with suppress(ImportError, ValueError):
+            spec = find_spec(name.partition(":")[0])
+            return Path(spec.origin) if spec is not None and spec.origin else None
+    return None
+
+
+def lineage_of(identity: Identity) -> str:
+    """The lineage of the weights that a run starts from: a digest of its identity."""
+    return hashlib.sha256(json.dumps(asdict(identity)).encode()).hexdigest()[:16]
 
 
 # sections, and what of them, that decide what is learnt; layouts, speeds, cadences and addresses may change
@@ -59,6 +103,10 @@ _RECIPE: dict[str, frozenset[str]] = {
     "advantage": frozenset(),
     "filter": frozenset(),
     "loss": frozenset(),
+    "retriever": frozenset(
+        {"urls", "members", "key_file", "balance", "patience_s", "passages", "folder", "encoder_folder", "shards"}
+        | {"golden", "backend", "device", "threads"}
+    ),
     "coach": frozenset(
         {"url", "key_variable", "key_file", "proxy", "concurrency", "retries", "timeout_s", "deadline_s"}
         | {"batch_deadline_s", "prices", "budget"}

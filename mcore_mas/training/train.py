@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.rewards.coach import Coach
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
-from mcore_mas.training.checkpoint import Checkpoints, Saved
+from mcore_mas.training.checkpoint import Checkpoints, Identity, Saved
 from mcore_mas.training.cluster import joined_ray, running_ray
 from mcore_mas.training.crew import Crew
 from mcore_mas.training.engine_factory import make_players, make_renderers, open_remotes, world
@@ -34,7 +34,7 @@ from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.placement import room_for
 from mcore_mas.training.ray_client import train_at
-from mcore_mas.training.recipe import identity_of, lineage_of
+from mcore_mas.training.recipe import identity_of, input_digests, lineage_of
 from mcore_mas.training.step import AfterStep, TrainingSession, goes_on
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 
@@ -136,7 +136,7 @@ class _Run:
         for line in cut_off(config.agents):
             log.note(line)
         sleeps, state, first = config.engine.sleep, found.state if found else {}, [found.step if found else 0]
-        versions, start = state.get("versions", {}), lineage_of(config)
+        versions, start = state.get("versions", {}), lineage_of(_identity(config))
         lineage = {int(version): own for version, own in state.get("lineage", {}).items()}
         return TrainingSession(
             config=config,
@@ -173,9 +173,13 @@ def _tasks(config: RunConfig) -> dict[str, list[Task]]:
     return tasks
 
 
+def _identity(config: RunConfig) -> Identity:
+    return replace(identity_of(config), inputs=input_digests(config))
+
+
 def _checkpoints(config: RunConfig) -> Checkpoints:
     keep, best = config.trainer.keep_checkpoints, config.trainer.keep_best
-    return Checkpoints(config.folder / "train" / "checkpoints", identity_of(config), keep=keep, best=best)
+    return Checkpoints(config.folder / "train" / "checkpoints", _identity(config), keep=keep, best=best)
 
 
 def _done(session: TrainingSession, written: Saved | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from mcore_mas.rollout.base.files import Digest, owned, sealed, write_chunks, wr
 from mcore_mas.rollout.records.files import write_tasks
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity, Written, _read_manifest
-from mcore_mas.training.recipe import identity_of, recipe_of
+from mcore_mas.training.recipe import identity_of, input_digests, lineage_of, recipe_of
 from tests.support.tiny import make_model
 
 MODELS = {"policy": {"vocab": 512, "layers": 2, "rope_factor": None}}
@@ -84,8 +85,9 @@ def test_a_checkpoint_of_another_recipe_is_refused_unless_the_run_says_so(tmp_pa
     with pytest.raises(CheckpointError) as refused:
         of({"advantage.name": "grpo", "seed": 2}).newest(silent)
     assert str(refused.value).startswith(
-        f'{tmp_path / "step_000005"}: trained with advantage.name="drmas", and the config says "grpo" '
-        "(and 1 more keys); go on all the same with trainer.resume=changed, or name the run anew; no checkpoint can be"
+        f'{tmp_path / "step_000005"}: trained with advantage.name="drmas", and the config says "grpo"; '
+        "seed=1, and the config says 2; go on all the same with trainer.resume=changed, or name the run anew; no "
+        "checkpoint can be"
     )
     with pytest.raises(CheckpointError, match=r"trained with seed=1, and the config says \(default\); go on"):
         of({"advantage.name": "drmas"}).newest(silent)
@@ -110,6 +112,48 @@ def test_other_tasks_are_another_recipe(tmp_path: Path) -> None:
         CheckpointError, match=r'trained with data.tasks="[0-9a-f]{64}", and the config says "[0-9a-f]{64}"'
     ):
         Checkpoints(folder, identity_of(config), keep=2).newest(silent)
+
+
+def test_a_bit_that_flips_in_any_input_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Table: input -> the key that the refusal names."""
+    make_model(0).save_pretrained(model := tmp_path / "model")
+    (model / "tokenizer.json").write_text("{}")
+    one = Task(id="t/1", prompt="?", answers=("1",), env="math", source="t", split="train")
+    (module := tmp_path / "own_reward.py").write_text("def pay(group):\n    return group\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    index = tmp_path / "x" / "index" / "index.json"
+    index.parent.mkdir(parents=True)
+    index.write_text("{}")
+    overrides = [f"policies.{name}.model={model}" for name in ("solver", "verifier")]
+    overrides += ["reward={name: 'own_reward:pay', options: {}}", "+retriever={}"]
+    config = RunConfig.check(resolve(["experiment=demo_math", "run=x", f"results={tmp_path}", *overrides]), "test")
+    write_tasks(config.folder / "tasks" / "train.parquet", [one])
+
+    def checkpoints() -> Checkpoints:
+        return Checkpoints(tmp_path / "ckpt", replace(identity_of(config), inputs=input_digests(config)), keep=2)
+
+    save(checkpoints(), 5)
+    assert checkpoints().newest(silent) is not None
+    assert lineage_of(identity_of(config)) == lineage_of(identity_of(config))
+    files = {
+        model / "model.safetensors": "policies.solver.model/model.safetensors",
+        model / "tokenizer.json": "policies.solver.model/tokenizer.json",
+        module: "reward.name=own_reward:pay",
+        index: "retriever.index",
+    }
+    for file, key in files.items():
+        before = file.read_bytes()
+        file.write_bytes(bytes([before[0] ^ 1]) + before[1:])
+        with pytest.raises(CheckpointError, match=re.escape(f'{key}="')):
+            checkpoints().newest(silent)
+        file.write_bytes(before)
+        assert checkpoints().newest(silent) is not None
+    monkeypatch.setattr("mcore_mas.training.recipe._code", lambda: "another version")
+    with pytest.raises(CheckpointError, match=r'trained with code="[0-9a-f]{64}", and the config says "another'):
+        checkpoints().newest(silent)
+    anyhow = replace(identity_of(config), inputs=input_digests(config), may_change=True)
+    assert Checkpoints(tmp_path / "ckpt", anyhow, keep=2).newest(silent) is not None
+    assert Checkpoints(tmp_path / "ckpt", identity_of(config), keep=2).newest(silent) is not None  # an export's
 
 
 def test_the_recipe_is_what_decides_what_is_learnt(tmp_path: Path) -> None:
@@ -217,6 +261,7 @@ def test_the_manifest_says_whose_it_is_and_lists_every_file_with_its_digest(tmp_
         "step": 1,
         "metric": 0.25,
         "recipe": {},
+        "inputs": {},
         "state": {"kl": 1},
         "files": {"policy/weights": {"bytes": 17, "sha256": WEIGHTS_OF_1}},
     }
