@@ -57,6 +57,11 @@ def page(results: Sequence[Result], machine: str, before: str = "") -> str:
         "",
         "No GPU was at hand: utilisation, tokens per second and attention kernels of a GPU are not measured yet.",
         "",
+        "How a step's CPU time and memory grow with agents, turns, groups, prompts and policies (`growth`). From",
+        "prompts of 4096 tokens on, micro-batches of 4096 have room for one sequence each, and replies share nothing.",
+        "",
+        "![CPU time and memory over sizes](pictures/growth.png)",
+        "",
         "| benchmark | ratio | goal | reference | repeats | machine |",
         "|---|---:|---:|---|---:|---|",
     ]
