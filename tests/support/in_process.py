@@ -128,7 +128,7 @@ def engines_here(config: RunConfig, models: dict[str, str], *_: object, **__: ob
 
 def room_here(config: RunConfig) -> SimpleNamespace:
     tenants = tenants_of(config, "CPU")
-    return SimpleNamespace(kind="CPU", cpus=1, told={}, tenants=tenants, threads_of=lambda *_, **__: 1)
+    return SimpleNamespace(kind="CPU", cpus=1, told={}, tenants=tenants, threads_of=lambda *_, **__: 1, gpus=0)
 
 
 def placed_here(room: SimpleNamespace, **_: object) -> SimpleNamespace:
