@@ -159,13 +159,14 @@ def train_run(
     run: _Run = None,
     config: _Config = None,
     address: Annotated[str | None, typer.Option(help="Of a running Ray, in place of cluster.address.")] = None,
+    adopt: Annotated[bool, typer.Option("--adopt", help="Go on from a checkpoint of another recipe or code.")] = False,
 ) -> None:
     """Train one run, from its newest checkpoint if it has one."""
     stop_at_start()
     file = config_file(run, config)  # before the libraries load
     from mcore_mas.training.train import train
 
-    train(file, address)
+    train(file, address, adopt=adopt)
 
 
 @app.command("evaluate", rich_help_panel=_PANEL)

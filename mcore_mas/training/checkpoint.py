@@ -311,7 +311,7 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return ""
     more = f" (and {len(changes) - _LISTED} more keys)" if len(changes) > _LISTED else ""
     what = "; ".join(changes[:_LISTED]) + more
-    return f"trained with {what}; go on all the same with trainer.resume=changed, or name the run anew"
+    return f"trained with {what}; go on all the same with --adopt (trainer.resume=changed), or name the run anew"
 
 
 def _said(recipe: Mapping[str, Any], key: str) -> str:

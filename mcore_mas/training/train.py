@@ -39,7 +39,9 @@ from mcore_mas.training.step import AfterStep, TrainingSession, goes_on
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 
 
-def train(config_path: Path, address: str | None = None, *, after_step: AfterStep | None = None) -> None:
+def train(
+    config_path: Path, address: str | None = None, *, adopt: bool = False, after_step: AfterStep | None = None
+) -> None:
     """Train the run that `config_path` describes, from its newest valid checkpoint if it has one.
 
     Writes trajectories, metrics.jsonl, checkpoints, one Hugging Face folder per policy and, last, done.json under
@@ -47,6 +49,7 @@ def train(config_path: Path, address: str | None = None, *, after_step: AfterSte
 
     Args:
         address: of a Ray that runs already; None: as `cluster.address` says.
+        adopt: go on from a checkpoint of another recipe, of other inputs or code, as with `trainer.resume: changed`.
         after_step: told of each step; stops the run, with a checkpoint, where it says no. Without it signals do.
 
     Raises:
@@ -55,11 +58,15 @@ def train(config_path: Path, address: str | None = None, *, after_step: AfterSte
             CheckpointError): one line each.
     """
     config = RunConfig.load(config_path)
+    if adopt:
+        config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume": "changed"})})
     address = address or config.cluster.address
     folder = writable(config.folder / "train")
     if address.startswith("ray://"):
         if after_step is not None:
             raise ConfigError("cluster.address: ray:// trains in a process of its own; name host:port of Ray's head")
+        if adopt:
+            raise ConfigError("--adopt: ray:// trains in a process of its own; set trainer.resume=changed instead")
         train_at(address, config_path, folder)
         return
     check_layouts(config)  # before any process starts
