@@ -20,9 +20,8 @@ from pydantic import Field, JsonValue, model_validator
 
 from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
 from mcore_mas.rollout.base.http import check_url
-from mcore_mas.rollout.base.once import CallRecord
 from mcore_mas.rollout.base.options import Section, lookup
-from mcore_mas.rollout.base.task_group import LateCall, within
+from mcore_mas.rollout.base.task_group import CallRecord, LateCall, within
 from mcore_mas.rollout.models.chat_template import Renderer, WordStream, render_within
 from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
 from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, Turn, changed

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeInt, PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.once import once
+from mcore_mas.rollout.base.task_group import once
 from mcore_mas.rollout.environments.protocol import Case, Step, ToolCall, last_tag
 from mcore_mas.rollout.environments.running import SandboxedEnv
 from mcore_mas.rollout.records.trajectory import Task

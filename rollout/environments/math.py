@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from mcore_mas.rollout.base.errors import EnvError, Undecided
-from mcore_mas.rollout.base.once import once
+from mcore_mas.rollout.base.task_group import once
 from mcore_mas.rollout.environments.math_equality import (
     AnswerComparison,
     AnswerRefused,

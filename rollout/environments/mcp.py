@@ -15,8 +15,7 @@ from typing import Any
 from pydantic import PositiveFloat, PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.once import once
-from mcore_mas.rollout.base.task_group import cancel_tasks
+from mcore_mas.rollout.base.task_group import cancel_tasks, once
 from mcore_mas.rollout.environments.protocol import Step, ToolCall, last_tag
 from mcore_mas.rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
 from mcore_mas.rollout.environments.tools import BadArguments, Tool, ToolFailed, check_arguments

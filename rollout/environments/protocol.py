@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from mcore_mas.rollout.records.trajectory import Task
 
@@ -57,16 +56,6 @@ class Previewing(Protocol):
         Raises:
             EnvError: a tool failed for good; `Undecided` when it is not known what the action is worth.
         """
-
-
-@cache
-def _methods(protocol: Any) -> tuple[str, ...]:
-    return tuple(name for name in vars(protocol) if not name.startswith("_"))
-
-
-def offers(env: object, protocol: Any) -> bool:
-    """As `isinstance` of a protocol of methods alone, which takes ten times as long before Python 3.12."""
-    return all(hasattr(env, name) for name in _methods(protocol))
 
 
 @runtime_checkable

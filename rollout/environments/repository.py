@@ -13,8 +13,7 @@ from typing import Any, Literal
 from pydantic import PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.base.once import once
-from mcore_mas.rollout.base.task_group import together
+from mcore_mas.rollout.base.task_group import once, together
 from mcore_mas.rollout.environments.patches import BadPatch, apply_patch, parse_patch
 from mcore_mas.rollout.environments.protocol import Step, ToolCall
 from mcore_mas.rollout.environments.running import Tier, own_sandbox

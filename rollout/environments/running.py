@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.base.once import once
+from mcore_mas.rollout.base.task_group import once
 from mcore_mas.rollout.environments.protocol import ToolCall
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.sandbox import RunLimits, Runner, RunResult, Sandbox, SandboxFusion, Verdict

@@ -15,7 +15,7 @@ from pydantic import PositiveInt
 
 from mcore_mas.retrieval.client import BadRequest, NoRetriever, RetrievalError
 from mcore_mas.rollout.base.errors import EnvError, Unusable
-from mcore_mas.rollout.base.once import once
+from mcore_mas.rollout.base.task_group import once
 from mcore_mas.rollout.environments.protocol import Step, ToolCall, last_tag
 from mcore_mas.rollout.records.trajectory import Task
 

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from mcore_mas.rollout.base.errors import PromptTooLong
-from mcore_mas.rollout.base.once import once
-from mcore_mas.rollout.base.task_group import together
+from mcore_mas.rollout.base.task_group import once, together
 from mcore_mas.rollout.engines import ChatState
 from mcore_mas.rollout.environments.protocol import ToolCall
 from mcore_mas.rollout.environments.tools import Tool, call_tool

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mcore_mas.rollout.base.errors import Defect, PromptTooLong, Undecided
-from mcore_mas.rollout.base.once import put_on_record
-from mcore_mas.rollout.base.task_group import LEFT, Deadlines, Late, Watchdog, cancel_tasks, together
+from mcore_mas.rollout.base.task_group import LEFT, Deadlines, Late, Watchdog, cancel_tasks, put_on_record, together
 from mcore_mas.rollout.engines import Heard
 from mcore_mas.rollout.environments.protocol import Env, Step
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory

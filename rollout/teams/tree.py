@@ -17,9 +17,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mcore_mas.rollout.base.errors import EngineError, EnvError, Undecided
-from mcore_mas.rollout.base.once import put_on_record
 from mcore_mas.rollout.base.options import Section
-from mcore_mas.rollout.base.task_group import Late, Wait, cancel_tasks, together
+from mcore_mas.rollout.base.task_group import Late, Wait, cancel_tasks, put_on_record, together
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Turn, derive_seed
 from mcore_mas.rollout.teams.episode import Episode, Orchestra

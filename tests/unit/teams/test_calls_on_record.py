@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.base.once import once, put_on_record
+from mcore_mas.rollout.base.task_group import once, put_on_record
 from mcore_mas.rollout.engines import EngineClient
 from mcore_mas.rollout.environments.math_equality import AnswerComparison
 from mcore_mas.rollout.environments.protocol import Step, ToolCall
