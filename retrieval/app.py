@@ -35,7 +35,7 @@ from mcore_mas.retrieval.wire import (
     render_response,
 )
 from mcore_mas.rollout.base.http import DIGEST_HEADER, Result, content_digest
-from mcore_mas.rollout.base.http_server import BodyTooLarge, bears, read_body
+from mcore_mas.rollout.base.http_server import BodyTooLarge, TooLargeResponse, bears, read_body
 
 _FAISS: Any = faiss  # whose stubs lack its settings
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -162,7 +162,7 @@ def _guarded(handler: Handler, token: str | None) -> Handler:
         except BadRequest as error:
             return _error(422, str(error))
         except BodyTooLarge as error:
-            return _error(413, str(error), {"Connection": "close"})
+            return TooLargeResponse({"error": str(error)})
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except Overloaded as error:

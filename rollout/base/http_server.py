@@ -6,12 +6,14 @@ import asyncio
 import hmac
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mcore_mas.rollout.base.http import is_loopback
@@ -55,6 +57,22 @@ async def read_body(request: Request, most: int) -> bytes:
         if len(body) > most:
             raise BodyTooLarge(f"the body is over {most} bytes")
     return bytes(body)
+
+
+class TooLargeResponse(JSONResponse):
+    """Status 413, sent at once; the rest of the body is read and dropped, so that its sender hears the refusal."""
+
+    def __init__(self, content: object) -> None:
+        super().__init__(content, status_code=413, headers={"Connection": "close"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(READ_S):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b""})
 
 
 def token_of(host: str, token_file: Path | None) -> str | None:

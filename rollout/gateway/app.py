@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from mcore_mas.rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
-from mcore_mas.rollout.base.http_server import BodyTooLarge, answering, bears, bind, read_body, url_of
+from mcore_mas.rollout.base.http_server import BodyTooLarge, TooLargeResponse, answering, bears, bind, read_body, url_of
 from mcore_mas.rollout.gateway.completions import COMPLETIONS
 from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth, openai_error
 from mcore_mas.rollout.gateway.messages import MESSAGES
@@ -170,9 +170,10 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]], dialect: Dialect
             return await handler(request)
         except Exception as error:
             told = _told(error)
-            headers = {"Connection": "close"} if told.status == 413 else {}
-            headers |= {"x-should-retry": "false"} if told.status != 429 or told.code else {"Retry-After": "1"}
+            headers = {"x-should-retry": "false"} if told.status != 429 or told.code else {"Retry-After": "1"}
             body = dialect.error(told) if dialect else openai_error(told)
+            if told.status == 413:
+                return TooLargeResponse(body)
             return JSONResponse(body, status_code=told.status, headers=headers)
 
     return answer

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,10 @@ def test_a_big_body_gets_413_whether_declared_or_streamed(server_url: str) -> No
         f"{server_url}/retrieve", content=parts, headers={"Content-Type": "application/json"}, trust_env=False
     )
     assert reply.status_code == 413
+    for _ in range(3):  # who sends all of it before he listens hears it too
+        sender = HTTPConnection(httpx.URL(server_url).netloc.decode(), timeout=10)
+        sender.request("POST", "/retrieve", b" " * (1 << 24), {"Content-Type": "application/json"})
+        assert (sender.getresponse().status, sender.close()) == (413, None)
     assert post(server_url, {"queries": ["still here"]}).status_code == 200
 
 
