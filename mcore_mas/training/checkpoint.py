@@ -137,6 +137,7 @@ class Checkpoints:
                 aside = _free(folder.with_name(_REFUSED + folder.name))
                 folder.rename(aside)
                 told(f"{folder}: {fault}; kept as {aside.name}, {found.folder.name} is used")
+            self._prune()  # what a process did not get to that was killed when the newest had its name
         elif refused:
             folder, fault = refused[0]
             others = f" (and {len(refused) - 1} older)" if len(refused) > 1 else ""

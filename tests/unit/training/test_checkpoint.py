@@ -390,3 +390,10 @@ def test_without_a_metric_none_is_best(tmp_path: Path) -> None:
     save(checkpoints, 1)
     assert checkpoints.best(silent) is None
     assert not checkpoints.is_best(1.0)  # keep_best is 0
+
+
+def test_what_a_process_did_not_get_to_that_was_killed_behind_its_last_checkpoint_is_removed(tmp_path: Path) -> None:
+    save(open_(tmp_path, keep=9), 1, 2, 3)
+    found = open_(tmp_path, keep=1).newest(silent)
+    assert found is not None and found.step == 3
+    assert names(tmp_path) == ["step_000003"]
