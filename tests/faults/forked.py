@@ -103,7 +103,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
         if path.suffix == ".parquet":
             found[name] = json.dumps(_timeless(pq.read_table(path).to_pylist()))
         elif path.name == "metrics.jsonl":
-            found[name] = json.dumps([_timeless(json.loads(line)) for line in path.read_text().splitlines()])
+            found[name] = json.dumps([_timeless(json.loads(line)) for line in path.read_text().splitlines() if line])
         elif path.suffix == ".json":
             found[name] = json.dumps(_timeless(json.loads(path.read_text() or "0")))
         elif not fnmatch(path.name, ".*.sha256"):  # which have when files were written
