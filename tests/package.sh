@@ -25,7 +25,7 @@ if [ "${2:-}" = timed ]; then
     installed=$SECONDS
     "$work/empty/bin/mcore-mas" new my_team
     cd my_team
-    "$work/empty/bin/mcore-mas" run my_team.yaml --quiet all -- results/my_team/train/done.json
+    "$work/empty/bin/mcore-mas" run my_team.yaml results/my_team/train/done.json --quiet all
     echo "installed after $((installed - began)) s, trained after $((SECONDS - began)) s; validation before and after:"
     grep -o '"validation/accuracy": [0-9.]*' results/my_team/train/metrics.jsonl | sed -n '1p;$p'
     exit

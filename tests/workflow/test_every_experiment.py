@@ -52,7 +52,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Suite]:
         if owner not in urls:
             index = config.results / owner / "index"
             prepare.index_passages(config.folder / "config.yaml", index.parent / "tasks/passages.jsonl", index)
-            urls[owner] = servers.enter_context(RetrieverSidecar(index, log_path=tmp_path / "retriever.log", threads=1))
+            urls[owner] = servers.enter_context(RetrieverSidecar(index, log_path=tmp_path / "retriever.log"))
         yield build_env(config.env, retriever=RetrievalClient(urls[owner], token_file=None))
 
     with ExitStack() as servers, training_here(monkeypatch):

@@ -13,7 +13,7 @@ from tests.support import precision
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
     """As a layer calls it; Megatron's own product would be -1."""
-    how = {"allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None} | how
+    how = {"allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None, "exact": False} | how
     return decoder._linear(lambda *_, **__: torch.tensor(-1.0), x, weight, bias=bias, **how)
 
 
