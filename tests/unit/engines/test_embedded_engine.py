@@ -184,7 +184,7 @@ def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(folder:
         for number, completion in alone.items():
             assert other[number].token_ids == completion.token_ids
             assert other[number].logprobs == completion.logprobs  # not a bit apart
-            assert other[number].cached_tokens in (0, len(prompts[1]), 30)  # the whole of one, and what two share
+            assert other[number].cached_tokens <= 30  # what the last two have of others
 
 
 def test_a_token_is_drawn_by_its_seed_and_its_place_in_the_completion(folder: Path) -> None:
