@@ -48,8 +48,7 @@ tokens of each prompt only, and then learns from the reward of the program's ans
 trajectories on the nine sums that it trains on; the interval is one of 95 % over sums. Minutes are those of two
 shared CPU cores, the environment's imports included.
 
-AG2's, LangGraph's and the Anthropic SDK's programs say the same words to the models, so they learn the same. The row
-of smolagents is of an earlier run, of 28 steps of 36 trajectories with one update a step.
+AG2's, LangGraph's and the Anthropic SDK's programs say the same words to the models, so they learn the same.
 
 """
 COLUMNS = """| framework | package | program | of | turns | before | after | gain | 95 % interval | minutes |
