@@ -173,7 +173,7 @@ _CHECKS: dict[str, Callable[[], tuple[bool, str]]] = {
 
 
 run_commands = typer.Typer()
-_PANEL = "Look at runs"
+_RUNS_PANEL = "Look at runs"
 
 
 def run_folder(named: Path | None) -> Path | None:
@@ -187,7 +187,7 @@ def run_folder(named: Path | None) -> Path | None:
 RunFolder = Annotated[Path, typer.Argument(help="A run: its folder, or its name in results/.", callback=run_folder)]
 
 
-@run_commands.command("ls", rich_help_panel=_PANEL)
+@run_commands.command("ls", rich_help_panel=_RUNS_PANEL)
 def list_runs(results: Annotated[Path, typer.Argument(help="The folder of the runs.")] = Path("results")) -> None:
     """List the runs of a folder: steps taken, last reward and validation, scores before training and after it."""
     from mcore_mas.reports.runs import run_states
@@ -202,7 +202,7 @@ def list_runs(results: Annotated[Path, typer.Argument(help="The folder of the ru
     Console(highlight=False).print(table)
 
 
-@run_commands.command("compare", rich_help_panel=_PANEL)
+@run_commands.command("compare", rich_help_panel=_RUNS_PANEL)
 def compare_runs(first: RunFolder, second: RunFolder) -> None:
     """Print which settings of two runs differ, and their scores on the tasks that both have, paired by task."""
     from mcore_mas.reports.runs import config_differences, score_differences
@@ -220,7 +220,7 @@ def compare_runs(first: RunFolder, second: RunFolder) -> None:
     console.print(scores if scores.rows else "no evaluation that both have")
 
 
-@run_commands.command("track", rich_help_panel=_PANEL)
+@run_commands.command("track", rich_help_panel=_RUNS_PANEL)
 def track_results(results: Annotated[Path, typer.Argument(help="The folder of the runs.")] = Path("results")) -> None:
     """Send MLflow what it lacks of a folder's finished runs: steps, evaluations, costs, tables and charts."""
     from mcore_mas.training.publish import publish
@@ -235,7 +235,7 @@ def track_results(results: Annotated[Path, typer.Argument(help="The folder of th
         raise typer.Exit(1)
 
 
-@run_commands.command("chat", rich_help_panel=_PANEL)
+@run_commands.command("chat", rich_help_panel=_RUNS_PANEL)
 def chat_with_team(run: RunFolder, state: Annotated[str, typer.Option(help="base or trained.")] = "trained") -> None:
     """Talk to a run's team in the terminal: each line is a task that it plays; an empty line or Ctrl-D ends."""
     from mcore_mas.config.run import RunConfig
