@@ -39,6 +39,7 @@ from mcore_mas.rollout.tasks.datasets import located_dataset
 from mcore_mas.rollout.tasks.splits import SPLITS
 
 CONFIGS = SHIPPED / "configs"
+CHOICES = "choices.yaml"  # of a folder of configs: a table of small ones by group and name
 GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking", "experiment", "recipe")
 NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 _GLOBAL = ("team", "experiment", "recipe")  # groups whose files set any section, not the one of their name
@@ -53,10 +54,7 @@ def resolve(
 ) -> dict[str, Any]:
     """Compose the configs of `folder`, if any, and the shipped ones with Hydra overrides, at a scale.
 
-    The values are plain and validated.
-
-    Args:
-        own: sections that go into the composed ones, key by key.
+    The values are plain and validated; sections of `own` go into the composed ones, key by key.
 
     Raises:
         ConfigError: a file is no config, an override names nothing, or the result does not validate.
@@ -129,11 +127,17 @@ class _Repository(ConfigRepository):
 
 
 class Folder(FileConfigSource):
-    """A folder of configs, with what has no file of its own: the rows of grids, and estimators without options."""
+    """A folder of configs, with what has no file of its own: rows of grids and of CHOICES, plain estimators."""
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
         self._experiments = experiments(Path(self.path))
+        choices = Path(self.path, CHOICES)
+        given = _content(choices)[1] if choices.is_file() else {}
+        for group, rows in given.items():
+            if not isinstance(rows, dict) or not all(isinstance(row, dict | None) for row in rows.values()):
+                raise CompositionError(f"{choices}: {group} is {rows}; expected names, each with its settings")
+        self._rows: dict[str, dict[str, Any]] = {"advantage": {name: {"name": name} for name in ESTIMATORS}, **given}
 
     @staticmethod
     def scheme() -> str:
@@ -145,7 +149,7 @@ class Folder(FileConfigSource):
         group, name = _place(config_path)
         if group == "experiment":
             return name in self._experiments
-        return super().is_config(config_path) or (group == "advantage" and name in ESTIMATORS)
+        return super().is_config(config_path) or name in self._rows.get(group, ())
 
     def load_config(self, config_path: str) -> ConfigResult:
         """The section that a config sets, and the configs that it is made of; `content` has its values."""
@@ -161,19 +165,20 @@ class Folder(FileConfigSource):
             ConfigLoadError: there is no such file, or it is no mapping.
         """
         group, name = _place(config_path)
-        if group == "experiment" and self._experiments[name].stem != name:
-            return None, _row(self._experiments[name], name)
-        if group == "advantage" and not super().is_config(config_path):
-            return None, {"name": name}
+        if group == "experiment":
+            package, values = _content(file := self._experiments[name])
+            return (None, _row(file, name)) if "grid" in values else (package, values)
+        if not super().is_config(config_path) and name in self._rows.get(group, ()):
+            return None, self._rows[group][name] or {}
         return _content(Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml"))
 
     def is_group(self, config_path: str) -> bool:
         """Whether there is such a group of configs."""
-        return config_path == "advantage" or super().is_group(config_path)
+        return config_path in self._rows or super().is_group(config_path)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """The names in a group."""
-        made = {"experiment": list(self._experiments), "advantage": list(ESTIMATORS)}.get(config_path, [])
+        made = self._experiments if config_path == "experiment" else self._rows.get(config_path, ())
         return sorted({*(super().list(config_path, results_filter) if super().is_group(config_path) else ()), *made})
 
 
@@ -324,5 +329,5 @@ def uncomposed(error: Exception) -> str:
         group, _, name = error.missing_cfg_file.rpartition("/")
         near = get_close_matches(name, error.options, n=5, cutoff=0.5)
         which = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(error.options)}"
-        return f"no file '{name}' in configs/{group}; {which}"
+        return f"no {group} '{name}' in the configs; {which}"
     return " ".join(str(error).split())

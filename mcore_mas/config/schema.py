@@ -10,7 +10,6 @@ from mcore_mas.config.compose import CONFIGS
 from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.rollout.base.files import write_text
-from mcore_mas.rollout.base.options import Registry
 from mcore_mas.rollout.base.schema_words import json_schema
 from mcore_mas.rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
 from mcore_mas.rollout.tasks import GENERATORS
@@ -18,7 +17,7 @@ from mcore_mas.rollout.tasks import GENERATORS
 EditorSchema = dict[str, Any]
 
 SCHEMAS = CONFIGS / "schema"
-SECTIONS = {  # the section that a file of a group sets; files of other groups may set any
+SECTIONS = {  # the section that a config of a group sets; those of other groups may set any
     "advantage": "AdvantageConfig",
     "cluster": "ClusterConfig",
     "coach": "CoachConfig",
@@ -27,13 +26,16 @@ SECTIONS = {  # the section that a file of a group sets; files of other groups m
     "tracking": "TrackingConfig",
 }
 _CHOICES = (EnvConfig, OrchestraConfig, RewardConfig, AdvantageConfig, FilterConfig, LossConfig, CorrectionConfig)
+_RUN = {"$ref": "run.json"}
 _INTERPOLATED = {"type": "string", "pattern": r"^(\$\{.*\}|\?\?\?)$"}  # OmegaConf fills it in
 
 
 def editor_schemas() -> dict[str, EditorSchema]:
-    """The schema of whole runs, and of each section that has a group of files, by the name of its file."""
+    """The schema of whole runs, of tables of choices, and of each section that has a group, by the name of its file."""
     groups = {group: {"$ref": f"run.json#/$defs/{section}"} for group, section in SECTIONS.items()}
-    return {"run": run_schema(), **groups}
+    rows = {group: {"type": "object", "additionalProperties": schema} for group, schema in groups.items()}
+    choices = {"type": "object", "properties": rows, "additionalProperties": {"additionalProperties": _RUN}}
+    return {"run": run_schema(), "choices": choices, **groups}
 
 
 def run_schema() -> EditorSchema:
@@ -41,9 +43,9 @@ def run_schema() -> EditorSchema:
     schema = _partial(json_schema(RunConfig))
     sections = schema["$defs"]
     for choice in _CHOICES:
-        options = {name: _options(sections, choice.registry, name) for name in choice.registry.known}
+        options = {name: _hoisted(sections, json_schema(choice.registry.model(name))) for name in choice.registry.known}
         _choose(sections[choice.__name__], "name", options, own=choice.registry.own)
-    penalties = {name: _options(sections, PENALTY_REGISTRY, name) for name in PENALTY_REGISTRY.known}
+    penalties = {name: _hoisted(sections, json_schema(PENALTY_REGISTRY.model(name))) for name in PENALTY_REGISTRY.known}
     sections["RewardConfig"]["properties"]["penalties"] = {"type": "object", "properties": penalties}
     tasks = {name: _hoisted(sections, json_schema(generator.task_options)) for name, generator in GENERATORS.items()}
     _choose(sections["DataConfig"], "generator", tasks, own=False)
@@ -89,10 +91,6 @@ def _choose(section: EditorSchema, key: str, options: Mapping[str, EditorSchema]
 
 def _where(key: str, schema: EditorSchema) -> EditorSchema:
     return {"properties": {key: schema}, "required": [key]}
-
-
-def _options(sections: EditorSchema, registry: Registry, name: str) -> EditorSchema:
-    return _hoisted(sections, json_schema(registry.model(name)))
 
 
 def _hoisted(sections: EditorSchema, schema: EditorSchema) -> EditorSchema:

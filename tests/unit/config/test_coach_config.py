@@ -27,7 +27,7 @@ def test_the_released_behaviour_is_gemini_with_a_fallback() -> None:
         (["coach=local", "coach.url=http://a.org/v1", "+coach.key_variable=K"], "http would show the key"),
         (["coach=local", "coach.provider=claude"], "unknown provider 'claude'; known: anthropic, gemini, openai"),
         (["reward.name=coach"], "reward 'coach' needs a coach; choose one, for example coach=openai"),
-        (["coach=gpt"], "no file 'gpt' in configs/coach; there are: anthropic, deepseek, gemini, local, mappa, openai"),
+        (["coach=gpt"], "no coach 'gpt' in the configs; there are: anthropic, deepseek, gemini, local, mappa, openai"),
     ],
 )
 def test_a_mistake_is_one_line(overrides: list[str], message: str) -> None:

@@ -8,16 +8,15 @@ from typing import get_args
 import pytest
 import yaml
 
-from mcore_mas.config.compose import CONFIGS, experiments, resolve
+from mcore_mas.config.compose import CHOICES, CONFIGS, experiments, resolve
 from mcore_mas.config.credit import cut_off
 from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule
 from mcore_mas.equations.advantages import ESTIMATORS
 from mcore_mas.rollout.base.options import Section
 from tests.support.shipped import TEAMS, sharings
 
-GROUPS = sorted(
-    (path.parent.name, path.stem) for path in CONFIGS.glob("*/*.yaml") if path.parent.name not in ("experiment", "team")
-) + [("advantage", name) for name in ESTIMATORS]
+CHOSEN = yaml.safe_load((CONFIGS / CHOICES).read_text(encoding="utf-8"))
+GROUPS = [(group, name) for group, rows in CHOSEN.items() for name in rows] + [("advantage", n) for n in ESTIMATORS]
 ALONE = [
     "~experiment",
     "run=t",
@@ -39,7 +38,7 @@ def test_every_experiment_composes_and_survives_its_file(experiment: str, tmp_pa
 
 
 @pytest.mark.parametrize(("group", "name"), GROUPS)
-def test_every_group_file_composes(group: str, name: str) -> None:
+def test_every_choice_of_a_group_composes(group: str, name: str) -> None:
     more = [f"+policies.{policy}.critic.lr=1e-3" for policy in ("solver", "verifier")] if name == "gae" else []
     if name in ("at_grpo", "mcts", "mars2"):
         more.append("trainer.branching={width: 2}")
@@ -154,8 +153,8 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
         ("orchestra.name=chian", "unknown orchestra 'chian'; known: ab_mcts, chain, "),
         ("+orchestra.options.loops=3", "orchestra 'solver_verifier' has no option 'loops'; its options: max_loops"),
         ("advantage.name=drmass", "unknown advantage 'drmass'; known: at_grpo, dr_grpo, drmas, gae"),
-        ("advantage=drmass", "no file 'drmass' in configs/advantage; nearest: drmas, "),
-        ("advantage=zzzz", "no file 'zzzz' in configs/advantage; there are: at_grpo, dr_grpo, drmas"),
+        ("advantage=drmass", "no advantage 'drmass' in the configs; nearest: drmas, "),
+        ("advantage=zzzz", "no advantage 'zzzz' in the configs; there are: at_grpo, dr_grpo, drmas"),
         ("advantage=gae", "agent 'solver': advantage 'gae' needs policies.solver.critic"),
         (
             "trainer.group_size=1",
@@ -203,7 +202,7 @@ def test_a_mistake_in_a_grid_is_one_line_with_its_file(tmp_path: Path, old: str,
             "trainer.alternate.order is solver, solver; expected every trained policy once: solver, verifier",
         ),
         ("+trainer.final=best", "trainer: final 'best' needs a kept best: set trainer.keep_best to 1 or more"),
-        ("experiment=demo_maths", "no file 'demo_maths' in configs/experiment; nearest: demo_math, "),
+        ("experiment=demo_maths", "no experiment 'demo_maths' in the configs; nearest: demo_math, "),
     ],
 )
 def test_a_mistake_is_one_line(override: str, message: str) -> None:
@@ -391,3 +390,20 @@ def test_d10_replies_from_a_cut_distribution_are_told_of() -> None:
     assert line.startswith(
         "agents solver, verifier train on replies drawn with top_p or top_k: the gradient is that of"
     )
+
+
+def test_own_choices_come_before_the_shipped_ones(tmp_path: Path) -> None:
+    (tmp_path / "choices.yaml").write_text(
+        "loss: {gspo: {name: gspo, aggregation: token_mean}, near: {name: ppo_clip}}\n"
+    )
+    base = ["experiment=demo_math", "loss=gspo"]
+    assert resolve(base)["loss"]["aggregation"] == "seq_mean_token_mean"
+    assert resolve(base, tmp_path)["loss"]["aggregation"] == "token_mean"
+    assert (
+        resolve(["experiment=demo_math", "loss=near", "recipe=dapo"], tmp_path)["loss"]["options"]["clip_high"] == 0.28
+    )
+    with pytest.raises(ConfigError, match="no loss 'nearer' in the configs; nearest: near"):
+        resolve(["experiment=demo_math", "loss=nearer"], tmp_path)
+    (tmp_path / "choices.yaml").write_text("loss: {near: 3}\n")
+    with pytest.raises(ConfigError, match=r"choices\.yaml: loss is .*expected names, each with its settings"):
+        resolve(base, tmp_path)
