@@ -23,7 +23,7 @@ import yaml
 from mcore_mas import SHIPPED, code_commit
 from mcore_mas.equations.statistics import pass_at
 from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
-from mcore_mas.reports.paper_tables import TABLES, PaperTable, TableError
+from mcore_mas.reports.paper_tables import PaperTable, TableError, tables_of
 from mcore_mas.rollout.base.files import atomic_path, sha256
 from mcore_mas.rollout.config.data import DataConfig
 
@@ -62,7 +62,7 @@ def make_bundle(made: Path, out: Path) -> None:
     members: dict[str, Path | bytes] = {
         "table.csv": made.with_suffix(".csv"),
         "table.md": made.with_suffix(".md"),
-        "table.yaml": TABLES / f"{told['table']}.yaml",
+        "table.yaml": yaml.safe_dump({"table": tables_of()[told["table"]][1]}, sort_keys=False, encoding="utf-8"),
     }
     evaluations = {key: [_name(Path(path), results) for path in paths] for key, paths in told["evaluations"].items()}
     for paths in told["evaluations"].values():

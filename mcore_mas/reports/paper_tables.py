@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ class TableError(ValueError):
 
 
 class PaperTableConfig(Section):
-    """A file of workflow/tables."""
+    """A table in a file of workflow/tables."""
 
     title: str
     source: str  # paper, and table, figure or page
@@ -74,29 +74,32 @@ class PaperTable:
 
     @classmethod
     def load(cls, name: str, folder: Path = TABLES) -> PaperTable:
-        """Read `folder`/`name`.yaml.
+        """Read a table of the files in `folder`.
 
         Raises:
-            TableError: there is no such table, or its file is not of that form.
+            TableError: there is no such table, or it is not of that form.
         """
-        path = folder / f"{name}.yaml"
-        if not path.is_file():
+        tables = tables_of(folder)
+        if name not in tables:
             raise TableError(f"no table '{name}'; tables: {', '.join(table_names(folder))}")
+        path, values = tables[name]
         try:
-            table = cls(name=name, config=PaperTableConfig.model_validate(read_yaml(path)))
+            table = cls(name=name, config=PaperTableConfig.model_validate(values))
             known = experiments()
             unknown = [cell.experiment for cell in table.cells if cell.experiment not in known]
         except ValidationError as error:
             first = error.errors()[0]
-            raise TableError(f"{path}, {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-        except (yaml.YAMLError, ValueError, KeyError) as error:
-            raise TableError(f"{path}: {' '.join(str(error).split())}; see docs/tables.md") from error
+            raise TableError(f"{path}, {name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        except (ValueError, KeyError) as error:
+            raise TableError(f"{path}, {name}: {' '.join(str(error).split())}; see docs/tables.md") from error
         if unknown:
-            raise TableError(f"{path}: no experiment '{unknown[0]}'; expected one of configs/experiment")
+            raise TableError(f"{path}, {name}: no experiment '{unknown[0]}'; expected one of configs/experiment")
         lines = {*table.config.rows, *table.config.columns}
         strange = [name for pair in table.config.compare for name in pair if name not in lines]
         if strange:
-            raise TableError(f"{path}, compare: no row or column '{strange[0]}'; there are: {', '.join(sorted(lines))}")
+            raise TableError(
+                f"{path}, {name}.compare: no row or column '{strange[0]}'; there are: {', '.join(sorted(lines))}"
+            )
         return table
 
     @cached_property
@@ -151,7 +154,29 @@ class PaperTable:
 
 def table_names(folder: Path = TABLES) -> list[str]:
     """The tables that there are."""
-    return sorted(path.stem for path in folder.glob("*.yaml"))
+    return sorted(tables_of(folder))
+
+
+def tables_of(folder: Path = TABLES) -> dict[str, tuple[Path, Any]]:
+    """The file and the values of each table: a file has several by name, or is one, as in an older bundle.
+
+    Raises:
+        TableError: a file is no YAML.
+    """
+    found: dict[str, tuple[Path, Any]] = {}
+    for path in sorted(folder.glob("*.yaml")):
+        values = _read(path, path.stat().st_mtime_ns)
+        several = isinstance(values, dict) and "title" not in values
+        found |= {name: (path, own) for name, own in (values if several else {path.stem: values}).items()}
+    return found
+
+
+@lru_cache
+def _read(path: Path, modified_ns: int) -> Any:
+    try:
+        return read_yaml(path)
+    except yaml.YAMLError as error:
+        raise TableError(f"{path}: {' '.join(str(error).split())}; see docs/tables.md") from error
 
 
 def _parts(value: Any, count: int) -> list[float | str | None]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mcore_mas.config.compose import experiments
-from mcore_mas.reports.paper_tables import TABLES, PaperTable, TableError, table_names
+from mcore_mas.reports.paper_tables import TABLES, PaperTable, TableError, table_names, tables_of
 
 
 @pytest.mark.parametrize("name", table_names())
@@ -70,9 +71,17 @@ def test_averages_of_the_papers_are_of_their_rows(name: str) -> None:
     ],
 )
 def test_a_table_that_cannot_be_read_is_one_line(tmp_path: Path, change: tuple[str, str], words: str) -> None:
-    (tmp_path / "t.yaml").write_text((TABLES / "drmas_1.yaml").read_text().replace(*change, 1))
+    (tmp_path / "t.yaml").write_text((TABLES / "drmas.yaml").read_text().replace(*change, 1))
     with pytest.raises(TableError) as caught:
-        PaperTable.load("t", tmp_path)
+        PaperTable.load("drmas_1", tmp_path)
     assert words in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(TableError, match="no table 'u'; tables: t"):
+    with pytest.raises(TableError, match="no table 'u'; tables: drmas_1, drmas_2, "):
         PaperTable.load("u", tmp_path)
+
+
+def test_a_file_may_be_one_table_as_in_bundles_of_before(tmp_path: Path) -> None:
+    (tmp_path / "table.yaml").write_text(yaml.safe_dump(tables_of()["drmas_3"][1]))
+    assert PaperTable.load("table", tmp_path).config == PaperTable.load("drmas_3").config
+    (tmp_path / "u.yaml").write_text("a: [")
+    with pytest.raises(TableError, match=r"u\.yaml: .*see docs/tables\.md"):
+        table_names(tmp_path)
