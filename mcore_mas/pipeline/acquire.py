@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from mcore_mas.pipeline.hub import AcquireError, Hub, fetch
 from mcore_mas.pipeline.sources import Source, known_sources
+from mcore_mas.reports.pages import render_page
 from mcore_mas.retrieval.corpus import RetrievalError
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import atomic_path, write_json, write_text
@@ -139,7 +140,8 @@ def convert(raw: Sequence[Path], source: Source, out: Path) -> Rows:
     found = Rows()
     with atomic_path(out) as temporary:
         try:
-            _write(temporary, out.suffix, _taken(raw, source, found), _schema(raw))
+            types = pq.read_schema(raw[0]) if all(file.suffix == ".parquet" for file in raw) else None
+            _write(temporary, out.suffix, _taken(raw, source, found), types)
         except (RecordError, pa.ArrowException) as error:
             raise AcquireError(f"{source.repository}: {error}") from error
         _judge(str(source.repository), source, found)
@@ -194,11 +196,6 @@ def _taken(files: Sequence[Path], source: Source, found: Rows) -> Iterator[Mappi
             found.kept += 1
             texts.add(text)
             yield row
-
-
-def _schema(files: Sequence[Path]) -> pa.Schema | None:
-    """The types of the columns, which parquet files bring along."""
-    return pq.read_schema(files[0]) if all(file.suffix == ".parquet" for file in files) else None
 
 
 def _write(path: Path, suffix: str, rows: Iterator[Mapping[str, Any]], schema: pa.Schema | None) -> None:
@@ -265,18 +262,8 @@ def report_inputs(
     if by_hand:
         raise AcquireError(f"all else is there; put these there by hand, and start it again: {'; '.join(by_hand)}")
     found = [json.loads(path.read_text(encoding="utf-8")) for path in receipts]
-    lines = ["# Inputs", "", "| input | from | revision | bytes | rows | kept | duplicates | repeated | dropped |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
-    for own in found:
-        dropped = "; ".join(f"{n} {reason}" for reason, n in own.get("dropped", {}).items())
-        cells = [own.get(key, "") for key in ("rows", "kept", "duplicates", "repeated")]
-        size = own.get("bytes") or sum(file["bytes"] for file in own["files"].values()) or ""
-        row = [own["item"], own["origin"], (own["revision"] or "")[:12], size, *cells, dropped]
-        lines.append(f"| {' | '.join(map(str, row))} |")
-    lines += ["", "Repeated: another kept row has the same question, but for case, spacing and LaTeX's marks.", ""]
-    lines += ["## Leaks", "", "Tasks of a split whose id or text is in an earlier one:", ""]
-    lines += _leaks(runs) or ["None."]
-    write_text(out, "\n".join(lines) + "\n")
+    sizes = [own.get("bytes") or sum(file["bytes"] for file in own["files"].values()) or "" for own in found]
+    write_text(out, render_page("inputs.md.jinja", found=list(zip(found, sizes, strict=True)), leaks=_leaks(runs)))
 
 
 def _leaks(runs: Mapping[str, tuple[Mapping[str, Any], int]]) -> list[str]:
@@ -293,5 +280,5 @@ def _leaks(runs: Mapping[str, tuple[Mapping[str, Any], int]]) -> list[str]:
             if leak.matches and leak.kind != "tests":
                 more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
                 count = f"{len(leak.matches)} of {leak.tasks} {leak.split}"
-                lines.append(f"- {alike[0]}{more}: {count} tasks are in {leak.earlier}, by {leak.kind}")
+                lines.append(f"{alike[0]}{more}: {count} tasks are in {leak.earlier}, by {leak.kind}")
     return lines

@@ -10,10 +10,11 @@ import platform
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 from statistics import fmean
 from typing import Any
@@ -22,14 +23,13 @@ import yaml
 
 from mcore_mas import SHIPPED, code_commit
 from mcore_mas.equations.statistics import pass_at
+from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
 from mcore_mas.reports.paper_tables import PaperTable, TableError, tables_of
 from mcore_mas.rollout.base.files import atomic_path, sha256
 from mcore_mas.rollout.config.data import DataConfig
 
 METADATA = "ro-crate-metadata.json"
-_SPECIFICATION = "https://w3id.org/ro/crate/1.1"
-_LICENSE = "https://spdx.org/licenses/Apache-2.0"
 _TYPES = {
     ".csv": "text/csv",
     ".json": "application/json",
@@ -52,11 +52,7 @@ class BundleError(ValueError):
 
 
 def make_bundle(made: Path, out: Path) -> None:
-    """Write the bundle of a table as `out`.
-
-    Args:
-        made: results/tables/{table}.json, beside the table itself.
-    """
+    """Write the bundle of a table as `out`; `made` is results/tables/{table}.json, beside the table itself."""
     told = json.loads(made.read_text(encoding="utf-8"))
     results = made.parent.parent
     members: dict[str, Path | bytes] = {
@@ -76,8 +72,8 @@ def make_bundle(made: Path, out: Path) -> None:
     members["environment.json"] = _json(_environment())
     if (lock := SHIPPED / "requirements" / "lock.txt").is_file():
         members["requirements.txt"] = lock
-    contents = {name: _content(source) for name, source in sorted(members.items())}
-    contents[METADATA] = _json(_crate(PaperTable.load(told["table"]), contents))
+    contents = {n: own if isinstance(own, bytes) else own.read_bytes() for n, own in sorted(members.items())}
+    contents[METADATA] = _crate(PaperTable.load(told["table"]), contents)
     with atomic_path(out) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in contents.items():
             archive.writestr(zipfile.ZipInfo(name, _EPOCH), content, zipfile.ZIP_DEFLATED)
@@ -93,7 +89,10 @@ def verify_bundle(path: Path) -> str:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            _check_size(path, archive)
+            size = sum(info.file_size for info in archive.infolist())
+            if size > _MOST:  # it would fill the memory; of a member no more is read than it says to have
+                most = f"{_MOST / 1e9:.1f} GB"
+                raise BundleError(f"{path}: {size / 1e9:.1f} GB unpacked, and a bundle has at most {most}")
             contents = {info.filename: archive.read(info) for info in archive.infolist()}
         described = {entity["@id"]: entity for entity in json.loads(contents.pop(METADATA))["@graph"]}
         listed = {name: entity for name, entity in described.items() if entity["@type"] == "File"}
@@ -109,13 +108,6 @@ def verify_bundle(path: Path) -> str:
             raise BundleError(f"{path}, {name}: sha256 is {found}, and {METADATA} says {listed[name].get('sha256')}")
     with tempfile.TemporaryDirectory() as folder:
         return f"{path}: {len(contents)} files as described; {_recomputed(path, contents, Path(folder))}"
-
-
-def _check_size(path: Path, archive: zipfile.ZipFile) -> None:
-    """Refuse what would fill the memory; of a member no more is read than it says to have."""
-    size = sum(info.file_size for info in archive.infolist())
-    if size > _MOST:
-        raise BundleError(f"{path}: {size / 1e9:.1f} GB unpacked, and a bundle has at most {_MOST / 1e9:.1f} GB")
 
 
 def _recomputed(path: Path, contents: Mapping[str, bytes], folder: Path) -> str:
@@ -143,15 +135,10 @@ def _recomputed(path: Path, contents: Mapping[str, bytes], folder: Path) -> str:
         raise BundleError(f"{path}: the table cannot be made again ({' '.join(str(error).split())})") from error
     for name, file in zip(("table.csv", "table.md"), again, strict=True):
         ours, theirs = file.read_text(encoding="utf-8").splitlines(), contents[name].decode().splitlines()
-        for number, (one, other) in enumerate(_side_by_side(ours, theirs), start=1):
+        for number, (one, other) in enumerate(zip_longest(ours, theirs, fillvalue=""), start=1):
             if one != other:
                 raise BundleError(f"{path}, {name}, line {number}: its scores give '{one}', and it says '{other}'")
     return f"the table of {len(files)} evaluations is what their per-task scores give (commit {made.commit})"
-
-
-def _side_by_side(ours: Sequence[str], theirs: Sequence[str]) -> Iterator[tuple[str, str]]:
-    length = max(len(ours), len(theirs))
-    return zip(*([*lines, *[""] * (length - len(lines))] for lines in (ours, theirs)), strict=True)
 
 
 def _check_scores(where: str, evaluation: Mapping[str, Any]) -> None:
@@ -170,15 +157,11 @@ def _name(path: Path, results: Path) -> str:
     return f"runs/{path.relative_to(results).as_posix()}"
 
 
-def _content(source: Path | bytes) -> bytes:
-    return source if isinstance(source, bytes) else source.read_bytes()
-
-
 def _json(value: Any) -> bytes:
     return f"{json.dumps(value, indent=1, ensure_ascii=False)}\n".encode()
 
 
-def _crate(table: PaperTable, contents: Mapping[str, bytes]) -> dict[str, Any]:
+def _crate(table: PaperTable, contents: Mapping[str, bytes]) -> bytes:
     """The description of all files, in JSON-LD."""
     files = [
         {
@@ -191,40 +174,9 @@ def _crate(table: PaperTable, contents: Mapping[str, bytes]) -> dict[str, Any]:
         }
         for name, content in contents.items()
     ]
+    about = {"metadata": METADATA, "version": importlib.metadata.version("mcore-mas"), "tolerance": _TOLERANCE}
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    result = [{"@id": name} for name in contents if name in ("table.csv", "table.md")]
-    used = [{"@id": name} for name in contents if {"@id": name} not in result]
-    root = {
-        "@id": "./",
-        "@type": "Dataset",
-        "name": f"{table.config.title}, reproduced",
-        "description": f"Our scores beside those of {table.config.source}: {_TOLERANCE}.",
-        "datePublished": now,
-        "license": {"@id": _LICENSE},
-        "citation": {"@id": "#paper"},
-        "hasPart": [{"@id": name} for name in contents],
-        "mentions": {"@id": "#making"},
-    }
-    making = {
-        "@id": "#making",
-        "@type": "CreateAction",
-        "name": f"snakemake table_{table.name}",
-        "endTime": now,
-        "instrument": {"@id": "#mcore-mas"},
-        "object": used,
-        "result": result,
-    }
-    software = {"@type": "SoftwareApplication", "name": "mcore-mas", "softwareVersion": _version()}
-    graph = [
-        {"@id": METADATA, "@type": "CreativeWork", "conformsTo": {"@id": _SPECIFICATION}, "about": {"@id": "./"}},
-        root,
-        *files,
-        making,
-        {"@id": "#mcore-mas", **software},
-        {"@id": "#paper", "@type": "ScholarlyArticle", "name": table.config.source},
-        {"@id": _LICENSE, "@type": "CreativeWork", "name": "Apache License 2.0"},
-    ]
-    return {"@context": [f"{_SPECIFICATION}/context", {"sha256": "http://schema.org/sha256"}], "@graph": graph}
+    return _json(json.loads(render_page("ro-crate.json.jinja", table=table, files=files, now=now, **about)))
 
 
 def _inputs(runs: Sequence[Path]) -> list[dict[str, Any]]:
@@ -268,7 +220,3 @@ def _environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "packages": dict(sorted(packages.items())),
     }
-
-
-def _version() -> str:
-    return importlib.metadata.version("mcore-mas")

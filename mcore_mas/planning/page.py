@@ -24,10 +24,13 @@ _SHOWN = tuple(map(Cluster.parse, ("4xH100", "8xH100", "16xH100")))
 def render_plan(names: Sequence[str] | None = None) -> str:
     """The page, of all published experiments or of those in `names`."""
     published = published_experiments() if names is None else names
+    alike: dict[tuple[str, ...], list[str]] = {}  # experiments by their models and plans
+    for name in published:
+        alike.setdefault(tuple(plan_row(name)), []).append(f"`{name}`")
     return render_page(
         "plan.md.jinja",
         clusters=_SHOWN,
-        rows=[plan_row(name) for name in published],
+        rows=[[", ".join(own), *cells] for cells, own in alike.items()],
         assumed=asdict(ASSUMED),
         gpus=GPUS,
         logits=LOGITS >> 20,
@@ -38,12 +41,12 @@ def render_plan(names: Sequence[str] | None = None) -> str:
 
 
 def plan_row(name: str) -> list[str]:
-    """The cells of an experiment in the page's table: name, models, what it gets of each cluster and of its paper's."""
+    """The cells of an experiment in the page's table: models, what it gets of each cluster and of its paper's."""
     config = RunConfig.check(resolve([f"experiment={name}"]), name)
     sizes = [f"{count_parameters(a) / 1e9:.1f}B" for a in shapes_of(config).values()]
     models = " + ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes))
     critics = " and critics" if any(config.policies[p].critic for p in config.trained) else ""
-    return [f"`{name}`", models + critics, *(_cell(config, cluster) for cluster in _SHOWN), _own(config, name)]
+    return [models + critics, *(_cell(config, cluster) for cluster in _SHOWN), _own(config, name)]
 
 
 def _own(config: RunConfig, name: str) -> str:

@@ -61,7 +61,7 @@ def _team(name: str) -> dict[str, Any]:
         "agents": [(agent, role.name, _summary(role.parse).strip()) for agent, role in roles.items()],
         "env": (team["env"]["name"], _summary(ENVS[team["env"]["name"]])),
         "reward": (team["reward"]["name"], _summary(ALLOCATORS[team["reward"]["name"]])),
-        "penalties": {penalty: _summary(PENALTIES[penalty]) for penalty in team["reward"].get("penalties", {})},
+        "penalties": [(penalty, _summary(PENALTIES[penalty])) for penalty in team["reward"].get("penalties", {})],
         "sharings": _sharings(team),
         "source": Path(inspect.getfile(ORCHESTRAS[name])).resolve().relative_to(ROOT),
         "roles": list({role.name: role for role in roles.values()}.values()),

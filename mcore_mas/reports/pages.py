@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,13 @@ def render_page(template: str, **values: Any) -> str:
     return _TEMPLATES.get_template(template).render(values)
 
 
-def _printable(value: Any) -> Any:
-    if not isinstance(value, str) or hasattr(value, "__html__"):  # a macro's output has been through here
-        return value
-    return shown_text(value)
-
-
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
-    autoescape=select_autoescape(disabled_extensions=("md.jinja",), default=True),  # Markdown quotes this repository
-    finalize=_printable,
+    autoescape=select_autoescape(
+        disabled_extensions=("md.jinja", "json.jinja"), default=True
+    ),  # these quote this repository
+    # a macro's output has been through here
+    finalize=lambda value: shown_text(value) if isinstance(value, str) and not hasattr(value, "__html__") else value,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -182,7 +179,7 @@ def _tasks(file: Path) -> Sequence[Task]:
 
 
 _CELL, _GAP = 24, 16  # pixels
-_COLOURS = {  # of the signs that are not a plain label
+_COLOURS = {  # of the signs that are not a plain label, as digits and blocks are
     "#": "#4a4a4a",
     "_": "#f2efe9",
     ".": "#f2efe9",
@@ -193,8 +190,6 @@ _COLOURS = {  # of the signs that are not a plain label
     "*": "#54a24b",
     "$": "#c98b3a",
 }
-_LABEL = "#ffffff"  # square of a digit or a block
-_UNWRITTEN = "#_"  # signs that their colour says
 
 
 def picture(task: Task, actions: Sequence[str]) -> str:
@@ -211,24 +206,12 @@ def picture(task: Task, actions: Sequence[str]) -> str:
         played = game.play(states[-1], text)
         states.append(states[-1] if played is None else played.state)
     boards = [game.board(state) for state in states]
-    parts, left = [], _GAP
-    for board in boards:
-        parts += _squares(board, left)
-        left += _CELL * max(map(len, board)) + _GAP
-    height = _CELL * max(map(len, boards)) + 2 * _GAP
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left}" height="{height}" font-family="monospace" '
-        f'font-size="14" text-anchor="middle">{"".join(parts)}</svg>'
+    lefts = accumulate((_CELL * max(map(len, board)) + _GAP for board in boards), initial=_GAP)
+    return render_page(
+        "boards.svg.jinja",
+        boards=list(zip(boards, lefts, strict=False)),
+        heights=list(map(len, boards)),
+        colours=_COLOURS,
+        cell=_CELL,
+        gap=_GAP,
     )
-
-
-def _squares(board: Sequence[Sequence[str]], left: int) -> list[str]:
-    parts = []
-    for r, row in enumerate(board):
-        for c, sign in enumerate(row):
-            x, y = left + c * _CELL, _GAP + r * _CELL
-            colour = _COLOURS.get(sign, _LABEL)
-            parts.append(f'<rect x="{x}" y="{y}" width="{_CELL}" height="{_CELL}" fill="{colour}" stroke="#999"/>')
-            if sign not in _UNWRITTEN:
-                parts.append(f'<text x="{x + _CELL // 2}" y="{y + 17}">{escape(sign)}</text>')
-    return parts

@@ -14,6 +14,7 @@ import pandas as pd
 from mcore_mas.config.compose import expand_braces
 from mcore_mas.config.run import GAIN
 from mcore_mas.equations.statistics import mean_interval
+from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.paper_tables import PaperCell, PaperTable
 from mcore_mas.reports.published import published_values, read_published
 from mcore_mas.reports.tables import markdown_table, read_evaluation
@@ -26,11 +27,6 @@ _GRADES = {
 }
 
 _ROUNDING = 0.0005  # papers print a decimal of a per cent
-
-_TINY = (
-    "**Scale tiny: random models, generated tasks, two steps. These scores say that the pipeline runs, and nothing "
-    "about the method.**"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +71,7 @@ def make_paper_table(
 ) -> None:
     """Write the table as CSV, a measured cell a line, and as Markdown in the paper's layout.
 
-    Args:
-        files: the evaluations by experiment and policy state, one of each seed.
+    `files` are the evaluations by experiment and policy state, one of each seed.
 
     Raises:
         TableError: an evaluation is missing or not as `mcore_mas.training.evaluate` writes it.
@@ -86,8 +81,16 @@ def make_paper_table(
     differences = [line | _agreement(line) for line in _differences(table, evaluations)]
     frame = pd.DataFrame([*lines, *differences]).assign(scale=made.scale, commit=made.commit, seeds=len(made.seeds))
     write_text(csv, str(frame.to_csv(index=False, float_format="%.6f", lineterminator="\n")))
-    parts = [_head(table, made), *_blocks(table, lines), *_compared(differences), *table.config.notes, _ended(made)]
-    write_text(markdown, "\n\n".join(filter(None, parts)) + "\n")
+    page = render_page(
+        "paper_table.md.jinja",
+        config=table.config,
+        grade=_GRADES[table.config.grade],
+        made=made,
+        blocks=_by_block(lines),
+        differences=_by_block(differences),
+        costs=markdown_table(pd.DataFrame(made.costs).fillna("")),
+    )
+    write_text(markdown, page)
 
 
 def _line(table: PaperTable, cell: PaperCell, evaluations: Evaluations) -> dict[str, Any]:
@@ -159,22 +162,14 @@ def _differences(table: PaperTable, evaluations: Evaluations) -> Iterator[dict[s
             }
 
 
-def _blocks(table: PaperTable, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for block in table.config.blocks:
-        for metric in table.config.metrics:
-            own = [line for line in lines if line["block"] == block and line["metric"] == metric]
-            measured = ", ".join(dict.fromkeys(line["measured"] for line in own))
-            yield f"**{block}, {metric}** (measured: {measured}; tasks: {_counts(own)})"
-            yield _grid(own)
-
-
-def _compared(differences: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if not differences:
-        return
-    yield "**Differences**, paired by task, in points"
-    for block, metric in dict.fromkeys((line["block"], line["metric"]) for line in differences):
-        yield f"{block}, {metric}"
-        yield _grid([line for line in differences if (line["block"], line["metric"]) == (block, metric)])
+def _by_block(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
+    """The grid of each block and metric; which of our metrics it has, and how many tasks of each data source."""
+    for block, metric in dict.fromkeys((line["block"], line["metric"]) for line in lines):
+        own = [line for line in lines if (line["block"], line["metric"]) == (block, metric)]
+        measured = ", ".join(dict.fromkeys(line["measured"] for line in own if "measured" in line))
+        counts = dict.fromkeys((line["dataset"], line["n"]) for line in own)
+        tasks = ", ".join(f"{dataset} {n}" for dataset, n in counts)
+        yield {"name": f"{block}, {metric}", "measured": measured, "tasks": tasks, "grid": _grid(own)}
 
 
 def _grid(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -197,29 +192,6 @@ def _shown(line: Mapping[str, Any]) -> str:
         return ours
     agrees = "=" if line["within"] else ""
     return f"{ours} ({agrees}{100 * paper:{sign}.1f})" if isinstance(paper, float) else f"{ours} ({paper})"
-
-
-def _counts(lines: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(f"{dataset} {n}" for dataset, n in dict.fromkeys((line["dataset"], line["n"]) for line in lines))
-
-
-def _head(table: PaperTable, made: MadeFrom) -> str:
-    config = table.config
-    warning = "" if made.scale == "paper" else f"{_TINY}\n\n"
-    return (
-        f"# {config.title}\n\n{warning}Scale {made.scale}; seeds {', '.join(map(str, made.seeds))}; commit "
-        f"{made.commit}. "
-        f"In brackets 95 % intervals over tasks; in parentheses the paper's number ({config.source}; grade "
-        f"{config.grade}: {_GRADES[config.grade]}), with `=` where it lies within our interval. Scores in %."
-    )
-
-
-def _ended(made: MadeFrom) -> str:
-    costs = markdown_table(pd.DataFrame(made.costs).fillna(""))
-    told = "\n".join(f"- {line}" for line in made.deviations)
-    return (
-        f"**Cost** of each run; of an answer, in its evaluation\n\n{costs}\n\n**Deviations** from the paper\n\n{told}"
-    )
 
 
 def known_deviations(table: PaperTable) -> list[str]:

@@ -23,6 +23,7 @@ from mcore_mas import SHIPPED
 from mcore_mas.config.compose import CONFIGS, expand_braces, experiments, resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.equations.losses import LOSSES
+from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.paper_tables import PaperTable, table_names
 from mcore_mas.reports.tables import markdown_table
 from mcore_mas.rollout.base.files import json_lines, read_yaml
@@ -184,17 +185,6 @@ def _shown(value: Any) -> str:
 
 OUTCOMES = SHIPPED / "docs" / "tables_tiny.md"
 SAMPLE = OUTCOMES.with_name("tables_drmas_1_tiny.md")
-_HEAD = """# The papers' tables at the scale tiny
-
-Written by `mcore-mas write tables-tiny` from the results of `make tables-tiny`, as far as that ran. **At this scale
-models are small and random, tasks are generated and a training has two steps: what is here shows that everything runs,
-and nothing about any method.** [tables.md](tables.md) says what the scale changes.
-
-{made} of {tables} tables and {ended} of {count} experiments were run, the last on {day} at commit {commit}, in {wall} s
-of jobs, {cpu} s of processor time. Updates are optimizer steps by policy: random models do not call every agent, and
-who is never called is not trained. Seconds are wall-clock, most of them for starting processes, and depend on what else
-the machine was doing.
-"""
 
 
 def outcomes_page(results: Path) -> str:
@@ -205,19 +195,18 @@ def outcomes_page(results: Path) -> str:
     jobs = [job for file in sorted(results.rglob("benchmarks/*.jsonl")) for job in _jobs(file)[-1:]]
     ended = [row for row in rows.values() if row["outcome"].startswith("ran")]
     latest = max((mark for mark in made.values() if mark), default=(0.0, "none"))
-    head = _HEAD.format(
+    return render_page(
+        "tables_tiny.md.jinja",
         made=sum(mark is not None for mark in made.values()),
-        tables=len(tables),
         ended=len(ended),
-        count=len(rows),
         day=datetime.fromtimestamp(latest[0], UTC).date(),
         commit=latest[1],
-        wall=f"{sum(job['s'] for job in jobs):.0f}",
-        cpu=f"{sum(job['cpu_time'] for job in jobs):.0f}",
+        jobs=jobs,
+        tables=markdown_table(pd.DataFrame([_table(table, made, rows) for table in tables])),
+        count=len(tables),
+        rows=markdown_table(pd.DataFrame({"experiment": f"`{name}`", **row} for name, row in rows.items()).fillna("")),
+        experiments=len(rows),
     )
-    parts = [head, "## Tables\n", markdown_table(pd.DataFrame([_table(table, made, rows) for table in tables]))]
-    own = [{"experiment": f"`{name}`", **row} for name, row in rows.items()]
-    return "\n".join([*parts, "\n## Experiments\n", markdown_table(pd.DataFrame(own).fillna(""))]) + "\n"
 
 
 def sample_page(results: Path) -> str | None:

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from html import escape
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
@@ -172,21 +171,7 @@ def draw_jobs(graph: Mapping[str, Sequence[str]]) -> str:
             places[job] = (column(job) * (width + _BETWEEN) + 1, high + rows[column(job)] * _ROW + 1)
             rows[column(job)] += 1
         high += _ROW * max(rows.values())
-    lines = []
-    for job, (x, y) in places.items():
-        for left, top in (places[before] for before in graph[job]):
-            begin, end = f"{left + width:.0f} {top + 11}", f"{x:.0f} {y + 11}"
-            bend = f"{left + width + _BETWEEN / 2:.0f} {top + 11} {x - _BETWEEN / 2:.0f} {y + 11}"
-            lines.append(f'<path d="M{begin}C{bend} {end}" fill="none" stroke="#9a9a94"/>')
-    for job, (x, y) in places.items():
-        lines.append(
-            f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="22" rx="4" fill="#f4f3ee" stroke="#9a9a94"/>'
-        )
-        lines.append(f'<text x="{x + 8:.0f}" y="{y + 15}" fill="#1c1c1a">{escape(job)}</text>')
-    wide = max(x for x, _ in places.values()) + width + 1
-    size = f'viewBox="0 0 {wide:.0f} {high}" style="width: {wide:.0f}px; max-width: none"'
-    font = 'font-family="monospace" font-size="12" role="img"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>{"".join(lines)}</svg>'
+    return render_page("jobs.svg.jinja", places=places, graph=graph, width=width, between=_BETWEEN, high=high).rstrip()
 
 
 def _seconds(folder: Path) -> dict[str, float]:

@@ -37,7 +37,10 @@ def test_a_graph_is_its_own_flow() -> None:
 def test_a_section_names_roles_rewards_configs_and_source() -> None:
     text = catalogue.render_catalogue().split("## solver_verifier\n")[1].split("\n## ")[0]
     assert "| `verifier` | `verifier` | `approve` or `reject`, None unless" in text
-    assert "reward `shared_outcome`" in text and "Penalty `invalid`" in text
+    assert "- environment `math`, reward `shared_outcome`, penalty `invalid` (" in text
+    rows = catalogue.render_catalogue().split("## Environments and rewards\n")[1].splitlines()
+    assert [row.split("|")[1].strip() for row in rows if "|" in row].count("`math`") == 1
+    assert "| `invalid` | Minus `coef` for a reply" in "\n".join(rows)
     assert "[solver_verifier](../configs/team/solver_verifier.yaml), with `sharing` shared or separate\n" in text
     assert "[rollout/orchestras/sequential.py](../rollout/orchestras/sequential.py)" in text
     assert "    verifier -->|reject| solver\n" in text
