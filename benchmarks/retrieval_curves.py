@@ -31,8 +31,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
+from mcore_mas.retrieval.build import INDEX_TYPES, TRAINED_ON
 from mcore_mas.retrieval.encoder import Encoder
-from mcore_mas.retrieval.index import BREADTH, INDEX_FORMAT, INDEX_TYPES, PROBED, TRAINED_ON, Index, Manifest
+from mcore_mas.retrieval.index import BREADTH, INDEX_FORMAT, PROBED, Index, Manifest
 from mcore_mas.retrieval.lexical import DEPTH, Lexical, fused
 from mcore_mas.retrieval.scan import TorchScan
 

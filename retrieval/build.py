@@ -1,4 +1,4 @@
-"""Index building: passages are encoded in shards that go on where they stopped, and become an index of FAISS."""
+"""Index building: passages are encoded in shards that go on where they stopped, and become an index of some kind."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import time
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
+from math import isqrt
 from os.path import relpath
 from pathlib import Path
 
@@ -17,11 +19,10 @@ import numpy as np
 from mcore_mas.retrieval.corpus import Corpus
 from mcore_mas.retrieval.encoder import Encoder
 from mcore_mas.retrieval.index import (
+    EXACT,
     INDEX_FORMAT,
-    INDEX_TYPES,
     MANIFEST,
     PUBLISHED,
-    TRAINED_ON,
     VECTORS,
     Index,
     Manifest,
@@ -36,6 +37,49 @@ from mcore_mas.rollout.base.processes import say
 
 CHUNK = 4096  # passages encoded together; shards begin at a multiple of it, so that their number changes no bit
 TELL_S = 30.0  # between two lines of progress
+
+
+TRAINED_ON = 100_000  # passages that an index learns its cells and ranges from, at most
+PER_CELL = 39  # FAISS warns below so many of them for a cell of IVF, and for a centroid of PQ
+PQ_DIMS = 8  # of a vector that one code of PQ stands for
+CODED = 0.5  # by PQ, of which only a hint is left
+
+
+def cells_of(n: int) -> int:
+    """Cells of an IVF over n passages, of which each has enough to be learnt from."""
+    return max(1, min(4 * isqrt(n), min(n, TRAINED_ON) // PER_CELL))
+
+
+def codes_of(n: int, dim: int) -> tuple[int, int]:
+    """Codes that PQ makes of a vector, and their bits: 8, or what n passages can teach."""
+    codes = next(codes for codes in range(max(1, dim // PQ_DIMS), 0, -1) if dim % codes == 0)
+    return codes, max(1, min(8, (min(n, TRAINED_ON) // PER_CELL).bit_length() - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class IndexType:
+    """A kind of index: FAISS's name of it for n passages of some dimension, how true its vectors are, and its size."""
+
+    factory: Callable[[int, int], str]
+    tolerance: float
+    row_bytes: Callable[[int, int], float]  # (n, dim) -> bytes of one passage in it
+
+
+INDEX_TYPES: dict[str, IndexType] = {  # `retriever.index` names one
+    "flat": IndexType(lambda n, dim: "Flat", EXACT, lambda n, dim: 4 * dim),
+    "sq8": IndexType(lambda n, dim: "SQ8", PUBLISHED, lambda n, dim: dim),
+    # with the cells' centres, and the number of each of its passages
+    "ivf": IndexType(
+        lambda n, dim: f"IVF{cells_of(n)},Flat", PUBLISHED, lambda n, dim: 4 * dim + 8 + 4 * dim * cells_of(n) / n
+    ),
+    "ivfpq": IndexType(
+        # np: none of the hours of sorting codes for a search by Hamming distance, which is not used
+        lambda n, dim: "IVF{},PQ{}x{}np".format(cells_of(n), *codes_of(n, dim)),
+        CODED,
+        lambda n, dim: codes_of(n, dim)[0] * codes_of(n, dim)[1] / 8 + 8 + 4 * dim * cells_of(n) / n,
+    ),
+    "hnsw": IndexType(lambda n, dim: "HNSW32", PUBLISHED, lambda n, dim: 4 * dim + 4 * 64 + 12),  # and 64 neighbours
+}
 
 
 def shard_name(number: int, shards: int) -> str:
@@ -69,9 +113,10 @@ def encode_shard(
     if path.exists() and path.stat().st_size == len(rows) * line:
         return path
     with partial.open("ab") as file:
-        done = file.tell() // line // CHUNK * CHUNK
+        done = kept = file.tell() // line // CHUNK * CHUNK
         file.truncate(done * line)
-        rate, told = _Rate(f"shard {number} of {shards}", len(rows), done), time.monotonic()
+        there, began = f" ({kept} were there)" if kept else "", time.monotonic()
+        told = began
         for first in range(rows.start + done, rows.stop, CHUNK):
             texts = [corpus[row].contents for row in range(first, min(first + CHUNK, rows.stop))]
             file.write(encoder.encode_passages(texts).tobytes())
@@ -80,23 +125,11 @@ def encode_shard(
             done += len(texts)
             if time.monotonic() - told > TELL_S or done == len(rows):
                 told = time.monotonic()
-                say(rate.line(done))
+                rate = (done - kept) / max(told - began, 1e-9)
+                left = f"{rate:.0f} a second, {(len(rows) - done) / max(rate, 1e-9) / 60:.0f} minutes left"
+                say(f"shard {number} of {shards}: {done} of {len(rows)} passages{there}, {left}")
         os.fsync(file.fileno())
     return partial.rename(path)
-
-
-class _Rate:
-    """How fast passages are encoded."""
-
-    def __init__(self, what: str, total: int, done: int) -> None:
-        self._what, self._total, self._first, self._began = what, total, done, time.monotonic()
-
-    def line(self, done: int) -> str:
-        """What is done, how fast, and how long the rest takes at that."""
-        rate = (done - self._first) / max(time.monotonic() - self._began, 1e-9)
-        left = (self._total - done) / max(rate, 1e-9) / 60
-        kept = f" ({self._first} were there)" if self._first else ""
-        return f"{self._what}: {done} of {self._total} passages{kept}, {rate:.0f} a second, {left:.0f} minutes left"
 
 
 def build_index(

@@ -53,17 +53,8 @@ class Passage:
                 yield name, one if isinstance(one, str) else json.dumps(one)
 
 
-def parse_line(line: bytes, where: str) -> Passage:
-    """The passage in one JSON line; raises RetrievalError that opens with `where` (file:line)."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RetrievalError(f"{where}: not a JSON line ({error}); each line is one object") from None
-    return parse_row(row, where)
-
-
 def parse_row(row: Any, where: str) -> Passage:
-    """As `parse_line`, of what the line says."""
+    """The passage in one JSON line that says `row`; raises RetrievalError that opens with `where` (file:line)."""
     if not isinstance(row, dict):
         raise RetrievalError(f"{where}: got a {type(row).__name__}, expected an object with 'id' and 'contents'")
     for key in ("id", "contents"):
@@ -96,7 +87,12 @@ class Corpus:
         if not 0 <= row < len(self):
             raise IndexError(f"{self.path}: row {row} of {len(self)}")
         first, end = self._starts[row : row + 2]
-        return parse_line(self._bytes[first:end], f"{self.path}:{row + 1}")
+        where = f"{self.path}:{row + 1}"
+        try:
+            said = json.loads(self._bytes[first:end])
+        except (ValueError, RecursionError) as error:
+            raise RetrievalError(f"{where}: not a JSON line ({error}); each line is one object") from None
+        return parse_row(said, where)
 
     def row_of(self, id: str) -> int | None:
         """The row of a passage; where ids are not row numbers, a table of all is made at the first call."""

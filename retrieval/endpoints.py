@@ -84,14 +84,10 @@ def _rotated(endpoints: list[Endpoint], turn: int) -> list[Endpoint]:
     return endpoints[first:] + endpoints[:first]
 
 
-def _shuffled(endpoints: list[Endpoint], _: int) -> list[Endpoint]:
-    return random.sample(endpoints, len(endpoints))
-
-
 # (endpoints, how many requests there were) -> the order in which they are tried
 BALANCES: dict[Balance, Callable[[list[Endpoint], int], list[Endpoint]]] = {
     "round_robin": _rotated,
-    "random": _shuffled,
+    "random": lambda endpoints, _: random.sample(endpoints, len(endpoints)),
     "least_loaded": lambda endpoints, turn: sorted(_rotated(endpoints, turn), key=lambda one: one.under_way),
 }
 

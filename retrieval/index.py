@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from math import isqrt
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,53 +26,12 @@ VECTORS = "vectors.faiss"
 INDEX_FORMAT = "inner-product/2"
 SCORE_DECIMALS = 5  # coarser than float32 noise in passage vectors, so equal passages tie and go by id
 SPARE, SPARE_HALF = 8, 64  # candidates beyond k that are scored again, of a full and of a rougher scan
-TRAINED_ON = 100_000  # passages that an index learns its cells and ranges from, at most
-PER_CELL = 39  # FAISS warns below so many of them for a cell of IVF, and for a centroid of PQ
 PROBED = 32  # cells of IVF that a query looks into
 SCORED = 1 << 16  # vectors that are taken at a time to be scored in float64
 BREADTH = 128  # candidates that a search of HNSW keeps
-PQ_DIMS = 8  # of a vector that one code of PQ stands for
 # how far a stored vector may be from its passage's, as a share of that one's inner product with itself
 EXACT = 1e-3
 PUBLISHED = 2e-2  # made in half precision, or quantised
-CODED = 0.5  # by PQ, of which only a hint is left
-
-
-def cells_of(n: int) -> int:
-    """Cells of an IVF over n passages, of which each has enough to be learnt from."""
-    return max(1, min(4 * isqrt(n), min(n, TRAINED_ON) // PER_CELL))
-
-
-def codes_of(n: int, dim: int) -> tuple[int, int]:
-    """Codes that PQ makes of a vector, and their bits: 8, or what n passages can teach."""
-    codes = next(codes for codes in range(max(1, dim // PQ_DIMS), 0, -1) if dim % codes == 0)
-    return codes, max(1, min(8, (min(n, TRAINED_ON) // PER_CELL).bit_length() - 1))
-
-
-@dataclass(frozen=True, slots=True)
-class IndexType:
-    """A kind of index: FAISS's name of it for n passages of some dimension, how true its vectors are, and its size."""
-
-    factory: Callable[[int, int], str]
-    tolerance: float
-    row_bytes: Callable[[int, int], float]  # (n, dim) -> bytes of one passage in it
-
-
-INDEX_TYPES: dict[str, IndexType] = {  # `retriever.index` names one
-    "flat": IndexType(lambda n, dim: "Flat", EXACT, lambda n, dim: 4 * dim),
-    "sq8": IndexType(lambda n, dim: "SQ8", PUBLISHED, lambda n, dim: dim),
-    # with the cells' centres, and the number of each of its passages
-    "ivf": IndexType(
-        lambda n, dim: f"IVF{cells_of(n)},Flat", PUBLISHED, lambda n, dim: 4 * dim + 8 + 4 * dim * cells_of(n) / n
-    ),
-    "ivfpq": IndexType(
-        # np: none of the hours of sorting codes for a search by Hamming distance, which is not used
-        lambda n, dim: "IVF{},PQ{}x{}np".format(cells_of(n), *codes_of(n, dim)),
-        CODED,
-        lambda n, dim: codes_of(n, dim)[0] * codes_of(n, dim)[1] / 8 + 8 + 4 * dim * cells_of(n) / n,
-    ),
-    "hnsw": IndexType(lambda n, dim: "HNSW32", PUBLISHED, lambda n, dim: 4 * dim + 4 * 64 + 12),  # and 64 neighbours
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +91,10 @@ def read_manifest(index_dir: Path | str) -> Manifest:
         manifest = TypeAdapter(Manifest).validate_json(json.dumps(unsealed(json.loads(path.read_bytes()))))
     except FileNotFoundError:
         raise RetrievalError(f"{path} does not exist: no index was finished there; build it") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise RetrievalError(f"{path} is damaged ({where}: {first['msg']}); build the index again") from None
     except (ValueError, RecursionError) as error:
-        raise RetrievalError(f"{path} is damaged ({error}); build the index again") from None
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
+        raise RetrievalError(f"{path} is damaged ({why}); build the index again") from None
     expect(path, "format", manifest.format, INDEX_FORMAT)
     expect(path, "dim", manifest.dim, manifest.encoder.dim if manifest.encoder else 0)
     return manifest

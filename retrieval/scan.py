@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import faiss
 import numpy as np
@@ -12,21 +12,6 @@ from mcore_mas.retrieval.corpus import RetrievalError
 
 BLOCK = 1 << 20  # rows scored at a time
 GPU_MOST = 2048  # neighbours that FAISS finds on a GPU
-
-
-class Scan(Protocol):
-    """Finds candidates.
-
-    Attributes:
-        error: a rough score is off by at most this, times the query's norm.
-        most: neighbours that it finds, at most.
-    """
-
-    error: float
-    most: int
-
-    def search(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rough scores and rows `[Q, k]`, best first, of queries `[Q, dim]` float32."""
 
 
 class TorchScan:
@@ -48,6 +33,7 @@ class TorchScan:
 
     @torch.inference_mode()
     def search(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rough scores and rows `[Q, k]`, best first, of queries `[Q, dim]` float32."""
         queries = torch.from_numpy(vectors).to(self._rows)
         scores = torch.empty((len(vectors), 0), device=queries.device)
         ids = torch.empty((len(vectors), 0), dtype=torch.long, device=queries.device)
@@ -84,8 +70,13 @@ class FaissGpuScan:
         self.error = 3.1 * 2.0**-11 * norm  # as above, u = 2^-11
 
     def search(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `TorchScan.search`."""
         scores, ids = self._index.search(vectors, k)
         return scores, ids
+
+
+# finds candidates; a rough score is off by at most `error` times the query's norm, and it finds `most` at most
+Scan = TorchScan | FaissGpuScan
 
 
 def open_scan(index: faiss.Index, backend: str, device: str) -> Scan | None:

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import get_args
 
 import uvicorn
 
@@ -110,17 +110,13 @@ def _url(listener: socket.socket) -> str:
     return f"http://{socket.getfqdn()}:{port}" if ipaddress.ip_address(host).is_unspecified else url_of(listener)
 
 
-def _end(_signal: int, _frame: object) -> NoReturn:
-    sys.exit(0)
-
-
 def main(argv: list[str] | None = None) -> None:
     """The command line: exit code 0 after a signal, 2 with one line on standard error if it cannot start."""
     args = parse_arguments(argv)
     os.umask(0o077)  # the ready file holds a token
     # uvicorn drains on these signals, then raises them again for whoever had them before: exit with 0.
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGINT, _end)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
     if args.die_with_parent is not None:
         die_with_parent(signal.SIGKILL, args.die_with_parent)
     try:

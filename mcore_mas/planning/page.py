@@ -109,12 +109,8 @@ class IndexNeeds:
 
 
 def index_needs(kind: str, passages: int, dim: int, rate: float) -> IndexNeeds:
-    """The needs of a kind of index, a name in INDEX_TYPES.
-
-    Args:
-        rate: passages that all jobs together encode in a second.
-    """
-    from mcore_mas.retrieval.index import INDEX_TYPES, TRAINED_ON, cells_of  # with FAISS
+    """The needs of a kind of index, a name in INDEX_TYPES, if all jobs together encode `rate` passages in a second."""
+    from mcore_mas.retrieval.build import INDEX_TYPES, TRAINED_ON, cells_of  # with FAISS
 
     size = passages * INDEX_TYPES[kind].row_bytes(passages, dim) / 1e9
     text = passages * PASSAGE_BYTES / 1e9
@@ -135,7 +131,7 @@ def index_needs(kind: str, passages: int, dim: int, rate: float) -> IndexNeeds:
 
 def index_lines(passages: int, dim: int, rate: float) -> list[str]:
     """A table of all kinds, and what its hours rest on."""
-    from mcore_mas.retrieval.index import INDEX_TYPES
+    from mcore_mas.retrieval.build import INDEX_TYPES
 
     lines = [f"{passages:,} passages of {dim} dimensions, {rate:g} encoded a second by all jobs:"]
     lines += ["index   memory GB  disk GB  disk while built GB  hours to encode  hours to add"]

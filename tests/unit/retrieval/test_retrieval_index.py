@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from bm25s.stopwords import STOPWORDS_EN
 
-from mcore_mas.retrieval.build import CHUNK, build_index, encode_shard, shard_rows
+from mcore_mas.retrieval.build import CHUNK, INDEX_TYPES, build_index, encode_shard, shard_rows
 from mcore_mas.retrieval.client import RetrievalClient
 from mcore_mas.retrieval.corpus import Corpus, Passage, RetrievalError, write_corpus
 from mcore_mas.retrieval.encoder import ENCODERS, Encoder
-from mcore_mas.retrieval.index import INDEX_TYPES, SCORE_DECIMALS, Index, Searcher, check_canary, read_manifest
+from mcore_mas.retrieval.index import SCORE_DECIMALS, Index, Searcher, check_canary, read_manifest
 from mcore_mas.retrieval.lexical import fused
 from mcore_mas.retrieval.scan import TorchScan, open_scan
 from mcore_mas.retrieval.sidecar import Golden, RetrieverSidecar, probe
