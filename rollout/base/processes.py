@@ -55,20 +55,12 @@ def start_group(
         env: its environment; None: this process's.
     """
     tie = partial(die_with_parent, death, os.getpid())
+    settings: Any = {"env": env, "cwd": cwd, "start_new_session": True, "preexec_fn": tie}
     if log is None:
-        return subprocess.Popen(command, env=env, cwd=cwd, start_new_session=True, preexec_fn=tie)
+        return subprocess.Popen(command, **settings)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=env,
-            cwd=cwd,
-            start_new_session=True,
-            preexec_fn=tie,
-        )
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, **settings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from pydantic import TypeAdapter
 
@@ -80,6 +81,18 @@ def _drop(task: asyncio.Future[Any]) -> None:
     """Have seen its exception, of which asyncio would complain otherwise."""
     if not task.cancelled():
         task.exception()
+
+
+_made: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def of_loop(key: Hashable, make: Callable[[], _T]) -> _T:
+    """What `make` made for `key` when the running event loop asked first: locks and semaphores belong to one loop."""
+    made = _made.setdefault(asyncio.get_running_loop(), {})
+    if key not in made:
+        made[key] = make()
+    found: _T = made[key]
+    return found
 
 
 def settle(future: asyncio.Future[_T], outcome: _T | Exception) -> None:

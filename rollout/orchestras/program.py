@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import os
 import sys
-import weakref
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from mcore_mas.rollout.base.options import lookup
 from mcore_mas.rollout.base.processes import TooMuchOutput, run_command
-from mcore_mas.rollout.base.task_group import LateTool, cancel_tasks
+from mcore_mas.rollout.base.task_group import LateTool, cancel_tasks, of_loop
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task, valid_text
 from mcore_mas.rollout.sandbox.guest.filters import can_confine, confine_program
@@ -138,7 +137,7 @@ async def program(
         async with gateway.opened(session) as (url, key):
             job = Job(task=task, problem=problem, openai_url=f"{url}/v1", anthropic_url=url, key=key)
             if command is not None:
-                work: Awaitable[str] = _limited(at_once, partial(_run, tuple(command), job, deadline_s, sandbox))
+                work: Awaitable[str] = _run(tuple(command), job, deadline_s, sandbox, at_once)
             else:
                 work = _within(deadline_s, lookup("agent program", str(call), _NO_PROGRAMS)(job))
             try:
@@ -163,15 +162,6 @@ async def _unless_failed(work: Awaitable[str], failure: asyncio.Future[Exception
         await cancel_tasks([playing])
 
 
-_slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]] = weakref.WeakKeyDictionary()
-
-
-async def _limited(at_once: int, work: Callable[[], Awaitable[str]]) -> str:
-    slots = _slots.setdefault(asyncio.get_running_loop(), {})
-    async with slots.setdefault(at_once, asyncio.Semaphore(at_once)):
-        return await work()
-
-
 async def _within(seconds: float, work: Awaitable[str]) -> str:
     """What an async function answers; whatever it raises is its failure."""
     try:
@@ -186,8 +176,8 @@ async def _within(seconds: float, work: Awaitable[str]) -> str:
     return answer
 
 
-async def _run(command: Sequence[str], job: Job, seconds: float, sandbox: Sequence[str] | None) -> str:
-    """What a command prints.
+async def _run(command: Sequence[str], job: Job, seconds: float, sandbox: Sequence[str] | None, at_once: int) -> str:
+    """What a command prints that is one of so many at once.
 
     Raises:
         ProgramFailed: it cannot be started, prints too much, or ends with another status than 0.
@@ -197,12 +187,13 @@ async def _run(command: Sequence[str], job: Job, seconds: float, sandbox: Sequen
     environment = {**os.environ, **job.environment, "NO_PROXY": direct, "no_proxy": direct}
     run = partial(run_command, command, job.problem.encode(), most_bytes=_MOST_BYTES)
     try:
-        with TemporaryDirectory() as own:
-            if sandbox is not None:
-                environment |= {"HOME": own, "TMPDIR": own}
-                run = partial(run, confine=_confinement(sandbox, own, job.openai_url))
-            async with asyncio.timeout(seconds):
-                ended = await run(env=environment)
+        async with of_loop(("agent programs", at_once), partial(asyncio.Semaphore, at_once)):
+            with TemporaryDirectory() as own:
+                if sandbox is not None:
+                    environment |= {"HOME": own, "TMPDIR": own}
+                    run = partial(run, confine=_confinement(sandbox, own, job.openai_url))
+                async with asyncio.timeout(seconds):
+                    ended = await run(env=environment)
     except TimeoutError:
         raise LateTool(f"program: no answer within {seconds:g} s", "tool/program") from None
     except (OSError, ValueError, SubprocessError, TooMuchOutput) as error:
@@ -218,6 +209,6 @@ _NETWORK_FILES = ("ssl", "hosts", "mime.types", "nsswitch.conf", "passwd", "reso
 
 def _confinement(readable: Sequence[str], own: str, url: str) -> Callable[[], None]:
     """What a new process calls to be confined to these files, its own folder and the port of a URL."""
-    known = [*readable_paths(libraries=True), sys.prefix, *(f"/etc/{name}" for name in _NETWORK_FILES)]
+    known = [*readable_paths(), sys.prefix, *(f"/etc/{name}" for name in _NETWORK_FILES)]
     paths = [*known, *map(os.path.abspath, readable)]
     return partial(confine_program, readable=paths, writable=[own], port=urlsplit(url).port or 0)

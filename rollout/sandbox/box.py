@@ -9,11 +9,13 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from mcore_mas.rollout.base.http import HttpClient, Refused, Unanswered, retried
 from mcore_mas.rollout.base.processes import Restarts
+from mcore_mas.rollout.base.task_group import of_loop
 from mcore_mas.rollout.sandbox import pool as tiers
 from mcore_mas.rollout.sandbox.jail import Jail, check_name
 from mcore_mas.rollout.sandbox.pool import JailPool
@@ -30,7 +32,6 @@ class Runner(ABC):
             raise ValueError(f"the sandbox has {slots} slots; expected at least 1")
         self.limits = limits or RunLimits()
         self.slots = slots
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(
         self,
@@ -65,11 +66,7 @@ class Runner(ABC):
         Raises:
             SandboxUnavailable: this machine cannot isolate programs, with the reason for each tier.
         """
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop = loop
-            self._free = asyncio.Semaphore(self.slots)
-            self._starting = asyncio.Lock()
+        return
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -85,7 +82,7 @@ class Runner(ABC):
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
         await self.start()
-        async with self._free:
+        async with of_loop((self, "slots"), partial(asyncio.Semaphore, self.slots)):
             yield
 
     @abstractmethod
@@ -122,8 +119,6 @@ class Sandbox(Runner):
         *,
         slots: int | None = None,
         tier: str = "auto",
-        preload: Sequence[str] = (),
-        libraries: bool = True,
     ) -> None:
         """A sandbox that has not started.
 
@@ -132,8 +127,6 @@ class Sandbox(Runner):
             slots: programs at once; the number of usable cores if None.
             tier: how programs are kept in, a name of `tiers.TIERS`; `auto` is the best isolation this machine allows.
                 Without any it refuses, unless `unisolated` is asked for by name.
-            preload: modules that programs find imported, which saves them the time; they make every start heavier.
-            libraries: programs may import the packages installed beside this one.
 
         Raises:
             ValueError: no such tier, or not one slot.
@@ -142,8 +135,6 @@ class Sandbox(Runner):
         self.tier = ""  # the one in force, once started
         self.faults = 0  # runs in which the sandbox failed and that were tried again
         self._wanted = tiers.candidates(tier)
-        self._preload = tuple(preload)
-        self._libraries = libraries
         self._pool: JailPool | None = None
         self._restarts = Restarts("sandbox", _RESTARTS)
 
@@ -161,10 +152,13 @@ class Sandbox(Runner):
             yield Session(jail, limits, self._slot)
 
     async def start(self) -> None:
-        await super().start()
         async with self._starting:
             if self._pool is None:
                 await self._start()
+
+    @property
+    def _starting(self) -> asyncio.Lock:
+        return of_loop((self, "starting"), asyncio.Lock)
 
     def close(self) -> None:
         """End every program and the pool. A later run starts it again."""
@@ -191,7 +185,7 @@ class Sandbox(Runner):
         )
 
     async def _start_tier(self, tier: str) -> None:
-        self._pool = JailPool(tier, warm=self.slots, preload=self._preload, libraries=self._libraries)
+        self._pool = JailPool(tier, warm=self.slots)
         await self._pool.ready()
         if tier in tiers.ISOLATED:
             try:
@@ -263,7 +257,6 @@ class SandboxFusion(Runner):
     ) -> None:
         """`slots` requests at once; `token_file` holds the server's bearer token, if it wants one."""
         super().__init__(limits, slots)
-        self.retried = 0  # requests that were sent again
         self._retries = retries
         token = token_file.read_text().strip() if token_file else None
         self._http = HttpClient(url, token=token, most_bytes=_REPLY_BYTES)
@@ -301,14 +294,11 @@ class SandboxFusion(Runner):
 
         url = self._http.url
         try:
-            return await retried(attempt, retries=self._retries, note=self._count)
+            return await retried(attempt, retries=self._retries)
         except Refused as refusal:
             raise SandboxError(f"{url}{path} refused the request, {refusal}") from None
         except Unanswered as trouble:
             raise SandboxError(f"the sandbox server {url} gives no verdict ({trouble}); is it running?") from None
-
-    def _count(self) -> None:
-        self.retried += 1
 
 
 def _read(answer: dict[str, Any], limits: RunLimits) -> RunResult:

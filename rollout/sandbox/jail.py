@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from mcore_mas.rollout.base.task_group import settle
 from mcore_mas.rollout.sandbox.cgroup import Cgroup
 from mcore_mas.rollout.sandbox.guest import wire
 from mcore_mas.rollout.sandbox.records import RunLimits, SandboxError
@@ -149,16 +150,11 @@ async def until_readable(channel: socket.socket) -> None:
     """Wait until something can be received."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(channel, _settle, ready)
+    loop.add_reader(channel, settle, ready, None)
     try:
         await ready
     finally:
         loop.remove_reader(channel)
-
-
-def _settle(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
 
 
 def check_name(name: str) -> None:

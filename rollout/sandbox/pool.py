@@ -13,7 +13,6 @@ import sys
 import sysconfig
 import tempfile
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +30,7 @@ BOXES = Path(tempfile.gettempdir())  # where boxes are, in tiers without a file 
 class JailPool:
     """A zygote, what it cloned ahead, and the groups and folders of its jobs."""
 
-    def __init__(self, tier: str, *, warm: int, preload: Sequence[str], libraries: bool) -> None:
+    def __init__(self, tier: str, *, warm: int) -> None:
         """Start the zygote, in this thread: the kernel ends it with the thread. `warm` jails wait at a time."""
         self._warm: deque[Jail] = deque()
         self._size = warm
@@ -45,7 +44,7 @@ class JailPool:
         if tier != NAMESPACES:
             prefix = f"{cgroup.PREFIX}{os.getpid()}-{cgroup.started(os.getpid())}-"
             self.boxes = Path(tempfile.mkdtemp(prefix=prefix, dir=BOXES))
-        self.zygote = Zygote(tier, preload=preload, libraries=libraries, boxes=self.boxes or BOXES, groups=self.groups)
+        self.zygote = Zygote(tier, boxes=self.boxes or BOXES, groups=self.groups)
 
     async def ready(self) -> None:
         """Wait until it can lend.
@@ -113,21 +112,13 @@ _READY_S = 60.0  # numerical packages take seconds to import on a busy machine
 class Zygote:
     """The process from which every job of a sandbox is cloned."""
 
-    def __init__(
-        self, tier: str, *, preload: Sequence[str], libraries: bool, boxes: Path, groups: Cgroups | None
-    ) -> None:
+    def __init__(self, tier: str, *, boxes: Path, groups: Cgroups | None) -> None:
         """Start it; `boxes` is where jobs' folders go in tiers without a file system of their own."""
         self._boxes = boxes
         self._groups = groups
         self._namespaces = tier == NAMESPACES
         self._count = 0
-        settings = {
-            "tier": tier,
-            "parent": os.getpid(),
-            "readable": readable_paths(libraries),
-            "packages": packages() if libraries else [],
-            "preload": list(preload),
-        }
+        settings = {"tier": tier, "parent": os.getpid(), "readable": readable_paths(), "packages": packages()}
         ours, theirs = wire.pair()
         # -s -P -S: no user's packages, no working folder, no .pth files on the import path
         command = [interpreter(), "-s", "-P", "-S", "-c", _START, str(_HERE), str(theirs.fileno())]
@@ -221,16 +212,8 @@ ISOLATED = (NAMESPACES, LANDLOCK)
 TIERS = (*ISOLATED, UNISOLATED)
 
 _SYSTEM = (
-    "/usr",
-    "/bin",
-    "/lib",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-    "/dev/null",
-    "/dev/zero",
-    "/dev/random",
-    "/dev/urandom",
+    *("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"),
+    *("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"),
 )
 
 
@@ -262,9 +245,9 @@ def packages() -> list[str]:
     return sorted({os.path.realpath(folder) for folder in folders if Path(folder).is_dir()})
 
 
-def readable_paths(libraries: bool) -> list[str]:
-    """What programs may read: the system's programs, the interpreter, and with `libraries` installed packages."""
-    paths = {*_SYSTEM, sys.base_prefix, os.path.realpath(sys.base_prefix), str(Path(interpreter()).parents[1])}
-    paths |= set(packages()) if libraries else set()
+def readable_paths() -> list[str]:
+    """What programs may read: the system's programs, the interpreter, and installed packages."""
+    own = (sys.base_prefix, os.path.realpath(sys.base_prefix), str(Path(interpreter()).parents[1]))
+    paths = {*_SYSTEM, *own, *packages()}
     covered = {path for path in paths for other in paths if path != other and path.startswith(f"{other.rstrip('/')}/")}
     return sorted(paths - covered)

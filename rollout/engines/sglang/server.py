@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.processes import free_port, interface_of, start_group, stop_group
+from mcore_mas.rollout.base.task_group import of_loop
 from mcore_mas.rollout.engines.sglang.client import SGLangClient
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 
@@ -196,7 +196,7 @@ class Replica:
         """
         async with contextlib.AsyncExitStack() as turns:
             for seat in sorted(self._seats):
-                await turns.enter_async_context(_turn_of(seat))
+                await turns.enter_async_context(of_loop(("GPU", seat), asyncio.Lock))
             if self._client is None:
                 await self.start()
             await self._answering(start_s)
@@ -267,14 +267,6 @@ class Replica:
             ray.get(host.stop.remote(), timeout=30)
         for actor in (host, *self._fellows):
             ray.kill(actor)
-
-
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Lock]] = WeakKeyDictionary()
-
-
-def _turn_of(seat: int) -> asyncio.Lock:
-    """The lock of a GPU in the running event loop."""
-    return _turns.setdefault(asyncio.get_running_loop(), {}).setdefault(seat, asyncio.Lock())
 
 
 def visible_gpus() -> list[str]:

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def threads(process: int) -> int:
@@ -36,17 +36,17 @@ def tree_over(proc: int, limit: float) -> bool:
     they are over the limit when every process counts its pages as its own.
     """
     tree = list(_descendants(proc, os.readlink("self", dir_fd=proc)))
-    resident = sum(int((_read(proc, f"{process}/statm") or "0 0").split()[1]) for process in tree)
-    if resident * _PAGE_BYTES <= limit:
+    resident = sum(int((read_proc(proc, f"{process}/statm") or "0 0").split()[1]) for process in tree)
+    if resident * PAGE_BYTES <= limit:
         return False
-    return sum(_proportional_bytes(_read(proc, f"{process}/smaps_rollup")) for process in tree) > limit
+    return sum(_proportional_bytes(read_proc(proc, f"{process}/smaps_rollup")) for process in tree) > limit
 
 
 def _descendants(proc: int, process: str) -> Iterator[str]:
     waiting = [process]
     while waiting:
         for thread in _entries(proc, f"{(parent := waiting.pop())}/task"):
-            children = _read(proc, f"{parent}/task/{thread}/children").split()
+            children = read_proc(proc, f"{parent}/task/{thread}/children").split()
             waiting += children
             yield from children
 
@@ -65,7 +65,7 @@ def _entries(proc: int, name: str) -> list[str]:
     return []
 
 
-def _read(proc: int, name: str) -> str:
+def read_proc(proc: int, name: str) -> str:
     """A file of `proc`, "" when its process is gone."""
     with suppress(OSError):
         file = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import resource
@@ -292,12 +291,11 @@ def main() -> None:
     try:
         proc = _enter(settings)
         sys.path.extend(settings["packages"])
-        for name in settings["preload"]:
-            importlib.import_module(name)
-    except (OSError, ImportError) as error:
+    except OSError as error:
         wire.send(host, {"fault": str(error)})
         return
-    settings["address_space"] = _address_space(proc)
+    # bytes that this process, and so every job at its start, has mapped
+    settings["address_space"] = int(usage.read_proc(proc, "self/statm").split()[0]) * usage.PAGE_BYTES
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps wardens
@@ -325,12 +323,3 @@ def _serve_clones(host: socket.socket, settings: dict[str, Any], proc: int) -> N
             warden.run(proc, user, groups)
         for file in (channel, *groups):
             os.close(file)
-
-
-def _address_space(proc: int) -> int:
-    """Bytes that this process, and so every job at its start, has mapped."""
-    file = os.open("self/statm", os.O_RDONLY, dir_fd=proc)
-    try:
-        return int(os.read(file, 4096).split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    finally:
-        os.close(file)
