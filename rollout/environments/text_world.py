@@ -32,10 +32,6 @@ class BadAction(ValueError):
     """A text is no action here: says what one looks like, in words for the agent."""
 
 
-class MissingLibrary(EnvError):
-    """The library of a world is not installed: says which."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """What a world shows."""
@@ -134,13 +130,9 @@ class WorldEnv:
             self._bad += 1
             scene, shown, reward = before, f"{error}\n{self._shown(before)}", self.malformed
         self._scene = scene
+        done = scene.done or self._turns == self.max_turns
         counts = {"turns": float(self._turns), "malformed_actions": float(self._bad)}
-        return Step(
-            observation=shown,
-            reward=reward,
-            done=scene.done or self._turns == self.max_turns,
-            metrics={"solved": float(scene.solved), **counts},
-        )
+        return Step(observation=shown, reward=reward, done=done, metrics={"solved": float(scene.solved), **counts})
 
     def state(self) -> str:
         return self._shown(self._started())
@@ -189,7 +181,7 @@ class GymnasiumEnv(WorldEnv):
         try:
             import gymnasium
         except ImportError as error:
-            raise MissingLibrary("env gymnasium needs `pip install mcore-mas[gymnasium]`") from error
+            raise EnvError("env gymnasium needs `pip install mcore-mas[gymnasium]`") from error
         if not key.isdecimal():
             raise EnvError(f"the key of a Gymnasium game is its seed, a number, and not {key[:40]!r}")
         try:
@@ -205,13 +197,8 @@ class GymnasiumEnv(WorldEnv):
         self._return += float(reward)
         threshold = self._env.spec.reward_threshold if self.goal is None and self._env.spec else self.goal
         reached = self._return > 0 if threshold is None else self._return >= threshold
-        return Scene(
-            text=self._show(observation),
-            reward=float(reward),
-            done=bool(terminated or truncated),
-            solved=bool(terminated and reached),
-            choices=tuple(self.actions),
-        )
+        text, done, solved = self._show(observation), bool(terminated or truncated), bool(terminated and reached)
+        return Scene(text=text, reward=float(reward), done=done, solved=solved, choices=tuple(self.actions))
 
     def _check_space(self) -> None:
         from gymnasium.spaces import Discrete, MultiDiscrete, Text
@@ -271,23 +258,14 @@ class AlfworldEnv(WorldEnv):
         games.game_files, games.num_games = [key], 1
         self._env = games.init_env(batch_size=1)
         observations, infos = self._env.reset()
-        return Scene(text=observations[0].strip(), choices=_choices(infos))
+        return Scene(text=observations[0].strip(), choices=tuple(infos["admissible_commands"][0]))
 
     def act(self, action: str) -> Scene:
         observations, scores, dones, infos = self._env.step([action])
         before, self._score = self._score, float(scores[0])  # scores are of the whole game so far
-        won = bool(infos["won"][0])
-        return Scene(
-            text=observations[0].strip(),
-            reward=self._score - before,
-            done=bool(dones[0]) or won,
-            solved=won,
-            choices=_choices(infos),
-        )
-
-
-def _choices(infos: Any) -> tuple[str, ...]:
-    return tuple(infos["admissible_commands"][0])
+        won, choices = bool(infos["won"][0]), tuple(infos["admissible_commands"][0])
+        reward, done = self._score - before, bool(dones[0]) or won
+        return Scene(text=observations[0].strip(), reward=reward, done=done, solved=won, choices=choices)
 
 
 @cache
@@ -296,7 +274,7 @@ def _games(config: str) -> Any:
     try:
         from alfworld.agents.environment import get_environment
     except ImportError as error:
-        raise MissingLibrary("env alfworld needs `pip install alfworld`, and then `alfworld-download`") from error
+        raise EnvError("env alfworld needs `pip install alfworld`, and then `alfworld-download`") from error
     path = Path(config)
     if not path.is_file():
         raise EnvError(f"{config}: no such file; expected ALFWorld's configs/base_config.yaml")
@@ -359,7 +337,5 @@ def _shop(num_products: int | None) -> tuple[Any, Any]:
         from web_agent_site.envs import WebAgentTextEnv
     except ImportError as error:
         where = "https://github.com/princeton-nlp/WebShop"
-        raise MissingLibrary(
-            f"env webshop needs the package web_agent_site: install {where} by its setup.sh"
-        ) from error
+        raise EnvError(f"env webshop needs the package web_agent_site: install {where} by its setup.sh") from error
     return WebAgentTextEnv, WebAgentTextEnv(observation_mode="text", num_products=num_products).server

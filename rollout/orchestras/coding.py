@@ -194,7 +194,8 @@ async def dsbench(
         history, said = "", ""
         for _ in range(max_turns):
             slots = {"problem": problem, "handed": handed, "history": history, "wanted": ", ".join(wanted)}
-            reply = await team.act(agent, **slots, files=_listing(there))
+            files = "\n".join(f"{name} ({size})" for name, size in there.items())
+            reply = await team.act(agent, **slots, files=files)
             said = after_thought(reply.text)
             if reply.value is None:
                 team.score(reply.turn, local=0.0)
@@ -210,7 +211,3 @@ async def dsbench(
         handed += f"## {agent}\n{said}\n\n"
         await env.forget()
     await env.step(SUBMIT)
-
-
-def _listing(files: Mapping[str, int]) -> str:
-    return "\n".join(f"{name} ({size})" for name, size in files.items())

@@ -33,11 +33,6 @@ def _template(text: str) -> str:
     return text
 
 
-def _condition(text: str) -> str:
-    read_expression(text)
-    return text
-
-
 def _node_name(name: str) -> str:
     if not name.isidentifier() or keyword.iskeyword(name) or name in (*GIVEN, "len"):
         raise ValueError(f"expected a name of letters, digits and _ that is not {', '.join((*GIVEN, 'len'))}")
@@ -71,7 +66,7 @@ class Edge(BaseModel):
 
     source: str = Field(alias="from")
     target: str = Field(alias="to")
-    when: Annotated[str, AfterValidator(_condition)] | None = None  # null: always
+    when: Annotated[str, AfterValidator(lambda text: read_expression(text).text)] | None = None  # null: always
 
 
 class Graph(BaseModel):

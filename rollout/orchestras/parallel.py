@@ -1,4 +1,9 @@
-"""Agents side by side: MARTI's debate and mixture of agents, Stronger-MAS's math team and its ensemble with a judge."""
+"""Agents side by side: MARTI's debate and mixture of agents, Stronger-MAS's math team and its ensemble with a judge.
+
+Replies are read without their thoughts, malformed ones as they were said; a malformed last one leaves the team without
+an answer. The local score of a turn is the reward that its answer would have alone, 1 or 0; of a tool user's, whose
+answer is the last line that its program printed, -1 when the program failed or there is none.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +33,9 @@ async def debate(
 ) -> None:
     """Let all `debaters` answer side by side, `rounds` times; the answer given most often in the last round is final.
 
-    Templates may use the slots `problem` and `others`: the replies of the round before without their thoughts, at most
-    `max_others` of the others' and, with `contain_self`, the agent's own, shuffled by a hash of task, round and agent;
-    "" in the first round. Of equally frequent answers the one whose debater is named first is final. A malformed reply
-    is still read by the others but does not vote; when nobody votes the team has no answer. Local score of a turn, as
-    in MARTI: the reward that its answer would have alone.
+    Templates may use the slots `problem` and `others`: replies of the round before, shuffled by a hash of task, round
+    and agent; "" in the first round. Of equally frequent answers the one whose debater is named first is final. A
+    malformed reply does not vote; when nobody votes the team has no answer.
 
     Args:
         debaters: agents that debate.
@@ -44,7 +47,6 @@ async def debate(
         EnvError: the environment cannot grade or compare single answers.
     """
     problem = env.reset(task)
-
     said: dict[str, str] = {}
     replies: list[AgentReply] = []
     for number in range(rounds):
@@ -75,9 +77,8 @@ async def mixture(
 ) -> None:
     """Ask all `proposers` side by side, then the agent `aggregator`, whose answer is final.
 
-    Templates may use the slots `problem`, the aggregator's also `proposals`: all proposals without their thoughts, in
-    the order in which the proposers are named. A malformed proposal is handed on as it was said; a malformed last reply
-    leaves the team without an answer. Local score of a turn, as in MARTI: the reward that its answer would have alone.
+    Templates may use the slots `problem`, the aggregator's also `proposals`, in the order in which the proposers are
+    named.
 
     Args:
         proposers: agents that propose.
@@ -86,7 +87,6 @@ async def mixture(
         EnvError: the environment cannot grade single answers.
     """
     problem = env.reset(task)
-
     replies = await asyncio.gather(*(graded(team, env, name, problem=problem) for name in proposers))
     proposals = numbered(after_thought(reply.text) for reply in replies)
     final = await graded(team, env, "aggregator", problem=problem, proposals=proposals)
@@ -97,10 +97,7 @@ async def reason_tool(task: Task, team: TeamSession, env: ProgramEnv, *, max_tur
     """Ask `tool_user` and `reasoner` side by side until their answers are equal or `max_turns` are spent.
 
     The reasoner's last answer is final. Templates may use the slots `problem` and `history`, all turns before: what
-    the reasoner said without its thoughts, the tool user's program and what came of it. The tool user's answer is the
-    last line that its program printed. A malformed reply has no answer and so agrees with nothing; from the reasoner as
-    the last one it leaves the team without an answer. Local scores, as in Stronger-MAS: of the reasoner 1 for the right
-    answer, else 0; of the tool user 1, 0, or -1 when its program failed or there is none.
+    the reasoner said, the tool user's program and what came of it. A malformed reply agrees with nothing.
 
     Args:
         max_turns: turns of the team, at most.
@@ -110,7 +107,6 @@ async def reason_tool(task: Task, team: TeamSession, env: ProgramEnv, *, max_tur
     """
     problem = env.reset(task)
     history = ""
-
     for _ in range(max_turns):
         slots = {"problem": problem, "history": history}
         (computed, shown), reasoned = await asyncio.gather(
@@ -139,10 +135,7 @@ async def ensemble_judge(
     """Ask `reasoner` and `tool_user` so many times side by side, then `judge`, whose answer is final.
 
     Templates may use the slots `problem` and `history`, which is always "" (the roles are those of `reason_tool`), the
-    judge's `problem` and `candidates`: what the reasoners said without their thoughts, then the tool users' programs
-    with what came of them. A malformed reply is handed on as it was said, or as no program; a malformed judgement
-    leaves the team without an answer. Local scores: of a reasoner and the judge 1 for the right answer, else 0; of a
-    tool user 1, 0, or -1 when its program failed or there is none.
+    judge's `problem` and `candidates`: what the reasoners said, then the tool users' programs with what came of them.
 
     Args:
         reasoners: replies of the agent `reasoner`.
@@ -152,7 +145,6 @@ async def ensemble_judge(
         EnvError: the environment cannot grade single answers, or cannot run programs.
     """
     problem = env.reset(task)
-
     slots = {"problem": problem, "history": ""}
 
     async def reason() -> str:

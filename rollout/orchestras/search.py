@@ -1,4 +1,7 @@
-"""Teams with a search tool: Dr.MAS's search team, UnityMAS-O's question answering, M-ASK, one with memory."""
+"""Teams with a search tool: Dr.MAS's search team, UnityMAS-O's question answering, M-ASK, one with memory.
+
+A malformed query finds nothing and is counted by the environment; a malformed answer is scored as an empty one.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,7 @@ async def search_team(
     The agents are named `verifier`, `searcher` and `answerer`. Their templates may use the slots `question` and
     `history` (every query with what it found, "" before the first), the searcher's also `verdict`, the verifier's full
     reply. In the last turn the answerer speaks whatever the verdict. A malformed verdict searches on, which fails
-    closed; "answer" is what Dr.MAS's released code does. A malformed query leaves an empty information note in the
-    history and is counted by the environment; a malformed answer is scored as an empty one.
+    closed; "answer" is what Dr.MAS's released code does.
 
     Args:
         max_turns: turns, at most: each a verdict, then a search or the answer.
@@ -71,8 +73,7 @@ async def qa_decompose(task: Task, team: TeamSession, env: Env) -> None:
     """Play one question: up to three queries at once, then the answer from all that they found.
 
     The agents are named `decomposer` and `answerer`. Their templates may use the slot `question`, the answerer's also
-    `history`, every query with what it found. A malformed decomposition finds nothing; a malformed answer is scored as
-    an empty one.
+    `history`, every query with what it found.
     """
     question = env.reset(task)
     parts = await search_parts(team, env, question)
@@ -83,15 +84,13 @@ async def qa_decompose(task: Task, team: TeamSession, env: Env) -> None:
 async def qa_evidence(task: Task, team: TeamSession, env: Env, *, read: Literal["each", "all"] = "each") -> None:
     """Play one question: up to three queries at once, the evidence of each, then the answer from the evidence.
 
-    The agents are named `decomposer`, `extractor` and `answerer`. The extractor is asked once for each query, for all
-    of them side by side; with `read: all` once for everything that was found, as UnityMAS-O's summariser. Templates may
-    use the slot `question`, the extractor's also `query` and `information`, the answerer's also `history`, every query
-    with its evidence. A malformed decomposition finds nothing and nobody is asked to read it; malformed evidence is
-    empty; a malformed answer is scored as an empty one.
+    The agents are named `decomposer`, `extractor` and `answerer`. Templates may use the slot `question`, the
+    extractor's also `query` and `information`, the answerer's also `history`, every query with its evidence. Nobody is
+    asked to read a malformed decomposition; malformed evidence is empty.
 
     Args:
         read: `each`: the extractor reads the passages of each query alone; `all`: it reads the passages of all queries
-            at once.
+            at once, as UnityMAS-O's summariser.
     """
     question = env.reset(task)
 
@@ -124,8 +123,7 @@ async def qa_rewrite(task: Task, team: TeamSession, env: Env) -> None:
 
     The agents are named `rewriter`, `selector` and `answerer`. Templates may use the slot `question`, the selector's
     also `query` and `passages`, numbered from 1, the answerer's also `history`, the query with the selected passages.
-    A malformed query leaves an empty note and is counted by the environment; where nothing was found the selector is
-    not asked. A malformed selection keeps nothing; a malformed answer is scored as an empty one.
+    Where nothing was found the selector is not asked; a malformed selection keeps nothing.
     """
     question = env.reset(task)
     query = (await team.act("rewriter", question=question)).value or ""
@@ -176,9 +174,9 @@ async def m_ask(task: Task, team: TeamSession, env: GradedEnv, *, max_turns: Pos
     Every answer is scored as it is given, in the metrics of the environment and on the turn that gave it, the planner's
     too: `turn_difference` with `metric: token_f1` and `scored: [planner, answerer]` pays what each round added.
 
-    The searcher ends the search, and a malformed query ends it too. A malformed plan is an empty one without an answer,
-    a malformed report is no useful information, a malformed update, or one of a step that is not there, changes
-    nothing, and a malformed answer is an empty one.
+    The searcher ends the search, and so does its malformed query. A malformed plan is an empty one without an answer, a
+    malformed report is no useful information, and a malformed update, or one of a step that is not there, changes
+    nothing.
 
     Args:
         max_turns: searches, at most.

@@ -1,4 +1,8 @@
-"""Agents one after the other: Dr.MAS's solver and verifier, MARTI's chain, UnityMAS-O's math team, MAPPA's MathChat."""
+"""Agents one after the other: Dr.MAS's solver and verifier, MARTI's chain, UnityMAS-O's math team, MAPPA's MathChat.
+
+But in the first, texts are handed on without their thoughts, malformed ones as they were said, and a malformed last
+reply leaves the team without an answer.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +43,7 @@ async def solver_verifier(
 ) -> None:
     """Let the solver try up to `max_loops` times; its last text is the team's answer.
 
-    The verifier speaks after every attempt but the last one possible, whose verdict could change nothing. A malformed
-    verdict counts as `malformed_verdict`; Dr.MAS's released code approves.
+    The verifier speaks after every attempt but the last one possible, whose verdict could change nothing.
 
     Args:
         max_loops: attempts of the solver, at most.
@@ -64,11 +67,9 @@ async def chain(task: Task, team: TeamSession, env: AnswerEnv) -> None:
     """Ask `generator`, `verifier` and `refiner` in this order; the refiner's answer is final.
 
     Templates may use the slots `problem`, the verifier's and the refiner's also `solution`, the refiner's also
-    `review`: what was said before without its thoughts. A malformed solution or verdict is handed on as it was said; a
-    malformed last reply leaves the team without an answer, whatever was generated. Local scores, as in MARTI's
-    conditional form: of the generator and the refiner the reward that their answers would have alone, of the verifier
-    1 when its verdict on the generator's answer is true, else 0, also when it is malformed; what cannot be decided has
-    the score `undecided` in place of a local one.
+    `review`. Local scores, as in MARTI's conditional form: of the generator and the refiner the reward that their
+    answers would have alone, of the verifier 1 when its verdict on the generator's answer is true, else 0; what cannot
+    be decided has the score `undecided` in place of a local one.
 
     Raises:
         EnvError: the environment cannot grade single answers.
@@ -89,9 +90,8 @@ async def chain(task: Task, team: TeamSession, env: AnswerEnv) -> None:
 async def math_refine(task: Task, team: TeamSession, env: Env) -> None:
     """Ask `solver`, `verifier`, `refiner` and `finalizer` once each, without a way out; the last answer is final.
 
-    Templates may use the slots `problem` and, of those who spoke before, `solution`, `review` and `refined`. Solutions
-    are handed on without their thoughts, malformed ones as they were said; of the verifier only the two tags' content
-    is, and a malformed finding is "". A malformed last reply leaves the team without an answer.
+    Templates may use the slots `problem` and, of those who spoke before, `solution`, `review` and `refined`. Of the
+    verifier only the two tags' content is handed on; a malformed finding is "".
     """
     problem = env.reset(task)
     solved = await team.act("solver", problem=problem)
@@ -114,10 +114,9 @@ async def mathchat(
     """Ask `solver`, `coder` and `verifier` in this order; the verifier's answer is final.
 
     The coder is asked again, `max_programs` times in all, when its program failed or its reply had none. Templates may
-    use the slots `problem`, the coder's and the verifier's also `solution`, what the solver said without its thoughts,
-    and `history`, every program with what came of it. With `programs` the verifier's `solution` is "", as in the
-    released code. A malformed solution is handed on as it was said; a malformed last reply leaves the team without an
-    answer. Nobody is scored alone: that is the coach's part.
+    use the slots `problem`, the coder's and the verifier's also `solution`, and `history`, every program with what came
+    of it. With `programs` the verifier's `solution` is "", as in the released code. Nobody is scored alone: that is the
+    coach's part.
 
     Args:
         max_programs: replies of the coder, at most.

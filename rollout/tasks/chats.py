@@ -32,10 +32,37 @@ from mcore_mas.rollout.records.trajectory import (
 from mcore_mas.rollout.sandbox.judge import StdinTest
 from mcore_mas.rollout.tasks.splits import draw_different, split_of
 from mcore_mas.rollout.teams.episode import Episode, Orchestra
-from mcore_mas.rollout.teams.roles import Agent
-from mcore_mas.rollout.teams.team import Team
+from mcore_mas.rollout.teams.roles import Agent, AgentReply, Role
+from mcore_mas.rollout.teams.team import Team, TeamSession
 
 Teacher = Callable[[str, Sequence[Message]], str]  # (agent, its chat so far) -> its reply
+
+
+class TeachingSession(TeamSession):
+    """A team that knows what to say, slips now and then, and writes down what it said."""
+
+    def __init__(self, roles: Mapping[str, Role], slips: Mapping[str, float], random: Random) -> None:
+        """`slips`: probability of a slip by agent; 0 for one that is not named."""
+        super().__init__(Team({}, {}), ())
+        self._roles, self._slips, self._random = roles, slips, random
+        self.demonstrations: list[Demonstration] = []
+
+    async def act(self, name: str, /, **slots: object) -> AgentReply:
+        role, text = self._roles[name], self.said_by(name, slots)
+        reply = Message(role="assistant", content=text)
+        self.demonstrations.append(Demonstration(agent=name, messages=(*role.messages(**slots), reply)))
+        return AgentReply(text=text, value=role.parse(text), turn=len(self.demonstrations) - 1)
+
+    def said_by(self, agent: str, slots: Mapping[str, object]) -> str:
+        """What an agent says."""
+        raise NotImplementedError
+
+    def score(self, index: int, /, **scores: float) -> None:
+        """Demonstrations are not scored."""
+
+    def slip(self, agent: str) -> bool:
+        """Whether an agent slips now."""
+        return self._random.random() < self._slips.get(agent, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +203,8 @@ class _Coders:
         if last.role != "tool":
             advice = last.content.rpartition("print ")[2] if len(messages) > 2 else self._right
             return self._try(self._pick(agent, advice))
-        if last.content != self._value(self._right) and not self._noticed and self._random.random() < _NOTICED:
+        right = str(WORDED_FORMULAS[self._right][0](self._a, self._b))
+        if last.content != right and not self._noticed and self._random.random() < _NOTICED:
             self._noticed = True
             return self._try(self._pick(agent, self._right))
         return fenced(f"a, b = map(int, input().split())\nprint({self._formula})")
@@ -189,6 +217,3 @@ class _Coders:
         self._formula = formula
         shown = f"print(f({self._a}, {self._b}))"
         return f"{asked_for('python', code=f'f = lambda a, b: {formula}')}\n{asked_for('python', code=shown)}"
-
-    def _value(self, formula: str) -> str:
-        return str(WORDED_FORMULAS[formula][0](self._a, self._b))

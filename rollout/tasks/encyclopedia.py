@@ -10,20 +10,21 @@ import asyncio
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 
 from pydantic import PositiveInt
 
+from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.options import Share
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.environments.search import PassageStyle, SearchEnv
 from mcore_mas.rollout.orchestras.search import memory_search, search_team
 from mcore_mas.rollout.records.trajectory import Demonstration, Message, Task, derive_seed
-from mcore_mas.rollout.tasks.chats import Teacher, asked_for, taught
+from mcore_mas.rollout.tasks.chats import Teacher, TeachingSession, asked_for, taught
 from mcore_mas.rollout.tasks.splits import draw_listed
 from mcore_mas.rollout.teams.roles import Agent, AgentReply, Role
-from mcore_mas.rollout.teams.team import Team, TeamSession
 
 _QUESTIONS = {
     "trade": ("one_hop", "What is the trade of {name}?"),
@@ -91,17 +92,15 @@ def encyclopedia_demonstrations(
         top_k: passages a search, as at rollout.
         style: how they read, as at rollout (see `mcore_mas.rollout.environments.search.PASSAGE_STYLES`).
     """
-    book, spoken = _train_book(seed), 0
-    for chance, person, fact in _train_questions(seed, "encyclopedia demonstration"):
-        guide = _Guide(person, fact, roles, chance, slips)
-        task = _task(person, fact)
-        asyncio.run(search_team(task, guide, SearchEnv(task, retriever=book, top_k=top_k, style=style)))
-        for demonstration in guide.demonstrations:
-            if spoken == n:
-                return
-            if chance.random() < _kept(demonstration):
-                yield demonstration
-                spoken += 1
+    book = _train_book(seed)
+
+    def spoken() -> Iterator[Demonstration]:
+        for chance, person, fact in _train_questions(seed, "encyclopedia demonstration"):
+            task, guide = _task(person, fact), _Guide(person, fact, roles, chance, slips)
+            asyncio.run(search_team(task, guide, SearchEnv(task, retriever=book, top_k=top_k, style=style)))
+            yield from (one for one in guide.demonstrations if chance.random() < _kept(one))
+
+    return itertools.islice(spoken(), n)
 
 
 def _train_book(seed: int) -> _Book:
@@ -170,31 +169,32 @@ class _Book:
         return list(dict.fromkeys([*exact, *similar, self._first]))[:k]
 
 
-class _Guide(TeamSession):
-    """A team that knows the answer, slips now and then, and writes down what it said."""
+class _Guide(TeachingSession):
+    """A team that knows the answer about a person."""
 
     def __init__(
         self, person: Person, fact: str, roles: Mapping[str, Role], chance: random.Random, slips: Mapping[str, float]
     ):
-        super().__init__(Team({}, {}), ())
-        self._person = person
-        self._fact = fact
-        self._roles = roles
-        self._chance = chance
-        self._slips = slips
+        super().__init__(roles, slips, chance)
+        self._person, self._fact = person, fact
         self._wanted = ""  # what the lead asks for
-        self.demonstrations: list[Demonstration] = []
 
     async def act(self, name: str, /, **slots: object) -> AgentReply:
-        role = self._roles[name]
-        history = str(slots["history"])
-        text = {"verifier": self._verdict, "searcher": self._query, "answerer": self._last}[name](history)
-        reply = Message(role="assistant", content=text)
-        self.demonstrations.append(Demonstration(agent=name, messages=(*role.messages(**slots), reply)))
-        value = role.parse(text)
-        if value == "yes" and not self._knows(history, self._fact):
-            value = "no"  # a premature yes is said but not acted on: nobody learns to answer from nothing
-        return AgentReply(text=text, value=value, turn=len(self.demonstrations) - 1)
+        reply = await super().act(name, **slots)
+        early = reply.value == "yes" and not self._knows(str(slots["history"]), self._fact)
+        # a premature yes is said but not acted on: nobody learns to answer from nothing
+        return replace(reply, value="no") if early else reply
+
+    def said_by(self, agent: str, slots: Mapping[str, object]) -> str:
+        history, slip = str(slots["history"]), self.slip(agent)
+        if agent == "verifier":
+            return f"<verify>{'yes' if self._knows(history, self._fact) != slip else 'no'}</verify>"
+        if agent == "answerer":
+            return self._ending(history, _SIBLING[self._fact] if slip else self._fact)
+        name = self._person.name
+        if self._knows(history, "home"):
+            return f"<search> {name if slip else self._person.home.name} </search>"
+        return f"<search> {name.split()[-1] if slip else name} </search>"
 
     def say(self, agent: str, messages: Sequence[Message]) -> str:
         """What lead or scout says in its chat."""
@@ -202,34 +202,17 @@ class _Guide(TeamSession):
         if agent == "scout":
             if messages[-1].role == "tool":
                 return f"<evidence>{last.removeprefix('<information>').removesuffix('</information>')}</evidence>"
-            return asked_for("search", query=self._wanted.split()[-1] if self._slip(agent) else self._wanted)
-        known, slip = self._knows(said, self._fact), self._slip(agent)
+            return asked_for("search", query=self._wanted.split()[-1] if self.slip(agent) else self._wanted)
+        known, slip = self._knows(said, self._fact), self.slip(agent)
         if known or slip:
             return self._ending(said, _SIBLING[self._fact] if slip else self._fact)
         self._wanted = (self._person.home if self._knows(said, "home") else self._person).name
         return f"<search> {self._wanted} </search>"
 
-    def _slip(self, agent: str) -> bool:
-        return self._chance.random() < self._slips.get(agent, 0.0)
-
     def _knows(self, history: str, fact: str) -> bool:
         """Whether the passage that tells `fact` has been found."""
         subject = self._person.name if _QUESTIONS[fact][0] == "one_hop" else self._person.home.name
         return f"{subject} is a " in history or f"{subject} lies on " in history
-
-    def _verdict(self, history: str) -> str:
-        enough = self._knows(history, self._fact) != self._slip("verifier")
-        return f"<verify>{'yes' if enough else 'no'}</verify>"
-
-    def _query(self, history: str) -> str:
-        if not self._knows(history, "home"):
-            query = self._person.name.split()[-1] if self._slip("searcher") else self._person.name
-        else:
-            query = self._person.name if self._slip("searcher") else self._person.home.name
-        return f"<search> {query} </search>"
-
-    def _last(self, history: str) -> str:
-        return self._ending(history, _SIBLING[self._fact] if self._slip("answerer") else self._fact)
 
     def _ending(self, history: str, fact: str) -> str:
         return f"<answer> {_fact(self._person, fact)} </answer>" if self._knows(history, fact) else _UNKNOWN
@@ -273,44 +256,6 @@ PEOPLE = 2000
 TOWNS = 480
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-# A person is a first name and a surname, a town two nouns: each part is in many names, so a model that has seen the
-# parts can copy any name. No word is in two lists, and each reads as an ordinary word to a text encoder.
-_FIRST = _words(
-    """
-    Alice Arthur Boris Clara Daniel Edith Felix Grace Hannah Ivan Julia Kevin Laura Martin Nadia Oscar Paula
-    Quentin Robert Sofia Thomas Ursula Victor Wendy Xavier Yusuf Zoe Bruno Carmen Dmitri Elena Frank Gloria Hugo
-    Irene Jonas Karen Leon Maria Nathan Olga Peter Rosa Simon Tara Vera Walter Amir Diego Fatima
-    """
-)
-_LAST = _words(
-    """
-    Walker Becker Castro Dalton Evans Fischer Garcia Hansen Ibrahim Jensen Keller Lopez Murray Novak Olsen Patel
-    Quinn Rossi Schmidt Tanaka Underwood Vargas Weber Young Zhang Adams Brennan Cohen Dubois Ericsson Ferrari
-    Gupta Hughes Ivanov Jackson Kowalski Lambert Moreau Nielsen Osborne Pereira Romano Silva Turner Vogel Watson
-    Yamada Zimmerman Barnes Collins Doyle Foster Graham Harper Kapoor Larsen Morgan Nguyen Parker Sutton
-    """
-)
-_TOWN_FIRST = _words(
-    """
-    Silver Golden Copper Iron Crystal Velvet Winter Summer Autumn Misty Sunny Stormy Quiet Hidden Frozen Broken
-    Ancient Royal Crimson Emerald Ivory Scarlet Bitter Happy
-    """
-)
-_TOWN_LAST = _words(
-    """
-    Harbor Valley Bridge Castle Garden Market Island Forest Meadow Canyon Tower Temple Village Desert Glacier
-    Lagoon Orchard Quarry Summit Prairie Cavern Fortress Chapel Beach
-    """
-)
-_TRADES = _words("baker smith weaver teacher doctor lawyer painter sailor farmer miller tailor butcher")
-_RIVERS = _words("Otter Heron Falcon Badger Raven Salmon Beaver Swan Lynx Cobra Panther Turtle")
-_GOODS = _words("wool salt glass honey cheese paper silk rope wine leather pottery candles")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Town:
     """A town and what its passage says."""
@@ -349,15 +294,24 @@ def split_of_entity(name: str) -> str:
 def make_encyclopedia(seed: int) -> Encyclopedia:
     """The world of `seed`: PEOPLE distinct people in TOWNS distinct towns."""
     chance = random.Random(derive_seed("encyclopedia world", seed))
-    town_names = chance.sample([f"{first} {last}" for first in _TOWN_FIRST for last in _TOWN_LAST], TOWNS)
+    words = {kind: text.split() for kind, text in read_yaml(Path(__file__).with_suffix(".yaml")).items()}
+
+    def names(first: str, last: str, count: int) -> list[str]:
+        return chance.sample([f"{one} {other}" for one in words[first] for other in words[last]], count)
+
     towns = tuple(
-        Town(name=name, split=split_of_entity(name), river=chance.choice(_RIVERS), goods=chance.choice(_GOODS))
-        for name in town_names
+        Town(
+            name=name,
+            split=split_of_entity(name),
+            river=chance.choice(words["rivers"]),
+            goods=chance.choice(words["goods"]),
+        )
+        for name in names("town_adjectives", "town_nouns", TOWNS)
     )
     homes = {split: [town for town in towns if town.split == split] for split in ("train", "validation", "test")}
-    names = chance.sample([f"{first} {last}" for first in _FIRST for last in _LAST], PEOPLE)
     people = tuple(
-        Person(name=name, split=split, trade=chance.choice(_TRADES), home=chance.choice(homes[split]))
-        for name, split in ((name, split_of_entity(name)) for name in names)
+        Person(name=name, split=split, trade=chance.choice(words["trades"]), home=chance.choice(homes[split]))
+        for name in names("first_names", "surnames", PEOPLE)
+        for split in (split_of_entity(name),)
     )
     return Encyclopedia(people=people, towns=towns)

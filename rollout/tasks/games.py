@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -14,14 +15,14 @@ from pydantic import PositiveInt
 from mcore_mas.rollout.base.options import Share
 from mcore_mas.rollout.environments import ENVS
 from mcore_mas.rollout.environments.games import GAMES
-from mcore_mas.rollout.environments.games.game import PuzzleSource
+from mcore_mas.rollout.environments.games.game import Owns, PuzzleSource
 from mcore_mas.rollout.orchestras.acting import game_team, single
 from mcore_mas.rollout.orchestras.replies import DECIDED, LISTED
 from mcore_mas.rollout.records.files import RecordError
-from mcore_mas.rollout.records.trajectory import Demonstration, Message, Task, derive_seed
+from mcore_mas.rollout.records.trajectory import Demonstration, Task, derive_seed
+from mcore_mas.rollout.tasks.chats import TeachingSession
 from mcore_mas.rollout.tasks.splits import digest, draw_different, draw_listed, split_of
-from mcore_mas.rollout.teams.roles import AgentReply, Role
-from mcore_mas.rollout.teams.team import Team, TeamSession
+from mcore_mas.rollout.teams.roles import Role
 
 CARELESS: Mapping[str, float] = {"tool": 0.5, "planner": 0.5, "player": 0.5}
 
@@ -37,7 +38,7 @@ def draw_tasks(source: PuzzleSource, seed: int, sizes: Mapping[str, int]) -> lis
     for split, size in sizes.items():
         random = Random(derive_seed(seed, source.name, split))
         if listed is None:
-            puzzles = _draw(source, split, size, random)
+            puzzles = draw_different(source.name, split, size, partial(source.draw, random, _owned_by(split)))
         else:
             owned = [puzzle for key, puzzle in listed if split_of(key) == split]
             puzzles = draw_listed(source.name, split, size, owned, random)
@@ -45,8 +46,8 @@ def draw_tasks(source: PuzzleSource, seed: int, sizes: Mapping[str, int]) -> lis
     return tasks
 
 
-def _draw(source: PuzzleSource, split: str, size: int, random: Random) -> list[str]:
-    return draw_different(source.name, split, size, lambda: source.draw(random, lambda key: split_of(key) == split))
+def _owned_by(split: str) -> Owns:
+    return lambda key: split_of(key) == split
 
 
 def as_task(source: PuzzleSource, puzzle: str, split: str) -> Task:
@@ -88,58 +89,42 @@ def demonstrate(
         max_turns: as at rollout.
     """
     orchestra = game_team if "planner" in roles else single
-    spoken = 0
-    for episode in count():
-        random = Random(derive_seed(seed, source.name, "demonstration", episode))
-        puzzle = source.draw(random, lambda key: split_of(key) == "train")
-        if puzzle is None:
-            continue
-        task = as_task(source, puzzle, "train")
-        teacher = _Teacher(source, task, roles, slips, random)
-        env: Any = ENVS[source.game](task, max_turns=max_turns)  # which can preview
-        asyncio.run(orchestra(task, teacher, env, max_turns=max_turns))
-        for demonstration in teacher.demonstrations:
-            if spoken == n:
-                return
-            yield demonstration
-            spoken += 1
+
+    def spoken() -> Iterator[Demonstration]:
+        for episode in count():
+            random = Random(derive_seed(seed, source.name, "demonstration", episode))
+            puzzle = source.draw(random, _owned_by("train"))
+            if puzzle is not None:
+                task = as_task(source, puzzle, "train")
+                teacher = _Teacher(source, task, roles, slips, random)
+                env: Any = ENVS[source.game](task, max_turns=max_turns)  # which can preview
+                asyncio.run(orchestra(task, teacher, env, max_turns=max_turns))
+                yield from teacher.demonstrations
+
+    return islice(spoken(), n)
 
 
-class _Teacher(TeamSession):
-    """A team that knows a solution from wherever it stands, slips, and writes down what it said."""
+class _Teacher(TeachingSession):
+    """A team that knows a solution from wherever it stands."""
 
     def __init__(
         self, source: PuzzleSource, task: Task, roles: Mapping[str, Role], slips: Mapping[str, float], random: Random
     ) -> None:
-        super().__init__(Team({}, {}), ())
+        super().__init__(roles, slips, random)
         self._source = source
         self._game: Any = GAMES[source.game]()
         self._state = self._game.read(task.prompt)
-        self._roles = roles
-        self._slips = slips
-        self._random = random
-        self.demonstrations: list[Demonstration] = []
 
-    async def act(self, name: str, /, **slots: object) -> AgentReply:
-        role = self._roles[name]
-        actions = self._actions(name, str(slots.get("proposal", "")))
-        text = f"{LISTED if name == 'tool' else DECIDED} {actions}"
-        reply = Message(role="assistant", content=text)
-        self.demonstrations.append(Demonstration(agent=name, messages=(*role.messages(**slots), reply)))
-        if name != "tool":
-            self._state = self._game.play(self._state, actions).state
-        return AgentReply(text=text, value=role.parse(text), turn=len(self.demonstrations) - 1)
-
-    def score(self, index: int, /, **scores: float) -> None:
-        """Demonstrations are not scored."""
-
-    def _actions(self, name: str, proposal: str) -> str:
-        right = self._game.solve(self._state)
+    def said_by(self, agent: str, slots: Mapping[str, object]) -> str:
+        proposal, right = str(slots.get("proposal", "")), self._game.solve(self._state)
         if right is None:  # a room that a slip has lost
-            return proposal or self._random.choice("UDLR")
-        if self._random.random() >= self._slips.get(name, 0.0):
-            return str(right)
-        return proposal or self._source.slip(self._random, right)
+            actions = proposal or self._random.choice("UDLR")
+        else:
+            actions = (proposal or self._source.slip(self._random, right)) if self.slip(agent) else right
+        if agent == "tool":
+            return f"{LISTED} {actions}"
+        self._state = self._game.play(self._state, actions).state
+        return f"{DECIDED} {actions}"
 
 
 _T = TypeVar("_T")
@@ -160,19 +145,17 @@ def gymnasium_tasks(
         name: data source to report under.
         instructions: what agents are told before the first scene.
     """
-    return [
-        _world_task(name, key, key, split, instructions, "gymnasium")
-        for split, size in sizes.items()
-        for key in _resets(name, split, size, Random(derive_seed(seed, "gymnasium", name, split)))
-    ]
 
-
-def _resets(name: str, split: str, size: int, random: Random) -> list[str]:
-    def draw() -> str | None:
+    def draw(random: Random, split: str) -> str | None:
         key = str(random.randrange(2**31))
         return key if split_of(f"{name} {key}") == split else None
 
-    return draw_different(name, split, size, draw)
+    draws = {split: partial(draw, Random(derive_seed(seed, "gymnasium", name, split)), split) for split in sizes}
+    return [
+        _world_task(name, key, key, split, instructions, "gymnasium")
+        for split, size in sizes.items()
+        for key in draw_different(name, split, size, draws[split])
+    ]
 
 
 def alfworld_tasks(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[Task]:

@@ -73,9 +73,9 @@ def _draw(random: Random, family: BuggyFunction, bug: str, split: str, modules: 
 
 def source_of(function: Callable[..., Any], right: Callable[..., Any]) -> str:
     """The text of a function as agents read it: under the name and with the docstring of the right one."""
-    text = inspect.getsource(function).replace(f"def {function.__name__}(", f"def {right.__name__}(", 1)
-    head, body = text.split("\n", 1)
-    docstring = "" if function is right else inspect.getsource(right).split("\n")[1] + "\n"
+    text, own = (inspect.getsource(one).split("\n", 1)[1] for one in (function, right))  # without the decorator
+    head, body = text.replace(f"def {function.__name__}(", f"def {right.__name__}(", 1).split("\n", 1)
+    docstring = "" if function is right else own.split("\n")[1] + "\n"
     return f"{head}\n{docstring}{body}"
 
 

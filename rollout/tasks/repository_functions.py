@@ -1,7 +1,7 @@
 """Functions of generated repositories: right ones, each with others that have one bug.
 
 Their text is what agents read, so it carries no types; a function with a bug is shown under the right one's name and
-docstring.
+docstring, and the bug is called what its own name has besides.
 """
 
 # mypy: disable-error-code="no-untyped-def, var-annotated"
@@ -9,175 +9,40 @@ docstring.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 
-def window_sums(values, size):
-    """The sum of every run of `size` neighbouring values, from left to right."""
-    return [sum(values[i : i + size]) for i in range(len(values) - size + 1)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuggyFunction:
+    """A function, what its arguments look like, and its bugs with what users say of them."""
+
+    right: Callable[..., Any]
+    draw: Callable[[Random], tuple[Any, ...]]  # arguments, JSON values
+    bugs: dict[str, tuple[Callable[..., Any], str]] = field(default_factory=dict)  # by name
 
 
-def _window_sums_short(values, size):
-    return [sum(values[i : i + size]) for i in range(len(values) - size)]
+BUGGY_FUNCTIONS: list[BuggyFunction] = []
 
 
-def _window_sums_long(values, size):
-    return [sum(values[i : i + size]) for i in range(len(values))]
+def _right(draw: Callable[[Random], tuple[Any, ...]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        BUGGY_FUNCTIONS.append(BuggyFunction(right=function, draw=draw))
+        return function
+
+    return noted
 
 
-def merge_intervals(intervals):
-    """Sorted intervals [start, end] that cover the same as `intervals`; touching ones become one."""
-    merged = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    return merged
+def _bug(complaint: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Of the right function before it."""
 
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        family = BUGGY_FUNCTIONS[-1]
+        family.bugs[function.__name__.removeprefix(f"_{family.right.__name__}_")] = function, complaint
+        return function
 
-def _merge_intervals_touching(intervals):
-    merged = []
-    for start, end in sorted(intervals):
-        if merged and start < merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    return merged
-
-
-def _merge_intervals_inside(intervals):
-    merged = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1][1] = end
-        else:
-            merged.append([start, end])
-    return merged
-
-
-def chunks(values, size):
-    """The values in lists of `size`; the last one may be shorter."""
-    return [values[i : i + size] for i in range(0, len(values), size)]
-
-
-def _chunks_dropped(values, size):
-    return [values[i : i + size] for i in range(0, len(values) - size + 1, size)]
-
-
-def _chunks_overlapping(values, size):
-    return [values[i : i + size] for i in range(0, len(values), size - 1 or 1)]
-
-
-def rotate(values, places):
-    """The values moved to the right by `places`, those at the end to the front."""
-    if not values:
-        return []
-    places %= len(values)
-    return values[len(values) - places :] + values[: len(values) - places]
-
-
-def _rotate_left(values, places):
-    if not values:
-        return []
-    places %= len(values)
-    return values[places:] + values[:places]
-
-
-def _rotate_far(values, places):
-    if not values:
-        return []
-    return values[len(values) - places :] + values[: len(values) - places]
-
-
-def in_base(number, base):
-    """A number from 0 on, in a base from 2 to 10, as text."""
-    digits = ""
-    while number:
-        digits = str(number % base) + digits
-        number //= base
-    return digits or "0"
-
-
-def _in_base_zero(number, base):
-    digits = ""
-    while number:
-        digits = str(number % base) + digits
-        number //= base
-    return digits
-
-
-def _in_base_reversed(number, base):
-    digits = ""
-    while number:
-        digits = digits + str(number % base)
-        number //= base
-    return digits or "0"
-
-
-def middle(values):
-    """The median of some numbers: the mean of the two in the middle where their count is even."""
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    if len(ordered) % 2:
-        return ordered[half]
-    return (ordered[half - 1] + ordered[half]) / 2
-
-
-def _middle_upper(values):
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half]
-
-
-def _middle_unsorted(values):
-    half = len(values) // 2
-    if len(values) % 2:
-        return values[half]
-    return (values[half - 1] + values[half]) / 2
-
-
-def clipped(values, low, high):
-    """The values, those below `low` as `low` and those above `high` as `high`."""
-    return [min(max(value, low), high) for value in values]
-
-
-def _clipped_low(values, low, high):
-    return [min(value, high) for value in values]
-
-
-def _clipped_out(values, low, high):
-    return [value for value in values if low <= value <= high]
-
-
-def runs(text):
-    """Each run of equal letters as the letter and how often it stands there: "aab" is "a2b1"."""
-    found = []
-    for letter in text:
-        if found and found[-1][0] == letter:
-            found[-1][1] += 1
-        else:
-            found.append([letter, 1])
-    return "".join(f"{letter}{count}" for letter, count in found)
-
-
-def _runs_ones(text):
-    found = []
-    for letter in text:
-        if found and found[-1][0] == letter:
-            found[-1][1] += 1
-        else:
-            found.append([letter, 1])
-    return "".join(f"{letter}{count if count > 1 else ''}" for letter, count in found)
-
-
-def _runs_apart(text):
-    found = {}
-    for letter in text:
-        found[letter] = found.get(letter, 0) + 1
-    return "".join(f"{letter}{count}" for letter, count in found.items())
+    return noted
 
 
 def _numbers(random: Random, least: int = 0) -> list[int]:
@@ -189,78 +54,191 @@ def _intervals(random: Random) -> list[list[int]]:
     return [[start, start + random.randint(1, 6)] for start in starts]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuggyFunction:
-    """A function, what its arguments look like, and its bugs with what users say of them."""
-
-    right: Callable[..., Any]
-    draw: Callable[[Random], tuple[Any, ...]]  # arguments, JSON values
-    bugs: dict[str, tuple[Callable[..., Any], str]]  # by name
+@_right(lambda r: (_numbers(r), r.randint(1, 4)))
+def window_sums(values, size):
+    """The sum of every run of `size` neighbouring values, from left to right."""
+    return [sum(values[i : i + size]) for i in range(len(values) - size + 1)]
 
 
-BUGGY_FUNCTIONS: tuple[BuggyFunction, ...] = (
-    BuggyFunction(
-        right=window_sums,
-        draw=lambda r: (_numbers(r), r.randint(1, 4)),
-        bugs={
-            "short": (_window_sums_short, "The last window is missing from the result."),
-            "long": (_window_sums_long, "There are too many windows: the last ones have fewer values than asked for."),
-        },
-    ),
-    BuggyFunction(
-        right=merge_intervals,
-        draw=lambda r: (_intervals(r),),
-        bugs={
-            "touching": (_merge_intervals_touching, "Intervals like [1, 2] and [2, 3] stay apart."),
-            "inside": (_merge_intervals_inside, "An interval within a longer one cuts the longer one off."),
-        },
-    ),
-    BuggyFunction(
-        right=chunks,
-        draw=lambda r: (_numbers(r), r.randint(1, 4)),
-        bugs={
-            "dropped": (_chunks_dropped, "Values at the end get lost when their number is no multiple of the size."),
-            "overlapping": (_chunks_overlapping, "Some values are in two lists."),
-        },
-    ),
-    BuggyFunction(
-        right=rotate,
-        draw=lambda r: (_numbers(r), r.randint(0, 10)),
-        bugs={
-            "left": (_rotate_left, "Values move in the wrong direction."),
-            "far": (_rotate_far, "Moving by more places than there are values repeats or loses some."),
-        },
-    ),
-    BuggyFunction(
-        right=in_base,
-        draw=lambda r: (r.choice((0, r.randint(1, 60))), r.randint(2, 9)),
-        bugs={
-            "zero": (_in_base_zero, "Zero comes out as an empty text."),
-            "reversed": (_in_base_reversed, "The digits are in the wrong order."),
-        },
-    ),
-    BuggyFunction(
-        right=middle,
-        draw=lambda r: (_numbers(r, 1),),
-        bugs={
-            "upper": (_middle_upper, "With an even number of values the result is one of them."),
-            "unsorted": (_middle_unsorted, "The result depends on the order of the values."),
-        },
-    ),
-    BuggyFunction(
-        right=clipped,
-        draw=lambda r: (_numbers(r), r.randint(-6, -1), r.randint(1, 6)),
-        bugs={
-            "low": (_clipped_low, "Values that are too small are left as they are."),
-            "out": (_clipped_out, "The result has fewer values than there were."),
-        },
-    ),
-    BuggyFunction(
-        right=runs,
-        draw=lambda r: ("".join(r.choice("aab") for _ in range(r.randint(0, 7))),),
-        bugs={
-            "ones": (_runs_ones, "A letter that stands alone has no number."),
-            "apart": (_runs_apart, "Runs of the same letter with others between them are counted together."),
-        },
-    ),
-)
+@_bug("The last window is missing from the result.")
+def _window_sums_short(values, size):
+    return [sum(values[i : i + size]) for i in range(len(values) - size)]
+
+
+@_bug("There are too many windows: the last ones have fewer values than asked for.")
+def _window_sums_long(values, size):
+    return [sum(values[i : i + size]) for i in range(len(values))]
+
+
+@_right(lambda r: (_intervals(r),))
+def merge_intervals(intervals):
+    """Sorted intervals [start, end] that cover the same as `intervals`; touching ones become one."""
+    merged = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
+
+
+@_bug("Intervals like [1, 2] and [2, 3] stay apart.")
+def _merge_intervals_touching(intervals):
+    merged = []
+    for start, end in sorted(intervals):
+        if merged and start < merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
+
+
+@_bug("An interval within a longer one cuts the longer one off.")
+def _merge_intervals_inside(intervals):
+    merged = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = end
+        else:
+            merged.append([start, end])
+    return merged
+
+
+@_right(lambda r: (_numbers(r), r.randint(1, 4)))
+def chunks(values, size):
+    """The values in lists of `size`; the last one may be shorter."""
+    return [values[i : i + size] for i in range(0, len(values), size)]
+
+
+@_bug("Values at the end get lost when their number is no multiple of the size.")
+def _chunks_dropped(values, size):
+    return [values[i : i + size] for i in range(0, len(values) - size + 1, size)]
+
+
+@_bug("Some values are in two lists.")
+def _chunks_overlapping(values, size):
+    return [values[i : i + size] for i in range(0, len(values), size - 1 or 1)]
+
+
+@_right(lambda r: (_numbers(r), r.randint(0, 10)))
+def rotate(values, places):
+    """The values moved to the right by `places`, those at the end to the front."""
+    if not values:
+        return []
+    places %= len(values)
+    return values[len(values) - places :] + values[: len(values) - places]
+
+
+@_bug("Values move in the wrong direction.")
+def _rotate_left(values, places):
+    if not values:
+        return []
+    places %= len(values)
+    return values[places:] + values[:places]
+
+
+@_bug("Moving by more places than there are values repeats or loses some.")
+def _rotate_far(values, places):
+    if not values:
+        return []
+    return values[len(values) - places :] + values[: len(values) - places]
+
+
+@_right(lambda r: (r.choice((0, r.randint(1, 60))), r.randint(2, 9)))
+def in_base(number, base):
+    """A number from 0 on, in a base from 2 to 10, as text."""
+    digits = ""
+    while number:
+        digits = str(number % base) + digits
+        number //= base
+    return digits or "0"
+
+
+@_bug("Zero comes out as an empty text.")
+def _in_base_zero(number, base):
+    digits = ""
+    while number:
+        digits = str(number % base) + digits
+        number //= base
+    return digits
+
+
+@_bug("The digits are in the wrong order.")
+def _in_base_reversed(number, base):
+    digits = ""
+    while number:
+        digits = digits + str(number % base)
+        number //= base
+    return digits or "0"
+
+
+@_right(lambda r: (_numbers(r, 1),))
+def middle(values):
+    """The median of some numbers: the mean of the two in the middle where their count is even."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[half]
+    return (ordered[half - 1] + ordered[half]) / 2
+
+
+@_bug("With an even number of values the result is one of them.")
+def _middle_upper(values):
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half]
+
+
+@_bug("The result depends on the order of the values.")
+def _middle_unsorted(values):
+    half = len(values) // 2
+    if len(values) % 2:
+        return values[half]
+    return (values[half - 1] + values[half]) / 2
+
+
+@_right(lambda r: (_numbers(r), r.randint(-6, -1), r.randint(1, 6)))
+def clipped(values, low, high):
+    """The values, those below `low` as `low` and those above `high` as `high`."""
+    return [min(max(value, low), high) for value in values]
+
+
+@_bug("Values that are too small are left as they are.")
+def _clipped_low(values, low, high):
+    return [min(value, high) for value in values]
+
+
+@_bug("The result has fewer values than there were.")
+def _clipped_out(values, low, high):
+    return [value for value in values if low <= value <= high]
+
+
+@_right(lambda r: ("".join(r.choice("aab") for _ in range(r.randint(0, 7))),))
+def runs(text):
+    """Each run of equal letters as the letter and how often it stands there: "aab" is "a2b1"."""
+    found = []
+    for letter in text:
+        if found and found[-1][0] == letter:
+            found[-1][1] += 1
+        else:
+            found.append([letter, 1])
+    return "".join(f"{letter}{count}" for letter, count in found)
+
+
+@_bug("A letter that stands alone has no number.")
+def _runs_ones(text):
+    found = []
+    for letter in text:
+        if found and found[-1][0] == letter:
+            found[-1][1] += 1
+        else:
+            found.append([letter, 1])
+    return "".join(f"{letter}{count if count > 1 else ''}" for letter, count in found)
+
+
+@_bug("Runs of the same letter with others between them are counted together.")
+def _runs_apart(text):
+    found = {}
+    for letter in text:
+        found[letter] = found.get(letter, 0) + 1
+    return "".join(f"{letter}{count}" for letter, count in found.items())

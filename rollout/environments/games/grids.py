@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from random import Random
 from typing import Annotated, TypeVar
 
@@ -62,6 +63,12 @@ class _GridGame(Game[_Grid]):
     def _move(self, state: _Grid, move: str) -> Played[_Grid]:
         raise NotImplementedError
 
+    def board(self, state: _Grid) -> list[list[str]]:
+        return [[self._sign(state, (r, c)) for c in range(state.columns)] for r in range(state.rows)]
+
+    def _sign(self, state: _Grid, cell: Cell) -> str:
+        raise NotImplementedError
+
     def spent(self, state: _Grid) -> bool:
         return state.moves >= self.max_moves
 
@@ -117,15 +124,10 @@ class PlanPath(_GridGame[Walk]):
     def show(self, state: Walk) -> str:
         """Both positions, and the grid."""
         (row, column), (goal_row, goal_column) = state.at, state.goal
-        places = f"S {row + 1} {column + 1} G {goal_row + 1} {goal_column + 1}"
-        return "\n".join([places, *(" ".join(row) for row in self.board(state))])
+        return f"S {row + 1} {column + 1} G {goal_row + 1} {goal_column + 1}\n{Game.show(self, state)}"
 
-    def board(self, state: Walk) -> list[list[str]]:
-        signs = {state.goal: "G", state.at: "S"}
-        return [
-            [signs.get((r, c), "." if (r, c) in state.free else "#") for c in range(state.columns)]
-            for r in range(state.rows)
-        ]
+    def _sign(self, state: Walk, cell: Cell) -> str:
+        return {state.goal: "G", state.at: "S"}.get(cell, "." if cell in state.free else "#")
 
     def _move(self, state: Walk, move: str) -> Played[Walk]:
         to = neighbour(state.at, move)
@@ -154,11 +156,11 @@ class PlanPath(_GridGame[Walk]):
 
 def shortest_way(free: frozenset[Cell], start: Cell, goal: Cell) -> list[str] | None:
     """The fewest moves through `free` cells from `start` to `goal`, None when there is no way."""
-
-    def after(cell: Cell) -> list[tuple[str, Cell]]:
-        return [(move, to) for move in MOVES if (to := neighbour(cell, move)) in free]
-
-    return breadth_first(start, after, lambda cell: cell == goal)
+    return breadth_first(
+        start,
+        lambda cell: ((move, to) for move in MOVES if (to := neighbour(cell, move)) in free),
+        lambda cell: cell == goal,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +191,7 @@ class PlanPathSource(_GridSource):
         way = shortest_way(frozenset(free), start, goal)
         if way is None:
             return None
-        rows = columns = self.size
-        walk = Walk(rows=rows, columns=columns, free=frozenset(free), at=start, goal=goal, shortest=len(way))
+        walk = Walk(rows=self.size, columns=self.size, free=frozenset(free), at=start, goal=goal, shortest=len(way))
         return PlanPath().show(walk)
 
 
@@ -237,24 +238,18 @@ class Sokoban(_GridGame[SokobanRoom]):
 
         players, boxes, goals = which("@+"), which("$*"), which(".*+")
         if len(players) != 1 or not boxes or len(boxes) != len(goals):
-            raise BadPuzzle(
-                f"Sokoban: {len(players)} players, {len(boxes)} boxes, {len(goals)} goals; "
-                "expected one player and as many boxes as goals"
-            )
+            found = f"{len(players)} players, {len(boxes)} boxes, {len(goals)} goals"
+            raise BadPuzzle(f"Sokoban: {found}; expected one player and as many boxes as goals")
         height, width = len(rows), len(rows[0])
         if any(cells[cell] != "#" for cell in cells if cell[0] in (0, height - 1) or cell[1] in (0, width - 1)):
             raise BadPuzzle("Sokoban: expected walls all around the room")
-        (player,) = players
-        return SokobanRoom(walls=which("#"), goals=goals, boxes=boxes, player=player, rows=height, columns=width)
+        return SokobanRoom(walls=which("#"), goals=goals, boxes=boxes, player=min(players), rows=height, columns=width)
 
-    def board(self, state: SokobanRoom) -> list[list[str]]:
-        def sign(cell: Cell) -> str:
-            if cell in state.walls:
-                return "#"
-            thing = "player" if cell == state.player else "box" if cell in state.boxes else ""
-            return {"player": "@+", "box": "$*", "": "_."}[thing][cell in state.goals]
-
-        return [[sign((r, c)) for c in range(state.columns)] for r in range(state.rows)]
+    def _sign(self, state: SokobanRoom, cell: Cell) -> str:
+        if cell in state.walls:
+            return "#"
+        pair = "@+" if cell == state.player else "$*" if cell in state.boxes else "_."  # off a goal, and on one
+        return pair[cell in state.goals]
 
     def _move(self, state: SokobanRoom, move: str) -> Played[SokobanRoom]:
         pushed = _push(state.walls, state.boxes, state.player, move)
@@ -332,38 +327,26 @@ class SokobanSource(_GridSource):
         floor = self._carve(random)
         if len(floor) < 2 * self.boxes + 1 or not owns(f"sokoban{self.size}{floor}"):
             return None
-        rules = Sokoban()
-        cells = [(r, c) for r in range(self.size) for c in range(self.size)]
+        rules, size = Sokoban(), self.size
+        walls = frozenset(product(range(size), range(size))) - frozenset(floor)
         for _ in range(self.tries):
-            placed = random.sample(floor, 2 * self.boxes + 1)
-            room = SokobanRoom(
-                walls=frozenset(cells) - frozenset(floor),
-                goals=frozenset(placed[: self.boxes]),
-                boxes=frozenset(placed[self.boxes : -1]),
-                player=placed[-1],
-                rows=self.size,
-                columns=self.size,
-            )
+            *placed, player = random.sample(floor, 2 * self.boxes + 1)
+            goals, boxes = frozenset(placed[: self.boxes]), frozenset(placed[self.boxes :])
+            room = SokobanRoom(walls=walls, goals=goals, boxes=boxes, player=player, rows=size, columns=size)
             if rules.solve(room) is not None:
                 return rules.show(room)
         return None
 
     def _carve(self, random: Random) -> list[Cell]:
-        inside = range(1, self.size - 1)
-        at = (random.choice(inside), random.choice(inside))
+        side = range(1, self.size - 1)
+        inside = set(product(side, side))
+        at = (random.choice(side), random.choice(side))
         way = random.choice(list(MOVES))
         floor = {at}
         for _ in range(self.walk):
-            if random.random() < self.turn or not _within(neighbour(at, way), inside):
+            if random.random() < self.turn or neighbour(at, way) not in inside:
                 way = random.choice(list(MOVES))
             # the walk is two cells wide: a box in a corridor of one cell can hardly be walked around
-            for cell in (neighbour(at, way), neighbour(at, random.choice(list(MOVES)))):
-                if _within(cell, inside):
-                    floor.add(cell)
-            ahead = neighbour(at, way)
-            at = ahead if ahead in floor else at
+            floor |= {neighbour(at, way), neighbour(at, random.choice(list(MOVES)))} & inside
+            at = neighbour(at, way) if neighbour(at, way) in floor else at
         return sorted(floor)
-
-
-def _within(cell: Cell, inside: range) -> bool:
-    return cell[0] in inside and cell[1] in inside
