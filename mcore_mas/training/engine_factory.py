@@ -32,7 +32,7 @@ def open_remotes(config: RunConfig, folder: Path) -> dict[str, RemoteClient]:
     Raises:
         RemoteError: no key, or a folder in use.
     """
-    return {name: RemoteClient.open(remote, folder / name) for name, remote in config.remotes.items()}
+    return {name: RemoteClient(remote, folder / name) for name, remote in config.remotes.items()}
 
 
 def make_engines(

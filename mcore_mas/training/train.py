@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, closing, nullcontext, suppress
+from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,7 @@ def train(
         warnings: list[str] = []
         found = _checkpoints(config).newest(warnings.append)  # before any process starts: this may refuse to go on
         # before any child process: their keys leave the environment
-        coach = Coach.open(config.coach, folder / "coach") if config.coach else None
+        coach = Coach(config.coach, folder / "coach") if config.coach else None
         remotes = open_remotes(config, folder / "remotes")
         make_env = stack.enter_context(world(config, "train/retriever"))
         if room is None:
@@ -117,7 +117,8 @@ class _Run:
         restarts, again = Restarts("trainers", self.config.cluster.restarts), False
         tracked = found.state.get("mlflow_run") if found else None
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self.coach or nullcontext())
+            if self.coach:
+                stack.push_async_callback(self.coach.aclose)
             for remote in self.remotes.values():
                 stack.push_async_callback(remote.aclose)
             while True:

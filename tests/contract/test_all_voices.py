@@ -62,7 +62,7 @@ def voiced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
 
             async def play(function: Any) -> Any:
                 config = RemoteConfig(model="friend", url=server.url, retries=0, timeout_s=5.0)
-                voice = RemoteClient.open(config, tmp_path)
+                voice = RemoteClient(config, tmp_path)
                 try:
                     return await function(voice, lambda: [_asked(body) for body in server.bodies])
                 finally:

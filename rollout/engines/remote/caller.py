@@ -286,19 +286,13 @@ class RemoteClient:
     The seed of a call is part of what is kept of it: a run that goes on hears what it heard before.
     """
 
-    def __init__(self, config: RemoteConfig, caller: Caller) -> None:
-        self._config = config
-        self._caller = caller
-        self._tally = Tally()
-
-    @classmethod
-    def open(cls, config: RemoteConfig, cache_folder: Path) -> RemoteClient:
+    def __init__(self, config: RemoteConfig, cache_folder: Path) -> None:
         """Read the key, and open the replies and the spending kept in `cache_folder`.
 
         Raises:
             RemoteError: no key, or a folder in use.
         """
-        return cls(config, Caller(config, cache_folder))
+        self._config, self._caller, self._tally = config, Caller(config, cache_folder), Tally()
 
     async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
         """The model's reply (see `PolicyClient`), to a chat with tools in words. OpenAI's protocol has no `top_k`.

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import traceback
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def test_the_key_is_in_the_header_and_nowhere_else(tmp_path, monkeypatch, capfd)
         return Response(long.encode(), status=(500, 400, 401)[number - 1])
 
     async def run(coach_config):
-        async with Coach.open(coach_config, folder) as coach:
+        async with aclosing(Coach(coach_config, folder)) as coach:
             groups = await coach.score(one("a"))
             leaks.extend([repr(groups), repr(coach.metrics()), repr(vars(coach)), repr(vars(coach._caller))])
             for text in ("b", "c", "d"):
@@ -117,7 +118,7 @@ def test_a_key_is_not_shown_copied_or_sent_away(key_file) -> None:
 
 def test_no_key_no_header(tmp_path) -> None:
     async def run(url):
-        async with Coach.open(config(url), tmp_path) as coach:
+        async with aclosing(Coach(config(url), tmp_path)) as coach:
             await coach.score(one())
 
     with chat_server(says("PROCESS_SCORE: 1")) as server:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_a_cancelled_run_leaves_a_whole_ledger(tmp_path) -> None:
     played = [group(trajectory(*(turn(i, "solver", f"{i}") for i in range(8))))]
 
     async def run(url):
-        async with Coach.open(config(url, concurrency=4), tmp_path) as coach:
+        async with aclosing(Coach(config(url, concurrency=4), tmp_path)) as coach:
             scoring = asyncio.create_task(coach.score(played))
             await asyncio.sleep(0.4)
             scoring.cancel()
@@ -130,6 +131,7 @@ def test_a_cancelled_run_leaves_a_whole_ledger(tmp_path) -> None:
 def test_a_killed_run_has_kept_its_replies_and_owes_what_was_in_flight(tmp_path) -> None:
     code = """
         import asyncio, sys
+        from contextlib import aclosing
         from pathlib import Path
         from mcore_mas.rollout.rewards.coach import Coach
         from tests.support.coached import config, group, trajectory, turn
@@ -137,7 +139,7 @@ def test_a_killed_run_has_kept_its_replies_and_owes_what_was_in_flight(tmp_path)
         played = [group(trajectory(*(turn(i, "solver", f"{i}") for i in range(8))))]
 
         async def run():
-            async with Coach.open(config(sys.argv[1], concurrency=4), Path(sys.argv[2])) as coach:
+            async with aclosing(Coach(config(sys.argv[1], concurrency=4), Path(sys.argv[2]))) as coach:
                 await coach.score(played)
 
         asyncio.run(run())
@@ -154,7 +156,7 @@ def test_a_killed_run_has_kept_its_replies_and_owes_what_was_in_flight(tmp_path)
     played = [group(trajectory(*(turn(i, "solver", f"{i}") for i in range(8))))]
 
     async def resume(url):
-        async with Coach.open(config(url), tmp_path) as coach:
+        async with aclosing(Coach(config(url), tmp_path)) as coach:
             groups = await coach.score(played)
             return [t.scores["process"] for t in groups[0].trajectories[0].turns], coach.metrics()
 

@@ -84,7 +84,7 @@ def test_a_vendor_is_busy_or_refuses_the_key(provider, body, reply_tokens) -> No
 def test_a_missing_library_is_one_line_before_anything_is_played(provider, module, monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(RemoteError, match=r"pip install mcore-mas\[coach\]"):
-        Coach.open(config("https://example.org", provider=provider), tmp_path)
+        Coach(config("https://example.org", provider=provider), tmp_path)
 
 
 def test_every_provider_can_be_named() -> None:

@@ -127,7 +127,7 @@ def test_agents_behind_other_peoples_apis_play_beside_trained_ones(tmp_path: Pat
         team, _ = scripted(tmp_path, lambda prompt, n: "7")
         with chat_server(says("5", prompt=9, reply=2)) as server:
             remote = RemoteConfig(model="friend", url=server.url, retries=0, timeout_s=5.0)
-            voice = RemoteClient.open(remote, tmp_path / "remote")
+            voice = RemoteClient(remote, tmp_path / "remote")
             agents = {**team.agents, "b": replace(team.agents["b"], policy="friend")}
             seat = Team(agents, {**team.players, "friend": voice}).seat(1)
             orchestra = partial(program, call=f"{PROGRAMS}:two_numbers", models={"gpt-4o": "a"})

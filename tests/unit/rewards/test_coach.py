@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import time
+from contextlib import aclosing
 
 import pytest
 
@@ -24,7 +25,7 @@ def scored(coach_config, folder, *batches):
     """The scores of every turn after the last of `batches`, and the coach's metrics over them all."""
 
     async def run():
-        async with Coach.open(coach_config, folder) as coach:
+        async with aclosing(Coach(coach_config, folder)) as coach:
             for batch in batches:
                 groups = await coach.score(batch)
             return groups, coach.metrics(), coach
@@ -246,7 +247,7 @@ def test_equal_questions_in_flight_are_one_call(tmp_path) -> None:
 
 def test_who_leaves_does_not_take_the_shared_call_along(tmp_path) -> None:
     async def run(url):
-        async with Coach.open(config(url), tmp_path) as coach:
+        async with aclosing(Coach(config(url), tmp_path)) as coach:
             leaves, stays = asyncio.create_task(coach.score(one())), asyncio.create_task(coach.score(one()))
             await asyncio.sleep(0.1)
             leaves.cancel()
@@ -276,7 +277,7 @@ def test_concurrency_is_bounded(tmp_path) -> None:
 
 def test_one_coach_serves_one_event_loop_after_another(tmp_path) -> None:
     with chat_server(by_length) as server:
-        coach = Coach.open(config(server.url), tmp_path)
+        coach = Coach(config(server.url), tmp_path)
         found = [asyncio.run(coach.score(one("x" * n)))[0].trajectories[0].turns[0].scores["process"] for n in (1, 2)]
         asyncio.run(coach.aclose())
     assert found == [1.0, 2.0]
@@ -284,9 +285,9 @@ def test_one_coach_serves_one_event_loop_after_another(tmp_path) -> None:
 
 def test_a_folder_has_one_owner(tmp_path) -> None:
     async def run():
-        async with Coach.open(config("http://127.0.0.1:9/v1"), tmp_path):
+        async with aclosing(Coach(config("http://127.0.0.1:9/v1"), tmp_path)):
             with pytest.raises(RemoteError, match="is another process using it"):
-                Coach.open(config("http://127.0.0.1:9/v1"), tmp_path)
+                Coach(config("http://127.0.0.1:9/v1"), tmp_path)
 
     asyncio.run(run())
 
@@ -308,7 +309,7 @@ def test_an_exhausted_budget_stops_the_run_or_masks(tmp_path) -> None:
 
 def test_metrics_start_anew_after_each_reading(tmp_path) -> None:
     async def run(url):
-        async with Coach.open(config(url, prices={"prompt": 2.0, "reply": 10.0}), tmp_path) as coach:
+        async with aclosing(Coach(config(url, prices={"prompt": 2.0, "reply": 10.0}), tmp_path)) as coach:
             await coach.score(one())
             return coach.metrics(), coach.metrics()
 

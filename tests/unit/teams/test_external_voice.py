@@ -29,7 +29,7 @@ def mixed_team(voice) -> Team:
 
 def play(config, folder, *place):
     async def run():
-        voice = RemoteClient.open(config, folder)
+        voice = RemoteClient(config, folder)
         try:
             seat = mixed_team(voice).seat(*place)
             first = await seat.act("a", said="1")
@@ -62,7 +62,7 @@ def test_a_team_of_a_policy_and_a_frozen_model(tmp_path) -> None:
 
 def test_failures_are_the_engines_and_an_empty_purse_stops(tmp_path) -> None:
     async def say(config):
-        voice = RemoteClient.open(config, tmp_path)
+        voice = RemoteClient(config, tmp_path)
         try:
             await voice.say([Message(role="user", content="?")], Sampling())
         finally:
