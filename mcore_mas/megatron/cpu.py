@@ -58,26 +58,14 @@ class _CudaAtRest(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
-        only = _Stream()
-        self.Stream = lambda: only
-        self.current_stream = lambda: only
+        # what was asked of it is done; so are the events it records
+        only = types.SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
+        only.record_event = lambda: only
+        self.Stream = self.current_stream = lambda: only
         self.stream = lambda stream: contextlib.nullcontext(stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
-
-
-class _Stream:
-    """What was asked of it is done; so are the events it records."""
-
-    def record_event(self) -> _Stream:
-        return self
-
-    def wait_stream(self, _: _Stream) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
 
 
 def patch_cuda() -> None:

@@ -196,7 +196,10 @@ class WatchFiles:
             await asyncio.sleep(self.hang_s / _LOOKS)
             if (now := [self._beat(rank) for rank in range(ranks)]) != seen:
                 seen, since = now, time.monotonic()
-        told = "; ".join(f"{_numbered(own)} {what}" for what, own in self._standing(ranks).items())
+        told = "; ".join(
+            f"{'rank' if len(own) == 1 else 'ranks'} {', '.join(map(str, own))} {what}"
+            for what, own in self._standing(ranks).items()
+        )
         raise ProcessLost(f"policy {self.policy}: nothing for {time.monotonic() - since:.0f} s; {told}")
 
     def _beat(self, rank: int) -> int:
@@ -222,10 +225,6 @@ class WatchFiles:
                 )
             found.setdefault(what, []).append(rank)
         return dict(sorted(found.items()))
-
-
-def _numbered(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _place(dump: str) -> str:

@@ -40,7 +40,6 @@ class TrainerSpec(ParallelLayout):
     model: str  # Hugging Face folder
     init: Literal["folder", "random"] = "folder"  # "random": seeded weights in the shape of the folder's config.json
     seed: int = 0  # of those
-    reference: str | None = None  # Hugging Face folder of the frozen reference; None: as it starts
     lora: LoraSpec | None = None  # train adapters on a frozen `model`; None: train all weights
     head: Literal["policy", "value"] = "policy"  # "value": a critic, whose head starts afresh if `model` has none
     distributed_optimizer: bool = False  # each data-parallel rank keeps its part of the optimizer's state
@@ -74,8 +73,6 @@ class TrainerSpec(ParallelLayout):
                 f"trainer: schedule '{self.schedule}' over {self.decay_steps} updates with a warm-up of "
                 f"{self.warmup_steps}; it needs more updates than that"
             )
-        if self.lora is not None and self.reference is not None:
-            raise ValueError("trainer: lora with a reference of its own; the reference of adapters is the bare model")
 
 
 def init_process_groups(

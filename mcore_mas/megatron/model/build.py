@@ -29,11 +29,7 @@ from mcore_mas.rollout.models.architecture import Architecture
 
 
 def layer_specs(config: TransformerConfig, kind: str, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage, of which some may be sparse.
-
-    Args:
-        kind: in `LAYERS`.
-    """
+    """The layers of one pipeline stage, of which some may be sparse, of a `kind` in `LAYERS`."""
     make, norm = LAYERS[kind]
     dense = make(config, None)
     sparse = make(config, config.num_moe_experts) if config.num_moe_experts else dense
@@ -205,11 +201,7 @@ def transformer_config(a: Architecture, spec: TrainerSpec) -> TransformerConfig:
 
 
 def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | None = None) -> PackedGPTModel:
-    """This rank's shard of one pipeline stage, its weights still to be loaded.
-
-    Args:
-        vp_stage: which of this rank's stages, where it holds several.
-    """
+    """This rank's shard of one pipeline stage, its `vp_stage`-th where it has several; weights are yet to be loaded."""
     a = architecture
     config = transformer_config(a, spec)
     value_head = spec.head == "value"

@@ -140,8 +140,7 @@ class OptimizerState:
     def load(self, read: Callable[[str, str, int, int], Tensor], steps: int) -> None:
         """Continue after `steps` steps from what `parts` gave on all ranks; after none, without moments.
 
-        Args:
-            read: of a parameter and a kind, elements [first, last) of the flat shard; one is held at a time.
+        `read` gives elements [first, last) of a parameter's flat shard of a kind; one is held at a time.
         """
         for own in self._chained:
             own.optimizer.state.clear()

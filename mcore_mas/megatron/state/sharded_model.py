@@ -83,7 +83,7 @@ class ShardedModel:
     def reference(self) -> Iterator[None]:
         """Inside the block the frozen reference model; after it the parameters hold the very bits that they held.
 
-        The reference is `spec.reference`, or else the weights that training starts from: read on first use, and kept
+        The reference is the weights that training starts from: read on first use, and kept
         as one CPU copy of this rank's shard. With adapters it is the same weights without them.
 
         Raises:
@@ -91,8 +91,7 @@ class ShardedModel:
         """
         if self._spec.lora is None and not self._frozen:
             frozen = {name: torch.empty_like(p, device="cpu") for name, p in self.parameters.items()}
-            folder = self._spec.reference
-            import_weights(frozen, self.architecture, SafeTensors.of_folder(Path(folder)) if folder else self._start())
+            import_weights(frozen, self.architecture, self._start())
             self._frozen = frozen
         trained = {name: self.parameters[name].detach().to("cpu", copy=True) for name in self._frozen}
         try:

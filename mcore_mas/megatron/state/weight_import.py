@@ -48,17 +48,13 @@ class Sharding:
 
     # (a rank's shard, to be filled; full tensors; architecture; tp; the rank). In place: the allocator keeps part of
     # what copies on the way took, and over many weights that is a good part of a model
-    fill: Callable[[Tensor, Sequence[LazyTensor], Architecture, int, int], None]
+    fill: Callable[[Tensor, Sequence[LazyTensor], Architecture, int, int], object]
     # shards -> the blocks of rows of each full tensor; no copies where rows are whole
     join: Callable[[Sequence[Tensor], Architecture], list[list[Tensor]]]
 
 
 def _share(size: int, tp: int, rank: int) -> slice:
     return slice(size // tp * rank, size // tp * (rank + 1))
-
-
-def _fill_whole(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
-    shard.copy_(full[0].read())
 
 
 def _fill_columns(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
@@ -86,10 +82,6 @@ def _join_qkv(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
     return [list(parts) for parts in zip(*(group.split(_group_rows(a)) for group in groups), strict=True)]
 
 
-def _join_gate_up(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
-    return [list(parts) for parts in zip(*(shard.chunk(2) for shard in shards), strict=True)]
-
-
 def _fill_vocab(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
     rows = _share(a.vocab_padded(tp), tp, rank)
     own = slice(min(rows.start, a.vocab), min(rows.stop, a.vocab))
@@ -108,12 +100,14 @@ def _join_vocab(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]
     return [[block for block in blocks if len(block)]]
 
 
-WHOLE = Sharding(fill=_fill_whole, join=lambda shards, a: [[shards[0]]])
+WHOLE = Sharding(fill=lambda shard, full, *_: shard.copy_(full[0].read()), join=lambda shards, a: [[shards[0]]])
 BY_COLUMNS = Sharding(fill=_fill_columns, join=_join_columns)
 BY_ROWS = Sharding(fill=_fill_rows, join=lambda shards, a: [list(shards)])
 VOCAB = Sharding(fill=_fill_vocab, join=_join_vocab)
 QKV = Sharding(fill=_fill_qkv, join=_join_qkv)
-GATE_UP = Sharding(fill=_fill_rows, join=_join_gate_up)
+GATE_UP = Sharding(
+    fill=_fill_rows, join=lambda shards, a: list(map(list, zip(*(shard.chunk(2) for shard in shards), strict=True)))
+)
 
 VALUE_HEAD = "output_layer.value"
 

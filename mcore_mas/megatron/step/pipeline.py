@@ -28,12 +28,8 @@ from mcore_mas.rollout.models.architecture import Architecture
 _Part: TypeAlias = dict[str, list[float]]
 
 
-def _alone(part: _Part) -> list[_Part]:
-    return [part]
-
-
 def summarise(
-    rows: Sequence[dict[str, Tensor]], exchange: Callable[[_Part], Iterable[_Part]] = _alone
+    rows: Sequence[dict[str, Tensor]], exchange: Callable[[_Part], Iterable[_Part]] = lambda part: [part]
 ) -> dict[str, float]:
     """The number of tokens, the loss summed, and other statistics reduced as their names end, by the mean if not so.
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class MegatronTrainer:
         """Per micro-batch the log-probabilities [N] of its labels, after temperature; of a critic its values [N].
 
         float32 on the CPU, the same on every rank; nothing is trained. With `reference`, by the frozen weights of
-        `spec.reference` or else of `spec.model`, read from there on first use and kept as one copy of the shard; a
+        `spec.model`, read from there on first use and kept as one copy of the shard; a
         policy with adapters leaves them out, and keeps no copy.
         """
         if reference:  # what is put back afterwards must be whole
@@ -124,7 +124,8 @@ class MegatronTrainer:
             stage.zero_grad_buffer()
         self._optimizer.zero_grad()
         rows = self._pipeline.backward(microbatches)
-        return {"grad_norm": self._norm()} | summarise(rows, _of_all_ranks)
+        # one part for each data-parallel rank, and nothing from the others
+        return {"grad_norm": self._norm()} | summarise(rows, lambda part: exchange(part if speaks() else {}))
 
     def _norm(self) -> float:
         self._optimizer.prepare_grads()
@@ -198,10 +199,8 @@ class MegatronTrainer:
         self._settle()
         saved = self._checkpoint.restore(folder)
         self.updates = saved["updates"]
-        self._spikes = {}
-        for of, state in saved["spikes"].items():
-            self._spikes[of] = SpikeMonitor(self.spec.spike_factor)
-            self._spikes[of].load(state)
+        factor = self.spec.spike_factor
+        self._spikes = {of: SpikeMonitor(factor, norms=state["norms"]) for of, state in saved["spikes"].items()}
 
 
 def _wrap(stage: PackedGPTModel, spec: TrainerSpec, *, first: bool) -> DistributedDataParallel:
@@ -215,11 +214,6 @@ def _wrap(stage: PackedGPTModel, spec: TrainerSpec, *, first: bool) -> Distribut
     )
     module = Float16Module(stage.config, stage) if spec.bf16 else stage
     return DistributedDataParallel(stage.config, config, module, disable_bucketing=not first)
-
-
-def _of_all_ranks(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's part of a measurement, one for each data-parallel rank and nothing from the others."""
-    return exchange(part if speaks() else {})
 
 
 def _finalize(model: list[torch.nn.Module], _num_tokens: Tensor, **groups: Any) -> None:
@@ -267,11 +261,10 @@ class SpikeMonitor:
     Spikes enter the window too: if norms stay high, the median follows and the verdict ends.
     """
 
-    def __init__(self, factor: float = 10.0, window: int = 100, warmup: int = 5) -> None:
-        """No finite norm is a spike before `warmup` norms have been seen."""
-        self.factor = factor
-        self.warmup = warmup
-        self._norms: deque[float] = deque(maxlen=window)
+    def __init__(self, factor: float = 10.0, window: int = 100, warmup: int = 5, norms: Iterable[float] = ()) -> None:
+        """No finite norm is a spike before `warmup` have been seen, those `norms` among them that `state` gave."""
+        self.factor, self.warmup = factor, warmup
+        self._norms = deque(norms, maxlen=window)
 
     def observe(self, norm: float) -> bool:
         """Whether `norm` is a spike; a finite one is remembered."""
@@ -284,8 +277,3 @@ class SpikeMonitor:
     def state(self) -> dict[str, Any]:
         """The remembered norms, oldest first, as plain data."""
         return {"norms": list(self._norms)}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` gave."""
-        self._norms.clear()
-        self._norms.extend(state["norms"])

@@ -38,7 +38,6 @@ def test_state_goes_on_where_it_was() -> None:
     first = SpikeMonitor(factor=10.0, window=3, warmup=2)
     for norm in (5.0, 1.0, 2.0, 3.0):
         first.observe(norm)
-    second = SpikeMonitor(factor=10.0, window=3, warmup=2)
-    second.load(first.state())
+    second = SpikeMonitor(factor=10.0, window=3, warmup=2, norms=first.state()["norms"])
     assert second.state() == {"norms": [1.0, 2.0, 3.0]}
     assert second.observe(20.1) and first.observe(20.1)

@@ -177,8 +177,3 @@ def test_an_adapter_of_another_kind_is_refused(tmp_path: Path, change: dict, mes
 def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no adapter here \(adapter_config.json is missing\)"):
         AdapterFolder(tmp_path, LORA)
-
-
-def test_an_adapter_has_no_reference_of_its_own() -> None:
-    with pytest.raises(ValueError, match="the reference of adapters is the bare model"):
-        TrainerSpec(model="m", lora=LORA, reference="other")
