@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -106,13 +106,14 @@ def split_tasks(given: Any, env: str) -> dict[str, list[Task]]:
     if isinstance(given, Mapping):
         if set(given) != {"train", "validation", "test"}:
             raise TaskError(f"tasks has keys {', '.join(map(str, given))}; expected train, validation and test")
-        return {split: _tasks(items, env, split) for split, items in given.items()}
-    items = list(given)
-    if len(items) < 3:
-        raise TaskError(f"{len(items)} tasks; expected 3 or more: a tenth is for validation and a tenth for the test")
-    held = max(1, len(items) // 10)
-    parts = {"train": items[: -2 * held], "validation": items[-2 * held : -held], "test": items[-held:]}
-    return {split: _tasks(own, env, split) for split, own in parts.items()}
+        parts = dict(given)
+    else:
+        items = list(given)
+        if len(items) < 3:
+            raise TaskError(f"{len(items)} tasks; expected 3 or more: a tenth is for validation, a tenth for the test")
+        held = max(1, len(items) // 10)
+        parts = {"train": items[: -2 * held], "validation": items[-2 * held : -held], "test": items[-held:]}
+    return {split: [_task(item, env, split, n) for n, item in enumerate(own)] for split, own in parts.items()}
 
 
 def load_tasks(
@@ -147,10 +148,6 @@ def load_tasks(
     if not file.path.exists():
         raise TaskError(f"{path}: not here; {not_downloaded(str(path))}")
     return list(islice(distinct(placed_tasks(file, split, format), {}, drop=True), limit))
-
-
-def _tasks(items: Iterable[Any], env: str, split: str) -> list[Task]:
-    return [_task(item, env, split, number) for number, item in enumerate(items)]
 
 
 def _task(item: Any, env: str, split: str, number: int) -> Task:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 from mcore_mas import SHIPPED, api
@@ -24,12 +25,9 @@ def render_api() -> str:
 
 def public_methods(thing: type) -> dict[str, Any]:
     """What a class adds to its bases for everybody, by name: methods and properties."""
-    own = {name: value for name, value in vars(thing).items() if not name.startswith("_") and _is_method(value)}
+    kinds = (FunctionType, property, classmethod)
+    own = {name: value for name, value in vars(thing).items() if not name.startswith("_") and isinstance(value, kinds)}
     return {name: value for name, value in own.items() if name not in getattr(thing, "__dataclass_fields__", {})}
-
-
-def _is_method(value: Any) -> bool:
-    return inspect.isfunction(value) or isinstance(value, property | classmethod)
 
 
 def _entry(name: str, thing: Any) -> Iterator[str]:

@@ -20,6 +20,7 @@ from mcore_mas.config.policy import PolicyConfig, TrainerConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.prepare import prepare_tasks
 from mcore_mas.rollout.base.files import json_lines, write_text
+from mcore_mas.rollout.base.options import merged
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.records.files import read_trajectories, write_tasks
 
@@ -77,12 +78,13 @@ class Run:
             "evaluation": {},
             "policies": _policies(agents, policies),
         }
-        self._tasks = None if _is_section(tasks) else split_tasks(tasks, world)
+        is_section = isinstance(tasks, Mapping) and ("generator" in tasks or "format" in tasks)  # `data` of a config
+        self._tasks = None if is_section else split_tasks(tasks, world)
         own["data"] = tasks if self._tasks is None else {s: [str(self._given(s))] for s in self._tasks}
         most = min(_COLLECTED, len(self._tasks["train"])) if self._tasks else _COLLECTED
         chosen, sections = _settings(settings, most)
         overrides = ["~experiment", f"results={json.dumps(str(self.folder.parent))}", *chosen]
-        self._values = resolve(overrides, own=_joined(own, sections))
+        self._values = resolve(overrides, own=merged(own, sections))
         self.config = RunConfig.check(self._values, f"run '{name}'")
 
     def _given(self, split: str) -> Path:
@@ -182,13 +184,13 @@ class Run:
             FolderError: the training has not finished.
             EvaluationError: too much failed for a score.
         """
-        from mcore_mas.training.evaluate import measure_run
+        from mcore_mas.training.evaluate import evaluate
 
         self._prepared()
         section = self.config.evaluation.model_copy(update={"samples": k})
         config = self.config.model_copy(update={"evaluation": section})
         out = self.folder / "evaluation" / f"{state}.json"
-        rows = _apart(lambda: measure_run(config, state, out))["rows"]
+        rows = _apart(lambda: evaluate(config, state, out))["rows"]
         return {row["metric"]: row["value"] for row in rows if row["dataset"] == rows[-1]["dataset"]}
 
     def export(self, to: str | Path, policy: str | None = None) -> Path:
@@ -229,11 +231,6 @@ class Run:
         return f"<p>{escape(str(self.folder))}: {steps}</p>{key_curves({self.config.run: metrics}) if metrics else ''}"
 
 
-def _is_section(tasks: Any) -> bool:
-    """Whether tasks are given as the `data` section of a config."""
-    return isinstance(tasks, Mapping) and ("generator" in tasks or "format" in tasks)
-
-
 def _policies(agents: Iterable[AgentSpec], given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     names = dict.fromkeys(agent.policy for agent in agents)
     models = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
@@ -252,7 +249,7 @@ def _settings(given: Mapping[str, Any], tasks_per_step: int) -> tuple[list[str],
         if key in GROUPS and isinstance(value, str):
             chosen.append(f"{key}={value}")
         elif key in RunConfig.model_fields:
-            sections[key] = _joined(sections.get(key, {}), value) if isinstance(value, Mapping) else value
+            sections[key] = merged(sections.get(key, {}), value) if isinstance(value, Mapping) else value
         elif key in TrainerConfig.model_fields:
             sections["trainer"][key] = value
         elif key in PolicyConfig.model_fields:
@@ -261,11 +258,6 @@ def _settings(given: Mapping[str, Any], tasks_per_step: int) -> tuple[list[str],
             known = [*RunConfig.model_fields, *TrainerConfig.model_fields, *PolicyConfig.model_fields]
             raise TaskError(f"Run has no setting '{key}'; expected one of {', '.join(known)}{nearest(key, known)}")
     return chosen, sections
-
-
-def _joined(first: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Any]:
-    both = [key for key, value in last.items() if isinstance(value, Mapping) and isinstance(first.get(key), Mapping)]
-    return {**first, **last, **{key: _joined(first[key], last[key]) for key in both}}
 
 
 def _apart(work: Callable[[], _T]) -> _T:

@@ -127,13 +127,13 @@ def plan_suite(
     cluster: Annotated[Path | None, typer.Option(help="YAML instead: gpus, node, memory, flops, bandwidth.")] = None,
 ) -> None:
     """Say where each run's parts would lie, what they take and how long; exit status 1 if one does not fit."""
-    from mcore_mas.pipeline.suite import planned_runs
+    from mcore_mas.pipeline.suite import load_suite
     from mcore_mas.planning.choose import Cluster, PlanError, choose_placement
     from mcore_mas.planning.page import plan_lines
 
     there = Cluster.read(cluster) if cluster is not None else Cluster.parse(gpus)
-    refused = 0
-    for config in planned_runs(suite):
+    refused, loaded = 0, load_suite(suite)
+    for config in map(loaded.checked, loaded.runs):
         try:
             print("\n".join(plan_lines(config, there, *choose_placement(config, there))))
         except PlanError as error:

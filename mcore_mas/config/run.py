@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +93,7 @@ class RunConfig(Section):
         if self.orchestra.name in SEARCHES and self.trainer.branching is not None:
             raise ValueError(f"orchestra '{self.orchestra.name}' grows its own tree; leave trainer.branching out")
         self.reward.check_agents(self.agents)
-        idle = set(self.policies) - {agent.policy for agent in self.agents.values()}
-        if idle:
+        if idle := set(self.policies) - {agent.policy for agent in self.agents.values()}:
             raise ValueError(f"policy '{min(idle)}' is played by no agent; remove it or name it in agents")
         if self.reward.name == "coach" and self.coach is None:
             raise ValueError("reward 'coach' needs a coach; choose one, for example coach=openai")
@@ -117,7 +115,13 @@ class RunConfig(Section):
                     )
         _check_room(self)
         _check_credit(self)
-        _check_turns(self)
+        if self.trainer.alternate is not None:
+            self.trainer.alternate.check_order(self.trained)
+        for name in self.trained:
+            policy = self.policies[name]
+            for rate, where in ((policy, name), (policy.critic, f"{name}.critic")):
+                if rate is not None:
+                    rate.check_decay(f"policies.{where}", places_in_schedule(self, name))
         self.cluster.check_one_by_one([name for name in self.trained if not self.policies[name].offload])
         check_sharing(self.policies, self.trained)
         self.cluster.check_nodes({name: sharing(self.policies, name) for name in self.policies})
@@ -291,13 +295,6 @@ def places_in_schedule(config: RunConfig, policy: str) -> int:
     return steps if trainer.minibatch else trainer.passes * trainer.updates_per_step * steps
 
 
-def step_places(config: RunConfig, policy: str) -> list[int] | None:
-    """Where the updates of each step stand in the policy's schedule; None: where their own number says."""
-    trainer = for_policy(config, policy).trainer
-    trained = (int(policy in config.in_turn(step)) for step in range(trainer.steps))
-    return [0, *accumulate(trained)] if trainer.minibatch else None
-
-
 def _check_room(config: RunConfig) -> None:
     lengths = {name: for_policy(config, name).engine.max_length for name in config.policies}
     for name, agent in config.agents.items():
@@ -356,13 +353,3 @@ def _check_ahead(config: RunConfig) -> None:
                 f"policy '{name}': offload gives the trainer's memory away while the team acts, and with a "
                 f"staleness of {most} the team acts while it trains; choose one of them"
             )
-
-
-def _check_turns(config: RunConfig) -> None:
-    if config.trainer.alternate is not None:
-        config.trainer.alternate.check_order(config.trained)
-    for name in config.trained:
-        policy = config.policies[name]
-        for rate, where in ((policy, name), (policy.critic, f"{name}.critic")):
-            if rate is not None:
-                rate.check_decay(f"policies.{where}", places_in_schedule(config, name))

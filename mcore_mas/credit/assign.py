@@ -1,8 +1,12 @@
-"""Credit assignment: samples as columns for the estimators, and their advantages back on the samples."""
+"""Credit assignment: samples as columns for the estimators, and their advantages back on the samples.
+
+A run's advantages are watched: too large, none at all, or from rewards of very different scales.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from functools import partial
@@ -13,23 +17,15 @@ import torch
 from torch import Tensor
 
 from mcore_mas.config.credit import AdvantageConfig, FilterConfig
+from mcore_mas.config.policy import TrainerConfig
 from mcore_mas.credit.samples import CreditError, Sample
-from mcore_mas.equations.advantages import ALONE, BY_TOKEN, NEEDS
+from mcore_mas.equations.advantages import ALONE, BY_TOKEN, NEEDS, compared
 from mcore_mas.equations.divergence import KLName, kl_penalty
 from mcore_mas.equations.turns import Advantages, Turns
 
-# what an estimator's keys may name
-_IDS: dict[str, Callable[[Sample], object]] = {
-    "policy": lambda sample: sample.policy,
-    "task": lambda sample: sample.task,
-    "agent": lambda sample: sample.agent,
-    "trajectory": lambda sample: sample.trajectory,
-    "state": lambda sample: sample.state,
-}
-_NUMBERS: dict[str, Callable[[Sample], int]] = {
-    "turn": lambda sample: sample.turn,
-    "round": lambda sample: sample.round,
-}
+# what an estimator's keys may name: columns of samples
+_IDS = ("policy", "task", "agent", "trajectory", "state")
+_NUMBERS = ("turn", "round")
 
 
 class _Keys(Mapping[str, Tensor]):
@@ -46,11 +42,11 @@ class _Keys(Mapping[str, Tensor]):
 
     def _make(self, column: str) -> dict[str, Tensor]:
         if column in _NUMBERS:
-            return {column: torch.tensor([_NUMBERS[column](sample) for sample in self._samples])}
+            return {column: torch.tensor([getattr(sample, column) for sample in self._samples])}
         numbers: dict[object, int] = {}
         if column in _IDS:
-            number = _IDS[column]
-            return {column: torch.tensor([numbers.setdefault(number(s), len(numbers)) for s in self._samples])}
+            named = (getattr(sample, column) for sample in self._samples)
+            return {column: torch.tensor([numbers.setdefault(name, len(numbers)) for name in named])}
         if column not in ("node", "parent"):
             raise KeyError(column)
         nodes = [numbers.setdefault((s.trajectory, s.node), len(numbers)) for s in self._samples]
@@ -219,3 +215,77 @@ def _alike(samples: Sequence[Sample], similarity: float) -> Tensor:
             numbers.append(count)
             count += 1
     return torch.tensor(numbers)
+
+
+_SCALES_APART = 10.0  # times the smallest range of an agent's rewards, from which a warning is due
+
+
+class CreditWatch:
+    """Looks at the credit of every step. Of a run that goes on from a checkpoint the first steps are not known."""
+
+    def __init__(self) -> None:
+        self._without = 0  # steps from the start on in which no turn had an advantage
+        self._seen = False  # whether a turn ever had one
+        self._told: set[tuple[str, str]] = set()  # pairs of agents whose rewards were said to be apart in scale
+
+    def check(self, trainer: TrainerConfig, step: int, samples: Sequence[Sample]) -> None:
+        """Look at a step's `samples`, in the order of the steps.
+
+        Raises:
+            CreditError: an advantage is beyond `trainer.max_advantage`, or no turn of the run's first
+                `trainer.signal_within` steps had one other than 0.
+        """
+        self._check_size(trainer.max_advantage, step, samples)
+        self._check_signal(trainer.signal_within, step, samples)
+
+    def _check_size(self, bound: float | None, step: int, samples: Sequence[Sample]) -> None:
+        sizes = [max(map(abs, sample.advantages or (0.0,))) for sample in samples]
+        largest = max(range(len(samples)), key=sizes.__getitem__, default=0)
+        if bound is None or not samples or sizes[largest] <= bound:
+            return
+        sample = samples[largest]
+        raise CreditError(
+            f"step {step}: agent {sample.agent} has an advantage of {sizes[largest]:.2g} (trajectory "
+            f"{sample.trajectory}, turn {sample.turn}), beyond trainer.max_advantage {bound:g}; its rewards are out of "
+            "scale, or their σ is next to nothing: see `mcore-mas explain`, change advantage or reward, or the bound"
+        )
+
+    def _check_signal(self, within: int | None, step: int, samples: Sequence[Sample]) -> None:
+        self._seen = self._seen or any(any(sample.advantages or ()) for sample in samples)
+        self._without += not self._seen
+        if within is not None and self._without == within and step + 1 == within:
+            raise CreditError(
+                f"step {step}: no turn of the first {within} steps has an advantage, so nothing was learned: whatever "
+                "is compared got equal rewards; see `mcore-mas explain`, and change tasks, reward or advantage, or "
+                "raise trainer.signal_within (null: never stop)"
+            )
+
+    def scales_apart(self, samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) -> str:
+        """One line where an agent's credit by task has another agent's rewards in it, of a very different scale; or "".
+
+        A scale is the largest of an agent's rewards less its smallest, in a step. A pair of agents is told of once.
+        """
+        pair = _scales_apart(samples, rules)
+        if pair is None or tuple(pair) in self._told:
+            return ""
+        (low, least), (high, most) = pair.items()
+        self._told.add((low, high))
+        return (
+            f"agents' reward scales differ {most / least:.0f}x ({high} {most:g}, {low} {least:g}): group-relative "
+            "credit by task will mostly be noise; use drmas or normalised rewards"
+        )
+
+
+def _scales_apart(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) -> dict[str, float] | None:
+    """The agents with the smallest and the largest scale, if these are far apart and one is in the other's credit."""
+    groups = [compared(rule.name, rule.options) for rule in rules.values()]
+    if not any(group is not None and "agent" not in group.peers for group in groups):
+        return None
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        rewards[sample.agent].append(sample.reward)
+    scales = {agent: max(own) - min(own) for agent, own in rewards.items() if max(own) > min(own)}
+    low, high = min(scales, key=scales.__getitem__, default=""), max(scales, key=scales.__getitem__, default="")
+    if not scales or scales[high] < _SCALES_APART * scales[low]:
+        return None
+    return {low: scales[low], high: scales[high]}

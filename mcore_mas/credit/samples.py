@@ -15,7 +15,7 @@ TurnId = tuple[str, str, int]  # trajectory, node, turn: which turn of a step
 
 
 class CreditError(ValueError):
-    """Rewards cannot become advantages: names the trajectory."""
+    """Rewards cannot become advantages, or a run's advantages say that nothing is learnt: names the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,14 @@ def check_suite(suite: Suite) -> None:
 
 
 def complaints(suite: Suite, *, files: bool = True) -> list[str]:
-    """What is known to fail, a line each with the runs that it is of.
-
-    Args:
-        files: whether data files and models have to be there already.
-    """
+    """What is known to fail, a line each with its runs; `files`: also data and models that are not there yet."""
     runs: dict[str, list[str]] = {}
     for run in suite.runs:
         config = suite.checked(run)
         for line in (*_models(suite, config, files), *_machine(config), *(_files(suite, run) if files else ())):
             runs.setdefault(line, []).append(run)
-    return [f"{_named(own)}: {line}" for line, own in runs.items()]
-
-
-def _named(runs: Sequence[str]) -> str:
-    return f"run '{runs[0]}'{f' and {len(runs) - 1} more' if len(runs) > 1 else ''}"
+    more = {line: f" and {len(own) - 1} more" if len(own) > 1 else "" for line, own in runs.items()}
+    return [f"run '{own[0]}'{more[line]}: {line}" for line, own in runs.items()]
 
 
 def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:

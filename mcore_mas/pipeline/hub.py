@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from huggingface_hub.utils._headers import build_hf_headers
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from mcore_mas.pipeline.sources import SOURCES_FILE, Source
-from mcore_mas.rollout.base.files import Digest, sha256, write_json
+from mcore_mas.rollout.base.files import Digest, sha256, waited_for, write_json
 
 LOCK = Path("data/sources.lock")
 _MODEL_FILES = (".safetensors", ".json", ".txt", ".model", ".jinja")  # of a model, at the top of its repository
@@ -51,15 +50,6 @@ class Hub:
             before = known["files"] if known.get("revision") == revision else {}
             content[repository] = {"revision": revision, "files": {**before, **files}}
             write_json(self.lock, dict(sorted(content.items())))
-
-
-@contextmanager
-def waited_for(path: Path) -> Iterator[None]:
-    """Wait until no other process of this machine is in such a block for `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def fetch(source: Source, folder: Path, hub: Hub, *, model: bool = False) -> dict[str, Digest]:

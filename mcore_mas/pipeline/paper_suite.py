@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore_mas import code_commit
 from mcore_mas.pipeline.check import complaints
-from mcore_mas.pipeline.sources import acquirable, listed, size_gb
+from mcore_mas.pipeline.sources import acquirable, known_sources, listed
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.reports.paper_tables import PaperTable, TableError, table_names
@@ -115,7 +115,7 @@ def check_there(suite: Suite) -> None:
         for path, runs in missing.items()
     }
     target = f"{ACQUIRE}_{suite.name.removeprefix('table_')}" if suite.name != ALL_TABLES else ACQUIRE
-    size = f"{size_gb(acquirable(missing)[0]):.1f} GB where known"
+    size = f"{sum(known_sources()[path].gb or 0 for path in acquirable(missing)[0]):.1f} GB where known"
     lines = [
         f"{len(missing)} of {len(needed)} inputs are not on this machine:",
         *listed(missing, behind),
@@ -143,11 +143,8 @@ def seeded(run: str, seed: int) -> str:
 
 
 def _reseeded(seats: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    def moved(source: Any) -> Any:
-        run, slash, agent = str(source).partition("/")
-        return f"{seeded(run, seed)}{slash}{agent}" if slash else source
-
-    return {agent: moved(source) for agent, source in seats.items()}
+    parts = {agent: str(source).partition("/") for agent, source in seats.items()}
+    return {a: f"{seeded(run, seed)}/{of}" if slash else seats[a] for a, (run, slash, of) in parts.items()}
 
 
 def table_inputs(table: PaperTable, suite: Suite, seeds: Sequence[int]) -> dict[tuple[str, str], list[str]]:
@@ -166,8 +163,7 @@ def write_paper_table(
 ) -> None:
     """Write a table as `out`, Markdown, beside it as CSV, and as JSON what both were made from.
 
-    Args:
-        evaluations: by `experiment/state`, a file of each seed.
+    `evaluations` are a file of each seed by `experiment/state`.
     """
     from mcore_mas.reports.costs import run_costs  # with pandas, which no plan needs
     from mcore_mas.reports.paper_results import MadeFrom, known_deviations, make_paper_table

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mcore_mas import SHIPPED
-from mcore_mas.rollout.base.files import write_text
+from mcore_mas.rollout.base.files import file_stamp, write_text
 
 Runs = Mapping[str, Mapping[str, Any]]  # resolved configs by run
 
@@ -122,12 +122,7 @@ class ConfigCache:
     """
 
     def __init__(self, path: Path, configs: Path | None, code: Sequence[Path]) -> None:
-        """Read what is there.
-
-        Args:
-            configs: a user's own, if there are.
-            code: folders of the user whose Python modules configs may name.
-        """
+        """Read what is there; `configs` are a user's own, `code` folders with Python modules that they may name."""
         self._path, self._code = path, code
         shipped = [*(SHIPPED / "configs").rglob("*.yaml"), *(SHIPPED / "workflow" / "scales").iterdir()]
         packages = [file for name in _PACKAGES for file in (Path(__file__).parents[2] / name).rglob("*.py")]
@@ -176,16 +171,8 @@ class ConfigCache:
 
 
 def _stamps(files: Iterable[Path | str]) -> dict[str, list[int] | None]:
-    """Size and time of change of each file; None of one that is not there."""
-    return {str(file): _stamp(Path(file)) for file in files}
-
-
-def _stamp(file: Path) -> list[int] | None:
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return [found.st_size, found.st_mtime_ns]
+    """`file_stamp` of each file; None of one that is not there."""
+    return {str(file): file_stamp(Path(file)) if Path(file).exists() else None for file in files}
 
 
 def _digest(value: Any) -> str:

@@ -86,8 +86,3 @@ def listed(paths: Iterable[str], behind: Mapping[str, str] | None = None) -> lis
         f"{(behind or {}).get(path, '')}"
         for path in paths
     ]
-
-
-def size_gb(paths: Iterable[str]) -> float:
-    """Of what is to be fetched, about, in GB; what has no known size counts nothing."""
-    return sum(known_sources()[path].gb or 0 for path in paths)

@@ -61,9 +61,7 @@ class Suite:
         """Check the content of a suite file in `folder` and compose the config of each of its runs.
 
         From then on Python code in `folder`, and beside its configs, is imported here and in processes started here.
-
-        Args:
-            cache: folder of a file that keeps what was composed; None composes everything.
+        A file in the folder `cache` keeps what was composed; None composes everything.
 
         Raises:
             SuiteError: a key is unknown or of the wrong type, an override does not compose, or a folder is not there
@@ -319,15 +317,6 @@ def suite_of_experiment(name: str) -> dict[str, Any]:
         near = nearest(name, known)
         raise SuiteError(f"{name}: no such file, and no experiment of this name (docs/experiments.md){near}")
     return {"suite": name, "experiments": {name: [f"experiment={name}"]}}
-
-
-def planned_runs(suite: str) -> list[RunConfig]:
-    """The runs of `load_suite`, as their configs spell them out.
-
-    Raises:
-        SuiteError: as `load_suite`.
-    """
-    return [RunConfig.check(dict(config), run) for run, config in load_suite(suite).runs.items()]
 
 
 def _pattern(names: Sequence[str]) -> str:

@@ -14,7 +14,8 @@ import yaml
 
 from mcore_mas.config.models import cold_started, layout_of
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.estimate import GPU, GPUS, PASSES, Placement, RunEstimate, estimate_run, fits, gangs, workloads
+from mcore_mas.planning.estimate import PASSES, Placement, RunEstimate, estimate_run, fits, gangs, workloads
+from mcore_mas.planning.memory import GPU, GPUS
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture, planned_architecture
 from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
@@ -71,10 +72,6 @@ class Cluster:
         sizes = {key: float(values.get(key, getattr(plain.gpu, key))) for key in own}
         return cls(gpus=plain.gpus, kind=plain.kind, gpu=GPU(**sizes), node=int(values.get("node", plain.node)))
 
-    def sized(self, gpus: int) -> Cluster:
-        """As many GPUs of this kind."""
-        return Cluster(gpus=gpus, kind=self.kind, gpu=self.gpu, node=self.node)
-
     def __str__(self) -> str:
         """As `parse` reads it."""
         return f"{self.gpus}x{self.kind}"
@@ -112,13 +109,13 @@ def choose_placement(config: RunConfig, cluster: Cluster) -> tuple[Placement, Ru
     best = _best(config, models, cluster)
     if best is not None and not best[1].lack:
         return best
-    larger = (cluster.sized(gpus) for gpus in _SIZES if gpus != cluster.gpus)
+    larger = (replace(cluster, gpus=gpus) for gpus in _SIZES if gpus != cluster.gpus)
     fitting = next((c for c in larger if (own := _best(config, models, c)) is not None and not own[1].lack), None)
     if best is None:
         why = f"the trainers and engines of {len(models)} policies cannot share out {cluster.gpus} GPUs evenly"
     else:
         why = f"the fullest GPU is short of {best[1].lack / 1e9:.1f} GB with {describe(best[0])}"
-    nearest = f"nearest that fits: {fitting}" if fitting else f"nothing up to {cluster.sized(_SIZES[-1])} fits"
+    nearest = f"nearest that fits: {fitting}" if fitting else f"nothing up to {replace(cluster, gpus=_SIZES[-1])} fits"
     raise PlanError(f"{config.run}: nothing fits {cluster}; {why}; {nearest}")
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.planning.memory import (
+    GPU,
     TrainerKind,
     TrainerMemory,
     checkpoint_bytes,
@@ -22,25 +23,6 @@ from mcore_mas.rollout.models.architecture import Architecture
 from mcore_mas.rollout.models.layout import ParallelLayout, Recompute
 
 _GB = 1e9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GPU:
-    """A kind of GPU, by its maker's data sheet."""
-
-    memory: float  # GB, of 1e9 bytes
-    flops: float  # TFLOP/s, dense bfloat16
-    bandwidth: float  # TB/s
-
-
-GPUS = {
-    "H100": GPU(memory=80, flops=989, bandwidth=3.35),
-    "H200": GPU(memory=141, flops=989, bandwidth=4.8),
-    "A100": GPU(memory=80, flops=312, bandwidth=2.04),
-    "A100-40GB": GPU(memory=40, flops=312, bandwidth=1.56),
-    "B200": GPU(memory=180, flops=2250, bandwidth=8.0),
-    "L40S": GPU(memory=48, flops=362, bandwidth=0.86),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,31 +102,26 @@ class RunEstimate:
 def workloads(config: RunConfig) -> dict[str, Workload]:
     """Every policy's turns in a step, if each agent speaks in all rounds that its orchestra allows."""
     options, trainer = config.orchestra.options, config.trainer
-    nodes = options.get("max_nodes")
     rounds = max((options.get(key) or 1 for key in ("max_turns", "max_loops", "rounds")), default=1)
     width = trainer.branching.width if trainer.branching is not None else 1
     trajectories = trainer.tasks_per_step * trainer.group_size * trainer.oversample
     found = {}
     for policy in config.policies:
+        own_trainer = for_policy(config, policy).trainer
         own = [agent for agent in config.agents.values() if agent.policy == policy]
-        each = nodes / len(config.agents) if nodes else rounds
-        reply = ASSUMED.reply * sum(agent.max_tokens for agent in own) / len(own)
+        each = options["max_nodes"] / len(config.agents) if options.get("max_nodes") else rounds
         room = sum(max(0, config.engine.max_length - agent.max_tokens) for agent in own) / len(own)
+        turns = trajectories * width * each * len(own)
+        parts = max(1.0, turns / own_trainer.minibatch) if own_trainer.minibatch else own_trainer.updates_per_step
         found[policy] = Workload(
-            turns=trajectories * width * each * len(own),
+            turns=turns,
             depth=each * len(own),
             prompt=ASSUMED.prompt * room,
-            reply=reply,
-            updates=_updates(config, policy, trajectories * width * each * len(own)),
-            passes=for_policy(config, policy).trainer.passes,
+            reply=ASSUMED.reply * sum(agent.max_tokens for agent in own) / len(own),
+            updates=own_trainer.passes * parts,
+            passes=own_trainer.passes,
         )
     return found
-
-
-def _updates(config: RunConfig, policy: str, turns: float) -> float:
-    """Optimizer steps of a policy in a training step."""
-    trainer = for_policy(config, policy).trainer
-    return trainer.passes * (max(1.0, turns / trainer.minibatch) if trainer.minibatch else trainer.updates_per_step)
 
 
 def trainer_kinds(config: RunConfig, policy: str, placement: Placement) -> dict[str, TrainerKind]:
@@ -160,8 +137,8 @@ def trainer_kinds(config: RunConfig, policy: str, placement: Placement) -> dict[
         lora=own.lora,
         on_base=config.holder(policy) != policy,
     )
-    critic = replace(kind, value_head=True, on_base=own.share_base)
-    return {"trainer": kind, **({"critic": critic} if own.critic is not None else {})}
+    critics = {"critic": replace(kind, value_head=True, on_base=own.share_base)} if own.critic is not None else {}
+    return {"trainer": kind, **critics}
 
 
 def _own(own: object, runs: int) -> int:
@@ -198,11 +175,9 @@ def estimate_run(
     gpu: GPU,
     works: Mapping[str, Workload] | None = None,
 ) -> RunEstimate:
-    """What a run takes in a placement on GPUs of one kind.
+    """What a run takes in a placement on GPUs of one kind, with `models` of these shapes by policy.
 
-    Args:
-        models: the shape of every policy's model.
-        works: `workloads` of the run, for who compares many placements.
+    `works` are the `workloads` of the run, for who compares many placements.
     """
     works = works or workloads(config)
     trainers, weights, (kv, update, rollout) = _held(config, models, placement, gpu)

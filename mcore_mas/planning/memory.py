@@ -18,6 +18,25 @@ LOGITS = 1 << 30  # float32 logits that exist at a time on a GPU (`mcore_mas/meg
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GPU:
+    """A kind of GPU, by its maker's data sheet."""
+
+    memory: float  # GB, of 1e9 bytes
+    flops: float  # TFLOP/s, dense bfloat16
+    bandwidth: float  # TB/s
+
+
+GPUS = {
+    "H100": GPU(memory=80, flops=989, bandwidth=3.35),
+    "H200": GPU(memory=141, flops=989, bandwidth=4.8),
+    "A100": GPU(memory=80, flops=312, bandwidth=2.04),
+    "A100-40GB": GPU(memory=40, flops=312, bandwidth=1.56),
+    "B200": GPU(memory=180, flops=2250, bandwidth=8.0),
+    "L40S": GPU(memory=48, flops=362, bandwidth=0.86),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerMemory:
     """What one rank of a trainer holds."""
 
@@ -41,12 +60,9 @@ class TrainerMemory:
 
     def beside(self, other: TrainerMemory) -> TrainerMemory:
         """With another trainer on the same rank, of which one computes at a time."""
-        both = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in both:
-            both[name] = (max if name in ("activations", "passing", "logits") else add)(
-                both[name], getattr(other, name)
-            )
-        return TrainerMemory(**both)
+        at_a_time = ("activations", "passing", "logits")
+        joined = {field.name: max if field.name in at_a_time else add for field in fields(self)}
+        return TrainerMemory(**{n: join(getattr(self, n), getattr(other, n)) for n, join in joined.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from mcore_mas.config.compose import CONFIGS, resolve
 from mcore_mas.config.credit import cut_off
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.choose import Cluster, PlanError, choose_placement, describe, shapes_of, transport
-from mcore_mas.planning.estimate import ASSUMED, GPUS, Placement, RunEstimate
-from mcore_mas.planning.memory import LOGITS, count_parameters
+from mcore_mas.planning.estimate import ASSUMED, Placement, RunEstimate
+from mcore_mas.planning.memory import GPUS, LOGITS, count_parameters
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.published import paper_hardware, published_experiments, read_published
 from mcore_mas.rollout.models.architecture import published_shapes

@@ -43,10 +43,7 @@ Panels = dict[str, dict[str, pd.Series]]  # by the panel's title, each run's val
 def write_charts(runs: Mapping[str, Path], out: Path) -> None:
     """Write the page: a section for each metric with a panel for each agent or data source, and a line for each run.
 
-    Metrics that are zero throughout are left out, but for reward and accuracy.
-
-    Args:
-        runs: the metrics.jsonl of each run.
+    Metrics that are zero throughout are left out, but for reward and accuracy. `runs` has each run's metrics.jsonl.
 
     Raises:
         MetricsError: a file is missing or no line of it is a step's metrics.

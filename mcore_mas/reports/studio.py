@@ -41,11 +41,7 @@ _MOST_COMPARED = 4096  # trajectories of a file whose advantages are computed to
 
 
 class Studio:
-    """What the page asks for, by the names of runs and of files in them; nothing else can be named.
-
-    Args:
-        results: folder of the runs.
-    """
+    """What the page asks for, by the names of runs in the folder `results` and of files in them, nothing else."""
 
     def __init__(self, results: Path) -> None:
         self._results = results

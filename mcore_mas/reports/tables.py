@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -47,8 +47,7 @@ _NUMBERS = {"score", "95 % interval", "tasks", "replies", "seeds", "base", "trai
 def make_table(evaluations: Sequence[Path], experiments: Mapping[str, str], outputs: Sequence[Path]) -> None:
     """Write the table of `evaluations` as each of `outputs`: .csv, .md or .html by suffix.
 
-    Args:
-        experiments: the experiment of each run.
+    `experiments` has the experiment of each run.
 
     Raises:
         TableError: an evaluation file is missing or not as `mcore_mas.training.evaluate` writes it.
@@ -56,9 +55,16 @@ def make_table(evaluations: Sequence[Path], experiments: Mapping[str, str], outp
     scores = pd.concat([read_evaluation(path) for path in evaluations], ignore_index=True)
     scores["experiment"] = scores["run"].map(experiments)
     table = pd.DataFrame(_measured(scores))[list(SCORE_COLUMNS)]
-    writers = {".csv": _csv, ".md": _markdown, ".html": _html}
+    readable = pd.DataFrame(_cells(row) for row in table.to_dict("records"))  # text, scores in per cent
+    writers: dict[str, Callable[[], str]] = {
+        ".csv": lambda: str(table.to_csv(index=False, float_format="%.6f", lineterminator="\n")),
+        ".md": lambda: f"{markdown_table(readable)}\n\n{_NOTE}\n",
+        ".html": lambda: render_page(
+            "table.html.jinja", rows=readable.to_dict("records"), numbers=_NUMBERS, note=_NOTE
+        ),
+    }
     for path in outputs:
-        write_text(path, writers[path.suffix](table))
+        write_text(path, writers[path.suffix]())
 
 
 def read_evaluation(path: Path) -> pd.DataFrame:
@@ -125,24 +131,6 @@ def _counts(runs: pd.DataFrame, *, of_all: bool) -> dict[str, Any]:
         "failures": ", ".join(f"{n} {why}" for why, n in sorted(failed.items())),
     }
     return counts if of_all else dict.fromkeys(counts, "")
-
-
-def _csv(table: pd.DataFrame) -> str:
-    return str(table.to_csv(index=False, float_format="%.6f", lineterminator="\n"))
-
-
-def _markdown(table: pd.DataFrame) -> str:
-    return f"{markdown_table(_readable(table))}\n\n{_NOTE}\n"
-
-
-def _html(table: pd.DataFrame) -> str:
-    rows = _readable(table).to_dict("records")
-    return render_page("table.html.jinja", rows=rows, numbers=_NUMBERS, note=_NOTE)
-
-
-def _readable(table: pd.DataFrame) -> pd.DataFrame:
-    """The table for people: text, scores in percent; differences carry their sign."""
-    return pd.DataFrame(_cells(row) for row in table.to_dict("records"))
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
@@ -240,8 +228,17 @@ def _result_rows(table: Path) -> Iterator[dict[str, str]]:
                 f"{table}, experiment {experiment}: no avg@k of {', '.join(absent)}; evaluate both policy states, "
                 "then make the table"
             )
+        base, trained, gain = (states[state] for state in (*STATES, GAIN))
         try:
-            cells = _result_cells(*(states[state] for state in (*STATES, GAIN)))
+            cells = {
+                "metric": gain["metric"],
+                "base": f"{100 * float(base['value']):.1f}",
+                "trained": f"{100 * float(trained['value']):.1f}",
+                "gain": f"{100 * float(gain['value']):+.1f}",
+                "95 % interval": f"[{100 * float(gain['ci_low']):+.1f}, {100 * float(gain['ci_high']):+.1f}]",
+                "tasks": str(int(gain["n"])),
+                "seeds": str(int(gain["seed_count"])),
+            }
         except ValueError as error:
             raise TableError(
                 f"{table}, experiment {experiment}: not a number ({error}); make the table again"
@@ -255,15 +252,3 @@ def headline(table: Path) -> list[dict[str, str]]:
         return [{name: cell for name, cell in row.items() if name != "table"} for row in _result_rows(table)]
     except TableError:
         return []
-
-
-def _result_cells(base: Mapping[str, str], trained: Mapping[str, str], gain: Mapping[str, str]) -> dict[str, str]:
-    return {
-        "metric": gain["metric"],
-        "base": f"{100 * float(base['value']):.1f}",
-        "trained": f"{100 * float(trained['value']):.1f}",
-        "gain": f"{100 * float(gain['value']):+.1f}",
-        "95 % interval": f"[{100 * float(gain['ci_low']):+.1f}, {100 * float(gain['ci_high']):+.1f}]",
-        "tasks": str(int(gain["n"])),
-        "seeds": str(int(gain["seed_count"])),
-    }

@@ -47,8 +47,8 @@ class EvaluationError(RuntimeError):
     """Too much of an evaluation failed for a score: one line that says how much, why, and what to do."""
 
 
-def evaluate(config_path: Path, state: str, out_path: Path, seats: Mapping[str, Any] = NO_SEATS) -> None:
-    """Measure a run's team on its test tasks.
+def evaluate(run: RunConfig | Path, state: str, out_path: Path, seats: Mapping[str, Any] = NO_SEATS) -> dict[str, Any]:
+    """Measure the team of a run, or of the one with this config, on its test tasks; gives what is written.
 
     Writes scores, means and 95 % intervals to `out_path`, and the trajectories as they come to the folder of its name
     without the suffix. An evaluation that was ended goes on from there.
@@ -63,12 +63,7 @@ def evaluate(config_path: Path, state: str, out_path: Path, seats: Mapping[str, 
         EvaluationError: more than `evaluation.max_failed` of the trajectories failed, each time they were played.
         Stopped: it was told to stop.
     """
-    measure_run(RunConfig.load(config_path), state, out_path, seats)
-
-
-def measure_run(run: RunConfig, state: str, out_path: Path, seats: Mapping[str, Any] = NO_SEATS) -> dict[str, Any]:
-    """As `evaluate`, of a run as it is given; what was written."""
-    config = seated(run, state, seats)
+    config = seated(run if isinstance(run, RunConfig) else RunConfig.load(run), state, seats)
     torch.set_num_threads(config.cluster.threads_per_process or 1)
     board = Scoreboard(prepared_tasks(config.folder / "tasks", "test"), config.evaluation.samples)
     folder = writable(out_path.with_suffix(""))
@@ -192,7 +187,8 @@ def seated(config: RunConfig, state: str, seats: Mapping[str, Any]) -> RunConfig
     for name, agent in config.agents.items():
         source = seats.get(name, home)
         own, policies_own = _policy(config, name, source)
-        label = own if source == home else f"{_name(source, name)}.{own}"
+        place = source.partition("/")[0] if isinstance(source, str) else f"seat.{name}"
+        label = own if source == home else f"{place}.{own}"  # which tells it from the run's own
         policies[label] = policies_own
         agents[name] = agent.model_copy(update={"policy": label})
     return config.model_copy(update={"agents": agents, "policies": policies})
@@ -215,11 +211,6 @@ def read_seats(state: str, given: Sequence[str]) -> dict[str, Any]:
         return {agent: yaml.safe_load(who) for agent, who in seats.items()}
     except yaml.YAMLError as error:
         raise ConfigError(f"--seat: not YAML ({' '.join(str(error).split())})") from error
-
-
-def _name(source: Any, agent: str) -> str:
-    """What tells policies of other places from the run's own."""
-    return source.partition("/")[0] if isinstance(source, str) else f"seat.{agent}"
 
 
 def _policy(config: RunConfig, agent: str, source: Any) -> tuple[str, PolicyConfig]:

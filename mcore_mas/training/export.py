@@ -105,7 +105,8 @@ def _replay(folder: Path, policy: PolicyConfig, turns: Sequence[Turn], note: Cal
     renderer = Renderer(folder, template=policy.chat_template, arguments=policy.chat_template_kwargs)
     texts = [text for turn in turns for text in (*(m.text for m in turn.messages), turn.text)] or list(_ANYTHING)
     prompts = [turn.prompt_ids for turn in turns[:2]] or [renderer.encode(_ANYTHING[0])]
-    answers = _answers(folder, prompts) if _is_small(folder) else []
+    small = sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= _ANSWERED_BYTES
+    answers = _answers(folder, prompts) if small and read_architecture(folder).experts is None else []
     if not _same_ids(folder, renderer, texts):
         _as_llama(folder)
         note("written as a Llama with biases: AutoTokenizer would read the tokenizer of a Qwen2 in another way")
@@ -116,11 +117,6 @@ def _replay(folder: Path, policy: PolicyConfig, turns: Sequence[Turn], note: Cal
         raise ExportError(f"{folder}: log-probabilities in transformers are {gap:.2g} nats from the run's engine's")
     compared = f"log-probabilities of {sum(len(ids) for ids, _ in answers)} tokens" if answers else "no answers"
     note(f"checked: ids of {len(texts)} texts and {compared} are those of transformers")
-
-
-def _is_small(folder: Path) -> bool:
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return size <= _ANSWERED_BYTES and read_architecture(folder).experts is None
 
 
 def _same_ids(folder: Path, renderer: Renderer, texts: Sequence[str]) -> bool:

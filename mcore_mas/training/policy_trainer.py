@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from mcore_mas.config.policy import PolicyConfig, RateConfig
-from mcore_mas.config.run import RunConfig, for_policy, places_in_schedule, step_places
+from mcore_mas.config.run import RunConfig, for_policy, places_in_schedule
 from mcore_mas.credit.assign import penalise, reference_kl
 from mcore_mas.credit.samples import Sample, align, deal, split, weigh
 from mcore_mas.equations.divergence import BOUNDS, disagreement, is_agreement
@@ -123,7 +123,9 @@ class PolicyTrainer:
         """
         config = self._config
         samples = align([s for s in credited if self._learns(s)], self._aligned, config.seed, step)
-        parts = [self._weighed(part) for part in self._parts(batches, samples, step)]
+        weights = {name: agent.loss_weight for name, agent in config.agents.items()}
+        loss = config.loss
+        parts = [weigh(p, weights, loss.aggregation, loss.norm) for p in self._parts(batches, samples, step)]
         critic = config.policies[self._policy].critic
         waits = critic is not None and step < critic.head_start
         trained = [
@@ -151,10 +153,6 @@ class PolicyTrainer:
             self.kl = self.kl.update(measured, len(samples))
         return metrics
 
-    def _weighed(self, samples: Sequence[Sample]) -> list[Sample]:
-        weights = {name: agent.loss_weight for name, agent in self._config.agents.items()}
-        return weigh(samples, weights, self._config.loss.aggregation, self._config.loss.norm)
-
     async def _with_proximal(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """With the log-probabilities under the weights at the start of the step, which several updates leave behind."""
         scores = await self._group.score(microbatches)
@@ -180,6 +178,13 @@ class PolicyTrainer:
                 "the same weights: keep engine.verify on to find the tensor, or, if their kernels are known to "
                 "differ by as much, widen trainer.agreement"
             )
+
+
+def step_places(config: RunConfig, policy: str) -> list[int] | None:
+    """Where the updates of each step stand in the policy's schedule; None: where their own number says."""
+    trainer = for_policy(config, policy).trainer
+    trained = (int(policy in config.in_turn(step)) for step in range(trainer.steps))
+    return [0, *accumulate(trained)] if trainer.minibatch else None
 
 
 async def _scores(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mcore_mas.config.run import RunConfig
-from mcore_mas.credit.assign import estimate
+from mcore_mas.credit.assign import CreditWatch, estimate
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.advantages import ALONE
 from mcore_mas.rollout.base.processes import restart_metrics
@@ -18,7 +18,6 @@ from mcore_mas.training.checkpoint import Checkpoints
 from mcore_mas.training.joblog import StopSignal, TrainingError
 from mcore_mas.training.logbook import Logbook
 from mcore_mas.training.metrics import (
-    CreditWatch,
     StepMetrics,
     credit_metrics,
     losses,

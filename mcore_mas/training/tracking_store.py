@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.run import RunConfig
+from mcore_mas.rollout.base.files import waited_for
 
 PARENT = "mlflow.parentRunId"  # MLflow's tag of a child
 _METRICS_PER_CALL = 1000  # MLflow's limit
@@ -146,15 +146,9 @@ class Store:
         if data or models:
             self.client.log_inputs(run_id, datasets=data, models=[LoggedModelInput(model) for model in models])
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self) -> AbstractContextManager[None]:
         """Exclusive access, across processes: to a local sqlite store, or to what runs of these results make."""
-        path = _sqlite(self.uri)
-        lock = path.with_name(f"{path.name}.lock") if path else self._results / "mlflow.lock"
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with lock.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        return waited_for(_sqlite(self.uri) or self._results / "mlflow")
 
 
 def key_of(*parts: Path | str) -> str:

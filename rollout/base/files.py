@@ -273,6 +273,15 @@ def owned(folder: Path) -> Iterator[None]:
                 json.dump({"epoch": epoch}, file)
 
 
+@contextlib.contextmanager
+def waited_for(path: Path) -> Iterator[None]:
+    """Wait until no other process of this machine is in such a block for `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _remove(path: Path) -> None:
     """Remove a file or a folder as far as can be."""
     if path.is_dir() and not path.is_symlink():

@@ -4,9 +4,9 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.planning.estimate import GPUS, Placement, estimate_run, gangs, memory_of_trainers, trainer_kinds
+from mcore_mas.planning.estimate import Placement, estimate_run, gangs, memory_of_trainers, trainer_kinds
 from mcore_mas.planning.jobs import tenants_of
-from mcore_mas.planning.memory import adapter_parameters, count_parameters
+from mcore_mas.planning.memory import GPUS, adapter_parameters, count_parameters
 from mcore_mas.rollout.models.architecture import planned_architecture
 from mcore_mas.rollout.models.layout import ParallelLayout
 

@@ -10,11 +10,11 @@ import yaml
 
 from mcore_mas.config.compose import experiments, resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.pipeline.suite import Suite, planned_runs
+from mcore_mas.pipeline.suite import Suite, load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.planning.choose import Cluster, PlanError, choose_placement, placed, shapes_of
-from mcore_mas.planning.estimate import GPUS, Placement, estimate_run, step_seconds, workloads
-from mcore_mas.planning.memory import count_parameters
+from mcore_mas.planning.estimate import Placement, estimate_run, step_seconds, workloads
+from mcore_mas.planning.memory import GPUS, count_parameters
 from mcore_mas.planning.page import PLAN, plan_row
 from mcore_mas.reports.published import paper_hardware
 from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
@@ -132,7 +132,7 @@ def test_what_is_chosen_fits_and_uses_every_gpu(name: str, gpus: str) -> None:
         smaller = cluster.gpus // 2
         if smaller > Cluster.parse(gpus).gpus:
             with pytest.raises(PlanError):
-                choose_placement(run, cluster.sized(smaller))
+                choose_placement(run, replace(cluster, gpus=smaller))
     assert estimate.lack == 0 and max(estimate.update, estimate.rollout) <= 0.92 * cluster.gpu.memory * 1e9 + 1
     engines = placement.replicas * placement.engine_tp
     parts = [layout.ranks for (policy, _) in estimate.trainers for layout in [placement.layouts[policy]]]
@@ -235,9 +235,9 @@ def test_a_suite_has_what_was_chosen(tmp_path: Path, run: str) -> None:
         Suite.load(suite)
     file = tmp_path / "suite.yaml"
     file.write_text(yaml.safe_dump({"suite": "s", "experiments": {"b": [f"experiment={run}"]}}))
-    assert [planned.run for planned in planned_runs(str(file))] == ["b"]
+    assert [*load_suite(str(file)).runs] == ["b"]
     with pytest.raises(SuiteError, match="nobody: no such file, and no experiment of this name"):
-        planned_runs("nobody")
+        load_suite("nobody")
 
 
 def test_every_published_experiment_fits_one_machine_and_four_gpus_where_its_paper_had_four() -> None:

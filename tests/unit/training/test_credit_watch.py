@@ -8,10 +8,9 @@ import pytest
 
 from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.config.policy import TrainerConfig
-from mcore_mas.credit.samples import Sample
-from mcore_mas.training.joblog import TrainingError
+from mcore_mas.credit.assign import CreditWatch
+from mcore_mas.credit.samples import CreditError, Sample
 from mcore_mas.training.loop import train_steps
-from mcore_mas.training.metrics import CreditWatch
 from tests.support.scripted_run import Bytes, box, make_run, task_of
 from tests.support.simulated import SimulatedGang, engines_of, make_session, with_engines
 
@@ -31,7 +30,7 @@ def test_d1_an_advantage_beyond_the_bound_stops_the_run_with_one_line() -> None:
     samples = [turn("a", "solver", 1.0, -0.7), turn("b", "searcher", 0.0, -7.5e5)]
     CreditWatch().check(trainer(max_advantage=None), 0, samples)
     CreditWatch().check(trainer(), 0, [turn("a", "solver", 1.0, -1000.0)])
-    with pytest.raises(TrainingError) as stopped:
+    with pytest.raises(CreditError) as stopped:
         CreditWatch().check(trainer(), 3, samples)
     assert str(stopped.value) == (
         "step 3: agent searcher has an advantage of 7.5e+05 (trajectory b, turn 0), beyond trainer.max_advantage 1000; "
@@ -45,7 +44,7 @@ def test_d2_a_run_whose_first_steps_have_no_advantage_stops() -> None:
     watch = CreditWatch()
     for step in range(2):
         watch.check(trainer(signal_within=3), step, flat)
-    with pytest.raises(TrainingError, match="step 2: no turn of the first 3 steps has an advantage"):
+    with pytest.raises(CreditError, match="step 2: no turn of the first 3 steps has an advantage"):
         watch.check(trainer(signal_within=3), 2, flat)
     seen = CreditWatch()
     for step, samples in enumerate([flat, signal, flat, flat, flat]):
@@ -64,7 +63,7 @@ def test_d2_a_real_loop_in_which_all_rewards_are_equal_ends_after_the_first_step
     tasks = run.rollouts.schedule.batch(0) + run.rollouts.schedule.batch(1)
     session = make_session(run.config, tmp_path, tasks, engines_of(run), gangs, run.logbook)  # type: ignore[arg-type]
     session = with_engines(session, engines_of(run), Bytes())
-    with pytest.raises(TrainingError, match="step 1: no turn of the first 2 steps has an advantage"):
+    with pytest.raises(CreditError, match="step 1: no turn of the first 2 steps has an advantage"):
         asyncio.run(train_steps(session, 0))
 
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule, step_places
+from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule
 from mcore_mas.credit.samples import Sample
-from mcore_mas.training.policy_trainer import PolicyTrainer, policy_spec
+from mcore_mas.training.policy_trainer import PolicyTrainer, policy_spec, step_places
 from tests.support.simulated import SimulatedGang
 
 CRITIC = ("advantage=gae", "+policies.solver.critic={lr: 1.0e-3, head_start: 2}", "+policies.verifier.critic.lr=1.0e-3")
