@@ -48,14 +48,11 @@ def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
         if policy.remote is not None:
             continue
         engine = for_policy(config, name).engine
-        if engine.name == "sglang" and not engine.urls and kind == "GPU":
-            devices = engine.replicas * engine.tp
-            tenants.append(Tenant(policy=name, part="engine", devices=devices, unit=engine.tp, label=rollout))
-        if engine.name == "embedded" and config.holder(name) != name:
-            continue  # its adapter is in the engine of the holder
-        if kind == "CPU" or engine.device == "cuda":  # else the embedded engine takes none of the GPUs
-            actors = engine.replicas if engine.name == "embedded" else 1
-            tenants.append(Tenant(policy=name, part="engine", devices=actors, label=rollout))
+        if engine.urls or (engine.name == "embedded" and config.holder(name) != name):
+            continue  # of servers elsewhere; of an adapter that is in the engine of the holder
+        if engine.name == "sglang" or kind == "CPU" or engine.device == "cuda":  # else it takes none of the GPUs
+            unit = engine.tp if engine.name == "sglang" else 1
+            tenants.append(Tenant(policy=name, part="engine", devices=engine.replicas * unit, unit=unit, label=rollout))
     return tenants
 
 

@@ -9,6 +9,7 @@ import hashlib
 import ipaddress
 import json
 import math
+import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -32,6 +33,15 @@ MAX_BACKOFF_S = 20.0  # mean of the longest
 MAX_REPLY_BYTES = 64 << 20
 DIGEST_HEADER = "content-digest"
 _BUSY = (408, 409, 425, 429)  # statuses below 500 that another try may change
+# A machine that is cut off does not close its connections: the kernel asks it for a sign of life, and after a minute
+# without one a request that waits for its answer fails as that of a connection that broke.
+_SIGNS_OF_LIFE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20),  # seconds
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),  # milliseconds that what is sent may go unconfirmed
+]
 
 Result = TypeVar("Result")
 
@@ -124,12 +134,7 @@ class HttpClient:
         """
         self.url = url.rstrip("/")
         self._timeout_s, self._most_bytes, self._connections = timeout_s, most_bytes, connections
-        self._settings: dict[str, Any] = {
-            "headers": {"Authorization": f"Bearer {token}"} if token else {},
-            "limits": httpx.Limits(max_connections=1),
-            "timeout": httpx.Timeout(None, connect=10.0),  # asyncio's is around it
-            "proxy": proxy,
-        }
+        self._headers, self._proxy = {"Authorization": f"Bearer {token}"} if token else {}, proxy
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: list[httpx.AsyncClient] = []  # of the loop, one connection each: a pool looks through all of its
 
@@ -164,7 +169,12 @@ class HttpClient:
             raise unanswered(error) from None
 
     def _open(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(trust_env=False, verify=_trusted(), **self._settings)
+        one = httpx.Limits(max_connections=1)
+        way = httpx.AsyncHTTPTransport(
+            trust_env=False, verify=_trusted(), limits=one, proxy=self._proxy, socket_options=_SIGNS_OF_LIFE
+        )
+        timeout = httpx.Timeout(None, connect=10.0)  # asyncio's is around it
+        return httpx.AsyncClient(trust_env=False, headers=self._headers, timeout=timeout, transport=way)
 
     async def _exchange(
         self, http: httpx.AsyncClient, method: str, path: str, body: object, heard: Callable[[bytes], None] | None

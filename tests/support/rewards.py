@@ -17,6 +17,15 @@ def by_first_token(group: Group) -> Group:
     return replace(group, trajectories=tuple(trajectories))
 
 
+def by_number(group: Group) -> Group:
+    """Every turn of a group's trajectory gets the trajectory's number, whatever was said."""
+    trajectories = (
+        replace(t, turns=tuple(replace(turn, reward=float(number)) for turn in t.turns))
+        for number, t in enumerate(group.trajectories)
+    )
+    return replace(group, trajectories=tuple(trajectories))
+
+
 _held: list[bytes] = []
 
 

@@ -249,6 +249,55 @@ def test_engines_join_and_are_lost_with_their_nodes_and_training_goes_on(tmp_pat
     assert (digests(run), rows(run)) == trained_here(run, tmp_path)
 
 
+def served(nodes: Nodes, number: int) -> list[str]:
+    """Where the stand-ins for SGLang's servers on a node listen, as their command lines say."""
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    own = [f"{line[line.index('--host') + 1]}:{line[-1]}" for line in lines if "sglang.launch_server" in line]
+    return sorted(place for place in own if place.startswith(f"{nodes.address(number)}:"))
+
+
+ASKED = "import sys, httpx; print(httpx.post(sys.argv[1], json={}, headers=dict([sys.argv[2:]])).status_code)"
+
+
+@pytest.mark.usefixtures("long")
+def test_servers_on_other_nodes_take_weights_and_one_that_is_cut_off_is_started_elsewhere(tmp_path: Path) -> None:
+    own = ["engine=sglang", f"engine.python={ROOT}/tests/support/fake_sglang.py", "engine.max_length=512"]
+    own += [f"+cluster.nodes.{policy}={{train: big, rollout: small}}" for policy in ("solver", "verifier")]
+    own += ["+cluster.address=auto", "policies.solver.tp=1", "+policies.solver.own.engine.replicas=2"]
+    own += ["reward.name=tests.support.rewards:by_number"]  # all learn, whatever the stand-in says
+    own += ["trainer.agreement={mean: 99, k3: 1.0e+9, p99: 99, max: 99}"]  # they have no model
+    run, log = make_run(tmp_path, *SETTINGS, *own, "trainer.steps=4"), tmp_path / "log"
+    with ExitStack() as stack:
+        nodes = Nodes(tmp_path)
+        stack.callback(nodes.close)
+        for cpus, label in ((2, "big"), (2, "small"), (1, "small")):
+            nodes.start_ray(nodes.add(), cpus, label)
+        ended = stack.enter_context(training(nodes, run, log))
+        until(lambda: len(rows(run)) == 2, 250, "the first step")
+        there = {number: served(nodes, number) for number in (1, 2, 3)}
+        assert [len(places) for places in there.values()] == [0, 2, 1]
+        secrets = {path: path.read_text().split('"')[1] for path in (run / "train/engines").glob("*.key.yaml")}
+        assert {path.stat().st_mode & 0o777 for path in secrets} == {0o600}
+        asked = [sys.executable, "-c", ASKED, f"http://{there[3][0]}/seen"]
+        statuses = {
+            int(subprocess.check_output(nodes.on(1, [*asked, "Authorization", f"Bearer {key}"], ROOT), text=True))
+            for key in ("made up", *secrets.values())
+        }
+        assert statuses == {200, 401}
+        nodes.cut(3)
+        nodes.start_ray(nodes.add(), 1, "small")
+        said = ended()
+        assert served(nodes, 4) == []  # the run has ended it
+    assert f"the server at http://{there[3][0]} is gone with its actor; started again, 1 restarts left" in said
+    assert "trainers start again" not in said
+    assert len(rows(run)) == 5
+    for server in ("solver.0", "solver.1", "verifier.0"):
+        lines = (run / f"train/engines/{server}.log").read_text().splitlines()
+        versions = [int(line.split()[1]) for line in lines if line.startswith("version ")]
+        assert versions[-1] == 4, lines
+        assert sorted(versions) == versions
+
+
 def follow(nodes: Nodes, number: int, run: Path, log: Path, folder: Path = ROOT) -> subprocess.Popen[bytes]:
     """The command that trains, on a node that is none of the Ray's."""
     return nodes.start(number, [sys.executable, "-m", "mcore_mas", "train", str(run)], folder, log)

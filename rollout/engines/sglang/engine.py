@@ -152,7 +152,8 @@ class SGLangEngine(TrainedEngine):
             try:
                 await self._checks.learn(replica)
             except Lost as error:
-                await self._fleet.revive(replica, starts, error)
+                with suppress(Left):
+                    await self._fleet.revive(replica, starts, error)
 
     async def _take(self, replica: Replica, handover: WeightUpdate) -> None:
         """Have one server serve the weights of `handover`; one that dies of it gets them when it is back."""

@@ -12,7 +12,7 @@ from mcore_mas.rollout.base.processes import Restarts
 from mcore_mas.rollout.base.task_group import settle
 from mcore_mas.rollout.engines import Tag
 from mcore_mas.rollout.engines.sglang.client import Lost, StreamedReply
-from mcore_mas.rollout.engines.sglang.server import Replica, attached_replica, owned_replica
+from mcore_mas.rollout.engines.sglang.server import NoRoom, Replica, attached_replica, owned_replica
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 from mcore_mas.rollout.models.tensors import TensorFiles, compare
 from mcore_mas.rollout.sync.digests import SGLangDigest, kind_of, layer_of, of_rank
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from mcore_mas.rollout.sync import WeightUpdate
 
 
+_ROOM_S = 120.0  # that Ray may look for another node for a server whose own is lost, while others go on
+
+
 class Left(EngineError):
-    """A server that had joined is gone; others go on."""
+    """A server is gone; others go on."""
 
 
 class Fleet:
@@ -87,13 +90,12 @@ class Fleet:
         self.tell(f"SGLang: {replica.client.url} joined; {len(self.replicas)} servers")
 
     def leave(self, replica: Replica, why: str) -> bool:
-        """Ask a member no more; False if it is none, or the last server, which stays."""
-        url = replica.client.url
-        if self._members.get(url) is not replica or len(self.replicas) == 1:
+        """Ask a server no more; False if it is the last one, which stays."""
+        if len(self.replicas) == 1:
             return False
         self.replicas.remove(replica)
-        self.left += 1
-        del self._members[url]
+        self.left += 1 + replica.starts
+        self._members.pop(replica.client.url, None)
         self.tell(f"SGLang: {why}; {len(self.replicas)} servers")
         return True
 
@@ -198,12 +200,18 @@ class Fleet:
         ended = await replica.ended()
         if not ended:
             raise EngineError(f"SGLang at {replica.client.url}: {error}; its process runs but does not answer")
-        if replica not in self.replicas or self.leave(replica, ended):
+        if replica not in self.replicas or (replica.client.url in self._members and self.leave(replica, ended)):
             raise Left
         if not replica.ours or not self._restarts.take():
             raise EngineError(f"SGLang: {ended}{'; no restart is left' if replica.ours else ''}")
         self.tell(f"SGLang: {ended}; started again, {self._restarts.left} restarts left")
-        await replica.start()
+        try:
+            await replica.start(_ROOM_S if len(self.replicas) > 1 else None)
+        except NoRoom as error:
+            if not self.leave(replica, f"{ended}; {error}"):
+                raise
+            await asyncio.to_thread(replica.close)
+            raise Left from None
         await replica.wait(self._start_s)
 
     async def _ready(self, replica: Replica) -> None:

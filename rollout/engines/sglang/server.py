@@ -24,6 +24,10 @@ _SHOWN = 300  # characters of the log's end in an error
 _DROPPED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTORCH_CUDA_ALLOC_CONF")
 
 
+class NoRoom(EngineError):
+    """Ray has no devices for a server whose node is lost."""
+
+
 class Server:
     """A process that serves one replica; runs in a Ray actor where GPUs are placed, in this process otherwise."""
 
@@ -168,22 +172,33 @@ class Replica:
         """Speak to a server that runs already."""
         self._client = SGLangClient(url, key=key, **self._settings)
 
-    async def start(self) -> None:
-        """Start the server, again if it ran before."""
-        url = self._host.start(self._gpus) if self._actors is None else await self._start_actor(self._actors)
+    async def start(self, room_s: float | None = None) -> None:
+        """Start the server, again if it ran before.
+
+        Args:
+            room_s: that Ray may look for another node for it; None: as long as it takes.
+
+        Raises:
+            NoRoom: it has found none.
+        """
+        url = self._host.start(self._gpus) if self._actors is None else await self._start_actor(self._actors, room_s)
         self._client = SGLangClient(url, key=self._key, **self._settings)
         self.starts += 1
         self.ready = False
         self.asleep.clear()
 
-    async def _start_actor(self, make: Callable[[], Sequence[Any]]) -> str:
+    async def _start_actor(self, make: Callable[[], Sequence[Any]], room_s: float | None) -> str:
         import ray
 
         try:
             await self._host.pid.remote()
         except ray.exceptions.RayActorError:  # with its node, of which Ray finds another
             self._host, *self._fellows = make()
-        devices = [gpu for actor in (self._host, *self._fellows) for gpu in await actor.devices.remote()]
+        try:
+            async with asyncio.timeout(room_s):
+                devices = [gpu for actor in (self._host, *self._fellows) for gpu in await actor.devices.remote()]
+        except TimeoutError:
+            raise NoRoom(f"no node has had room for another within {room_s:g} s") from None
         return str(await self._host.start.remote(devices))
 
     async def wait(self, start_s: float) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,28 @@ def test_a_connection_is_used_again_and_no_more_are_opened_than_may_be() -> None
     asyncio.run(ask())
     asyncio.run(ask())  # another loop has connections of its own
     assert len(opened) == 6
+
+
+def test_who_is_asked_is_watched_for_signs_of_life_while_an_answer_is_awaited() -> None:
+    """As the kernel lists connections: a timer of kind 2 asks whether the other end is there."""
+    timers: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.3)  # until the request is confirmed
+        caller = f":{writer.get_extra_info('peername')[1]:04X}"
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        timers.extend(line[5][:2] for line in lines if line[1].endswith(caller))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    async def ask() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            assert (await client.send("GET", "/")).status == 200
+            await client.aclose()
+
+    asyncio.run(ask())
+    assert timers == ["02"]
 
 
 def test_this_machine_is_told_by_address_or_name() -> None:

@@ -8,7 +8,7 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.choose import placement_of, shapes_of
-from mcore_mas.planning.jobs import JobNeeds, job_needs, object_store_mb
+from mcore_mas.planning.jobs import JobNeeds, job_needs, object_store_mb, tenants_of
 from mcore_mas.planning.memory import count_parameters
 
 
@@ -24,6 +24,19 @@ def test_a_run_on_cpus_asks_for_its_processes() -> None:
     threads = config("demo_math", "cluster.threads_per_process=4")
     assert job_needs(threads, "train", 8).cpus == 5 * 4 + 1
     assert job_needs(two, "evaluate", 8) == JobNeeds(nodes=1, gpus=0, cpus=3, memory_mb=700 + 2 * 600)
+
+
+def test_every_server_of_an_engine_has_a_place_of_its_own_also_on_cpus() -> None:
+    sglang = ["engine=sglang", "engine.replicas=3", "+policies.solver.own.engine.tp=2"]
+    engines = [
+        (tenant.policy, tenant.devices, tenant.unit)
+        for kind in ("CPU", "GPU")
+        for tenant in tenants_of(config("demo_math", *sglang), kind)
+        if tenant.part == "engine"
+    ]
+    assert engines == [("solver", 6, 2), ("verifier", 3, 1)] * 2
+    elsewhere = config("demo_math", "engine=sglang", "engine.python=null", "+engine.urls=['http://127.0.0.1:1']")
+    assert {tenant.part for tenant in tenants_of(elsewhere, "CPU")} == {"trainer"}
 
 
 def test_samples_have_room_for_a_step_of_them_twice() -> None:
