@@ -45,23 +45,30 @@ class ClusterConfig(Section):
             raise ValueError("nodes tells apart those of a Ray that runs already: set address, and pool: split")
         return self
 
-    def check_transport(self, engine: EngineConfig) -> None:
-        """Refuse a hand-over that the placement rules out: memory is handed over on one GPU, NCCL takes none twice.
+    def check_engine(self, policy: str, engine: EngineConfig) -> None:
+        """Refuse what the placement rules out for a policy's engine.
+
+        Memory is handed over on one GPU, and NCCL takes none twice; several actors have a device each.
 
         Raises:
-            ValueError: which transport goes with which pool.
+            ValueError: what goes with which pool.
         """
-        if engine.name != "sglang" or engine.urls:
-            return
-        if engine.transport == "tensor" and self.pool == "split":
+        served = engine.name == "sglang" and not engine.urls
+        if served and engine.transport == "tensor" and self.pool == "split":
             raise ValueError(
                 "engine.transport: tensor hands over memory of the engine's own GPUs, and with cluster.pool: split "
                 "its trainer is on others; use cluster.pool: shared, or transport distributed"
             )
-        if engine.transport == "distributed" and self.pool == "shared":
+        if served and engine.transport == "distributed" and self.pool == "shared":
             raise ValueError(
                 "engine.transport: distributed joins trainer and engine in an NCCL group, which takes no GPU twice, "
                 "and with cluster.pool: shared they are on the same; use cluster.pool: split, or transport tensor"
+            )
+        several = engine.name == "embedded" and engine.replicas + engine.joining > 1
+        if several and (self.pool == "shared" or engine.transport not in (None, "disk")):
+            raise ValueError(
+                f"policies.{policy}: several actors of its engine have a device each and read weights from a folder; "
+                "use cluster.pool: split and no engine.transport, or engine.replicas: 1 and engine.joining: 0"
             )
 
     def check_one_by_one(self, keeping: Sequence[str]) -> None:
@@ -82,8 +89,7 @@ class ClusterConfig(Section):
     def check_nodes(self, policies: Mapping[str, Sequence[str]]) -> None:
         """Refuse nodes of a policy that is not there, or others for policies that share their ranks.
 
-        Args:
-            policies: those on the same ranks, by policy.
+        `policies` has by policy those on the same ranks.
 
         Raises:
             ValueError: which policies there are, or share.
@@ -97,32 +103,21 @@ class ClusterConfig(Section):
                     f"cluster.nodes.{name}: share_base puts it on the nodes of '{first}'; give both the same ones"
                 )
 
-    def check_actors(self, policy: str, engine: EngineConfig) -> None:
-        """Refuse several actors of a policy's engine where they have no devices of their own.
-
-        Raises:
-            ValueError: what several actors need.
-        """
-        several = engine.name == "embedded" and engine.replicas + engine.joining > 1
-        if several and (self.pool == "shared" or engine.transport not in (None, "disk")):
-            raise ValueError(
-                f"policies.{policy}: several actors of its engine have a device each and read weights from a folder; "
-                "use cluster.pool: split and no engine.transport, or engine.replicas: 1 and engine.joining: 0"
-            )
-
     def check_shared_engine(self, policy: str, engine: EngineConfig, first: str, own: EngineConfig) -> None:
-        """Refuse an embedded engine that policy `first` and another one share, and that cannot hold both.
+        """Refuse an engine that policy `first` and another one share, and that cannot hold both.
 
         Raises:
             ValueError: whose settings differ, or which of them it cannot do.
         """
-        if "embedded" not in (engine.name, own.name):
+        if "embedded" not in (engine.name, own.name) and "slots" not in (engine.adapters, own.adapters):
             return
         if engine != own:
             raise ValueError(
                 f"policies.{policy}.own.engine: share_base puts it in the engine of '{first}', whose settings are "
                 "others; give both the same ones, or leave share_base out"
             )
+        if engine.name == "sglang":
+            return
         there = engine.transport in (None, "shared") and self.address == "local"
         if not there or engine.replicas + engine.joining > 1:
             raise ValueError(

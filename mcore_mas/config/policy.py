@@ -63,7 +63,8 @@ class CriticConfig(RateConfig):
     head_start: int = Field(0, ge=0)  # training steps in which it is trained, and its policy not yet
 
 
-_OF_ONE_ENGINE = ("python", "urls", "members", "key_file", "options", "environment", "transport", "device", "joining")
+_OF_SGLANG = ("python", "urls", "members", "key_file", "options", "environment", "adapters")
+_OF_ONE_ENGINE = (*_OF_SGLANG, "transport", "device", "joining")
 _OWN_ENGINE = ("name", "slots", "max_length", "overlong_prompts", "replicas", "tp", *_OF_ONE_ENGINE)
 # settings of the run's sections that a policy may have of its own
 OWN_SETTINGS: Mapping[str, Collection[str]] = MappingProxyType(

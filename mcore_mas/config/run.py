@@ -42,6 +42,7 @@ from mcore_mas.rollout.config.sections import (
 )
 from mcore_mas.rollout.engines import EngineConfig
 from mcore_mas.rollout.engines.remote import RemoteConfig
+from mcore_mas.rollout.engines.sglang.settings import slot_problem
 from mcore_mas.rollout.orchestras import SEARCHES
 from mcore_mas.rollout.rewards.coach import CoachConfig
 from mcore_mas.rollout.teams.roles import ROLES
@@ -125,13 +126,7 @@ class RunConfig(Section):
         self.cluster.check_one_by_one([name for name in self.trained if not self.policies[name].offload])
         check_sharing(self.policies, self.trained)
         self.cluster.check_nodes({name: sharing(self.policies, name) for name in self.policies})
-        for name in self.models:
-            engine = for_policy(self, name).engine
-            self.cluster.check_transport(engine)
-            self.cluster.check_actors(name, engine)
-            if self.policies[name].share_base:
-                holder = self.holder(name)
-                self.cluster.check_shared_engine(name, engine, holder, for_policy(self, holder).engine)
+        _check_engines(self)
         _check_ahead(self)
         return self
 
@@ -282,6 +277,25 @@ def for_policy(config: RunConfig, policy: str) -> RunConfig:
             f"use microbatch_tokens: {length}, or max_length: {tokens}"
         )
     return mine
+
+
+def engine_holder(config: RunConfig, policy: str) -> str:
+    """The policy whose engine samples for `policy`: the holder of its model, where one engine has all adapters."""
+    engine = for_policy(config, policy).engine
+    return config.holder(policy) if engine.name == "embedded" or engine.adapters == "slots" else policy
+
+
+def _check_engines(config: RunConfig) -> None:
+    for name in config.models:
+        engine, policy = for_policy(config, name).engine, config.policies[name]
+        config.cluster.check_engine(name, engine)
+        if policy.share_base:
+            holder = config.holder(name)
+            config.cluster.check_shared_engine(name, engine, holder, for_policy(config, holder).engine)
+        if engine.adapters == "slots" and name in config.trained:
+            alone = "engine.adapters: slots is of policies with lora"
+            if problem := slot_problem(policy.lora.targets) if policy.lora else alone:
+                raise ValueError(f"policies.{name}: {problem}")
 
 
 def places_in_schedule(config: RunConfig, policy: str) -> int:

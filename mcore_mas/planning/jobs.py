@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import RunConfig, engine_holder, for_policy
 from mcore_mas.planning.estimate import workloads
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.config.sections import RetrieverConfig
@@ -48,7 +48,7 @@ def tenants_of(config: RunConfig, kind: Kind) -> list[Tenant]:
         if policy.remote is not None:
             continue
         engine = for_policy(config, name).engine
-        if engine.urls or (engine.name == "embedded" and config.holder(name) != name):
+        if engine.urls or engine_holder(config, name) != name:
             continue  # of servers elsewhere; of an adapter that is in the engine of the holder
         if engine.name == "sglang" or kind == "CPU" or engine.device == "cuda":  # else it takes none of the GPUs
             unit = engine.tp if engine.name == "sglang" else 1

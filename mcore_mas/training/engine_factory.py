@@ -23,7 +23,10 @@ from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.models.fused_weights import AdapterShape
 from mcore_mas.rollout.records.trajectory import Task
 
-_ON_ONE_BASE = "mcore_mas.rollout.engines.embedded.replicas:adapter_engines"  # imported where it is needed
+_ON_ONE_BASE = {  # by engine, imported where it is needed
+    "embedded": "mcore_mas.rollout.engines.embedded.replicas:adapter_engines",
+    "sglang": "mcore_mas.rollout.engines.sglang.adapters:slot_engines",
+}
 
 
 def open_remotes(config: RunConfig, folder: Path) -> dict[str, RemoteClient]:
@@ -77,11 +80,12 @@ def make_engines(
         elif own:
             in_turn = config.cluster.pool == "shared"
             settings |= {"places": own, "in_turn": in_turn} if name == "sglang" else {"place": own[0]}
-        if name == "embedded" and config.policies[policy].share_base:
+        slots = trained and engine.adapters == "slots" and policy in config.trained
+        if slots or (name == "embedded" and config.policies[policy].share_base):
             together = sharing(config.policies, policy)
             loras = [lora for other in together if (lora := config.policies[other].lora)]
             shapes = [AdapterShape(rank=x.rank, scale=x.alpha / x.rank, targets=x.targets) for x in loras]
-            engines |= zip(together, engine_class(_ON_ONE_BASE)(model, shapes, **settings), strict=True)
+            engines |= zip(together, engine_class(_ON_ONE_BASE[name])(model, shapes, **settings), strict=True)
             continue
         engines[policy] = engine_class(name)(model, **settings)
     return engines

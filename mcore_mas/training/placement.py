@@ -15,7 +15,7 @@ import torch
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mcore_mas.config.run import RunConfig, for_policy
+from mcore_mas.config.run import RunConfig, engine_holder, for_policy
 from mcore_mas.planning.jobs import GroupKey, Kind, Pool, Tenant, needed, tenants_of
 from mcore_mas.rollout.engines.sglang.server import visible_gpus
 from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
@@ -117,7 +117,8 @@ def _check_servers(config: RunConfig) -> None:
         PlacementError: one lacks it.
     """
     engines = {policy: for_policy(config, policy).engine for policy in config.models}
-    own = {policy: engine for policy, engine in engines.items() if engine.name == "sglang" and not engine.urls}
+    ours = {policy: engine for policy, engine in engines.items() if engine.name == "sglang" and not engine.urls}
+    own = {policy: engine for policy, engine in ours.items() if engine_holder(config, policy) == policy}
     shares = {p: e.options.get("mem-fraction-static", e.options.get("mem_fraction_static")) for p, e in own.items()}
     given = [float(share) for share in shares.values() if isinstance(share, int | float)]
     if config.cluster.pool == "shared" and len(own) > 1 and (len(given) < len(own) or sum(given) > 1):

@@ -76,6 +76,8 @@ class EngineConfig(Section):
     members: Path | None = None  # file with the URLs of further servers, which may change while a run trains
     key_file: Path | None = None  # of servers on other machines
     tp: int = Field(1, ge=1)  # GPUs of each
+    # of a policy with lora: its merged weights, or its adapter beside the frozen model, which is there once
+    adapters: Literal["merged", "slots"] = "merged"
     options: dict[str, JsonValue] = Field(default_factory=dict)  # further arguments of sglang.launch_server
     environment: dict[str, str] = Field(default_factory=dict)  # variables of the servers
     verify: bool = True  # compare checksums after every update, where the server can
@@ -96,6 +98,9 @@ class EngineConfig(Section):
             )
         if self.name == "embedded" and (self.python or self.urls or self.members or self.options):
             raise ValueError("python, urls, members and options are settings of sglang; set name: sglang")
+        fits = self.name == "sglang" and self.transport in (None, "disk") and not (self.members or self.sleep)
+        if self.adapters == "slots" and not fits:
+            raise ValueError("adapters: slots is of name: sglang with transport: disk, without sleep and members")
         if self.joining and self.name == "sglang":
             raise ValueError("joining is a setting of the embedded engine; servers that join are named in members")
         if self.name == "sglang" and self.device != "cpu":
@@ -180,6 +185,40 @@ class TrainedEngine(Engine, Protocol):
 
     def close(self) -> None:
         """End the processes of the engine; what still waits gets an EngineError."""
+
+
+class AdapterEngine(TrainedEngine):
+    """The engine of one adapter; its `host` has the processes, and the frozen weights of several adapters once."""
+
+    def __init__(self, host: Any, number: int) -> None:
+        """Of the host's adapter `number`, counted from 1; it adds nothing before its first weights come."""
+        self.host, self._number = host, number
+        self.version, self.pause_s = 0, 0.0
+
+    @property
+    def starts(self) -> int:  # type: ignore[override]
+        """Starts of the host's processes."""
+        return int(self.host.starts)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion, in the same batches as those of other adapters (see `Engine`)."""
+        return await self.stream(prompt_ids, sampling, None)
+
+    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+        """As `generate`, telling `hear` of tokens as they come (see `StreamingEngine`)."""
+        raise NotImplementedError
+
+    async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
+        """Give the host's memory back, which is that of all adapters."""
+        await self.host.sleep(tags)
+
+    async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
+        """Take it again."""
+        await self.host.wake(tags)
+
+    def close(self) -> None:
+        """End the host."""
+        self.host.close()
 
 
 BUSY = "the engine cannot sleep while requests are running; end or abort them first"

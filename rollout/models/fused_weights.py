@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.files import atomic_folder
 from mcore_mas.rollout.models.architecture import Architecture
 from mcore_mas.rollout.models.layout import Projection
 from mcore_mas.rollout.models.tensors import RowBlocks, blocks_of, checksum, complete, cut, whole
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
 _ALIGNED = 16  # elements: every buffer starts on a cache line
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT names them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +158,28 @@ class AdapterWeights(NamedBuffers):
                 self.places |= {f"{name}A.weight": (a.shape, a)}
                 self.places |= {f"{name}B.weight": (b.shape, rotated if x in ("q", "k") else b)}
         self.elements = empty.used
+
+
+def write_peft(
+    folder: Path, base: str, tensors: dict[str, Tensor], *, rank: int, alpha: float, targets: Iterable[str]
+) -> None:
+    """Write an adapter, full `tensors` by PEFT name, of the model in folder `base`, complete or not at all."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(f"{target}_proj" for target in targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    with atomic_folder(folder) as partial:
+        described, held = (partial / name for name in ADAPTER_FILES)
+        described.write_text(json.dumps(config, indent=2))
+        save_file(tensors, str(held), metadata={"format": "pt"})
 
 
 class _Shelf:

@@ -1,7 +1,8 @@
 """Weight sync: how a trainer's weights reach an engine, as a route, an update, and senders by name.
 
 - `shared`    the embedded engine's own buffers, mapped by the trainer (same machine)
-- `disk`      safetensors in a folder that both sides see: all tensors, the changed ones, or the changed elements
+- `disk`      safetensors in a folder that both sides see: all tensors, the changed ones, or the changed elements; or
+              an adapter in PEFT's format
 - `push`      buckets of tensors into SGLang, by CUDA IPC or a process group
 - `digests`   the checksums of a stream of weights, as its engine holds them
 """
@@ -86,6 +87,7 @@ class WeightSender:
 SENDERS = {
     "shared": "mcore_mas.rollout.sync.shared:SharedSender",
     "disk": "mcore_mas.rollout.sync.disk:FolderSender",
+    "adapter": "mcore_mas.rollout.sync.disk:AdapterSender",
     "changed": "mcore_mas.rollout.sync.disk:ChangedSender",
     "delta": "mcore_mas.rollout.sync.disk:DeltaSender",
     "tensor": "mcore_mas.rollout.sync.push:TensorSender",

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.files import atomic_folder
-from mcore_mas.rollout.models.tensors import RowBlocks, tensor_shapes
+from mcore_mas.rollout.models.architecture import read_architecture
+from mcore_mas.rollout.models.fused_weights import AdapterShape, AdapterWeights, write_peft
+from mcore_mas.rollout.models.tensors import RowBlocks, complete, tensor_shapes, whole
 from mcore_mas.rollout.sync import WeightSender
 from mcore_mas.rollout.sync.digests import WeightDigest, digest_of, digested
 
@@ -63,6 +65,40 @@ class FolderSender(WeightSender):
     def _part(self, name: str, tensor: Tensor, base: int | None) -> dict[str, Tensor]:
         """What to write of a tensor; `base` is the version that the engine holds, if it is the one sent last."""
         return {name: tensor}
+
+
+class AdapterSender(WeightSender):
+    """Rank 0 writes every version of an adapter into a folder of its own in PEFT's format; the last two stay."""
+
+    def _open(self) -> None:
+        self._shape: AdapterShape = self._route.options["adapter"]
+        meta = torch.empty(0, device="meta")
+        places = AdapterWeights(read_architecture(self._route.model), self._shape, meta).places
+        self._manifest = {name: tuple(size) for name, (size, _) in places.items()}
+
+    def _write(
+        self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]
+    ) -> tuple[str, Mapping[str, str], int]:
+        """Write `v<version>/`.
+
+        Raises:
+            EngineError: a number is not finite; it would reach the log-probabilities of every reply.
+        """
+        final, shape = Path(self._route.place) / f"v{version:06d}", self._shape
+        stream = complete(weights, self._manifest)
+        full = {name: whole(rows).detach().cpu().contiguous() for name, rows in stream}
+        if not self._leads:
+            return str(final), {}, 0
+        if bad := next((name for name, tensor in full.items() if not tensor.isfinite().all()), None):
+            raise EngineError(f"{bad} of version {version} has a number that is not finite; it is not handed over")
+        write_peft(
+            final, self._route.model, full, rank=shape.rank, alpha=shape.scale * shape.rank, targets=shape.targets
+        )
+        # a server that starts again reads the version before, until all have the new one
+        old = sorted((f for f in final.parent.glob("v[0-9]*") if f != final), key=lambda f: f.stat().st_mtime)
+        for folder in old[:-1]:
+            rmtree(folder, ignore_errors=True)
+        return str(final), {}, sum(tensor.nbytes for tensor in full.values())
 
 
 class ChangedSender(FolderSender):

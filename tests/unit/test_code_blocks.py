@@ -143,6 +143,7 @@ GIVEN = {  # what a block's page takes for granted, as overrides
     "configuration-9": ["cold_start=null", "data.generator=null"],
     "credit-1": ["experiment=demo_search"],
     "lora-1": ["policies.solver.tp=1"],
+    "lora-2": ["policies.solver.tp=1"],
     "nodes-4": ["engine=sglang", "engine.python=python"],
 }
 

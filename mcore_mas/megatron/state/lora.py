@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -26,8 +25,8 @@ from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
 from mcore_mas.megatron.state.weight_import import LINEARS, SafeTensors
 from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.base.files import atomic_folder
 from mcore_mas.rollout.models.architecture import Architecture
+from mcore_mas.rollout.models.fused_weights import ADAPTER_FILES
 from mcore_mas.rollout.records.trajectory import derive_seed
 
 _PEFT = re.compile(r"\.(\w+)_proj\.lora_([AB])\.weight$")
@@ -166,8 +165,6 @@ def initial_adapter(architecture: Architecture, lora: LoraSpec, name: str) -> Te
     return (torch.rand(lora.rank, inputs, generator=generator) * 2 - 1) / math.sqrt(inputs)
 
 
-_CONFIG = "adapter_config.json"
-_TENSORS = "adapter_model.safetensors"
 # what would make an adapter another function than W + alpha / rank · B A, with the values that do not
 _PLAIN: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -195,7 +192,7 @@ class AdapterFolder(SafeTensors):
         Raises:
             ModelError: it holds no adapter, or another kind of one.
         """
-        config, tensors = folder / _CONFIG, folder / _TENSORS
+        config, tensors = (folder / name for name in ADAPTER_FILES)
         for file in (config, tensors):
             if not file.is_file():
                 raise ModelError(f"{folder}: no adapter here ({file.name} is missing); expected a folder as PEFT saves")
@@ -216,26 +213,3 @@ def _check(path: Path, config: dict[str, Any], lora: LoraSpec) -> None:
     ):
         if got != want:
             raise ModelError(f"{path}: {key} is {got}, but the policy's lora section says {want}; make them equal")
-
-
-def write_adapter(folder: Path, base: str, lora: LoraSpec, tensors: dict[str, Tensor]) -> None:
-    """Write an adapter of the model in folder `base`, complete or not at all.
-
-    Args:
-        tensors: full tensors by PEFT name.
-    """
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": sorted(f"{target}_proj" for target in lora.targets),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-    with atomic_folder(folder) as partial:
-        (partial / _CONFIG).write_text(json.dumps(config, indent=2))
-        save_file(tensors, str(partial / _TENSORS), metadata={"format": "pt"})

@@ -24,7 +24,6 @@ from mcore_mas.megatron.state.lora import (
     adapters,
     attach_adapters,
     initial_adapter,
-    write_adapter,
 )
 from mcore_mas.megatron.state.weight_import import (
     VALUE_HEAD,
@@ -40,6 +39,7 @@ from mcore_mas.megatron.state.weight_import import (
 )
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture, read_architecture
+from mcore_mas.rollout.models.fused_weights import write_peft
 from mcore_mas.rollout.models.layout import check_fit
 from mcore_mas.rollout.models.tensors import whole
 
@@ -187,11 +187,12 @@ class ShardedModel:
         Raises:
             ModelError: all weights are trained, and there are no adapters.
         """
-        if self._spec.lora is None:
+        lora = self._spec.lora
+        if lora is None:
             raise ModelError(f"{folder}: nothing written; the policy trains all weights and has no adapter")
         full = _keep(self.adapter())
         if dist.get_rank() == 0:
-            write_adapter(folder, self._spec.model, self._spec.lora, full)
+            write_peft(folder, self._spec.model, full, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
         dist.barrier()
 
 

@@ -130,7 +130,7 @@ class StreamedReply:
 
 def _words(body: Any, text: str) -> str:
     if isinstance(body, dict):
-        said = body.get("message") or body.get("error")
+        said = body.get("message") or body.get("error_message") or body.get("error")
         text = str(said.get("message", said) if isinstance(said, dict) else said or text)
     return " ".join(text.split())[:_SHOWN]
 
@@ -138,7 +138,7 @@ def _words(body: Any, text: str) -> str:
 _TINY = 1e-6  # a top-p that leaves the likeliest token only
 
 
-def body_of(prompt_ids: Sequence[int], sampling: Sampling, *, seeded: bool) -> dict[str, Any]:
+def body_of(prompt_ids: Sequence[int], sampling: Sampling, seeded: bool, adapter: str | None = None) -> dict[str, Any]:
     """One completion of token ids, with log-probabilities; `rid` is its name if it must be aborted."""
     seed = {"sampling_seed": sampling.seed % 2**31} if seeded else {}
     top_k, top_p = sampling.top_k or -1, sampling.top_p
@@ -158,6 +158,7 @@ def body_of(prompt_ids: Sequence[int], sampling: Sampling, *, seeded: bool) -> d
             **seed,
         },
         "return_logprob": True,
+        **({"lora_path": adapter} if adapter else {}),
     }
 
 

@@ -52,7 +52,7 @@ class SGLangEngine(TrainedEngine):
         self.version = version
         self.pause_s = 0.0  # that the last update kept the servers from decoding
         self._transport = self._settings.transport
-        self._place = Path(self._settings.weights_folder or memory_path())
+        self.folder, self.place = self._settings.folder, Path(self._settings.weights_folder or memory_path())
         self._fleet = Fleet(self._settings, tell=tell, weigh=self._weigh, restore=self._restore)
         self._replicas = self._fleet.replicas
         self._checks = Checks(self._settings, tell)
@@ -71,8 +71,10 @@ class SGLangEngine(TrainedEngine):
         """Sample one completion (see `stream`)."""
         return await self.stream(prompt_ids, sampling, None)
 
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
-        """Sample one completion, telling `hear` of tokens as they come (see `StreamingEngine`).
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None, adapter: str | None = None
+    ) -> Completion:
+        """Sample one completion, of an `adapter` that the servers hold; `hear` as `StreamingEngine` has it.
 
         Raises:
             EngineError: the request cannot be served, the deadline passed, or the server is gone for good.
@@ -80,10 +82,10 @@ class SGLangEngine(TrainedEngine):
         problem = problem_of(prompt_ids, sampling, self._settings.vocab, self._settings.max_length)
         if problem:
             raise EngineError(problem)
-        body = body_of(prompt_ids, sampling, seeded=self._settings.seeded) | ({"stream": True} if hear else {})
+        body = body_of(prompt_ids, sampling, self._settings.seeded, adapter) | ({"stream": True} if hear else {})
         while True:
             replica = _route(prompt_ids, sampling.session, self._replicas, self._settings.rows)
-            end = partial(_abort, replica, body["rid"], self._tasks)
+            end = partial(tell_server, replica, "/abort_request", {"rid": body["rid"]}, self._tasks)
             stream = StreamedReply(hear, end) if hear else None
             try:
                 with replica.decoding():
@@ -106,7 +108,7 @@ class SGLangEngine(TrainedEngine):
         if self._transport not in PUSHED:
             known = self._last is not None and not self._fleet.stale and not self._new
             state = {"base": self.version if known else None}
-            return SyncRoute(place=str(self._place), options=self._settings.digest, state=state, **common)
+            return SyncRoute(place=str(self.place), options=self._settings.digest, state=state, **common)
         options = self._settings.digest | {"tp": self._settings.tp, "starts": self.starts}
         options["key"] = self._settings.key or self._settings.node_key
         options["sessions"] = await self._replicas[0].client.has("/begin_weight_update")
@@ -219,15 +221,15 @@ class SGLangEngine(TrainedEngine):
     def close(self) -> None:
         """End the servers that are ours, and remove what was written for them."""
         self._fleet.close()
-        shutil.rmtree(self._place, ignore_errors=True)
+        shutil.rmtree(self.place, ignore_errors=True)
 
 
-def _abort(replica: Replica, rid: str, tasks: set[asyncio.Task[None]]) -> None:
-    """Tell a server to end a request; `tasks` keeps what does."""
+def tell_server(replica: Replica, path: str, body: dict[str, Any], tasks: set[asyncio.Task[None]]) -> None:
+    """Have a server end or give up something, which nobody waits for; `tasks` keeps what does."""
 
     async def tell() -> None:
-        with suppress(Lost, EngineError):  # nobody waits for what is aborted
-            await replica.client.call("/abort_request", {"rid": rid})
+        with suppress(Lost, EngineError):
+            await replica.client.call(path, body)
 
     if replica.ready:
         task = asyncio.create_task(tell())

@@ -117,7 +117,8 @@ def server_arguments(folder: str, *, tp: int, max_length: int, slots: int, optio
     for name, value in (fixed | dict(options)).items():
         if value is None or value is False:
             continue
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        given = value if isinstance(value, list | tuple) else [] if value is True else [value]
+        words += [f"--{name}", *map(str, given)]
     return words
 
 

@@ -9,13 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.http import is_loopback
 from mcore_mas.rollout.engines import TRANSPORTS
 from mcore_mas.rollout.models.architecture import read_config
+
+if TYPE_CHECKING:
+    from mcore_mas.rollout.models.fused_weights import AdapterShape
+    from mcore_mas.rollout.models.layout import Projection
 
 PUSHED = ("tensor", "distributed")  # written into the servers while they pause
 _SHORT = {"half": "float16", "float": "float32"}  # names that SGLang has for types of numbers
@@ -34,6 +38,10 @@ _OWN = {  # an argument of the server -> the setting that it would contradict
     "model-path": "",
     "config": "",
     "api-key": "",
+    "enable-lora": "engine.adapters",
+    "lora-paths": "engine.adapters",
+    "max-lora-rank": "policies.<name>.lora.rank",
+    "lora-target-modules": "policies.<name>.lora.targets",
 }
 
 
@@ -67,6 +75,7 @@ class SGLangSettings:
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of sglang.launch_server
     environment: Mapping[str, str] = field(default_factory=dict)
     verify: bool = True  # compare checksums after every update, where they can be
+    adapters: Sequence[AdapterShape] = ()  # that the servers hold beside the model, which then stays as it is
     restarts: int = 2  # in an hour
     start_s: float = 900.0  # that a server may take to answer for the first time
     timeout_s: float = 600.0  # of one request
@@ -77,11 +86,14 @@ class SGLangSettings:
         if self.transport not in TRANSPORTS["sglang"]:
             known = ", ".join(TRANSPORTS["sglang"])
             raise EngineError(f"SGLang has no transport '{self.transport}'; known: {known}")
-        for name in self.arguments:
+        for name in (name.replace("_", "-") for name in self.options):
             if name in _OWN:
                 instead = f"set {_OWN[name]} instead" if _OWN[name] else "it is chosen here"
                 raise EngineError(f"engine.options: {name} is not to be given to the servers; {instead}")
         _check_model(self.folder, self._model)
+        for adapter in self.adapters:
+            if problem := slot_problem(adapter.targets):
+                raise EngineError(problem)
         for url in self.urls:
             self._check_url(url)
         if self.far and self.transport in ("disk", "changed") and not self.weights_folder:
@@ -89,8 +101,8 @@ class SGLangSettings:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """`options`, named as on the server's command line."""
-        return {name.replace("_", "-"): value for name, value in self.options.items()}
+        """`options`, named as on the server's command line, and what the adapters need."""
+        return _slots(self.adapters) | {name.replace("_", "-"): value for name, value in self.options.items()}
 
     @property
     def variables(self) -> dict[str, str]:
@@ -177,6 +189,33 @@ class SGLangSettings:
                 f"engine: {url} is not on this machine; its weights go through a folder that both machines see: "
                 "set engine.weights_folder, and engine.transport to disk or changed"
             )
+
+
+def slot_problem(targets: Sequence[Projection]) -> str:
+    """Why SGLang 0.5.23 would leave out a part of an adapter, or not read it; "" if it computes all of it.
+
+    It stacks q, k and v by the names of q's tensors, and gate and up by gate's (`normalize_qkv_proj` of lora/lora.py).
+    """
+    some = {*targets}
+    if (some & {"q", "k", "v"} and not some >= {"q", "v"}) or ("up" in some and "gate" not in some):
+        return (
+            f"engine.adapters: slots with lora.targets {', '.join(targets)}: SGLang takes an adapter of q, k or v only "
+            "with q and v both, and one of up only with gate; add them, or set engine.adapters: merged"
+        )
+    return ""
+
+
+def _slots(adapters: Sequence[AdapterShape]) -> dict[str, Any]:
+    """Arguments of servers that hold these adapters, the present version and the one before, beside the bare model."""
+    if not adapters:
+        return {}
+    return {
+        "enable-lora": True,
+        "max-lora-rank": max(adapter.rank for adapter in adapters),
+        "lora-target-modules": sorted({f"{target}_proj" for adapter in adapters for target in adapter.targets}),
+        "max-loras-per-batch": 2 * len(adapters) + 1,
+        "lora-strict-loading": True,
+    }
 
 
 # the wheel of NCCL that torch brings, as an environment's metadata say

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines import AdapterEngine
 from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
-from mcore_mas.rollout.engines.embedded.replicas import AdapterEngine, adapter_engines
+from mcore_mas.rollout.engines.embedded.replicas import adapter_engines
 from mcore_mas.rollout.models.architecture import Architecture, read_architecture
 from mcore_mas.rollout.models.fused_weights import AdapterShape, AdapterWeights
 from mcore_mas.rollout.models.tensors import read_tensors

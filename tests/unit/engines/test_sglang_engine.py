@@ -123,7 +123,7 @@ def test_completions_carry_versions_and_logprobs(make: Make) -> None:
 
 def test_the_likeliest_token_keeps_its_temperature() -> None:
     def asked(**settings: Any) -> list[float]:
-        said = body_of([1], Sampling(**settings), seeded=False)["sampling_params"]
+        said = body_of([1], Sampling(**settings), False)["sampling_params"]
         return [said[name] for name in ("temperature", "top_k", "top_p")]
 
     assert asked(temperature=0.7, top_k=20, top_p=0.9) == [0.7, 20, 0.9]
