@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.client.common import GRPC_OPTIONS
 
 from mcore_mas.rollout.base.files import write_text
 from mcore_mas.rollout.base.processes import start_group
@@ -21,6 +23,7 @@ from mcore_mas.training.joblog import StopSignal, TrainingError
 
 _LOOK_S = 0.5  # between two looks at what the command there has printed
 _LINGER_S = 60.0  # that its end can be asked for
+_SILENCE_MS = 20_000  # that the cluster may owe Ray's client a sign of life, asked for every 30 s; by default 600_000
 
 
 class RemoteTraining:
@@ -64,6 +67,9 @@ def train_at(address: str, config: Path, folder: Path) -> None:
     Raises:
         ClusterError, TrainingError: one line.
     """
+    sign = "grpc.keepalive_timeout_ms"  # read when a connection is made
+    GRPC_OPTIONS[:] = [(name, _SILENCE_MS if name == sign else value) for name, value in GRPC_OPTIONS]
+    logging.getLogger("ray.util.client").setLevel(logging.CRITICAL)  # what it says of a lost connection is said below
     seen = folder / "seen_by_all"
     write_text(seen, secrets.token_hex(16))
     try:

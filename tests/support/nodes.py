@@ -112,6 +112,10 @@ class Nodes:
         """Take a node off the network; its processes go on and hear nothing."""
         _run("ip", "-n", self._space(number), "link", "set", "net", "down")
 
+    def mend(self, number: int) -> None:
+        """Connect it again."""
+        _run("ip", "-n", self._space(number), "link", "set", "net", "up")
+
     def kill(self, number: int) -> None:
         """End a node with all its processes."""
         shell = self._shells[number - 1]

@@ -333,7 +333,7 @@ def test_a_training_through_rays_client_that_cannot_run_says_why_here(tmp_path: 
 def test_a_training_through_rays_client_hears_signals_and_outlives_who_follows_it(tmp_path: Path) -> None:
     here = ["policies.solver.tp=1", "+cluster.pool=shared", "trainer.steps=6", "+engine.deterministic=true"]
     run = make_run(tmp_path, *SETTINGS, *here, "+cluster.address=ray://10.77.0.1:10001")
-    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    first, second, cut, third = (tmp_path / name for name in ("first", "second", "cut", "third"))
     with nodes_of(tmp_path, [1]) as nodes:
         outside = nodes.add()
         process = follow(nodes, outside, run, first)
@@ -344,10 +344,19 @@ def test_a_training_through_rays_client_hears_signals_and_outlives_who_follows_i
         process = follow(nodes, outside, run, second)
         until(lambda: "continuing from" in second.read_text(), 120, "it goes on")
         python_of(process).kill()
+        process = follow(nodes, outside, run, cut)
+        until(lambda: "continuing from" in cut.read_text(), 120, "it is found")
+        nodes.cut(outside)  # nothing says so
+        assert process.wait(150) == 1
+        nodes.mend(outside)
         process = follow(nodes, outside, run, third)
         assert process.wait(250) == 0, third.read_text()[-3000:]
         until(lambda: not nodes.running(1, "RemoteTraining"), 30, "no actor is left")
     assert "stopped by SIGUSR1 after step" in first.read_text()
+    why = "error: cluster.address: ray://10.77.0.1:10001 is gone; the same command finds the training again"
+    said = cut.read_text().splitlines()
+    assert said[-1].startswith(why)
+    assert [line for line in said if line.startswith("error: ")] == said[-1:]
     assert "continuing from" in third.read_text()  # of the one that was started before
     assert "started again" not in third.read_text()
     assert (digests(run), rows(run)) == trained_here(run, tmp_path)
