@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
-from mcore_mas.rollout.base.files import FolderError, owned, sealed, writable, write_json
+from mcore_mas.rollout.base.files import FolderError, check_owner, epoch_of, owned, sealed, writable, write_json
 from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team
@@ -69,6 +69,8 @@ def evaluate(run: RunConfig | Path, state: str, out_path: Path, seats: Mapping[s
     folder = writable(out_path.with_suffix(""))
     with owned(folder):
         _play(config, folder, board)
+        epoch = epoch_of(folder)
+        check_owner(folder / "scores")  # that nobody else evaluates here by now
     if len(board.lost) > config.evaluation.max_failed * board.replies:
         raise EvaluationError(
             f"{board.losses()}; evaluation.max_failed is {config.evaluation.max_failed:g}: see to the cause and "
@@ -76,7 +78,7 @@ def evaluate(run: RunConfig | Path, state: str, out_path: Path, seats: Mapping[s
         )
     tasks = board.tasks()
     head = {"run": config.run, "state": state, "k": board.k, "overlong_prompts": config.engine.overlong_prompts}
-    scores = {**head, **board.counts(), "made": made_here(), "rows": score_rows(tasks), "tasks": tasks}
+    scores = {**head, **board.counts(), "made": made_here(), "epoch": epoch, "rows": score_rows(tasks), "tasks": tasks}
     write_json(out_path, sealed(scores))
     return scores
 

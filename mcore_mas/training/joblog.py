@@ -41,7 +41,7 @@ def logged(path: Path | str) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.isatty(2):
         _terminal = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace", buffering=1)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     if os.fstat(log).st_size:
         os.write(log, _AGAIN.encode())
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -19,13 +20,13 @@ from mcore_mas.credit.assign import by_place
 from mcore_mas.credit.samples import Sample
 from mcore_mas.reports.pages import drawing
 from mcore_mas.rollout.base.failpoints import failpoint
-from mcore_mas.rollout.base.files import check_owner, json_lines, write_text
+from mcore_mas.rollout.base.files import check_owner, epoch_of, json_lines, write_text
 from mcore_mas.rollout.base.text import shown_line
 from mcore_mas.rollout.records.trajectory import Group
 from mcore_mas.training.joblog import Stopped, terminal
 from mcore_mas.training.traces import Traces, chosen
 from mcore_mas.training.trackers import Trackers
-from mcore_mas.training.tracking import CLOCK, Tracker, open_tracker
+from mcore_mas.training.tracking import CLOCK, EPOCH, Tracker, open_tracker
 
 _SHOWN = {
     "reward": "reward/mean",
@@ -146,6 +147,16 @@ class Reporter:
             print(line, file=self._shared, flush=True)
 
 
+def _of_owners(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows without those that an owner wrote after a later one had taken its folder over."""
+    latest = 0
+    for row in rows:
+        epoch = row.get(EPOCH, 0)
+        if type(epoch) is int and epoch >= latest:
+            latest = epoch
+            yield row
+
+
 class Journal:
     """One JSON object per training step in a file that survives restarts."""
 
@@ -154,7 +165,7 @@ class Journal:
         self._path, self._warn = path, warn
         self._waiting = ""  # what could not be written yet
         rows = json_lines(path)[0] if path.is_file() else []
-        kept = [row for row in rows if type(row.get("step")) is int and row["step"] < first_step]
+        kept = [row for row in _of_owners(rows) if type(row.get("step")) is int and row["step"] < first_step]
         self._last: int = kept[-1]["step"] if kept else -2  # step of the last row
         write_text(path, "".join(f"{json.dumps(row)}\n" for row in kept))
 
@@ -166,7 +177,7 @@ class Journal:
         if step <= self._last:
             return
         self._last = step
-        self._waiting += json.dumps({"step": step, **metrics}) + "\n"
+        self._waiting += json.dumps({"step": step, **metrics, EPOCH: epoch_of(self._path)}) + "\n"
         self.write()
 
     def write(self) -> None:

@@ -25,6 +25,8 @@ from mcore_mas.training.cluster import slurm_job
 from mcore_mas.training.tracking_store import PARENT, MetricRow, Store, key_of, metric_name, one_line
 
 CLOCK = "time/unix_s"  # in metrics.jsonl: when the step ended; no metric
+EPOCH = "epoch"  # there: of the owner who wrote the row
+NO_METRICS = frozenset({"step", CLOCK, EPOCH})
 _KEY = {"reward/mean": "0_key/reward", "validation/accuracy": "0_key/validation_accuracy"}  # MLflow sorts by name
 
 _LONGEST_PARAM = 500  # characters; MLflow refuses more than 6000
@@ -193,7 +195,7 @@ class Tracker:
             metrics = [
                 (name, float(value), self._last, row["step"])
                 for name, value in [*row.items(), *((_KEY[key], row[key]) for key in _KEY if key in row)]
-                if isinstance(value, float | int) and name not in ("step", CLOCK)
+                if isinstance(value, float | int) and name not in NO_METRICS
             ]
             waiting += [
                 metric

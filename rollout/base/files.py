@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -188,6 +189,7 @@ def known_sha256(*paths: Path, again: bool = False) -> str:
     return found
 
 
+BEAT_S = 20.0  # between two signs of life of a folder's owner
 _owned: dict[Path, int] = {}  # folders that this process owns, and its epoch there
 
 
@@ -215,13 +217,13 @@ def check_owner(path: Path) -> None:
 
 
 def writable(folder: Path) -> Path:
-    """Make `folder` and return it.
+    """Make `folder`, which is this user's alone if it is new, and return it.
 
     Raises:
         FolderError: it cannot be made or written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
@@ -238,7 +240,8 @@ def owned(folder: Path) -> Iterator[None]:
 
     The lock holds between hosts and containers where their file systems are one. Who has it stands in lock.json, with
     the owner's epoch, which is later than those of all owners before, so that `check_owner` can refuse one that has
-    lost the folder. Otherwise what it says decides nothing. What a killed owner was writing is removed.
+    lost the folder. Otherwise what it says decides nothing. While the owner lives, its time of change does not grow old
+    by more than `BEAT_S`, which tells others of one that is stopped. What a killed owner was writing is removed.
 
     Raises:
         FolderError: somebody else owns it, or its file system has no locks.
@@ -248,7 +251,9 @@ def owned(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise FolderError(f"{folder}: in use by {_owner(_record(path))}; stop it first") from None
+            quiet = time.time() - path.stat().st_mtime
+            sign = f", which shows no sign of life for {quiet:.0f} s" if quiet > 3 * BEAT_S else ""
+            raise FolderError(f"{folder}: in use by {_owner(_record(path))}{sign}; stop it first") from None
         except OSError as error:
             raise FolderError(
                 f"{folder}: its file system has no locks ({error.strerror}); choose another results folder"
@@ -264,13 +269,24 @@ def owned(folder: Path) -> Iterator[None]:
             if around == folder:  # else a folder in this one has its own owner, who may be writing
                 _remove(partial)
         _owned[folder.absolute()] = epoch
+        ended = threading.Event()
+        beats = threading.Thread(target=_beat, args=(file.fileno(), ended), name="heartbeat", daemon=True)
+        beats.start()
         try:
             yield
         finally:
+            ended.set()
+            beats.join()  # before its descriptor is somebody else's
             del _owned[folder.absolute()]
             if _record(path).get("epoch") == epoch:
                 file.truncate(0)
                 json.dump({"epoch": epoch}, file)
+
+
+def _beat(lock: int, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        with contextlib.suppress(OSError):  # of a file that is closed, or of a file system that is gone for a while
+            os.utime(lock)
 
 
 @contextlib.contextmanager

@@ -207,7 +207,7 @@ def write_quarantined(
             for own, (messages, reply) in heard.items()
         ],
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_json(folder / name, value)
     return folder / name
 

@@ -129,7 +129,7 @@ def test_the_terminal_is_still_there_behind_the_log(tmp_path: Path) -> None:
     os.close(follower)
     assert os.read(leader, 1000) == b"to the screen"
     os.close(leader)
-    assert log.read_text() == "to the log\n"
+    assert (log.read_text(), log.stat().st_mode & 0o777) == ("to the log\n", 0o600)
 
 
 def test_a_job_ends_when_its_parent_is_killed(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
     path = run / "train" / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     kept = [json.loads(line) for line in lines]
-    clocks = ("time/", "engine_pause_s", "hand_over_s", "queue")
+    clocks = ("time/", "engine_pause_s", "hand_over_s", "queue", "epoch")
     return [{key: row[key] for key in row if not any(word in key for word in clocks)} for row in kept]
 
 

@@ -7,11 +7,13 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mcore_mas.rollout.base import files
 from mcore_mas.rollout.base.files import FolderError, epoch_of, owned, writable, write_text
 
 
@@ -42,6 +44,7 @@ def test_a_killed_owners_folder_is_free_at_once(tmp_path: Path) -> None:
     source = f"""
 import time
 from pathlib import Path
+from mcore_mas.rollout.base import files
 from mcore_mas.rollout.base.files import owned
 with owned(Path({str(tmp_path)!r})):
     print(1, flush=True)
@@ -59,7 +62,9 @@ with owned(Path({str(tmp_path)!r})):
 
 OWNER = """
 import sys
+import time
 from pathlib import Path
+from mcore_mas.rollout.base import files
 from mcore_mas.rollout.base.files import FolderError, epoch_of, owned, write_text
 folder = Path(sys.argv[1])
 with owned(folder):
@@ -131,6 +136,29 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FolderError, match=r"file/results: cannot write here \(Not a directory\)"):
         writable(tmp_path / "file" / "results")
+
+
+def test_a_new_folder_is_this_users_alone_and_one_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir(mode=0o755)
+    assert [writable(tmp_path / name).stat().st_mode & 0o777 for name in ("new", "shared")] == [0o700, 0o755]
+
+
+def test_an_owner_shows_signs_of_life_and_one_without_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "lock.json"
+    monkeypatch.setattr(files, "BEAT_S", 0.01)
+    with owned(tmp_path):
+        os.utime(lock, (1, 1))
+        while lock.stat().st_mtime == 1:
+            time.sleep(0.01)
+    monkeypatch.setattr(files, "BEAT_S", 20.0)
+    with owned(tmp_path):
+        then = time.time() - 600
+        os.utime(lock, (then, then))  # as if it had been stopped
+        with pytest.raises(FolderError, match=r"in use by process .*, which shows no sign of life for 60[0-9] s; stop"):
+            owned(tmp_path).__enter__()
+        assert json.loads(lock.read_text())["epoch"] == epoch_of(tmp_path)  # not taken over: it is alive
 
 
 def test_a_write_leaves_nothing_beside_it(tmp_path: Path) -> None:

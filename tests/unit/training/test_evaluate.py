@@ -77,6 +77,8 @@ def test_a_killed_evaluation_goes_on_to_the_same_scores(tmp_path: Path) -> None:
         whole = asked(url) - before - resumed
         assert resumed == pytest.approx(whole * (480 - len(kept)) / 480, rel=0.15)
     scores, again = (json.loads((run / "evaluation" / name).read_text()) for name in ("base.json", "again.json"))
+    assert 0 < scores.pop("epoch") < again.pop("epoch")
+    assert scores.pop("sha256") != again.pop("sha256")
     assert scores == again
     assert (scores["replies"], scores["failed"], len(scores["tasks"])) == (480, {}, 60)
     assert 0 < scores["rows"][-3]["value"] < 1

@@ -16,6 +16,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.rollout.records.files import tasks_digest, write_tasks
 from mcore_mas.rollout.records.trajectory import Group, Task
+from mcore_mas.training import logbook
 from mcore_mas.training.joblog import Stopped
 from mcore_mas.training.logbook import Journal, Logbook, open_logbook
 from tests.support.played import TASK, trajectory, turn
@@ -23,6 +24,15 @@ from tests.support.played import TASK, trajectory, turn
 
 def steps(path: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["x"]) for row in map(json.loads, path.read_text().splitlines())]
+
+
+def test_a_row_of_an_owner_that_had_lost_the_folder_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step, epoch in enumerate((5, 5, 9, 5, 9)):
+        monkeypatch.setattr(logbook, "epoch_of", lambda _, own=epoch: own)
+        Journal(path, step).log(step, {"x": 1.0})
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["step"], row["epoch"]) for row in kept] == [(0, 5), (1, 5), (2, 9), (4, 9)]
 
 
 def test_every_step_has_one_row_over_restarts(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_torn_line_is_passed_over(tmp_path: Path, bad: str) -> None:
     path.write_text(f'{{"step": 0, "x": 1.0}}\n{bad}\n{{"step": 1, "x": 2.0}}\n{bad}', errors="surrogateescape")
     Journal(path, 2).log(2, {"x": 3.0})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 0, "x": 1.0}, {"step": 1, "x": 2.0}, {"step": 2, "x": 3.0},
+        {"step": 0, "x": 1.0}, {"step": 1, "x": 2.0}, {"step": 2, "x": 3.0, "epoch": 0},
     ]  # fmt: skip
     path.write_text(bad, errors="surrogateescape")
     with pytest.raises(MetricsError, match="expected one JSON object with a 'step' per line"):
