@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -56,7 +56,7 @@ class Logbook:
         """`step`, counted from 0, is finished."""
         self._journal.log(step, {**metrics, CLOCK: time.time()})
         self._tracker.log()
-        self._trackers.log(step, metrics)
+        self._trackers.log()
         self._reporter.step(step + 1, {label: metrics[name] for label, name in _SHOWN.items() if name in metrics})
 
     def trace(self, groups: Sequence[Group], samples: Sequence[Sample]) -> None:
@@ -71,11 +71,10 @@ class Logbook:
 def open_logbook(config: RunConfig, config_path: Path, first: int, mlflow_run: str | None) -> Iterator[Logbook]:
     """The logbook of a run that goes on at step `first`, in the MLflow run of before if there is one."""
     path = config.folder / "train" / "metrics.jsonl"
-    with (
-        Reporter(f"{config.run} train", config.trainer.steps, first) as reporter,
-        closing(Trackers(config, first, reporter.note)) as trackers,
-    ):
-        journal = Journal(path, first, reporter.note)
+    with ExitStack() as stack:
+        reporter = stack.enter_context(Reporter(f"{config.run} train", config.trainer.steps, first))
+        journal = Journal(path, first, reporter.note)  # before trackers: they draw what it has from now on
+        trackers = stack.enter_context(closing(Trackers(config, first, reporter.note)))
         tracker = open_tracker(config, config_path, first, mlflow_run, reporter.note)
         try:
             yield Logbook(reporter, journal, tracker, Traces(tracker, reporter.note), config.tracking.traces, trackers)

@@ -6,8 +6,8 @@ Where a trajectory has a picture, the run has it as an artifact.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -17,15 +17,18 @@ from mcore_mas.rollout.records.trajectory import Group, Status, ToolEvent, Traje
 from mcore_mas.training.tracking import Tracker
 
 DrawTrajectory = Callable[[Trajectory], str | None]  # its picture as SVG, None without one
+_Waiting = tuple[Trajectory, Mapping[TurnId, float], DrawTrajectory, int]  # the last: how often it is tried, with this
+_MOST_WAIT, _TRIES = 64, 3
 _EXPORTER = "mlflow.tracing.export.mlflow_v3"  # whose log is the only place where it says that a trace was refused
 
 
 class Traces:
-    """Writes traces into a tracker's MLflow run, in its thread; when the store refuses one, it stops and says so."""
+    """Writes traces into a tracker's MLflow run, in its thread; the newest of those that it does not take wait."""
 
     def __init__(self, tracker: Tracker, warn: Callable[[str], None]) -> None:
-        """`warn` is told once, of the first refusal."""
+        """`warn` is told of the first refusal since the store worked."""
         self._tracker, self._warn = tracker, warn
+        self._waiting: deque[_Waiting] = deque(maxlen=_MOST_WAIT)
         self._refused = False
 
     def send(
@@ -35,22 +38,39 @@ class Traces:
         draw: DrawTrajectory = lambda _: None,
     ) -> None:
         """Have `trajectories` written, and return at once."""
-        for trajectory in trajectories:
-            if not self._tracker.sink.put(partial(self._write, trajectory, advantages, draw)):
-                self._refuse(trajectory, "too much waits for it")
+        self._waiting += [(trajectory, advantages, draw, 1) for trajectory in trajectories]
+        self._tracker.sink.put(self._write)
 
-    def _write(self, trajectory: Trajectory, advantages: Mapping[TurnId, float], draw: DrawTrajectory) -> None:
+    def _write(self) -> None:
+        """Write what waits, up to one that MLflow does not take, which waits on for `_TRIES` tries in all."""
+        while self._waiting:
+            trajectory, advantages, draw, tries = self._waiting.popleft()
+            if why := self._refusal(trajectory, advantages, draw):
+                if tries < _TRIES:
+                    self._waiting.appendleft((trajectory, advantages, draw, tries + 1))
+                if not self._refused:
+                    self._warn(f"MLflow does not take the trace of {trajectory.id} ({why}); traces wait for the next")
+                self._refused = True
+                return
+            self._refused = False
+
+    def _refusal(self, trajectory: Trajectory, advantages: Mapping[TurnId, float], draw: DrawTrajectory) -> str:
+        """Write one; why MLflow did not take it, or ""."""
         run_id = self._tracker.run_id
-        if self._refused:
-            return
         if not self._tracker.store.experiment_id or run_id is None:
-            self._refuse(trajectory, "there is no connection")
-            return
+            return "there is no connection"
         import mlflow
 
-        said = _Said()
+        said: list[str] = []
+
+        def unsaid(record: logging.LogRecord) -> bool:
+            """Keeps what the exporter would have logged."""
+            if record.levelno >= logging.WARNING:
+                said.append(record.getMessage())
+            return record.levelno < logging.WARNING
+
         log = logging.getLogger(_EXPORTER)
-        log.addFilter(said)
+        log.addFilter(unsaid)
         try:
             mlflow.set_tracking_uri(self._tracker.store.uri)
             write_trace(trajectory, advantages, self._tracker.store.experiment_id, run_id)
@@ -58,29 +78,10 @@ class Traces:
                 place = f"pictures/step_{trajectory.step:06d}/{file_name(trajectory)}"
                 mlflow.MlflowClient(self._tracker.store.uri).log_text(run_id, picture, place)
         except Exception as error:  # whatever a store may raise: a trace is worth no training
-            said.lines.append(f"{type(error).__name__}: {error}")
+            said.append(f"{type(error).__name__}: {error}")
         finally:
-            log.removeFilter(said)
-        if said.lines:
-            self._refuse(trajectory, said.lines[0].splitlines()[0][:200])
-
-    def _refuse(self, trajectory: Trajectory, why: str) -> None:
-        if not self._refused:
-            self._refused = True
-            self._warn(f"no more traces: MLflow did not take {trajectory.id} ({why})")
-
-
-class _Said(logging.Filter):
-    """Keeps what the exporter would have logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.WARNING:
-            self.lines.append(record.getMessage())
-        return record.levelno < logging.WARNING
+            log.removeFilter(unsaid)
+        return said[0].splitlines()[0][:200] if said else ""
 
 
 def chosen(groups: Sequence[Group], count: int) -> list[Trajectory]:
@@ -94,7 +95,8 @@ def write_trace(trajectory: Trajectory, advantages: Mapping[TurnId, float], expe
     import mlflow
     from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey
 
-    events = sorted(_events(trajectory), key=lambda event: event.started_s)
+    events: list[Turn | ToolEvent] = [*trajectory.turns, *trajectory.tools]
+    events.sort(key=lambda event: event.started_s)
     if not events:
         return
     first, last = events[0].started_s, max(event.started_s + event.took_s for event in events)
@@ -106,7 +108,7 @@ def write_trace(trajectory: Trajectory, advantages: Mapping[TurnId, float], expe
         metadata={TraceMetadataKey.SOURCE_RUN: run_id},
         tags={"step": str(trajectory.step), "trajectory": trajectory.id, "outcome": str(trajectory.outcome)},
         experiment_id=experiment_id,
-        start_time_ns=_ns(first),
+        start_time_ns=round(first * 1e9),
     )
     for event in events:
         place = (trajectory.id, event.node, event.index) if isinstance(event, Turn) else None
@@ -118,25 +120,20 @@ def write_trace(trajectory: Trajectory, advantages: Mapping[TurnId, float], expe
             parent_span=root,
             inputs=inputs,
             attributes=attributes,
-            start_time_ns=_ns(event.started_s),
+            start_time_ns=round(event.started_s * 1e9),
         )
         if isinstance(event, Turn):
             read, said = len(event.prompt_ids), len(event.completion_ids)
             usage = {"input_tokens": read, "output_tokens": said, "total_tokens": read + said}
             span.set_attribute(SpanAttributeKey.CHAT_USAGE, usage)
-        span.end(outputs=outputs, end_time_ns=_ns(event.started_s + event.took_s))
+        span.end(outputs=outputs, end_time_ns=round((event.started_s + event.took_s) * 1e9))
     well = trajectory.status is Status.COMPLETED
     outputs = {"outcome": trajectory.outcome, "answer": trajectory.answer, "status": trajectory.status.value}
     root.end(
         outputs=outputs if well else {**outputs, "error": trajectory.error},
         status="OK" if well else "ERROR",
-        end_time_ns=_ns(last),
+        end_time_ns=round(last * 1e9),
     )
-
-
-def _events(trajectory: Trajectory) -> Iterator[Turn | ToolEvent]:
-    yield from trajectory.turns
-    yield from trajectory.tools
 
 
 def _span(event: Turn | ToolEvent, advantage: float | None) -> tuple[str, str, Any, Any, dict[str, Any]]:
@@ -162,7 +159,3 @@ def _span(event: Turn | ToolEvent, advantage: float | None) -> tuple[str, str, A
     }
     known = {name: value for name, value in attributes.items() if value is not None}
     return event.agent, "CHAT_MODEL", {"messages": messages}, event.text, known
-
-
-def _ns(seconds: float) -> int:
-    return round(seconds * 1e9)

@@ -125,7 +125,7 @@ def test_a_trajectory_with_a_picture_has_it_among_the_runs_artifacts(store, tmp_
     assert Path(client.download_artifacts(tracker.run_id, found.path)).read_text() == "<svg/>"
 
 
-def test_a_store_that_refuses_costs_one_warning(store):
+def test_a_store_that_refuses_costs_one_warning_and_has_all_once_it_works(store):
     uri, tracker = store
     warnings: list[str] = []
     done(tracker)
@@ -135,7 +135,35 @@ def test_a_store_that_refuses_costs_one_warning(store):
     traces.send([PLAYED, replace(PLAYED, id="0/t/5"), replace(PLAYED, id="0/t/6")], {})
     done(tracker)
     assert len(warnings) == 1
-    assert warnings[0].startswith("no more traces: MLflow did not take 0/t/0 (")
+    assert warnings[0].startswith("MLflow does not take the trace of 0/t/0 (")
+    there.experiment_id = tracker.store.experiment_id
+    traces.send([replace(PLAYED, id="1/t/0")], {})
+    done(tracker)
+    assert len(warnings) == 1
+    client = MlflowClient(tracking_uri=uri)
+    found = client.search_traces(locations=[tracker.store.experiment_id], run_id=tracker.run_id)
+    sent = {trace.info.tags["trajectory"] for trace in found}
+    assert sent >= {"0/t/5", "0/t/6", "1/t/0"}
+
+
+def test_a_trace_that_is_never_taken_holds_up_no_other(store, monkeypatch):
+    uri, tracker = store
+    warnings: list[str] = []
+    traces = Traces(tracker, warnings.append)
+
+    def draw(played):
+        if played.id == "8/bad/0":
+            raise ValueError("no picture")
+
+    traces.send([replace(PLAYED, id="8/bad/0"), replace(PLAYED, id="8/t/1")], {}, draw)
+    for _ in range(2):
+        traces.send([], {})
+    traces.send([replace(PLAYED, id="8/t/2")], {})
+    done(tracker)
+    assert warnings == ["MLflow does not take the trace of 8/bad/0 (ValueError: no picture); traces wait for the next"]
+    client = MlflowClient(tracking_uri=uri)
+    found = client.search_traces(locations=[tracker.store.experiment_id], run_id=tracker.run_id)
+    assert {trace.info.tags["trajectory"] for trace in found} >= {"8/t/1", "8/t/2"}
 
 
 def test_few_are_chosen_from_many_tasks():

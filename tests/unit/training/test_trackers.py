@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,16 +21,29 @@ def config_of(tmp_path: Path, *names: str) -> RunConfig:
     return RunConfig.model_validate(resolve(words))
 
 
+def fed(config: RunConfig, first: int, steps: Iterable[int], said: list[str]) -> None:
+    """Trackers of a start that goes on at step `first` and writes rows of these steps."""
+    path = config.folder / "train" / "metrics.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    opened = Trackers(config, first, said.append)
+    for step in steps:
+        write_row(path, step)
+        opened.log()
+    opened.close()
+
+
+def write_row(path: Path, step: int) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps({"step": step, "reward/mean": step / 4, "time/unix_s": 1.0, "epoch": 7}) + "\n")
+
+
 def test_tensorboard_has_every_step_and_after_a_resume_none_twice(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs TensorBoard (pip install tensorboard)")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config, said = config_of(tmp_path, "tensorboard"), []
     for first, steps in ((0, range(-1, 3)), (2, range(2, 4))):  # the second start goes on at step 2
-        trackers = Trackers(config, first, said.append)
-        for step in steps:
-            trackers.log(step, {"reward/mean": step / 4})
-        trackers.close()
+        fed(config, first, steps, said)
     found = EventAccumulator(str(config.folder / "train" / "tensorboard"))
     found.Reload()
     assert [(point.step, point.value) for point in found.Scalars("reward/mean")] == [(n, n / 4) for n in range(-1, 4)]
@@ -38,10 +54,7 @@ def test_wandb_keeps_a_run_on_this_machine(tmp_path: Path, monkeypatch: pytest.M
     pytest.importorskip("wandb", reason="needs wandb (pip install wandb)")
     monkeypatch.setenv("WANDB_MODE", "offline")
     config, said = config_of(tmp_path, "wandb"), []
-    trackers = Trackers(config, 0, said.append)
-    for step in range(-1, 3):
-        trackers.log(step, {"reward/mean": step / 4})
-    trackers.close()
+    fed(config, 0, range(-1, 3), said)
     assert said == []
     (file,) = (config.folder / "train" / "wandb").glob("offline-run-*/run-demo_math.wandb")
     assert b"reward/mean" in file.read_bytes()
@@ -51,10 +64,7 @@ def test_trackio_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio", reason="needs Trackio (pip install trackio)")
     config, said = config_of(tmp_path, "trackio"), []
-    trackers = Trackers(config, 0, said.append)
-    for step in range(-1, 3):
-        trackers.log(step, {"reward/mean": step / 4})
-    trackers.close()
+    fed(config, 0, range(-1, 3), said)
     assert said == []
     from trackio.sqlite_storage import SQLiteStorage
 
@@ -62,30 +72,53 @@ def test_trackio_has_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [row["reward/mean"] for row in rows] == [step / 4 for step in range(-1, 3)]
 
 
-class Broken:
-    def __init__(self, *_: object) -> None:
-        self.drawn = 0
+class Flaky:
+    """A tracker that takes nothing while `down`."""
+
+    def __init__(self) -> None:
+        self.down, self.opened, self.drawn = True, [], {}
+
+    def open(self, config: RunConfig, first: int) -> Flaky:
+        self.opened.append(first)
+        return self
 
     def log(self, step: int, metrics: object) -> None:
-        self.drawn += 1
-        raise OSError(f"disk full at {step}")
+        if self.down and step:
+            raise OSError(f"disk full at {step}")
+        self.drawn[step] = metrics
 
     def close(self) -> None:
-        raise AssertionError("what is lost is left alone")
+        if self.down:
+            raise OSError("disk full")
 
 
-def test_a_tracker_that_breaks_is_said_once_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken, said = Broken(), []
-    monkeypatch.setitem(TRACKERS, "tensorboard", lambda *_: broken)
+def test_a_tracker_that_breaks_has_every_step_once_it_works_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flaky, said = Flaky(), []
+    monkeypatch.setitem(TRACKERS, "tensorboard", flaky.open)
     monkeypatch.setattr(trackers, "find_spec", lambda name: object())
-    opened = Trackers(config_of(tmp_path, "tensorboard"), 0, said.append)
-    for step in range(3):
-        opened.log(step, {"reward/mean": 0.0})
+    monkeypatch.setattr(trackers, "_FIRST_S", 0.0)
+    config = config_of(tmp_path, "tensorboard")
+    path = config.folder / "train" / "metrics.jsonl"
+    fed(config, 0, range(3), said)
+    why = f"does not draw (OSError: disk full at 1); {path} has it for later"
+    assert said == [f"tracker tensorboard {why}"] * 2  # when it broke, and at the end
+    assert flaky.drawn == {0: {"reward/mean": 0.0}}
+    opened = Trackers(config, 3, said.append)
+    for step in (3, 4, 5):
+        write_row(path, step)
+        opened.log()
+        while step == 3 and len(said) < 3:
+            time.sleep(0.01)
+        flaky.down = False
     opened.close()
-    assert broken.drawn == 1
-    assert said == [
-        "tracker tensorboard draws no more of this run (OSError: disk full at 0); metrics.jsonl has everything"
+    assert said[2:] == [
+        f"tracker tensorboard does not draw (OSError: disk full at 1); {path} has it for later",
+        "tracker tensorboard works again and has all steps before 6",
     ]
+    assert flaky.drawn == {step: {"reward/mean": step / 4} for step in range(6)}
+    assert flaky.opened[-1] == 1  # opened anew at the step that it lacked
 
 
 def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +126,11 @@ def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(TRACKERS, "wandb", lambda *_: free.wait())
     monkeypatch.setattr(trackers, "find_spec", lambda name: object())
     monkeypatch.setattr(trackers, "_PATIENCE_S", 0.2)
-    opened = Trackers(config_of(tmp_path, "wandb"), 0, said.append)
-    for step in range(1000):  # more than may wait
-        opened.log(step, {"reward/mean": 0.0})
-    opened.close()
+    config = config_of(tmp_path, "wandb")
+    path = config.folder / "train" / "metrics.jsonl"
+    fed(config, 0, range(1000), said)  # more than may wait
     free.set()
-    assert said == ["tracker wandb draws no more of this run (it is too slow); metrics.jsonl has everything"]
+    assert said == [f"tracker wandb hangs: steps from -1 on are in {path} alone"]
 
 
 def test_a_library_that_is_not_installed_is_refused_before_anything_starts(
