@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -39,11 +39,17 @@ def logged(path: Path | str) -> Iterator[None]:
     stop_at_start(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    kept = path.with_name(f".{path.name}.kept")  # another name of the log, which Snakemake removes before each start
+    with suppress(OSError):  # of a file system without such links
+        os.link(kept, path)
     if os.isatty(2):
         _terminal = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace", buffering=1)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     if os.fstat(log).st_size:
         os.write(log, _AGAIN.encode())
+    with suppress(OSError):
+        kept.unlink(missing_ok=True)  # in a copy of the folder it is another file
+        os.link(path, kept)
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(log, descriptor)
@@ -111,12 +117,27 @@ def _slurm_says(event: str) -> str | None:
     ended = re.search(r"SLURM-job '(\w+)' failed, SLURM status is: '(\w+)'", event)
     if ended is None:
         return None
-    own = re.search(rf"[^\s,]*/{ended[1]}\.log", event)
-    if own and not Path(own[0]).is_file():
-        return f"{CAUSE}Slurm job {ended[1]}: {ended[2]}, and its log is not here; do all machines share this folder?"
+    number, state = ended.groups()
+    own = re.search(rf"[^\s,]*/{number}\.log", event)
+    seen = bool(own and Path(own[0]).is_file())
+    if own and not seen and state != "CANCELLED":  # as a job can be that never ran
+        return f"{CAUSE}Slurm job {number}: {state}, and its log is not here; do all machines share this folder?"
     killed = re.search(r"^slurmstepd[^:]*: error: (.*)", _text(Path(own[0])), re.MULTILINE) if own else None
-    why = f"{ended[2]}, {killed[1]}" if killed else ended[2]
-    return f"{CAUSE}Slurm job {ended[1]}: {why}{f'; see {own[0]}' if own else ''}"
+    why = f"{state}, {killed[1]}" if killed else state
+    return f"{CAUSE}Slurm job {number}: {why}{f'; see {own[0]}' if own and seen else ''}"
+
+
+def hear_of_cancelled_jobs() -> None:
+    """Have Snakemake's executor for Slurm (2.8.0) know sacct's `CANCELLED by 1000`, for which it waits for ever."""
+    executor: Any = sys.modules.get("snakemake_executor_plugin_slurm")
+    ask: Any = getattr(executor, "query_job_status", None)
+
+    async def states_of(command: str, logger: Any) -> Any:
+        states, seconds = await ask(command, logger)
+        return states and {job: state.partition(" ")[0] for job, state in states.items()}, seconds
+
+    if ask is not None:
+        executor.query_job_status = states_of
 
 
 def _why(log: Path, lines: int, told: str | None, *, written: bool) -> str:

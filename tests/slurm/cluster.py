@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -140,6 +141,11 @@ class Slurm(AbstractContextManager["Slurm"]):
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, check=False)
         assert not check or not done.returncode, f"{command}: {done.stderr}{self.logs()}"
         return done.stdout + done.stderr
+
+    def ends(self, process: subprocess.Popen[Any]) -> None:
+        """Have a process that uses this cluster end before it does."""
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
 
     def job(self, number: str) -> dict[str, str]:
         """What Slurm says about a job, by key."""

@@ -58,7 +58,9 @@ def begun(slurm: Slurm, folder: Path, *words: str) -> subprocess.Popen[str]:
     command += ["--slurm-init-seconds-before-status-checks", "2", "--latency-wait", "5", *words]
     env = slurm.env | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+    pipeline = subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+    slurm.ends(pipeline)
+    return pipeline
 
 
 def driver_of(run: Path) -> psutil.Process:
@@ -269,11 +271,22 @@ def test_a_person_saves_a_training_by_scancel_and_then_ends_it(cluster: Slurm, t
     assert cluster.ended(job, 120) == "CANCELLED"
     _, said = pipeline.communicate(timeout=300)
     assert pipeline.returncode == 1
-    assert f"error: Slurm job {job}: CANCELLED" in said or "error: stopped by SIGTERM after step" in said
+    [reason] = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert reason.startswith((f"error: Slurm job {job}: CANCELLED", "error: stopped by SIGTERM after step"))
     assert saved_by("SIGTERM", run) > first  # saved, and not queued again
     assert (run / "logs/train.log").read_text().count("started again") == 1
     assert (cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) == ("CANCELLED", "1")
     assert "rule_train" not in cluster.run("squeue", "-h", "-o", "%k")
+
+    # without a database: a job that is cancelled before it has done anything
+    pipeline = begun(cluster, tmp_path, "results/long/train/done.json", *words, "--slurm-status-command", "squeue")
+    wait_until(lambda: "rule_train" in cluster.run("squeue", "-h", "-o", "%k") or pipeline.poll() is not None, 300)
+    job = cluster.run("squeue", "-h", "-o", "%i").split()[0]
+    cluster.run("scancel", job)
+    _, said = pipeline.communicate(timeout=300)
+    [reason] = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert pipeline.returncode == 1
+    assert reason.startswith((f"error: Slurm job {job}: CANCELLED", "error: stopped by SIGTERM"))
 
 
 def saved_by(name: str, run: Path) -> int:

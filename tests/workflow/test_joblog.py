@@ -49,6 +49,7 @@ def test_nothing_in_a_log_of_a_failure_commands_a_terminal(tmp_path: Path) -> No
 def test_a_job_that_is_started_again_appends_to_its_log(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     run_job(log, "raise ValueError('first')")
+    log.unlink()  # as Snakemake does
     run_job(log, "print('second')")
     assert log.read_text().splitlines()[-3:] == ["error: ValueError: first", "----- started again -----", "second"]
     # the first cause is not its own
@@ -111,6 +112,8 @@ def test_a_job_that_died_without_a_word_has_what_slurm_says(tmp_path: Path) -> N
     workflow.write_text(event("15", "FAILED", silent, kept))
     text = failure_message([str(silent)], 2.0, [workflow])
     assert f"error: Slurm job 15: FAILED, StepId=15.0 exceeded memory limit (9 > 8), being killed; see {kept}" in text
+    workflow.write_text(event("16", "CANCELLED", refused, gone))
+    assert "error: Slurm job 16: CANCELLED\n" in failure_message([str(refused)], 2.0, [workflow])  # it never ran
     workflow.write_text(event("16", "FAILED", refused, gone))
     assert (
         "error: Slurm job 16: FAILED, and its log is not here; do all machines share this folder?"

@@ -28,6 +28,7 @@ config["experiments"] = SUITE.overrides  # a grid written out, for the report
 if SUITE.configs:
     config["config_dir"] = str(SUITE.configs)  # the report's suite file is elsewhere
 
+joblog.hear_of_cancelled_jobs()
 STARTED = time.time()
 ENVIRONMENT = "../envs/environment.yml"  # entered only with `--software-deployment-method conda`
 
