@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -22,7 +24,9 @@ from mcore_mas.rollout.records.files import read_tasks, tasks_digest
 from mcore_mas.training.checkpoint import Identity
 
 _LARGE = 1 << 26  # bytes of a file that is not read at every start, but when it has changed
-_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_MANY = 10_000  # files of a folder, beyond which it is not read
+_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w-]*")  # or Gymnasium's `module:Name-v0`
+_DIGESTED = ("data.", "policies.", "retriever.")  # what these keys name has its digest already
 
 
 def identity_of(config: RunConfig) -> Identity:
@@ -49,7 +53,7 @@ def input_digests(config: RunConfig) -> dict[str, str]:
     """Digests of what a training reads and runs besides its tasks, by name.
 
     They are of models with their tokenizers, the index (whose manifest has those of its files and corpus), modules that
-    the config names by import path, and this package's own code.
+    the config names by import path, files and folders that the recipe or a task names, and this package's own code.
     """
     found = {"code": _code()}
     for policy, folder in config.models.items():
@@ -59,10 +63,45 @@ def input_digests(config: RunConfig) -> dict[str, str]:
     if (retriever := config.retriever) is not None:
         manifest = (retriever.folder or config.folder / "index") / "index.json"
         found |= {"retriever.index": sha256(manifest)} if manifest.is_file() else {}
+    tasks = config.folder / "tasks" / "train.parquet"
+    texts = {text for task in read_tasks(tasks) for text in task.answers} if tasks.is_file() else set()
+    if games := sorted(Path(text) for text in texts if text[:1] == os.sep and _is_there(text)):
+        found["data.games"] = sha256(*filter(Path.is_file, games))
     for key, value in recipe_of(config).items():
-        if isinstance(value, str) and (module := _module(value)) is not None:
-            found[f"{key}={value}"] = sha256(module)
+        for name in _texts(value) if not key.startswith(_DIGESTED) and not key.endswith(".cwd") else ():
+            if (module := _module(name)) is not None:
+                found[f"{key}={name}"] = sha256(module)
+            elif os.sep in name and _is_there(name):
+                found[f"{key}={name}"] = _digest(Path(name))
     return found
+
+
+def _is_there(name: str) -> bool:
+    """Whether a text, which may be anything, names a file or folder."""
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):  # too long, or a zero in it
+        return False
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value of a config."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for own in value.values() if isinstance(value, dict) else value:
+            yield from _texts(own)
+
+
+def _digest(path: Path) -> str:
+    """A digest of a file, or of all files in a folder with their names; none of a folder of more than `_MANY` files."""
+    if path.is_file():
+        return known_sha256(path) if path.stat().st_size > _LARGE else sha256(path)
+    there = (file for file in path.rglob("*") if file.is_file() and file.name[0] != ".")
+    files = sorted(itertools.islice(there, _MANY + 1))
+    if len(files) > _MANY:  # of a system or an environment of Python, more likely than of a run
+        return f"more than {_MANY} files"
+    return hashlib.sha256(json.dumps([[str(f.relative_to(path)), _digest(f)] for f in files]).encode()).hexdigest()
 
 
 @cache

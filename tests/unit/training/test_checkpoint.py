@@ -118,14 +118,19 @@ def test_a_bit_that_flips_in_any_input_is_refused_by_its_name(tmp_path: Path, mo
     """Table: input -> the key that the refusal names."""
     make_model(0).save_pretrained(model := tmp_path / "model")
     (model / "tokenizer.json").write_text("{}")
-    one = Task(id="t/1", prompt="?", answers=("1",), env="math", source="t", split="train")
-    (module := tmp_path / "own_reward.py").write_text("def pay(group):\n    return group\n")
+    (game := tmp_path / "game.tw-pddl").write_text("{}")
+    one = Task(id="t/1", prompt="?", answers=(str(game),), env="math", source="t", split="train")
+    (notes := tmp_path / "checkouts" / "a" / "b.py").parent.mkdir(parents=True)
+    notes.write_text("1")
+    (words := tmp_path / "words.txt").write_text("1")
+    (module := tmp_path / "own_reward.py").write_text("def pay(group, *, files=()):\n    return group\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     index = tmp_path / "x" / "index" / "index.json"
     index.parent.mkdir(parents=True)
     index.write_text("{}")
     overrides = [f"policies.{name}.model={model}" for name in ("solver", "verifier")]
-    overrides += ["reward={name: 'own_reward:pay', options: {}}", "+retriever={}"]
+    overrides += [f"reward={{name: 'own_reward:pay', options: {{files: [{words}]}}}}", "+retriever={}"]
+    overrides += [f"env={{name: repository, options: {{checkouts: {notes.parents[1]}}}}}"]
     config = RunConfig.check(resolve(["experiment=demo_math", "run=x", f"results={tmp_path}", *overrides]), "test")
     write_tasks(config.folder / "tasks" / "train.parquet", [one])
 
@@ -140,6 +145,9 @@ def test_a_bit_that_flips_in_any_input_is_refused_by_its_name(tmp_path: Path, mo
         model / "tokenizer.json": "policies.solver.model/tokenizer.json",
         module: "reward.name=own_reward:pay",
         index: "retriever.index",
+        game: "data.games",
+        notes: f"env.options.checkouts={notes.parents[1]}",
+        words: f"reward.options.files={words}",
     }
     for file, key in files.items():
         before = file.read_bytes()
@@ -148,6 +156,10 @@ def test_a_bit_that_flips_in_any_input_is_refused_by_its_name(tmp_path: Path, mo
             checkpoints().newest(silent)
         file.write_bytes(before)
         assert checkpoints().newest(silent) is not None
+    monkeypatch.setattr("mcore_mas.training.recipe._MANY", 0)  # so that a folder of one file has too many
+    assert input_digests(config)[f"env.options.checkouts={notes.parents[1]}"] == "more than 0 files"
+    monkeypatch.setattr("mcore_mas.training.recipe._MANY", 1)
+    assert checkpoints().newest(silent) is not None
     monkeypatch.setattr("mcore_mas.training.recipe._code", lambda: "another version")
     with pytest.raises(CheckpointError, match=r'trained with code="[0-9a-f]{64}", and the config says "another'):
         checkpoints().newest(silent)
