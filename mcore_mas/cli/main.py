@@ -159,7 +159,7 @@ def train_run(
     run: _Run = None,
     config: _Config = None,
     address: Annotated[str | None, typer.Option(help="Of a running Ray, in place of cluster.address.")] = None,
-    adopt: Annotated[bool, typer.Option("--adopt", help="Go on from a checkpoint of another recipe or code.")] = False,
+    adopt: Annotated[bool, typer.Option("--adopt", help="Fork a run of another recipe or code.")] = False,
 ) -> None:
     """Train one run, from its newest checkpoint if it has one."""
     stop_at_start()

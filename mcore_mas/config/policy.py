@@ -243,7 +243,7 @@ class TrainerConfig(Section):
     keep_checkpoints: int = Field(2, ge=1)  # the newest
     keep_best: int = Field(0, ge=0)  # also those with the highest validation accuracy; each is saved when it is found
     final: Literal["last", "best"] = "last"  # which weights are written as the finished policies
-    resume: Literal["same", "changed"] = "same"  # whether a checkpoint of another recipe may be gone on from
+    resume: Literal["same", "changed"] = "same"  # changed: a run of another recipe is forked
     validate_every: int = Field(10, ge=1)  # steps
     validation_samples: int = Field(1, ge=1)  # trajectories per validation task
     max_advantage: float | None = Field(1e3, gt=0)  # |A| beyond which the run stops; None: never

@@ -42,7 +42,7 @@ class Identity:
     models: Mapping[str, Mapping[str, Any]]  # architecture as plain data, by policy and `<policy>.critic`
     recipe: Mapping[str, Any] = field(default_factory=dict)  # what decides what is learnt, as JSON, by dotted key
     inputs: Mapping[str, str] = field(default_factory=dict)  # digests of what is read and run, by name; {}: not known
-    may_change: bool = False  # whether a checkpoint of another recipe or of other inputs is gone on from
+    may_change: bool = False  # whether a checkpoint of another recipe or of other inputs can be used, for a fork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Checkpoints:
     def __init__(self, folder: Path, identity: Identity, *, keep: int, best: int = 0) -> None:
         """Keep the newest `keep` and the `best` by their metric; what a killed writer left behind is removed."""
         self._folder = folder
-        self._identity = identity
+        self.identity = identity
         self._keep = keep
         self._best = best
         self._writing: asyncio.Task[None] | None = None
@@ -87,10 +87,10 @@ class Checkpoints:
         manifest = {
             "format": CHECKPOINT_FORMAT,
             "epoch": epoch_of(self._folder),
-            "run": self._identity.run,
-            "models": self._identity.models,
-            "recipe": self._identity.recipe,
-            "inputs": self._identity.inputs,
+            "run": self.identity.run,
+            "models": self.identity.models,
+            "recipe": self.identity.recipe,
+            "inputs": self.identity.inputs,
             "step": step,
             "metric": metric,
             "state": state,
@@ -131,7 +131,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there are checkpoints, and none can be used.
         """
-        found, refused = _search(self._folder, self._identity)
+        found, refused = _search(self._folder, self.identity)
         if found is not None:
             for folder, fault in refused:
                 aside = _free(folder.with_name(_REFUSED + folder.name))
@@ -150,11 +150,25 @@ class Checkpoints:
     def best(self, told: Callable[[str], None]) -> Saved | None:
         """The checkpoint with the highest metric, the newest of equals; `told` of each that cannot be used."""
         for saved in self._by_metric():
-            fault = _fault(saved.folder, self._identity)
+            fault = _fault(saved.folder, self.identity)
             if not fault:
                 return saved
             told(f"{saved.folder}: {fault}; the next best is used")
         return None
+
+    def differs(self, saved: Saved) -> str:
+        """What the run's recipe and inputs are other than a checkpoint's, "" if nothing."""
+        return _different(_read_manifest(saved.folder), self.identity)
+
+    def fork(self, saved: Saved, state: dict[str, Any], kept: str) -> Saved:
+        """Make `saved` the only checkpoint, of this run's recipe and inputs and with `state`; `kept` has the others."""
+        for older in _steps(self._folder):
+            if older != saved.folder:
+                shutil.rmtree(older)
+        own = {"epoch": epoch_of(self._folder), "recipe": self.identity.recipe, "inputs": self.identity.inputs}
+        own |= {"forked_from": kept, "state": state, "metric": None}
+        write_json(saved.folder / _MANIFEST, sealed(_read_manifest(saved.folder) | own))
+        return _saved(saved.folder)
 
     def has(self, step: int) -> bool:
         """Whether the state after `step` steps is saved."""
@@ -295,8 +309,14 @@ def _foreign(manifest: Mapping[str, Any], identity: Identity) -> str:
                 return f"policy '{name}' has {what} {models[name][what]}, the run's model {value}"
     if extra := set(models) - set(identity.models):
         return f"has policy '{min(extra)}', which the run does not have"
-    if identity.may_change:
-        return ""
+    different = "" if identity.may_change else _different(manifest, identity)
+    return (
+        different and f"trained with {different}; fork it with --adopt (trainer.resume=changed), or name the run anew"
+    )
+
+
+def _different(manifest: Mapping[str, Any], identity: Identity) -> str:
+    """What of the recipe, or else of the inputs, is other than it was, "" if nothing."""
     inputs = manifest.get("inputs", {}) if identity.inputs else {}
     return _changed(manifest.get("recipe", {}), identity.recipe) or _changed(inputs, identity.inputs)
 
@@ -311,8 +331,7 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if not changes:
         return ""
     more = f" (and {len(changes) - _LISTED} more keys)" if len(changes) > _LISTED else ""
-    what = "; ".join(changes[:_LISTED]) + more
-    return f"trained with {what}; go on all the same with --adopt (trainer.resume=changed), or name the run anew"
+    return "; ".join(changes[:_LISTED]) + more
 
 
 def _said(recipe: Mapping[str, Any], key: str) -> str:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -123,7 +123,7 @@ def _module(name: str) -> Path | None:
 
 def lineage_of(identity: Identity) -> str:
     """The lineage of the weights that a run starts from: a digest of its identity."""
-    return hashlib.sha256(json.dumps(asdict(identity)).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(asdict(replace(identity, may_change=False))).encode()).hexdigest()[:16]
 
 
 # sections, and what of them, that decide what is learnt; layouts, speeds, cadences and addresses may change

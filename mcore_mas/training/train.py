@@ -28,6 +28,7 @@ from mcore_mas.training.checkpoint import Checkpoints, Identity, Saved
 from mcore_mas.training.cluster import joined_ray, running_ray
 from mcore_mas.training.crew import Crew
 from mcore_mas.training.engine_factory import make_players, make_renderers, open_remotes, world
+from mcore_mas.training.fork import fork_run
 from mcore_mas.training.full_disk import until_room
 from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal, TrainingError
 from mcore_mas.training.logbook import Logbook, open_logbook
@@ -49,7 +50,7 @@ def train(
 
     Args:
         address: of a Ray that runs already; None: as `cluster.address` says.
-        adopt: go on from a checkpoint of another recipe, of other inputs or code, as with `trainer.resume: changed`.
+        adopt: fork a run of another recipe, other inputs or code (see `forked`), as with `trainer.resume: changed`.
         after_step: told of each step; stops the run, with a checkpoint, where it says no. Without it signals do.
 
     Raises:
@@ -79,7 +80,10 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(owned(folder))
         warnings: list[str] = []
-        found = _checkpoints(config).newest(warnings.append)  # before any process starts: this may refuse to go on
+        found = (checkpoints := _checkpoints(config)).newest(warnings.append)  # before any process starts: may refuse
+        if found is not None:
+            found, line = fork_run(folder, checkpoints, found, config.trainer.steps)
+            warnings += [line] if line else []
         # before any child process: their keys leave the environment
         coach = Coach(config.coach, folder / "coach") if config.coach else None
         remotes = open_remotes(config, folder / "remotes")

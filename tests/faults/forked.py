@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from tests.support.in_process import training_here
 from tests.support.run_folder import make_run
 from tests.support.tiny_bert import write_bert
 
+ROOT = Path(__file__).parents[2]
 STEPS = 3
 SETTINGS = (
     f"trainer.steps={STEPS}",
@@ -61,6 +63,12 @@ def forked(work: Callable[[], object], log: Path, orders: str = "") -> int:
         sys.stderr.flush()
         os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def trained(config: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A training in a process of its own: a fork cannot train after tests that have left threads of torch."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.faults.forked", str(config), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def run_folder(results: Path) -> Path:
@@ -122,3 +130,8 @@ def _timeless(value: object) -> object:
         own = {k: v for k, v in own.items() if not k.startswith("restarts/")}  # of trainers, after faults
         return {k: _timeless(v) for k, v in own.items() if not k.endswith(("_s", "/tokens_per_s"))}
     return [_timeless(item) for item in value] if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as here, training_here(here):
+        train.train(Path(sys.argv[1]), adopt="--adopt" in sys.argv[2:])

@@ -86,10 +86,10 @@ def test_a_checkpoint_of_another_recipe_is_refused_unless_the_run_says_so(tmp_pa
         of({"advantage.name": "grpo", "seed": 2}).newest(silent)
     assert str(refused.value).startswith(
         f'{tmp_path / "step_000005"}: trained with advantage.name="drmas", and the config says "grpo"; '
-        "seed=1, and the config says 2; go on all the same with --adopt (trainer.resume=changed), or name the run "
+        "seed=1, and the config says 2; fork it with --adopt (trainer.resume=changed), or name the run "
         "anew; no checkpoint can be"
     )
-    with pytest.raises(CheckpointError, match=r"trained with seed=1, and the config says \(default\); go on"):
+    with pytest.raises(CheckpointError, match=r"trained with seed=1, and the config says \(default\); fork it"):
         of({"advantage.name": "drmas"}).newest(silent)
     assert names(tmp_path) == ["step_000005"]  # nothing is lost
     assert of({"seed": 2}, may_change=True).newest(silent) is not None
