@@ -310,9 +310,14 @@ def places_in_schedule(config: RunConfig, policy: str) -> int:
 
 
 def _check_room(config: RunConfig) -> None:
-    lengths = {name: for_policy(config, name).engine.max_length for name in config.policies}
+    threads, engine = config.cluster.threads_per_process or 1, config.engine
+    if threads > 1 and engine.deterministic and (engine.name, engine.device) == ("embedded", "cpu"):
+        raise ValueError(
+            f"cluster.threads_per_process: {threads}, and engine.deterministic has the same bits on a CPU with 1 "
+            "thread only; set it to 1, or leave it out"
+        )
     for name, agent in config.agents.items():
-        length = lengths[agent.policy]
+        length = for_policy(config, agent.policy).engine.max_length
         if agent.max_tokens >= length and config.policies[agent.policy].remote is None:
             raise ValueError(
                 f"agents.{name}.max_tokens {agent.max_tokens} leaves no room for a prompt in engine.max_length "

@@ -51,9 +51,10 @@ class Room:
         """Threads of each process: what is set, else the cores over the processes that work at a time.
 
         Engines and trainers take turns, unless what is trained is a step old. 1 in a Ray that was `joined`, whose nodes
-        other runs may be on.
+        other runs may be on, and in the deterministic mode: among several, a row of a product has other bits beside
+        other rows.
         """
-        if config.cluster.threads_per_process or joined:
+        if config.cluster.threads_per_process or joined or config.engine.deterministic:
             return config.cluster.threads_per_process or 1
         engines = sum(tenant.devices for tenant in self.tenants if tenant.part == "engine")
         trainers = sum(tenant.devices for tenant in self.tenants if tenant.part != "engine")

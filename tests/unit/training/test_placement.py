@@ -229,6 +229,11 @@ def test_processes_that_work_at_a_time_share_the_cores(tmp_path: Path, monkeypat
     assert threads("+trainer.staleness=1") == 16 // (6 + 2)
     assert threads("cluster.threads_per_process=5") == 5
     assert threads(joined=True) == 1
+    assert threads("+engine.deterministic=true") == 1  # a product's bits depend on what else two threads multiply
+    with pytest.raises(
+        ConfigError, match=r"cluster.threads_per_process: 2, and engine.deterministic has the same bits"
+    ):
+        config("+engine.deterministic=true", "cluster.threads_per_process=2")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads() == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
