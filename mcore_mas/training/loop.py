@@ -122,9 +122,13 @@ async def _save(
     # which hand-overs turns may be behind that are trained after this, and what the weights come from
     versions = {name: s.versions[-1 - session.config.staleness_of(name) :] for name, s in session.weight_sync.items()}
     kept = {0, steps, *(version for own in versions.values() for version in own)}
-    lineage = {version: own for version, own in session.rollouts.lineage.items() if version in kept}
+    lineage = session.rollouts.lineage
+    for version in lineage.keys() - kept:  # nothing that is trained from now on is of one
+        del lineage[version]
+    for name, own in versions.items():
+        session.weight_sync[name].versions[:] = own
     state: dict[str, Any] = {"mlflow_run": session.logbook.tracking_run, "kl": kl, "unreported": unreported}
-    state |= {"versions": versions, "lineage": lineage}
+    state |= {"versions": versions, "lineage": dict(lineage)}
     groups = session.groups
 
     async def write(folder: Path) -> Written:

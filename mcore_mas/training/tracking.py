@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,7 @@ class Tracker:
         waiting: list[MetricRow] = []
         # of a version that wrote no times; two processes have to send the same one
         written = self._journal.stat().st_mtime if rows else 0.0
+        history = cache(lambda: json_lines(self._journal)[0])
         for number, row in enumerate(rows):
             self._last = row.get(CLOCK, written)
             metrics = [
@@ -199,7 +201,7 @@ class Tracker:
             ]
             waiting += [
                 metric
-                for metric in (self._held.released(metrics) if self._held else metrics)
+                for metric in (self._held.released(metrics, history) if self._held else metrics)
                 if row["step"] > self._sent
             ]
             if row["step"] > self._sent and (len(waiting) > _METRICS_TOGETHER or number + 1 == len(rows)):
@@ -221,22 +223,22 @@ class _Held:
     """Holds metrics back until they first leave zero; told of a step again, it gives the same again."""
 
     def __init__(self) -> None:
-        self._zeros: dict[str, dict[int, MetricRow]] = {}
         self._left: dict[str, int] = {}  # step at which a metric left zero
 
-    def released(self, metrics: Sequence[MetricRow]) -> list[MetricRow]:
-        """Of a step's metrics those to send: with the first that is not zero, the zeros before it."""
+    def released(
+        self, metrics: Sequence[MetricRow], history: Callable[[], Sequence[Mapping[str, Any]]]
+    ) -> list[MetricRow]:
+        """Of a step's metrics those to send: with the first that is not zero, the zeros before it in `history`."""
         found: list[MetricRow] = []
         for metric in metrics:
-            name, value, _, step = metric
+            name, value, at, step = metric
             left = self._left.get(name, step)
             if value == 0 and name not in _KEY and name not in _KEY.values() and step <= left:
-                if name not in self._left:
-                    self._zeros.setdefault(name, {})[step] = metric
                 continue
             if value != 0 and step <= left:
                 self._left[name] = step
-                found += self._zeros.get(name, {}).values()
+                zeros = (row for row in history() if row.get(name) == 0 and row["step"] < step)
+                found += [(name, 0.0, row.get(CLOCK, at), row["step"]) for row in zeros]
             found.append(metric)
         return found
 

@@ -29,13 +29,15 @@ NOISE_KIB = 1.0  # of three standard errors: with more nothing is said
 
 def main(steps: int) -> None:
     """Raises AssertionError if memory grows."""
-    resident: list[int] = []
+    resident = np.ones(steps)  # bytes, which are there before the first step
+
+    process = psutil.Process()
 
     async def seen(number: int, metrics: StepMetrics) -> bool:
         if number % WINDOW == 0:  # what is free and kept for later is not held
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
-        resident.append(psutil.Process().memory_info().rss)
+        resident[number] = process.memory_info().rss
         return True
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -46,7 +48,7 @@ def main(steps: int) -> None:
         config.write_text(yaml.safe_dump(values))
         with training_here(patch):
             train.train(config, after_step=seen)
-    kept = np.array(resident[steps // 3 :]) / 1024
+    kept = resident[steps // 3 :] / 1024
     lowest = kept[: len(kept) // WINDOW * WINDOW].reshape(-1, WINDOW).min(axis=1)
     at = np.arange(len(lowest)) * WINDOW
     (slope, _), covariance = np.polyfit(at, lowest, 1, cov=True)

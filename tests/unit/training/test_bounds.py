@@ -55,7 +55,13 @@ def test_how_far_ahead_each_step_may_be_collected(overrides, last):
 
 
 def test_bounds_of_single_policies_hold_and_are_met(tmp_path):
-    rows = []
+    rows, versions = [], {"solver": set(), "verifier": set()}
+
+    def report(step, metrics):
+        rows.append(dict(metrics))
+        for name, sync in run.weight_sync.items():  # which keeps those that turns may yet be of
+            versions[name].update(sync.versions)
+
     run = simulated_run(
         tmp_path,
         "trainer.tasks_per_step=2",
@@ -65,11 +71,10 @@ def test_bounds_of_single_policies_hold_and_are_met(tmp_path):
         "trainer.steps=6",
         tokens=lambda _: 12,
         seconds=lambda _: 60.0,
-        report=lambda step, metrics: rows.append(dict(metrics)),
+        report=report,
     )
     run_virtually(train_steps(run, 0))
-    versions = {name: sync.versions for name, sync in run.weight_sync.items()}
-    assert versions == {"solver": [0, 1, 3, 5], "verifier": [0, 2, 4, 6]}
+    assert versions == {"solver": {0, 1, 3, 5}, "verifier": {0, 2, 4, 6}}
     # step 2 was collected beside the training of step 1, which is the verifier's, and trains the solver, which was not
     # handed over since; its verifier's turns are one hand-over behind, and are not trained
     for step, row in enumerate(rows):
