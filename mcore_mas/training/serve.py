@@ -16,7 +16,7 @@ import uvicorn
 from starlette.requests import Request
 
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.errors import EnvError, PromptTooLong
 from mcore_mas.rollout.base.files import owned, writable
 from mcore_mas.rollout.base.http_server import bears, listen, server_config, url_of
 from mcore_mas.rollout.config.sections import build_team
@@ -104,6 +104,8 @@ class ServedTeam:
         if asked.tools:
             raise GatewayError(400, f"'{self.name}' is a whole team, which takes no tools; its agents do")
         texts = [message.text for message in asked.messages]
+        if not any(texts):
+            raise GatewayError(400, f"'{self.name}' is a whole team, which needs a problem; there is no text")
         said = texts if len(texts) == 1 else [f"{m.role}: {m.text}" for m in asked.messages]
         task = Task(
             id=f"served-{head.id}", prompt="\n\n".join(said), answers=(), env=self.env, source="served", split="test"
@@ -111,6 +113,8 @@ class ServedTeam:
         env, seat = HandedIn(self.make_env(task)), self._seat()
         episode = Episode(task, seat, env, self.orchestra)
         await episode.play()
+        if isinstance(episode.failure, PromptTooLong):
+            raise episode.failure
         if env.handed_in is None:
             raise GatewayError(503, f"the team came to no answer: {episode.error}")
         return replace(

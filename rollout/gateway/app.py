@@ -170,7 +170,7 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]], dialect: Dialect
             return await handler(request)
         except Exception as error:
             told = _told(error)
-            headers = {"x-should-retry": "false"} if told.status != 429 or told.code else {"Retry-After": "1"}
+            headers = {"Retry-After": "1"} if told.status == 429 else {"x-should-retry": "false"}
             body = dialect.error(told) if dialect else openai_error(told)
             if told.status == 413:
                 return TooLargeResponse(body)

@@ -237,6 +237,7 @@ def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
 ERROR_KINDS: dict[int, str] = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

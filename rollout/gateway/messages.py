@@ -43,9 +43,9 @@ class _Said(BaseModel):
 
 class _Tool(BaseModel):
     name: str = Field(min_length=1)
-    type: Literal["custom"] | None = None  # tools of Anthropic's own servers are not here
+    type: str = Field(default="custom", pattern=r"^(custom|(memory|bash|text_editor)_\d{8})$")
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None  # none of those that Anthropic defines, and the client runs
 
 
 class _MessagesBody(Body):

@@ -211,7 +211,7 @@ class GatewaySession:
                 call.wanted = True
                 return call
         if self._left < 1:
-            raise GatewayError(429, "this session has had all the calls that it may make", "turns_exhausted")
+            raise GatewayError(403, "this session has had all the calls that it may make", "turns_exhausted")
         self._left -= 1
         call = GatewayCall(place.key, f"{self._name}_{self._asked}", asked.model)
         self._asked += 1

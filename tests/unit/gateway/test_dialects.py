@@ -115,6 +115,24 @@ def test_the_dialects_are_one_conversation(tmp_path: Path, stream: bool) -> None
     assert len(ids) == 1  # what was sampled and what it was sampled from
 
 
+def test_tools_that_anthropic_defines_and_the_client_runs_need_no_schema(tmp_path: Path) -> None:
+    prompts: list[str] = []
+    team, _ = scripted(tmp_path, lambda prompt, n: prompts.append(prompt) or "ok")
+    hi: Any = {"model": "a", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+
+    async def run() -> None:
+        async with (
+            opened(team) as (url, key, _, _),
+            anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0) as api,
+        ):
+            await api.beta.messages.create(**hi, tools=[{"type": "memory_20250818", "name": "memory"}])
+            with pytest.raises(anthropic.BadRequestError, match=r"tools\.0\.type"):  # one that its servers run
+                await api.messages.create(**hi, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+
+    asyncio.run(run())
+    assert len(prompts) == 1 and '"name": "memory"' in prompts[0]
+
+
 def test_errors_have_each_dialects_shape(tmp_path: Path) -> None:
     """A wrong model, a wrong key, something that is no request, and a prompt without room."""
     team, _, _ = sampling_team(tmp_path, max_length=256)

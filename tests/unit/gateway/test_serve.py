@@ -64,7 +64,7 @@ def test_the_commands_of_the_guide_work_on_a_run(tmp_path: Path) -> None:
 
 
 async def speak(url: str) -> None:
-    """Agents answer at their own temperature, or the call's; a team takes no tools."""
+    """Agents answer at their own temperature, or the call's; a team takes a problem it has room for, and no tools."""
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
         hi: Any = [{"role": "user", "content": "What is 3+4?"}]
         said = [
@@ -77,6 +77,9 @@ async def speak(url: str) -> None:
         tool: Any = {"type": "function", "function": {"name": "f"}}
         with pytest.raises(openai.BadRequestError, match="is a whole team, which takes no tools"):
             await api.chat.completions.create(model="demo_math", messages=hi, tools=[tool])
+        for words, error in (("", "a whole team, which needs a problem"), ("7 " * 5000, "there is room for")):
+            with pytest.raises(openai.BadRequestError, match=error):
+                await api.chat.completions.create(model="demo_math", messages=[{"role": "user", "content": words}])
         with pytest.raises(openai.NotFoundError, match="the models here: demo_math, solver, verifier"):
             await api.chat.completions.create(model="planner", messages=hi)
         assert httpx.get(f"{url}/nowhere", trust_env=False).json()["error"]["type"] == "not_found_error"
