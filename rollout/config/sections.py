@@ -87,21 +87,22 @@ class OrchestraConfig(Choice):
                     f"agent '{name}' has tools, and orchestra '{self.name}' opens no chats in which to call them; "
                     f"those that do: {', '.join(sorted(CHATS))}"
                 )
-            if agent.chats.summariser is not None and agent.chats.summariser not in team:
+        templates = {name: build_role(name, agent).user for name, agent in team.items()}
+        summing = {agent.chats.summariser for agent in team.values() if agent.chats.summariser is not None}
+        for name in summing:
+            if name not in team or set(template_slots(name, templates[name])) != {"conversation"}:
                 raise ValueError(
-                    f"agent '{name}': summariser '{agent.chats.summariser}' is not in the team; "
-                    f"agents: {', '.join(team)}"
+                    f"chats.summariser '{name}': expected an agent whose user template has the slot "
+                    f"{{conversation}} alone, as role chat_summariser's; agents: {', '.join(team)}"
                 )
         if self.name == "program":
             check_program(team, **self.options)
             return  # its prompts are the program's own
-        templates = {name: build_role(name, agent).user for name, agent in team.items()}
         if self.name == "graph":
             self.arguments["graph"].check_agents(templates)
             return
         for name, template in templates.items():
-            filled = filled_slots(self.registry.find(self.name), name)
-            if filled is None:
+            if name in summing or (filled := filled_slots(self.registry.find(self.name), name)) is None:
                 continue
             for slot in template_slots(name, template):
                 if slot not in filled:

@@ -149,11 +149,6 @@ class Chat:
         parts = [*asked, f"What has happened since:\n{summary}", *(message.content for message in news)]
         self.messages = [*opening, Message(role="user", content="\n\n".join(parts))]
 
-    def transcript(self) -> str:
-        """What was said, as a summariser reads it."""
-        said = [message for message in self.messages if message.role != "system"]
-        return "\n\n".join(f"{message.role}: {message.text}" for message in said)
-
     def _answer(self, call: ToolUse, result: str) -> None:
         self.messages.append(Message(role="tool", content=result, answers=call.id))
         self._open = tuple(other for other in self._open if other.id != call.id)
@@ -224,10 +219,10 @@ class Chat:
         """Have the summariser sum the chat up and fold it; False where nothing was said since the last time."""
         if not any(message.role == "assistant" for message in self.messages):
             return False
-        text, summariser = self.transcript(), self._agent.chats.summariser or self._agent.name
+        text = "\n\n".join(f"{message.role}: {message.text}" for message in self.messages if message.role != "system")
         while True:
             try:
-                reply = await self._host.act(summariser, conversation=text)
+                reply = await self._host.act(self._agent.chats.summariser or self._agent.name, conversation=text)
                 self.fold(reply.value or reply.text)
                 break
             except PromptTooLong:

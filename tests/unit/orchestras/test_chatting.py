@@ -106,9 +106,18 @@ def test_tools_of_an_orchestra_without_chats_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         RunConfig.check(resolve(["experiment=demo_math", "+agents.solver.tools={calculator: {}}"]), "here")
     assert "agent 'solver' has tools, and orchestra 'solver_verifier' opens no chats" in str(caught.value)
-    with pytest.raises(ConfigError, match="agent 'solver': summariser 'nobody' is not in the team"):
-        fold = "+agents.solver.chats={when_full: fold, summariser: nobody}"
-        RunConfig.check(resolve(["experiment=demo_math", fold]), "here")
+
+
+def test_who_sums_up_chats_is_asked_with_the_conversation_alone() -> None:
+    def folded_by(name: str) -> RunConfig:
+        summing = "+agents.summing={role: chat_summariser, policy: shared}"
+        fold = f"+agents.reviewer.chats={{when_full: fold, summariser: {name}}}"
+        return RunConfig.check(resolve(["experiment=demo_coder", summing, fold]), "here")
+
+    assert folded_by("summing").agents["reviewer"].chats.summariser == "summing"
+    for name in ("nobody", "coder"):  # the coder's template has the slot {problem}
+        with pytest.raises(ConfigError, match=rf"chats.summariser '{name}': expected an agent whose user template has"):
+            folded_by(name)
 
 
 def test_the_search_tool_needs_an_environment_that_searches() -> None:
