@@ -90,15 +90,17 @@ notebooks: $(STAMP) ## execute docs/notebooks in two minutes and keep what they 
 	$(BIN)/python -m tests.support.notebooks
 
 test-frameworks: $(STAMP) .venv-frameworks/.stamp ## train unchanged programs of agent frameworks (or ONLY=LangGraph) and write docs/frameworks.md
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.frameworks $(if $(ONLY),"$(ONLY)")
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
 
 .venv-frameworks/.stamp: requirements/frameworks.txt
+	rm -rf .venv-frameworks
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements/frameworks.txt
-	.venv-frameworks/bin/python -m pip download --quiet --no-deps --no-binary openai-agents \
-		--dest .venv-frameworks/sources $$(grep ^openai-agents= requirements/frameworks.txt)
-	tar -xzf .venv-frameworks/sources/openai_agents-*.tar.gz -C .venv-frameworks/sources
+	for name in ag2 anthropic langgraph-cli openai-agents; do .venv-frameworks/bin/python -m pip download --quiet \
+		--no-deps --no-binary $$name --dest .venv-frameworks/sources "$$(grep "^$$name==" requirements/frameworks.txt)"; done
+	cd .venv-frameworks/sources && for file in *.tar.gz; do tar -xzf $$file; done && \
+		HOME=$$PWD CREWAI_TESTING=true ../bin/crewai create crew sums --skip_provider
 	@touch $@
 
 .venv-sglang/.stamp: requirements/sglang.txt requirements/sglang-cpu.txt tests/sglang/setup.sh tests/sglang/patch_cpu.py

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tests.frameworks.training import (
     FRAMEWORKS,
-    PROGRAMS,
     PYTHON,
     RIGHT,
     ROOT,
@@ -27,19 +26,24 @@ from tests.frameworks.training import (
 PAGE = ROOT / "docs" / "frameworks.md"
 HEAD = f"""# Agent programs of published frameworks, trained as they are
 
-Made by `make test-frameworks`, or for one framework by `make test-frameworks ONLY=LangGraph`. No line of these
-programs knows of this project: environment variables point to the gateway ([gateway.md](gateway.md)), and CrewAI's
-`CREWAI_TESTING` keeps it from asking on the terminal whether to show its traces. The packages come from the index, at
-the versions of `requirements/frameworks.txt`.
+Made by `make test-frameworks`, or for one framework by `make test-frameworks ONLY=LangGraph`. The packages come from
+the index, at the versions of `requirements/frameworks.txt`. No line of the programs knows of this project: environment
+variables point to the gateway ([gateway.md](gateway.md)), and CrewAI's `CREWAI_TESTING` keeps it from asking on the
+terminal whether to show its traces.
 
-One program is shipped, and named by the SHA-256 of its file: the example of parallel agents in the source
-distribution of the OpenAI Agents SDK, in which three agents translate side by side and a fourth picks the best. It
-reads a task, and is given a sum. smolagents ships its command `smolagent`, which a test plays as it is; trained once,
-it tried again until its prompts were longer than the model's 8,192 positions. The other programs are ours, written as
-each framework's documentation writes them, because these packages ship none that reads a task: LangGraph ships no
-program, AG2's source distribution has pages of documentation with fixed topics or a person at the keyboard, the
-Anthropic SDK's examples contain their prompts, and the crew that `crewai create` writes does not tell its second
-agent the task.
+All play what they ship, unchanged; SHA-256 is that of the files named, one after the other:
+
+- **AG2**: the program of a page in its source distribution, an agent who chats with the person at the keyboard. It
+  answers a fixed question, and then the sum. (It is version 0.10: what 0.11 ships does not fit its own `LLMConfig`.)
+- **CrewAI**: the crew of a researcher and an analyst that `crewai create crew sums` writes.
+  [ask_crew.py](../tests/frameworks/programs/ask_crew.py), of three lines, gives it the sum as its topic.
+- **OpenAI Agents SDK**: the example of parallel agents in its source distribution, in which three agents translate
+  side by side and a fourth picks the best. It reads what to translate, and is given a sum.
+- **smolagents**: its command `smolagent`. It tries up to 20 times until its code answers, and each try lengthens the
+  prompt; here its fifth call of the model fails it, and that counts as wrong (`most_calls: 4`, `crash: wrong`).
+- **Anthropic SDK**: the example of a chat with a memory tool in its source distribution.
+- **LangGraph**: the graph of an agent and its tools among the examples in the source distribution of its command
+  line, langgraph-cli; [ask_graph.py](../tests/frameworks/programs/ask_graph.py), of three lines, gives it the sum.
 
 Each task is a sum of two numbers from 1 to 3. A model of two layers with random weights first imitates a careless
 teacher who answers the same programs and is right in {100 * RIGHT:.0f} % of its replies, at first with the last 64
@@ -48,23 +52,22 @@ tokens of each prompt only, and then learns from the reward of the program's ans
 trajectories on the nine sums that it trains on; the interval is one of 95 % over sums. Minutes are those of two
 shared CPU cores, the environment's imports included.
 
-AG2's, LangGraph's and the Anthropic SDK's programs say the same words to the models, so they learn the same.
-
 """
-COLUMNS = """| framework | package | program | of | turns | before | after | gain | 95 % interval | minutes |
-|---|---|---|---|---:|---:|---:|---:|---|---:|
+COLUMNS = """| framework | package | program | turns | before | after | gain | 95 % interval | minutes |
+|---|---|---|---:|---:|---:|---:|---|---:|
 """
 UNCLEAR = "\nOf these the gain is not beyond doubt:\n\n"
 
 
 def row(name: str, version: str, digest: str, found: Mapping[str, float]) -> str:
-    """A framework's line of the table, shares in %; `digest` is its program's."""
+    """A framework's line of the table, shares in %; `digest` is that of its files."""
     before, after, low, high = (100 * found[key] for key in ("before", "after", "low", "high"))
-    program = Path(FRAMEWORKS[name].program)
-    ours = (PROGRAMS / program).exists()
-    shown = f"[{program}](../tests/frameworks/programs/{program})" if ours else f"`{program}` {digest}"
+    framework = FRAMEWORKS[name]
+    shown = f"[{framework.ours}](../tests/frameworks/programs/{framework.ours}), ours"
+    if framework.shipped:
+        shown = f"shipped: {', '.join(f'`{path}`' for path in framework.shipped)} {digest}"
     return (
-        f"| {name} | {FRAMEWORKS[name].package} {version} | {shown} | {'ours' if ours else 'shipped'} | "
+        f"| {name} | {framework.package} {version} | {shown} | "
         f"{found['turns']:.1f} | {before:.1f} | {after:.1f} | {after - before:+.1f} | "
         f"[{low:+.1f}, {high:+.1f}] | {found['minutes']:.1f} |"
     )

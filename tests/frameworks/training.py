@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,8 +62,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PROGRAMS = HERE / "programs"  # ours
 PYTHON = ROOT / ".venv-frameworks" / "bin" / "python"
-MODELS = {"gpt-4o-mini": "solver", "gpt-4o": "checker", "claude-haiku-4-5": "solver", "claude-opus-4-5": "checker"}
-MODELS |= {"*": "solver"}  # what names no model asks for its framework's default
 NUMBERS = range(1, 4)
 RIGHT = 0.35  # share of the teacher's replies
 TAUGHT, TRAINED, SCORED = 16, 4, 16  # trajectories of each sum: before the cold start, in a step, in an evaluation
@@ -73,41 +71,40 @@ _NEAR = 64  # tokens before a reply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """A framework, its program and how a reply to it reads."""
+    """A framework, its program, what of it is shipped, and how a reply to it reads."""
 
     package: str  # in the index
-    program: str  # ours, in tests/frameworks/programs, or shipped with the package
+    shipped: tuple[str, ...] = ()  # files of the package, its source distribution or what it writes; the program first
+    ours: str = ""  # in tests/frameworks/programs: the program, or what hands a shipped team its task
     arguments: tuple[str, ...] = ()
     reply: str = "\\boxed{{{0}}}"
     apart: str = ""  # of the package, what starts threads when it is imported (see `warm.py`)
+    options: Mapping[str, object] = field(default_factory=dict)  # of the orchestra `program`
 
 
 FRAMEWORKS = {
-    "AG2": Framework(package="ag2", program="ag2_chat.py"),
+    "AG2": Framework(package="ag2", shipped=("website/snippets/python-examples/conversableagentchat.mdx",)),
     "CrewAI": Framework(
         package="crewai",
-        program="crewai_crew.py",
+        shipped=tuple(f"src/sums/{name}" for name in ("crew.py", "config/agents.yaml", "config/tasks.yaml")),
+        ours="ask_crew.py",
         reply="I now can give a great answer\nFinal Answer: \\boxed{{{0}}}",
         apart="crewai",
     ),
     "smolagents": Framework(
         package="smolagents",
-        program="smolagents_code.py",
-        reply="Thought: I add.\n<code>\nfinal_answer('\\\\boxed{{{0}}}')\n</code>",
-    ),
-    "OpenAI Agents SDK": Framework(package="openai-agents", program="examples/agent_patterns/parallelization.py"),
-    "Anthropic SDK": Framework(package="anthropic", program="anthropic_sdk.py"),
-    "LangGraph": Framework(package="langgraph", program="langgraph_graph.py"),
-}
-PLAYED = {  # and not trained
-    "the command smolagent": Framework(
-        package="smolagents",
-        program="smolagents/cli.py",
+        shipped=("smolagents/cli.py",),
         arguments=(
             *("{TASK}", "--tools", "--model-type", "OpenAIModel", "--model-id", "gpt-4o-mini"),
             *("--api-base", "{OPENAI_BASE_URL}", "--api-key", "{OPENAI_API_KEY}"),
         ),
-        reply=FRAMEWORKS["smolagents"].reply,
+        reply="Thought: I add.\n<code>\nfinal_answer('\\\\boxed{{{0}}}')\n</code>",
+        options={"most_calls": 4, "crash": "wrong"},  # it makes up to 20
+    ),
+    "OpenAI Agents SDK": Framework(package="openai-agents", shipped=("examples/agent_patterns/parallelization.py",)),
+    "Anthropic SDK": Framework(package="anthropic", shipped=("examples/memory/basic.py",)),
+    "LangGraph": Framework(
+        package="langgraph", shipped=("examples/graph_prerelease_reqs/agent.py",), ours="ask_graph.py"
     ),
 }
 
@@ -140,7 +137,8 @@ class Teacher:
 
     async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
         asked = in_words(messages, chat.tools if chat else ())
-        a, b = map(int, re.findall(r"What is (\d)\+(\d)\?", "\n".join(message.content for message in asked))[-1])
+        sums = re.findall(r"What is (\d)\+(\d)\?", "\n".join(message.content for message in asked))
+        a, b = map(int, sums[-1] if sums else (0, 0))
         words = repr(asked)
         self.times[words] += 1
         random = Random(f"{words}{self.times[words]}")
@@ -152,25 +150,37 @@ class Teacher:
         return PolicyReply(text=text, raw=text, prompt_ids=(), completion=completion)
 
 
-def program_of(framework: Framework, python: Path) -> tuple[Path, Path]:
-    """(Folder, file) of a framework's program: ours, or of what its package or its source distribution ships."""
-    shipped = [*python.parents[1].glob("lib/python*/site-packages"), *python.parents[1].glob("sources/*/")]
-    folder = next(folder for folder in (PROGRAMS, *shipped) if (folder / framework.program).exists())
-    return folder, folder / framework.program
+def shipped_files(framework: Framework, python: Path) -> list[Path]:
+    """What a framework ships of its program: in its package, its source distribution or what it writes."""
+    places = [*python.parents[1].glob("lib/python*/site-packages"), *python.parents[1].glob("sources/*/")]
+    return [next(path for place in places if (path := place / name).exists()) for name in framework.shipped]
 
 
 def digest_of(framework: Framework, python: Path) -> str:
-    """SHA-256 of its program, as its package or this repository has it."""
-    return hashlib.sha256(program_of(framework, python)[1].read_bytes()).hexdigest()
+    """SHA-256 of the shipped files, one after the other."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in shipped_files(framework, python))).hexdigest()
+
+
+def program_of(framework: Framework, python: Path, folder: Path) -> tuple[list[Path], Path]:
+    """(Where it imports from, what is started): ours, or the shipped program, of a page its only one."""
+    shipped = shipped_files(framework, python)
+    if framework.ours:
+        return [path.parent for path in shipped[:1]], PROGRAMS / framework.ours
+    if shipped[0].suffix == ".mdx":
+        page = shipped[0].read_text(encoding="utf-8")
+        (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+        (folder / "program.py").write_text(code, encoding="utf-8")
+        return [], folder / "program.py"
+    return [Path(str(shipped[0]).removesuffix(framework.shipped[0]))], shipped[0]
 
 
 @contextmanager
 def warm(framework: Framework, python: Path, folder: Path) -> Iterator[tuple[str, ...]]:
     """The command that runs the program in a fork of a process that has imported the framework."""
     place = folder / "warm"
-    script, (path, program) = str(HERE / "warm.py"), program_of(framework, python)
+    script, (paths, program) = str(HERE / "warm.py"), program_of(framework, python, folder)
     settings = {
-        "PYTHONPATH": str(path),
+        "PYTHONPATH": ":".join(map(str, paths)),
         "HOME": str(folder),  # some keep files there
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "OTEL_SDK_DISABLED": "true",
@@ -181,6 +191,7 @@ def warm(framework: Framework, python: Path, folder: Path) -> Iterator[tuple[str
         server = subprocess.Popen(
             [python, "-W", "ignore", script, "serve", str(place), framework.apart],
             env=os.environ | settings,
+            cwd=folder,  # where programs write
             stdout=log,
             stderr=log,
         )
@@ -210,13 +221,11 @@ def warm(framework: Framework, python: Path, folder: Path) -> Iterator[tuple[str
 class Lesson:
     """A program with its team, its environment and its rewards."""
 
-    def __init__(self, command: Sequence[str], seed: int) -> None:
-        options = {"command": list(command), "models": MODELS, "deadline_s": 120.0, "at_once": 4}
+    def __init__(self, command: Sequence[str], seed: int, options: Mapping[str, object]) -> None:
+        options = {"command": list(command), "models": {"*": "agent"}, "deadline_s": 120.0, "at_once": 4, **options}
         self.orchestra = OrchestraConfig(name="program", options=options).call
         self.env = build_env(EnvConfig(name="math"))
-        self.agents = {
-            name: AgentConfig(policy="p", role="program_agent", max_tokens=32) for name in ("solver", "checker")
-        }
+        self.agents = {"agent": AgentConfig(policy="p", role="program_agent", max_tokens=32)}
         self.allocate = build_allocator(RewardConfig(name="shared_outcome"), self.agents)
         self.seed = seed
 
@@ -316,7 +325,7 @@ def train(name: str, python: Path, folder: Path) -> dict[str, object]:
     init_process_groups(rank=0, threads=1)
     try:
         with warm(framework, python, folder) as command:
-            lesson = Lesson(command, seed=1)
+            lesson = Lesson(command, seed=1, options=framework.options)
             teacher = Teacher(framework.reply)
             asyncio.run(lesson.play(teacher, step=-2, group_size=TAUGHT))
             said = sorted(teacher.said, key=repr)
