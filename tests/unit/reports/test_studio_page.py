@@ -1,0 +1,83 @@
+"""The studio in a real Chromium, used as a person does: filters, two runs side by side, no request leaves the host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.rollout.records.files import write_trajectories
+from tests.support.browser import Browser, needs_chromium
+from tests.support.played import failed, trajectory, turn
+from tests.unit.reports.test_runs import make_run
+from tests.unit.reports.test_studio import Answering
+
+pytestmark = needs_chromium
+LISTED = "[...document.querySelectorAll('#list tr')].map(row => row.children[1].textContent).join()"
+SET = "document.getElementById({0!r}).value = {1!r}; document.getElementById({0!r}).dispatchEvent(new Event({2!r})); 0"
+
+
+def alone(number: int, agent: str):
+    """Of task `t<number>`: a turn of one agent, whose reward is `number`."""
+    return trajectory(replace(turn(0, agent), reward=float(number)), sample=number, task_id=f"t{number}")
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Browser]:
+    results = tmp_path / "results"
+    make_run(results / "a", {"t": 0.5, "u": 0.25})
+    make_run(results / "b", {"t": 1.0, "u": 0.75}, seed=2)
+    for run in "ab":
+        with (results / run / "train/metrics.jsonl").open("a") as file:
+            for agent in ("solver", "verifier"):
+                file.write(json.dumps({"step": 2, f"agent/{agent}/reward_mean": 0.5}) + "\n")
+    file = results / "a/train/trajectories/step_000002.parquet"
+    lost = replace(failed(turn(0)), task_id="lost")
+    write_trajectories(file, [alone(1, "solver"), alone(2, "verifier"), alone(3, "solver"), lost])
+    with Answering(results, steps=0) as studio, Browser(f"{studio.url}/#a", tmp_path / "profile") as page:
+        page.until(f"{LISTED} === 't1,t2,t3,lost'")
+        yield page
+        assert len(page.asked) > 8 and all(url.startswith(f"{studio.url}/") for url in page.asked), page.asked
+
+
+def put(page: Browser, name: str, value: str, event: str = "input") -> None:
+    page.value(SET.format(name, value, event))
+
+
+def test_conversations_are_filtered_by_task_agent_reward_and_status(page: Browser) -> None:
+    page.until("[...document.getElementById('agent').options].map(o => o.value).join() === ',solver,verifier'")
+    for fields, left in (
+        ({"text": "t2"}, "t2"),
+        ({"text": "EngineErr"}, "lost"),
+        ({"agent": "solver"}, "t1,t3,lost"),
+        ({"agent": "solver", "status": "completed"}, "t1,t3"),
+        ({"status": "failed"}, "lost"),
+        ({"low": "2"}, "t2,t3"),
+        ({"low": "1.5", "high": "2.5"}, "t2"),
+        ({"low": "9"}, ""),
+    ):
+        for name, value in fields.items():
+            put(page, name, value)
+        page.until(f"{LISTED} === {left!r}")
+        for name in fields:
+            put(page, name, "")
+        page.until(f"{LISTED} === 't1,t2,t3,lost'")
+    page.value("document.querySelectorAll('#list tr')[2].click()")
+    page.until("document.getElementById('said').src.endsWith('index=2')")
+
+
+def test_two_runs_stand_side_by_side(page: Browser) -> None:
+    dashes = "[...document.querySelectorAll('#charts polyline')].filter(line => line.style.strokeDasharray).length"
+    assert page.value(dashes) == 0 and page.value("document.getElementById('differences').hidden")
+    put(page, "other", "b", "change")
+    page.until(f"{dashes} === 4")  # reward/mean, validation/accuracy, and reward_mean of both agents
+    rows = page.until(
+        "[...document.querySelectorAll('#different tr')].map(row => row.innerText.split('\\t').join('|'))"
+    )
+    # differences of t and u are 0.5 each
+    assert rows == ["|a|b", "seed|1|2", "trained avg@2 (2 tasks)|0.375|0.875 [0.5, 0.5]"]
+    put(page, "other", "", "change")
+    page.until(f"{dashes} === 0 && document.getElementById('differences').hidden")
