@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mcore_mas.cli.machine import run_names
 from mcore_mas.rollout.base.options import offered
 from mcore_mas.rollout.base.text import nearest, shown_line, shown_text
 
@@ -54,9 +55,32 @@ class UsageError(ValueError):
     """A command was called as it cannot be: says what was expected."""
 
 
+def recorded(named: Path) -> Path:
+    """A file of trajectories as it was named; of a run, by its folder or its name in results/, the newest step's.
+
+    Raises:
+        UsageError: there is neither.
+    """
+    steps = [file for run in (named, "results" / named) for file in sorted(run.glob("train/trajectories/*.parquet"))]
+    if not steps and not named.exists():
+        near = nearest(str(named), run_names())
+        raise UsageError(f"{named}: no such file or run; expected a parquet file of trajectories, or a run{near}")
+    return steps[-1] if steps else named
+
+
+_Recorded = Annotated[
+    Path,
+    typer.Argument(
+        help="A file of trajectories, under train/trajectories or evaluation of a run; or a run: its newest step's.",
+        callback=recorded,
+        autocompletion=run_names,
+    ),
+]
+
+
 @inspection_commands.command("show", rich_help_panel=_TRAJECTORIES)
 def show_trajectory(
-    file: Annotated[Path, typer.Argument(help="Trajectories: a parquet file under train/trajectories or evaluation.")],
+    file: _Recorded,
     index: Annotated[int | None, typer.Option(help="Which of the file's trajectories, from 0; else a list.")] = None,
     trajectory: Annotated[str | None, typer.Option("--id", help="Show this trajectory instead.")] = None,
     branches: Annotated[
@@ -100,7 +124,7 @@ def _paged(console: Console) -> AbstractContextManager[object]:
 
 @inspection_commands.command("explain", rich_help_panel=_TRAJECTORIES)
 def explain_credit(
-    file: Annotated[Path, typer.Argument(help="Trajectories: a parquet file under train/trajectories.")],
+    file: _Recorded,
     advantage: Annotated[str, typer.Option(help="estimator (`mcore-mas list estimators`)")] = "drmas",
     option: Annotated[list[str] | None, typer.Option(help="of the estimator, as key=value; may repeat")] = None,
     task: Annotated[str | None, typer.Option(help="only this task")] = None,
@@ -159,29 +183,21 @@ def show_leaks(
 
     Exit status 1 if one is, by id, text or test; similar texts are for you to judge.
     """
+    from mcore_mas.config.run import RunConfig
+    from mcore_mas.rollout.config.data import make_tasks
     from mcore_mas.rollout.tasks.splits import find_leaks
 
     if (config is None) == (not files):
         raise UsageError("name data files to compare, or --config with a resolved config")
-    splits = _run_splits(config) if config is not None else _file_splits(files or [], format)
+    if config is not None:
+        loaded = RunConfig.load(config)
+        splits = make_tasks(loaded.data, loaded.seed)
+    else:
+        splits = _file_splits(files or [], format)
     leaks = find_leaks(splits, words=words, threshold=threshold)
     _print_leaks(leaks, examples, Console(highlight=False))
     if any(leak.exact for leak in leaks) and not report_only:
         raise typer.Exit(1)
-
-
-def _run_splits(config: Path) -> dict[str, list[Task]]:
-    """The splits of a run, by name.
-
-    Raises:
-        ConfigError: the resolved config cannot be used.
-        RecordError: a data file cannot be read.
-    """
-    from mcore_mas.config.run import RunConfig
-    from mcore_mas.rollout.config.data import make_tasks
-
-    loaded = RunConfig.load(config)
-    return make_tasks(loaded.data, loaded.seed)
 
 
 def _file_splits(files: Sequence[Path], format: str) -> dict[str, list[Task]]:
@@ -241,7 +257,9 @@ def _line(leak: Leak, match: Match) -> str:
 
 
 @inspection_commands.command("list", rich_help_panel=_DATA)
-def list_names(registry: Annotated[str, typer.Argument(help=", ".join(REGISTRIES))]) -> None:
+def list_names(
+    registry: Annotated[str, typer.Argument(help=", ".join(REGISTRIES), autocompletion=lambda: list(REGISTRIES))],
+) -> None:
     """Print the names a config may use, one a line; what an installed package offers, with the package."""
     if registry not in REGISTRIES:
         raise UsageError(f"no registry '{registry}'; there are: {', '.join(REGISTRIES)}{nearest(registry, REGISTRIES)}")

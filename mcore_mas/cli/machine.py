@@ -10,8 +10,8 @@ import signal
 import socket
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote, urlencode
@@ -19,12 +19,12 @@ from urllib.parse import quote, urlencode
 import psutil
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from mcore_mas.rollout.base.files import FolderError
 from mcore_mas.rollout.base.processes import start_group, stop_group
-from mcore_mas.rollout.base.text import shown_line
+from mcore_mas.rollout.base.text import nearest, shown_line
 
 machine_commands = typer.Typer()
 _PANEL = "This machine"
@@ -54,7 +54,7 @@ def serve_mlflow(store: str, port: int) -> None:
         try:
             probe.bind((HOST, port))
         except OSError as error:
-            raise UiError(f"port {port} on {HOST}: {error.strerror}; choose another (make ui PORT=5001)") from error
+            raise UiError(f"port {port} on {HOST}: {error.strerror}; choose another --port") from error
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
     command += ["--host", HOST, "--port", str(port), "--workers", "1"]
     environment = {
@@ -176,15 +176,29 @@ run_commands = typer.Typer()
 _RUNS_PANEL = "Look at runs"
 
 
+def run_names() -> list[str]:
+    """The runs in results/, which a name alone means."""
+    return [file.parent.name for file in sorted(Path("results").glob("*/config.yaml"))]
+
+
 def run_folder(named: Path | None) -> Path | None:
-    """The folder of a run: as it was named, or of that name in results/."""
+    """The folder of a run: as it was named, or of that name in results/.
+
+    Raises:
+        FolderError: there is none.
+    """
     if named is None or named.is_file() or (named / "config.yaml").is_file():
         return named
-    own = Path("results") / named
-    return own if own.is_dir() else named
+    if str(named) in run_names():
+        return Path("results") / named
+    expected = "expected a run's folder, its name in results/, or its config.yaml"
+    raise FolderError(f"{named}: no run here; {expected}{nearest(named.name, run_names())}")
 
 
-RunFolder = Annotated[Path, typer.Argument(help="A run: its folder, or its name in results/.", callback=run_folder)]
+RunFolder = Annotated[
+    Path,
+    typer.Argument(help="A run: its folder, or its name in results/.", callback=run_folder, autocompletion=run_names),
+]
 
 
 @run_commands.command("ls", rich_help_panel=_RUNS_PANEL)
@@ -208,7 +222,8 @@ def compare_runs(first: RunFolder, second: RunFolder) -> None:
     from mcore_mas.reports.runs import config_differences, score_differences
 
     console = Console(highlight=False)
-    settings = Table("setting", shown_line(first.name), shown_line(second.name), show_edge=False)
+    heads = (Column(shown_line(run.name), overflow="fold") for run in (first, second))
+    settings = Table("setting", *heads, show_edge=False)
     for key, values in config_differences(first, second).items():
         settings.add_row(Text(shown_line(key)), *(Text(shown_line(str(value))) for value in values))
     console.print(settings if settings.rows else "no setting differs")
@@ -243,16 +258,7 @@ def chat_with_team(run: RunFolder, state: Annotated[str, typer.Option(help="base
     from mcore_mas.training.evaluate import converse
 
     console = Console(highlight=False)
-    for trajectory in converse(RunConfig.load(run / "config.yaml"), state, _lines()):
-        print_trajectory(trajectory, console, {})
-
-
-def _lines() -> Iterator[str]:
-    while True:
-        try:
-            line = input("you: ")
-        except EOFError:
-            return
-        if not line.strip():
-            return
-        yield line
+    asked = iter(lambda: input("you: ").strip(), "")
+    with suppress(EOFError):
+        for trajectory in converse(RunConfig.load(run / "config.yaml"), state, asked):
+            print_trajectory(trajectory, console, {}, head=False)

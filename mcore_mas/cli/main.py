@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from mcore_mas.cli.inspection import UsageError, inspection_commands
-from mcore_mas.cli.machine import RunFolder, machine_commands, run_commands, run_folder
+from mcore_mas.cli.machine import RunFolder, machine_commands, run_commands, run_folder, run_names
 from mcore_mas.training.joblog import Stopped, cause, stop_at_start
 
 app = typer.Typer(
@@ -28,10 +28,16 @@ app = typer.Typer(
 _PANEL = "Train and evaluate"
 _Run = Annotated[
     Path | None,
-    typer.Argument(help="A run: its folder, its name in results/, or its config.yaml.", callback=run_folder),
+    typer.Argument(
+        help="A run: its folder, its name in results/, or its config.yaml.",
+        callback=run_folder,
+        autocompletion=run_names,
+    ),
 ]
 _Config = Annotated[Path | None, typer.Option("--config", help="The same, for scripts.", hidden=True)]
 _Suite = Annotated[str, typer.Argument(help="A suite file, or the name of an experiment.")]
+_Host = Annotated[str, typer.Option(help="Address to listen on.")]
+_TokenFile = Annotated[Path | None, typer.Option(help="Bearer token; required for a host that is not loopback.")]
 _Overrides = Annotated[list[str] | None, typer.Argument(help="Hydra overrides of every run, such as trainer.steps=3.")]
 
 
@@ -196,11 +202,9 @@ def evaluate_run(
 def serve_run(
     run: RunFolder,
     state: Annotated[str, typer.Option(help="base or trained.")] = "trained",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: _Host = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free port.")] = 8000,
-    token_file: Annotated[
-        Path | None, typer.Option(help="Bearer token; required for a host that is not loopback.")
-    ] = None,
+    token_file: _TokenFile = None,
     most_calls: Annotated[int, typer.Option(help="Answered at a time; further ones get status 429.", min=1)] = 256,
 ) -> None:
     """Answer as models of OpenAI's and Anthropic's APIs: the whole team by the run's name, and each of its agents."""
@@ -219,11 +223,9 @@ def serve_run(
 @app.command("studio", rich_help_panel=_PANEL)
 def studio(
     results: Annotated[Path, typer.Argument(help="Folder of the runs.")] = Path("results"),
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: _Host = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free port.")] = 8001,
-    token_file: Annotated[
-        Path | None, typer.Option(help="Bearer token; required for a host that is not loopback.")
-    ] = None,
+    token_file: _TokenFile = None,
 ) -> None:
     """Look at runs in a browser, live: curves by agent and policy, conversations, credit, two runs side by side."""
     from mcore_mas.reports.studio import open_studio

@@ -235,8 +235,7 @@ class RunConfig(Section):
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())}); make it again") from error
         if not isinstance(values, dict):
-            kind = type(values).__name__
-            raise ConfigError(f"{path}: a resolved config is a mapping of keys; this is {kind}; name another file")
+            raise ConfigError(f"{path}: {type(values).__name__}, where a config is a mapping; name another file")
         return cls.check(values, str(path))
 
     @classmethod

@@ -314,7 +314,7 @@ def suite_of_experiment(name: str) -> dict[str, Any]:
     """
     known = experiments()
     if name not in known:
-        near = nearest(name, known)
+        near = nearest(name, [*known, *map(str, Path().glob("*.yaml"))])
         raise SuiteError(f"{name}: no such file, and no experiment of this name (docs/experiments.md){near}")
     return {"suite": name, "experiments": {name: [f"experiment={name}"]}}
 

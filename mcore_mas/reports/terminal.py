@@ -51,12 +51,21 @@ def advantages_of(file: Path, trajectories: Sequence[Trajectory]) -> TurnAdvanta
 
 
 def print_trajectory(
-    trajectory: Trajectory, console: Console, advantages: TurnAdvantages, *, branches: bool = False
+    trajectory: Trajectory, console: Console, advantages: TurnAdvantages, *, branches: bool = False, head: bool = True
 ) -> None:
-    """Print the line that led to the outcome to `console`; of a tree, with `branches`, also what did not go on."""
-    outcome = "none" if trajectory.outcome is None else f"{trajectory.outcome:g}"
-    console.print(plain(f"trajectory {trajectory.id}   task {trajectory.task_id}   source {trajectory.source}"))
-    console.print(plain(f"{trajectory.status.value}   outcome {outcome}   {_size(trajectory)}"))
+    """Print the line that led to the outcome to `console`.
+
+    Args:
+        branches: of a tree, also what did not go on.
+        head: begin with ids, status and outcome.
+    """
+    if head:
+        outcome = "none" if trajectory.outcome is None else f"{trajectory.outcome:g}"
+        console.print(plain(f"trajectory {trajectory.id}   task {trajectory.task_id}   source {trajectory.source}"))
+        size = f"{len(trajectory.turns)} turns"
+        if trajectory.leaf:
+            size = f"{len(trajectory.path)} turns on the path to {trajectory.leaf}, {len(trajectory.turns)} in the tree"
+        console.print(plain(f"{trajectory.status.value}   outcome {outcome}   {size}"))
     if trajectory.error:
         console.print(plain(trajectory.error, style="red"))
     turns = trajectory.turns if branches else trajectory.path
@@ -75,12 +84,6 @@ def print_trajectory(
             if (event.after_turn, event.node) == (turn.index, turn.node):
                 title = plain(f"{event.tool}{' failed' if event.failed else ''}: {event.query}")
                 console.print(Panel(plain(event.result), title=title, border_style="red" if event.failed else "blue"))
-
-
-def _size(trajectory: Trajectory) -> str:
-    if not trajectory.leaf:
-        return f"{len(trajectory.turns)} turns"
-    return f"{len(trajectory.path)} turns on the path to {trajectory.leaf}, {len(trajectory.turns)} in the tree"
 
 
 def _facts(turn: Turn, advantage: float | None) -> str:

@@ -108,7 +108,9 @@ def converse(run: RunConfig, state: str, prompts: Iterable[str]) -> Iterator[Tra
             task = Task(
                 id=f"chat-{number}", prompt=prompt, answers=("?",), env=config.env.name, source="chat", split=""
             )
-            yield runner.run(collector.play(task, 0))
+            played = runner.run(collector.play(task, 0))
+            turns = tuple(replace(turn, scores={}) for turn in played.turns)  # nobody knows what would be right
+            yield replace(played, outcome=None, turns=turns)
         for remote in remotes.values():
             runner.run(remote.aclose())
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.rollout.base.files import write_json, write_text
+from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.models.architecture import read_architecture, read_config
 from mcore_mas.rollout.models.chat_template import CHAT_TEMPLATES, Renderer, has_chat_template
 from mcore_mas.rollout.records.files import read_trajectories
@@ -63,7 +64,8 @@ def export(run: Path, policy: str, to: Path, note: Callable[[str], None], *, ada
 
 def _check(config: RunConfig, run: Path, policy: str, *, adapter: bool) -> None:
     if policy not in config.policies:
-        raise ExportError(f"{run}: no policy '{policy}'; policies: {', '.join(config.policies)}")
+        near = nearest(policy, config.policies)
+        raise ExportError(f"{run}: no policy '{policy}'; policies: {', '.join(config.policies)}{near}")
     if policy not in config.trained:
         raise ExportError(f"{run}: policy '{policy}' is frozen; it is {config.policies[policy].model}")
     if adapter and config.policies[policy].lora is None:

@@ -82,8 +82,8 @@ def success_message(results: Path | str, suite: str) -> str:
     """What to look at after a pipeline run that ended well."""
     pages = {"Report": Path(results) / "reports" / f"{suite}.html", "Table": Path(results) / "tables" / f"{suite}.md"}
     made = [f"{name}: {path}" for name, path in pages.items() if path.is_file()]
-    store = "" if str(results) == "results" else f" STORE=sqlite:///{results}/mlflow.db"
-    return f"\nDone. {'   '.join(made)}\n`make ui{store}` opens MLflow on every curve of every agent."
+    store = "" if str(results) == "results" else f" --store sqlite:///{results}/mlflow.db"
+    return f"\nDone. {'   '.join(made)}\n`mcore-mas ui{store}` opens MLflow on every curve of every agent."
 
 
 def failure_message(logs: Iterable[str], since: float, workflow_logs: Iterable[Path | str], lines: int = 15) -> str:

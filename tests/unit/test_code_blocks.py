@@ -11,6 +11,7 @@ import runpy
 import shlex
 import textwrap
 import tomllib
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from snakemake.cli import get_argument_parser
 from typer.exceptions import TyperException
 
 import mcore_mas as mm
+from mcore_mas.cli.inspection import UsageError
 from mcore_mas.cli.main import app
 from mcore_mas.config.compose import CONFIGS, resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.suite import Suite
+from mcore_mas.rollout.base.files import FolderError
 from mcore_mas.rollout.rewards.coach import Coach
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +78,8 @@ def of_ours(words: list[str]) -> None:
     command = typer.main.get_command(app)
     while commands := getattr(command, "commands", None):
         command, words = commands[words[0]], words[1:]
-    command.make_context(command.name, words)  # as far as running it
+    with suppress(FolderError, UsageError):  # the runs that a page speaks of are not here
+        command.make_context(command.name, words)  # as far as running it
 
 
 def of_snakemake(words: list[str]) -> None:

@@ -26,7 +26,7 @@ def test_the_tiny_suite_runs_to_its_report_and_then_has_nothing_to_do(tmp_path: 
     results = tmp_path / "results"
     said = snakemake(results)
     assert f"Report: {results}/reports/tiny.html" in said
-    assert "make ui" in said
+    assert "mcore-mas ui" in said
 
     with (results / "tables" / "tiny.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -8,8 +8,22 @@ import pytest
 from mcore_mas.cli.inspection import REGISTRIES
 from mcore_mas.cli.main import main, snakemake_command
 from mcore_mas.rollout.base.options import offered
+from mcore_mas.rollout.records.files import write_trajectories
+from tests.support.finished import finished
+from tests.support.played import trajectory, turn
 
 HELPED = "Usage: "  # what a command's own parser refuses comes with where to find help
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a suite and two runs."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "my_suite.yaml").touch()
+    for number, run in enumerate(("demo_math", "demo_math2")):
+        finished(folder / "results", run, number)
+        write_trajectories(folder / f"results/{run}/train/trajectories/step_000000.parquet", [trajectory(turn(0))])
+    return folder
 
 
 def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -24,22 +38,37 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     [
         (
             "train --config {missing}.yaml",
-            "missing.yaml: no such file; expected a resolved config, results/<run>/config",
+            "missing.yaml: no such file; expected a resolved config, results/<run>/config.yaml",
         ),
-        ("train --config {text}", "text: a resolved config is a mapping of keys; this is str; name another file"),
+        ("train --config {text}", "text: str, where a config is a mapping; name another file"),
         ("evaluate --config c.yaml --state trainde", "--state trainde with 0 seats; expected base or trained without"),
         ("evaluate --config c.yaml --state x --seat verifier", "--seat verifier: expected AGENT=WHO, for example"),
         ("evaluate --config {missing}.yaml", "missing.yaml: no such file; expected a resolved config"),
-        ("export {missing} solver --to x", "missing/config.yaml: no such file; expected a resolved config"),
-        ("show {missing}", "missing: no such file; expected a parquet file with columns id, "),
+        ("export {missing} solver --to x", "missing: no run here; expected a run's folder, its name in results/"),
+        (
+            "chat demo_mth",
+            "demo_mth: no run here; expected a run's folder, its name in results/, or its config.yaml; n",
+        ),
+        ("serve demo_mth", "; nearest: demo_math, demo_math2"),
+        ("compare demo_math demo_mat", "; nearest: demo_math, demo_math2"),
+        ("export demo_math solvr --to x", "no policy 'solvr'; policies: solver, verifier; nearest: solver"),
+        (
+            "show demo_mth",
+            "demo_mth: no such file or run; expected a parquet file of trajectories, or a run; nearest: d",
+        ),
+        (
+            "check my_suit.yaml",
+            "my_suit.yaml: no such file, and no experiment of this name (docs/experiments.md); near",
+        ),
+        ("show {missing}", "missing: no such file or run; expected a parquet file of trajectories, or a run"),
         ("show {folder}", "no such file; expected a parquet file"),
         ("show {text}", "text: not a readable parquet file"),
-        ("explain {missing}", "missing: no such file; expected a parquet file"),
+        ("explain {missing}", "missing: no such file or run; expected a parquet file"),
         ("explain {text} --option lone", "--option lone: expected key=value, for example --option lone=raw"),
         ("leaks", "name data files to compare, or --config with a resolved config"),
         ("leaks {missing}", "missing: no such file"),
         ("train", "name a run: its folder, results/{run}, or its config.yaml"),
-        ("train {folder}", "config.yaml: no such file; expected a resolved config"),
+        ("train {folder}", ": no run here; expected a run's folder"),
         ("check demo_mat", "no experiment of this name (docs/experiments.md); nearest: demo_math"),
         ("check demo_math trainer.stepz=3", "agreement; nearest: steps"),
         ("list envz", "aggregations, engines; nearest: envs"),
@@ -47,9 +76,15 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     ],
 )
 def test_a_mistake_is_one_line(
-    arguments: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    arguments: str,
+    words: str,
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     (tmp_path / "text").write_text("hello")
+    monkeypatch.chdir(project)
     places = {"missing": tmp_path / "missing", "text": tmp_path / "text", "folder": tmp_path}
     assert called(monkeypatch, *arguments.format(**places).split()) == 1
     said = capsys.readouterr().err
@@ -113,3 +148,16 @@ def test_a_suite_is_run_with_overrides_and_one_config(tmp_path: Path) -> None:
     assert snakemake_command(str(file), ["-n"], None)[5:] == [f"--configfile={file}", "-n"]
     by_name = snakemake_command("demo_math", ["-n"], None)[5:]
     assert by_name == ["-n", "--config", 'suite="demo_math"', 'experiments={"demo_math": ["experiment=demo_math"]}']
+
+
+def test_a_run_stands_for_the_trajectories_of_its_newest_step(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    file = project / "results/demo_math/train/trajectories/step_000001.parquet"
+    write_trajectories(file, [trajectory(turn(0), task_id="newest")])
+    monkeypatch.chdir(project)
+    for named in ("demo_math", "results/demo_math", str(file)):
+        assert called(monkeypatch, "show", named) == 0
+        assert "task newest" in capsys.readouterr().out
+    assert called(monkeypatch, "show", "results/demo_math/train/trajectories/step_000000.parquet") == 0
+    assert "task newest" not in capsys.readouterr().out
