@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-gpu test-package first-curve test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-gpu test-package test-documents first-curve test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,8 +21,9 @@ help: ## list the targets
 setup: $(STAMP) ## make .venv with everything pinned
 
 # torch comes alone and first, so that the CPU build is chosen where an index offers one. The lock file is complete:
-# nothing is resolved, and bytecode is compiled for what gets imported, not for everything.
-$(STAMP): pyproject.toml requirements/lock.txt
+# nothing is resolved, and bytecode is compiled for what gets imported, not for everything. A `.venv` that is a link
+# belongs to another checkout, and stays as it is.
+$(STAMP): $(if $(shell test -L $(VENV) && echo link),,pyproject.toml requirements/lock.txt)
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or say make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $$(grep -E '^torch==' requirements/lock.txt)
@@ -73,6 +74,9 @@ first-curve: $(STAMP) ## time it from pip install of the wheel to a risen curve,
 
 test-gateway: $(STAMP) ## play a thousand random agent programs: every sampled token accounted for, never a 5xx
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.gateway_fuzz 1000
+
+test-documents: $(STAMP) ## run every command of the documents that runs on a CPU, also those that take minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --documents tests/workflow/test_shell_blocks.py tests/workflow/test_scaffold.py
 
 kills: $(STAMP) ## kill a pipeline at every boundary between two writes, or at a share of them (SHARE=1/4)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills $(SHARE)

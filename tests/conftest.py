@@ -15,6 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sglang", help="interpreter of SGLang's environment, or the URL of a server, to test against")
     parser.addoption("--nodes", action="store_true", help="run the trainings on several nodes (`make test-nodes`)")
     parser.addoption("--mlflow", help="test MLflow's pages, and put their pictures into this folder")
+    parser.addoption("--documents", action="store_true", help="run also the documents' commands that take longer")
     parser.addoption("--slurm", action="store_true", help="run what takes minutes on a real Slurm")
 
 

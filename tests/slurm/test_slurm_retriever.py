@@ -1,9 +1,9 @@
-"""A retrieval server in a job of Slurm: joined by its file, started again when it dies, queued again, ended."""
+"""A retrieval server in a job of Slurm, by `make retriever`: joined by its file, started again, queued again, ended."""
 
 import asyncio
 import os
 import signal
-import sys
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -26,17 +26,11 @@ def test_runs_join_a_server_of_another_node_and_wait_for_it(request: pytest.Fixt
     )
     build_index(tmp_path / "c.jsonl", tmp_path / "index", None)
     members, output = tmp_path / "members", tmp_path / "slurm.out"
-    options = [
-        "--requeue",
-        "--nodelist=n1",
-        "--mem=2000",
-        f"--output={output}",
-        "--open-mode=append",
-        f"--chdir={ROOT}",
-    ]
-    script = [str(ROOT / "workflow/scripts/serve_retriever.sh"), str(members), "--index", str(tmp_path / "index")]
-    env = f"--export=ALL,PYTHON={sys.executable}"
-    job = slurm.run("sbatch", "--parsable", env, *options, *script, "--ranking", "bm25").strip()
+    own = f"--nodelist=n1 --mem=2000 --output={output} --open-mode=append"  # where docs/retrieval.md has its machine's
+    words = [f"INDEX={tmp_path / 'index'}", f"MEMBERS={members}", "ARGS=--ranking bm25", f"SLURM={own}"]
+    env = os.environ | slurm.env
+    made = subprocess.run(["make", "retriever", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    job = made.stdout.split("Submitted batch job ")[1].strip()
 
     async def ask(query: str) -> tuple[str, int]:
         async with RetrievalClient(members=members, patience_s=300) as client:

@@ -1,6 +1,7 @@
 """Every code block of the documents is run, composed into a config, or read by the parser of its command.
 
-Pages that tell one story have a test that takes their blocks in order; the others are checked here, block by block.
+Pages that tell one story have a test that takes their blocks in order. Commands of other pages are run in
+tests/workflow/test_shell_blocks.py, where they can run; all else is checked here, block by block.
 """
 
 from __future__ import annotations
@@ -29,43 +30,27 @@ from mcore_mas.config.compose import CONFIGS, resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.rollout.base.files import FolderError
-from mcore_mas.rollout.rewards.coach import Coach
+from tests.support.documents import BLOCKS, ROOT, STORIES
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-STORIES = {  # by page, the test that runs its blocks, or makes the page
-    "quickstart.md": "workflow/test_quickstart.py",
-    "own_team.md": "workflow/test_own_folder.py",
-    "own_reward.md": "unit/test_own_reward_page.py",
-    "to_slurm.md": "slurm/test_slurm_walk.py",
-    "api.md": "unit/api/test_objects.py",
-    "catalogue.md": "unit/reports/test_catalogue.py",
-}
-BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-FOUND = [
-    (page.name, f"{page.stem}-{number}", language, textwrap.dedent(body))
-    for page in PAGES
-    for number, (_, language, body) in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")))
-]
 LINES = [  # of shells: a command each
-    pytest.param(line, id=f"{name}: {line[:50]}")
-    for page, name, language, body in FOUND
-    if language == "sh" and page not in STORIES
-    for line in body.replace("\\\n", "").splitlines()
+    pytest.param(line, id=f"{block.name}: {line[:50]}")
+    for block in BLOCKS
+    if block.language == "sh" and block.page not in STORIES
+    for line in block.lines
 ]
 
 
 def blocks(language: str) -> list[Any]:
     return [
-        pytest.param(name, body, id=name)
-        for page, name, kind, body in FOUND
-        if kind == language and page not in STORIES
+        pytest.param(block.name, block.body, id=block.name)
+        for block in BLOCKS
+        if block.language == language and block.page not in STORIES
     ]
 
 
 def test_no_block_is_left_out() -> None:
     """What has no language is what somebody sees: files, messages, pictures of letters."""
-    assert {language for _, _, language, _ in FOUND} == {"", "sh", "python", "yaml", "toml", "mermaid"}
+    assert {block.language for block in BLOCKS} == {"", "sh", "python", "yaml", "toml", "mermaid"}
     for page, test in STORIES.items():
         words = (page.removesuffix(".md"), f"{page.removesuffix('.md')}.md", f"{page.removesuffix('.md').upper()}")
         assert any(word in (ROOT / "tests" / test).read_text() for word in words), page
@@ -96,7 +81,8 @@ def of_make(words: list[str]) -> None:
 
 
 def of_python(words: list[str]) -> None:
-    assert words[0] == "-m" and find_spec(words[1]), words
+    # whoever looks for pip switches off setuptools' own distutils, in the whole process
+    assert words[0] == "-m" and (words[1] == "pip" or find_spec(words[1])), words
 
 
 def of_others(words: list[str]) -> None:
@@ -153,7 +139,7 @@ GIVEN = {  # what a block's page takes for granted, as overrides
 
 
 def test_what_blocks_take_for_granted_is_of_blocks_that_are_there() -> None:
-    assert set(GIVEN) <= {name for _, name, language, _ in FOUND if language == "yaml"}
+    assert set(GIVEN) <= {block.name for block in BLOCKS if block.language == "yaml"}
 
 
 OWN_ENGINE = "tests.support.scripted_engine:ScriptedEngine"
@@ -210,7 +196,7 @@ def test_python_runs(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "nobody-is-asked")
     (body,) = [b.values[1] for b in blocks("python") if b.values[0] == name]
-    there: dict[str, Any] = {**dict.fromkeys(("Task", "TeamSession", "Env"), object), "Coach": Coach}
+    there: dict[str, Any] = dict.fromkeys(("Task", "TeamSession", "Env"), object)
     there |= {"config": RunConfig.check(resolve(["experiment=demo_math", "coach=openai"]), "here"), "folder": tmp_path}
     script = tmp_path / "block.py"
     script.write_text(f"async def block(groups=()):\n{textwrap.indent(body, '    ')}")

@@ -1,11 +1,14 @@
 """Files that the documents name are there. tests/unit/test_site.py checks their links."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+
+from mcore_mas.pipeline.suite import Suite
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -56,3 +59,48 @@ def test_recipes_of_containers_use_files_that_are_there() -> None:
     for recipe in (ROOT / "containers").iterdir():
         used = re.findall(r"\b(?:requirements|containers|environment)[\w./-]*\.\w+", recipe.read_text(encoding="utf-8"))
         assert len(used) > 1 and not [file for file in used if not (ROOT / file).is_file()], used
+
+
+def test_recipes_of_containers_are_of_steps_that_a_shell_takes() -> None:
+    """No container can be built in a test: the files' instructions, and their commands as a shell reads them."""
+    docker = (ROOT / "containers/Dockerfile").read_text().splitlines()
+    steps = [line.partition(" ") for line in docker if not line.startswith("#")]
+    assert [step for step, _, _ in steps] == ["FROM", "RUN", "COPY", "WORKDIR", "RUN", "RUN", "WORKDIR", "ENTRYPOINT"]
+    head, *sections = re.split(r"^%(\w+)\n", (ROOT / "containers/gpu.def").read_text(), flags=re.MULTILINE)
+    assert re.findall(r"^(\w+): \S", head, re.MULTILINE) == ["Bootstrap", "From"]
+    assert sections[::2] == ["files", "post", "environment", "runscript"]
+    for commands in [*(words for step, _, words in steps if step == "RUN"), *sections[3::2]]:
+        assert subprocess.run(["bash", "-n"], input=commands, text=True, check=False).returncode == 0, commands
+
+
+def test_a_catalog_of_workflows_finds_what_it_asks_for() -> None:
+    """Snakemake's catalog lists a workflow under *standardized usage* by these files."""
+    assert all((ROOT / name).is_file() for name in ("workflow/Snakefile", "config/README.md", "README.md"))
+    usage = yaml.safe_load((ROOT / ".snakemake-workflow-catalog.yml").read_text())["usage"]
+    assert usage.keys() == {"mandatory-flags", "software-stack-deployment", "report"}
+    assert usage["mandatory-flags"].keys() == {"desc", "flags"} and (ROOT / "environment.yml").is_file()
+    (suite,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "config/README.md").read_text(), flags=re.DOTALL)
+    assert list(Suite.load(yaml.safe_load(suite), ROOT).runs) == ["my_math", "my_math_grpo"]
+
+
+def test_forms_of_issues_are_as_github_takes_them() -> None:
+    for file in (ROOT / ".github/ISSUE_TEMPLATE").iterdir():
+        form = yaml.safe_load(file.read_text())
+        assert (
+            form["name"] and form["description"] and form.keys() <= {"name", "description", "title", "labels", "body"}
+        )
+        ids = [field["id"] for field in form["body"]]
+        assert len({*ids}) == len(ids) and all(re.fullmatch(r"[\w-]+", one) for one in ids)
+        for field in form["body"]:
+            assert field.keys() <= {"type", "id", "attributes", "validations"} and field["type"] == "textarea"
+            taken = {"label", "description", "placeholder", "value", "render"}
+            assert field["attributes"]["label"] and field["attributes"].keys() <= taken
+            assert field.get("validations", {"required": True}) == {"required": True}
+
+
+def test_commits_are_checked_by_programs_of_the_environment() -> None:
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert local["repo"] == "local" and [hook["id"] for hook in local["hooks"]] == ["ruff", "format", "snakefmt"]
+    lint = (ROOT / "Makefile").read_text()
+    for hook in local["hooks"]:
+        assert hook["entry"].removeprefix(".venv/bin/") in lint.replace("$(BIN)/", ""), hook

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -54,6 +55,48 @@ def test_the_clusters_page_moves_it_to_gpus_with_three_lines(tmp_path: Path) -> 
     )
     planned = said(project, "mcore_mas", "plan", "my_team.yaml", "--gpus", "4xH100")
     assert planned.returncode == 0 and planned.stdout.startswith("my_team on 4xH100: shared, "), planned.stderr
+
+
+EDITS = {  # ten lines of a project: other tasks, another answer that counts, other prompts, prices and room
+    "poets/tasks.py": (
+        ("Write words with {'ae'[n % 2]}", "Sing of {'io'[n % 2]}"),
+        ('("ae"[n % 2],)', '("io"[n % 2],)'),
+    ),
+    "poets/world.py": (
+        ("action.split()", "action.lower().split()"),
+        ("word in words)", "word in words if len(word) < 12)"),
+    ),
+    "poets/team.py": (('user="{problem}")', 'user="{problem} Go.")'), ('"{problem} {draft}")', '"{draft} {problem}")')),
+    "poets/reward.py": (("price: float = 0.001", "price: float = 0.002"),),
+    "configs/team/poets.yaml": (
+        ("writer: {max_tokens: 8}", "writer: {max_tokens: 6}"),
+        ("editor: {max_tokens: 8}", "editor: {max_tokens: 6}"),
+    ),
+    "configs/experiment/poets.yaml": (("train: 200", "train: 160"),),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_ten_edited_lines_are_another_team_that_learns(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--documents"):
+        pytest.skip("takes a minute; `make test-documents` runs it")
+    project, edited = new_project("poets", tmp_path), 0
+    for name, edits in EDITS.items():
+        file = project / name
+        before = file.read_text().splitlines()
+        for old, new in edits:
+            assert file.read_text().count(old) == 1, (name, old)
+            file.write_text(file.read_text().replace(old, new))
+        edited += sum(a != b for a, b in zip(before, file.read_text().splitlines(), strict=True))
+    assert edited == 10
+    assert said(project, "mcore_mas", "check", "poets.yaml").stdout == "ok: poets\n"
+    done = said(project, "mcore_mas", "run", "poets.yaml", "results/poets/train/done.json", "--quiet", "all")
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = map(json.loads, (project / "results/poets/train/metrics.jsonl").read_text().splitlines())
+    curve = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    print(f"validation every ten steps: {', '.join(f'{value:.2f}' for value in curve)}")
+    assert len(curve) == 5 and curve[0] < 0.3 and curve[-1] > 0.7
 
 
 def test_a_name_that_is_no_package_or_is_taken_is_refused(project: Path) -> None:
