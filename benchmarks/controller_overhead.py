@@ -17,7 +17,7 @@ from mcore_mas.rollout.teams.roles import ROLES, Agent
 from mcore_mas.rollout.teams.team import Team
 from mcore_mas.rollout.teams.tree import Branching
 
-TASKS, GROUP, LOOPS, REPEATS, GOAL = 64, 8, 4, 5, 10_000
+TASKS, GROUP, LOOPS, REPEATS, GOAL, TIMES = 64, 8, 4, 5, 10_000, 2.0
 TREE = Branching(width=4)
 PROMPT, REPLY, TEXT = tuple(range(512)), tuple(range(128)), "a thought on the problem, and some more words. " * 10
 
@@ -95,7 +95,7 @@ def main() -> None:
     print(f"lines: {', '.join(f'{rate:.0f}' for rate in rates)} turns/s")
     print(f"trees of width {TREE.width}, replays included: {turns_per_second(0, TREE):.0f} turns/s")
     ratio = statistics.median(rates) / GOAL
-    print(f"name=controller_overhead ratio={ratio:.2f} goal=1.00 reference=10k_turns_per_s n={REPEATS}")
+    print(f"name=controller_overhead ratio={ratio:.2f} goal={TIMES:.2f} reference=10k_turns_per_s n={REPEATS}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from mcore_mas.rollout.models.architecture import Architecture
 from mcore_mas.rollout.models.fused_weights import Weights
 from mcore_mas.rollout.records.trajectory import Sampling
 
-ROWS, CONTEXT, STEPS, REPEATS, GOAL = 32, 256, 12, 7, 0.5
+ROWS, CONTEXT, STEPS, REPEATS, GOAL = 32, 256, 12, 7, 0.8
 SHAPE = (
     Architecture(  # 66 million parameters, 260 MB: no layer's weights are still in the cache when it is reached again
         vocab=8192,

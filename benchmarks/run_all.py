@@ -1,4 +1,4 @@
-"""Runs every benchmark, or some, and writes their rows of docs/benchmarks.md from the last line that each prints."""
+"""Runs every benchmark, or some, and writes their rows of docs/benchmarks.md from the results that each prints."""
 
 from __future__ import annotations
 
@@ -29,19 +29,22 @@ class Result:
     n: int  # repeats
 
 
-def parse(output: str) -> Result | None:
-    """The result in the last line of a benchmark's output; None if it is not of the agreed form."""
+def parse(output: str) -> list[Result]:
+    """The results in a benchmark's output, a line each; none if its last line is not of the agreed form."""
     lines = output.rstrip().splitlines()
-    found = LINE.fullmatch(lines[-1].strip()) if lines else None
-    if found is None:
-        return None
-    return Result(
-        name=found["name"],
-        ratio=float(found["ratio"]),
-        goal=float(found["goal"]),
-        reference=found["reference"],
-        n=int(found["n"]),
-    )
+    found = [match for line in lines if (match := LINE.fullmatch(line.strip()))]
+    if not lines or not LINE.fullmatch(lines[-1].strip()):
+        return []
+    return [
+        Result(
+            name=match["name"],
+            ratio=float(match["ratio"]),
+            goal=float(match["goal"]),
+            reference=match["reference"],
+            n=int(match["n"]),
+        )
+        for match in found
+    ]
 
 
 def page(results: Sequence[Result], machine: str, before: str = "") -> str:
@@ -53,12 +56,14 @@ def page(results: Sequence[Result], machine: str, before: str = "") -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Made by `make bench`; each row is the last line of the script `benchmarks/<name>.py`.",
+        "Made by `make bench`; each row is a line that the script `benchmarks/<name>.py` prints (`chat_turns_16`: of",
+        "`chat_turns`).",
         "",
         "No GPU was at hand: utilisation, tokens per second and attention kernels of a GPU are not measured yet.",
         "",
-        "How a step's CPU time and memory grow with agents, turns, groups, prompts and policies (`growth`). From",
-        "prompts of 4096 tokens on, micro-batches of 4096 have room for one sequence each, and replies share nothing.",
+        "How a step's CPU time and memory grow with agents, turns, groups, prompts and policies (`growth`), with room",
+        "for a group in each micro-batch. The legend has exponents over size, those of turns and prompts above 1, as",
+        "attention's arithmetic grows with the square of a sequence; the row has the largest over a step's operations.",
         "",
         "![CPU time and memory over sizes](pictures/growth.png)",
         "",
@@ -84,12 +89,11 @@ def main() -> int:
         started = time.monotonic()
         done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, check=False)
         print(done.stdout.rstrip())
-        result = parse(done.stdout) if done.returncode == 0 else None
-        if result is None:
+        found = parse(done.stdout) if done.returncode == 0 else []
+        results += found
+        if not found:
             failed.append(script.name)
             print(f"error: {script.name} ended with status {done.returncode} and no result line")
-        else:
-            results.append(result)
         print(f"  ({time.monotonic() - started:.0f} s)", flush=True)
     if failed:
         print(f"error: {', '.join(failed)} failed; {options.out} is unchanged")

@@ -3,6 +3,10 @@
 They take turns, a step each: 8 replies to each of 8 prompts of the same lengths, their rewards, and an update. The
 least of each phase is shown, and the last line has the smaller ratio of two shapes. TRL lies in an environment of its
 own (requirements/bench.txt) that is made on first use and sees this one's torch.
+
+TRL's one process has as many threads as there are cores. This project's processes have one each, and there is a
+data-parallel rank and a replica of the engine for each core, which wait for each other once a step and not at every
+operation; `--ranks 1` gives one rank and one replica all threads.
 """
 
 from __future__ import annotations
@@ -87,8 +91,9 @@ def odd(trajectory: Trajectory) -> float:
     return float(sum(trajectory.turns[0].completion_ids) % 2)
 
 
-def ours(folder: Path, shape: Shape, texts: list[str], threads: int) -> Iterator[dict[str, float]]:
+def ours(folder: Path, shape: Shape, texts: list[str], threads: int, ranks: int) -> Iterator[dict[str, float]]:
     """A step for each `next`."""
+    share = TASKS // ranks * (shape.prompt + GROUP * shape.reply)  # tokens of a rank, prompts counted once
     tasks = {"train": [(text, "") for text in texts], "validation": [(texts[0], "")], "test": [(texts[0], "")]}
     run = mm.Run(
         [mm.AgentSpec("writer", user="{problem}", settings={"max_tokens": shape.reply})],
@@ -102,9 +107,10 @@ def ours(folder: Path, shape: Shape, texts: list[str], threads: int) -> Iterator
         lr=LR,
         validate_every=STEPS,
         checkpoint_every=STEPS,
-        microbatch_tokens=16384,
-        engine={"max_length": shape.prompt + shape.reply},
-        cluster={"threads_per_process": threads},
+        microbatch_tokens=share,
+        dp=ranks,
+        engine={"max_length": shape.prompt + shape.reply, "replicas": ranks},
+        cluster={"threads_per_process": max(1, threads // ranks)},
     )
     rows = iter(run)
     while True:
@@ -184,7 +190,7 @@ def environment(folder: Path) -> Path:
     return python
 
 
-def compare(name: str, python: Path, repeats: int, threads: int, parts: int) -> float:
+def compare(name: str, python: Path, repeats: int, threads: int, parts: int, ranks: int) -> float:
     """TRL's seconds over ours for a shape, by the least of each."""
     shape = SHAPES[name]
     best: dict[str, dict[str, float]] = {"ours": {}, "TRL": {}}
@@ -193,7 +199,7 @@ def compare(name: str, python: Path, repeats: int, threads: int, parts: int) -> 
         texts = make_model(folder / "model", shape)
         sides = {
             "TRL": theirs(python, folder, shape, texts, threads, parts),
-            "ours": ours(folder, shape, texts, threads),
+            "ours": ours(folder, shape, texts, threads, ranks),
         }
         for number, side in itertools.product(range(WARM + repeats), sides):
             row = next(sides[side])
@@ -204,7 +210,8 @@ def compare(name: str, python: Path, repeats: int, threads: int, parts: int) -> 
             steps.close()
     ratio = best["TRL"]["step"] / best["ours"]["step"]
     print(
-        f"{name}, prompts of {shape.prompt}, replies of {shape.reply}, {threads} threads, load {os.getloadavg()[0]:.1f}"
+        f"{name}, prompts of {shape.prompt}, replies of {shape.reply}, {threads} threads, {ranks} ranks, "
+        f"load {os.getloadavg()[0]:.1f}"
     )
     for side, row in best.items():
         print(
@@ -220,12 +227,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each process")
+    parser.add_argument("--ranks", type=int, default=len(os.sched_getaffinity(0)), help="of ours, and replicas")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--parts", type=int, default=8, help="passes that TRL cuts an update into; 8 take the least")
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-trl")
     options = parser.parse_args()
     python = environment(options.environment)
-    ratios = [compare(name, python, options.repeats, options.threads, options.parts) for name in options.shapes]
+    how = options.repeats, options.threads, options.parts, options.ranks
+    ratios = [compare(name, python, *how) for name in options.shapes]
     print(f"name=whole_step ratio={min(ratios):.2f} goal={GOAL:.2f} reference=trl_grpo n={options.repeats}")
 
 
