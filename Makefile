@@ -55,7 +55,8 @@ test-sglang: $(STAMP) .venv-sglang/.stamp ## run engines, transports and a train
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m sglang --sglang .venv-sglang/bin/python tests/contract/test_engines.py tests/sglang
 
 test-slurm: $(STAMP) ## run jobs, failures, preemption and a paper's table on a real Slurm from Debian's packages
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --slurm tests/slurm tests/workflow/test_training.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --slurm --junitxml results/slurm.xml tests/slurm tests/workflow/test_training.py
+	$(BIN)/python -m tests.faults.page results/slurm.xml
 
 test-mlflow: $(STAMP) .venv-mlflow2/.stamp ## compare two runs in MLflow's real pages, make docs/mlflow.md's pictures; send runs to MLflow 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --mlflow docs/pictures \
@@ -83,6 +84,7 @@ kills: $(STAMP) ## kill a pipeline at every boundary between two writes, or at a
 
 chaos: kills ## kill, stop, starve and deceive runs, at every write boundary and at random; writes docs/reliability.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.slope
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.deaths
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.chaos --out results/chaos.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --junitxml results/chaos.xml $$($(BIN)/python -m tests.faults.page --list)
 	$(BIN)/python -m tests.faults.page results/chaos.xml results/chaos.json

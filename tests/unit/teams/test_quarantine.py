@@ -16,16 +16,22 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_mas.retrieval.corpus import Passage, RetrievalError
 from mcore_mas.rollout.base.errors import EnvError
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.config.sections import OrchestraConfig
-from mcore_mas.rollout.environments import ENVS
+from mcore_mas.rollout.environments import ENVS, TOOLS
 from mcore_mas.rollout.environments.games import GAMES
 from mcore_mas.rollout.environments.mcp import McpEnv, McpServer
 from mcore_mas.rollout.environments.protocol import Step, ToolCall
+from mcore_mas.rollout.environments.search import REWARDS
+from mcore_mas.rollout.environments.tools import call_tool
+from mcore_mas.rollout.models.tool_calls import TOOL_FORMATS, parse_reply
 from mcore_mas.rollout.orchestras import ORCHESTRAS
+from mcore_mas.rollout.orchestras.replies import PARSERS
 from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
-from mcore_mas.rollout.records.trajectory import Message, Status, Task, valid_text
+from mcore_mas.rollout.records.trajectory import Message, Status, Task, ToolUse, valid_text
+from mcore_mas.rollout.rewards.penalties import VALIDITY_RULES
 from mcore_mas.rollout.tasks import GENERATORS
 from mcore_mas.rollout.teams.journal import Quarantined
 from tests.support import casts
@@ -216,21 +222,110 @@ def test_nothing_that_is_said_or_answered_ends_a_collection(name: str, seed: int
         ), trajectory.error
 
 
-@pytest.mark.parametrize("name", sorted(set(GAMES) | {"math"}))
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_no_action_breaks_an_environment(name: str, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    source = random.Random(seed)
-    task = casts.SUM if name == "math" else GENERATORS[name].tasks(1, {"train": 1})[0]
+class Library:
+    """A retriever that finds anything, and breaks as a retriever may."""
 
+    def __init__(self, source: random.Random) -> None:
+        self.source = source
+
+    async def search(self, query: str, k: int, where: Any = None) -> list[Passage]:
+        if self.source.random() < 0.1:
+            raise RetrievalError("away")
+        return [Passage.compose(hostile(self.source), hostile(self.source), hostile(self.source)) for _ in range(k)]
+
+    async def passages(self, id: str, around: int) -> list[Passage]:
+        return await self.search(id, 1 + around)
+
+
+GENERATED = {"code": "programs", "data_science": "tabular", "repository": "repositories", "search": "encyclopedia"}
+LIBRARIES = {"alfworld": "alfworld", "webshop": "web_agent_site"}  # which are no requirement
+
+
+def place(name: str, source: random.Random) -> tuple[Task, Any]:
+    """A task of an environment of the registry, and what makes the environment."""
+    if name in LIBRARIES:
+        pytest.importorskip(LIBRARIES[name], reason=f"needs the library of {name}")
+    options: dict[str, Any] = {
+        "mcp": {"servers": {"small": McpServer(command=sys.executable, args=[str(SERVER)])}},
+        "gymnasium": {
+            "id": "FrozenLake-v1",
+            "actions": ["left", "down", "right", "up"],
+            "make": {"render_mode": "ansi"},
+        },
+        "search": {"retriever": Library(source)},
+    }.get(name, {})
+    if name in GAMES or name in GENERATED:
+        task = GENERATORS[GENERATED.get(name, name)].tasks(1, {"train": 1})[0]
+    else:
+        task = replace(casts.SUM, env=name, answers=("3",))
+    return task, partial(ENVS[name], **options)
+
+
+@pytest.mark.parametrize("name", sorted(ENVS))
+def test_no_action_breaks_an_environment(name: str, tmp_path: Path) -> None:
     async def steps(task: Task, team: Any, env: Any) -> None:
         env.reset(task)
         for _ in range(3):
             await env.step(hostile(source))
 
-    run = collect([task], make_team(ScriptedEngine({})), ENVS[name], steps, group_size=2, seed=seed, step=0)
-    trajectories = asyncio.run(run)[0].trajectories
-    assert [t.error for t in trajectories if "quarantined" in t.metrics] == []
-    path = tmp_path_factory.getbasetemp() / f"{name}.parquet"
-    write_trajectories(path, trajectories)
-    assert read_trajectories(path) == [replace(t, status=t.status) for t in trajectories]
+    for seed in range(12 if name in GAMES or name == "math" else 3):
+        source = random.Random(seed)
+        task, make_env = place(name, source)
+        run = collect([task], make_team(ScriptedEngine({})), make_env, steps, group_size=2, seed=seed, step=0)
+        trajectories = asyncio.run(run)[0].trajectories
+        assert [t.error for t in trajectories if "quarantined" in t.metrics] == []
+        write_trajectories(tmp_path / "all.parquet", trajectories)
+        assert read_trajectories(tmp_path / "all.parquet") == list(trajectories)
+
+
+def anything(source: random.Random, depth: int = 0) -> Any:
+    """Any JSON."""
+    kinds = [lambda: hostile(source), lambda: source.choice([None, True, -1, 10**30, 1e308, float("nan")])]
+    if depth < 2:
+        kinds += [
+            lambda: [anything(source, depth + 1) for _ in range(2)],
+            lambda: {hostile(source): anything(source, 2)},
+        ]
+    return source.choice(kinds)()
+
+
+@pytest.mark.parametrize("name", sorted(TOOLS))
+def test_no_call_breaks_a_tool(name: str) -> None:
+    """Any arguments, those by right names too, have a result; only a tool that is away fails its trajectory."""
+    source = random.Random(name)
+
+    async def calls() -> int:
+        task, make_env = place("search", source)
+        own = {"search": {"env": make_env(task), "filters": True}, "passages": {"env": make_env(task)}}
+        own["mcp"] = {"servers": {"small": McpServer(command=sys.executable, args=[str(SERVER)])}}
+        away = 0
+        async with TOOLS[name](**own.get(name, {})) as opened:
+            tools = {tool.schema.name: tool for tool in opened}
+            for number in range(60 if name != "python" else 20):
+                tool = tools[source.choice(list(tools))]
+                named = {key: anything(source) for key in tool.schema.parameters.get("properties", {})}
+                given = source.choice([named, anything(source), {k: hostile(source) for k in named}])
+                use = ToolUse(id=str(number), name=tool.schema.name, arguments=json.dumps(given))
+                try:
+                    call = await call_tool(tools, use, call_s=10.0, most_chars=200)
+                    assert isinstance(call.result, str)
+                except EnvError:  # what a library or an environment raises, too
+                    away += 1
+        return away
+
+    away = asyncio.run(calls())
+    assert away <= (20 if name in ("search", "passages") else 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.lists(st.sampled_from(PIECES) | st.text(max_size=8)).map("".join))
+def test_no_text_breaks_what_reads_replies(text: str) -> None:
+    for name, parse in PARSERS.items():
+        assert isinstance(parse(text), str | None), name
+    for form in TOOL_FORMATS:
+        for use in parse_reply(text, form, "c").calls:
+            assert isinstance(use.name, str) and use.arguments.encode() is not None
+    for name, rule in VALIDITY_RULES.items():
+        assert isinstance(rule(text), bool), name
+    for name, reward in REWARDS.items():
+        assert 0 <= reward(text, ["x"]) <= 1, name
