@@ -1,4 +1,4 @@
-"""In bfloat16 right weights agree at every depth, and a tensor that was left behind does not."""
+"""In bfloat16 right weights agree, shallow and deep, and a tensor that was left behind does not."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ def groups() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", DEPTHS)
+@pytest.mark.parametrize("layers", (DEPTHS[0], DEPTHS[-1]))  # `make exactness` measures those between too
 def test_right_weights_go_on_and_a_stale_tensor_stops(layers: int, tmp_path: Path) -> None:
     known = trained(layers)
     right, stale = list(known.stale)[:2]

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from mcore_mas.training.export import export
 from mcore_mas.training.train import train
 from tests.support import precision
 from tests.support.chat_server import Response, chat_server, says
+from tests.support.in_process import training_here
 from tests.support.replay import sample_again
 from tests.support.run_folder import make_run
 
@@ -102,6 +104,8 @@ CREDIT = {
     # trees of branches, a policy that is frozen
     "trees": ["recipe=at_grpo", "+agents.verifier.loss_weight=0"],
 }
+# which are trained in this process; the others need actors: side by side, on one model, or with an engine of their own
+HERE = ("ppo", "gspo", "agents", "trees")
 
 
 @pytest.fixture(params=sorted(CREDIT))
@@ -113,7 +117,8 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     def judge(body: dict, number: int) -> Response:
         return says("I cannot say." if number % 3 == 2 else f"PROCESS_SCORE: {number % 10}")
 
-    with chat_server(judge) as server:
+    here = training_here(monkeypatch) if request.param in HERE else nullcontext()
+    with chat_server(judge) as server, here:
         url = [f"coach.url={server.url}"] if request.param == "ppo" else []
         run = make_run(tmp_path, *SETTINGS, *CREDIT[request.param], *url)
         train(run / "config.yaml")

@@ -1,6 +1,6 @@
 """Every published experiment at the scale tiny: the real training, with trainers and engines in this process.
 
-One of each system is evaluated too; `test_paper_targets.py` runs two of them with all their processes.
+One of each system is evaluated too; `test_paper_targets.py` runs one of them with all its processes.
 
 What starts processes is replaced (Ray, trackers), as it takes nearly all of a tiny run's time; tasks, models, teams,
 environments, sandbox, retriever, rewards, credit, updates, weight sync and checkpoints are the real ones.

@@ -1,4 +1,4 @@
-"""A chat of sixteen turns with tools: each token is computed once, and its gradients are those of the turns whole."""
+"""Chats of 16 and 64 turns with tools: each token is computed once, and gradients are those of the turns whole."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support import ranks, reference
 TURNS, CHATS, TASK, SAMPLED, OBSERVED = 16, 3, 20, 6, 9
 
 
-def trace(vocab: int) -> list:
-    return tool_trace(vocab, turns=TURNS, samples=CHATS, task=TASK, sampled=SAMPLED, observed=OBSERVED)
+def trace(vocab: int, turns: int = TURNS) -> list:
+    return tool_trace(vocab, turns=turns, samples=CHATS, task=TASK, sampled=SAMPLED, observed=OBSERVED)
 
 
 def test_every_token_of_a_chat_is_stored_once() -> None:
@@ -31,12 +31,14 @@ def test_every_token_of_a_chat_is_stored_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_gradients_are_those_of_whole_turns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("turns", [16, 64])
+def test_gradients_are_those_of_whole_turns(turns: int, tmp_path: Path) -> None:
     model = tmp_path / "model"
     reference.make_model("qwen2", model)
     spec, out = ranks.spec_of(str(model)), tmp_path / "apart.json"
-    arguments = {"spec": spec, "out": out, "samples": trace(90), "max_tokens": 2000}
+    arguments = {"spec": spec, "out": out, "samples": trace(90, turns), "max_tokens": 2000}
     ranks.play([ranks.Job(function=ranks.both_ways, arguments=arguments)])
     apart = json.loads(out.read_text())
+    print(f"{turns} turns: gradients {apart['relative']:.1e} apart")
     assert apart["norm"] > 0
     assert apart["relative"] <= 1e-6

@@ -105,6 +105,13 @@ def shown(renderer: Renderer, ids: Sequence[int]) -> str:
     return str(renderer._tokenizer.decode(list(ids)))
 
 
+def counted(trajectory: Trajectory, *names: str) -> list[float]:
+    """A step's metrics of chats, of a trajectory alone."""
+    rewarded = replace(trajectory, turns=tuple(replace(turn, reward=1.0) for turn in trajectory.turns))
+    metrics = rollout_metrics([Group(task=TASK, trajectories=(rewarded,))])
+    return [metrics[f"chat/{name}"] for name in names]
+
+
 @pytest.fixture
 def qwen(tmp_path: Path) -> Renderer:
     return renderer_of("qwen2.5", tmp_path)
@@ -148,8 +155,7 @@ def test_a_template_that_drops_thoughts_makes_a_root_that_is_counted(tmp_path: P
     thought = "<think>\nhm\n</think>\n\n"
     trajectory, _ = play(renderer, one_chat, thought + call("count_on", '{"by": 1}'), f"{thought}3", "8")
     assert [turn.scores.get("root") for turn in trajectory.turns] == [None, None, 1.0]
-    rewarded = replace(trajectory, turns=tuple(replace(turn, reward=1.0) for turn in trajectory.turns))
-    assert rollout_metrics([Group(task=TASK, trajectories=(rewarded,))])["chat/roots"] == 1.0
+    assert counted(trajectory, "roots") == [1.0]
     assert "hm" not in shown(renderer, trajectory.turns[2].prompt_ids)
     assert trajectory.turns[2].messages[2].reasoning == "hm"
 
@@ -240,6 +246,7 @@ def test_a_full_chat_stops_folds_or_drops_its_oldest_results(qwen: Renderer) -> 
     assert trajectory.error == ""
     assert len(engine.calls) == 2
     assert [turn.scores.get("full") for turn in trajectory.turns] == [None, 1.0]
+    assert counted(trajectory, "full", "folded") == [1.0, 0.0]
 
     rules = ChatRules(when_full="fold", summariser="b")
     trajectory, _ = play(qwen, orchestra, "one", "two", "short", "three", rules=rules, max_length=550)
@@ -248,6 +255,7 @@ def test_a_full_chat_stops_folds_or_drops_its_oldest_results(qwen: Renderer) -> 
     last = trajectory.turns[3]
     assert last.messages[-1].content == f"first\n\nWhat has happened since:\nshort\n\n{'y' * 60}"
     assert (last.scores["folded"], last.scores["root"], len(last.messages)) == (1.0, 1.0, 2)
+    assert counted(trajectory, "full", "folded") == [0.0, 1.0]
     assert trajectory.turns[2].messages[-1].content.endswith("assistant: two\n\nuser: " + "y" * 60)
 
 
@@ -268,6 +276,7 @@ def test_dropped_results_leave_their_places(qwen: Renderer) -> None:
     assert results == ["[This result was dropped to save space.]"] * 2 + ["r" * 220]
     assert (last.index, last.scores["dropped_results"], last.scores["root"]) == (3, 2.0, 1.0)
     assert last.seed == free.turns[3].seed
+    assert counted(trajectory, "dropped_results", "roots") == [2.0, 1.0]
 
 
 def test_a_chat_that_has_no_room_at_all_is_overlong(qwen: Renderer) -> None:
