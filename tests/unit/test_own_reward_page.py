@@ -8,17 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from mcore_mas.api.objects import allocator_of
+from mcore_mas.cli.main import app
+from mcore_mas.config.credit import AdvantageConfig
+from mcore_mas.credit.assign import by_place, estimate
+from mcore_mas.credit.samples import to_samples
+from mcore_mas.rollout.records.files import write_trajectories
 from tests.support.played import failed, group, rewards, trajectory, turn
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_reward.md"
 
 
+CODE = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     script = tmp_path_factory.mktemp("page") / "own_reward.py"
-    script.write_text("\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)))
+    script.write_text(CODE)
     return runpy.run_path(str(script))
 
 
@@ -41,3 +51,23 @@ def test_what_few_siblings_found_is_worth_more(page: dict[str, Any]) -> None:
 
 def test_the_run_has_the_reward(page: dict[str, Any]) -> None:
     assert page["run"].config.reward.name.endswith("run.reward")
+
+
+def test_a_turn_is_compared_with_the_median_of_its_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one agent 0, 0 and 1, median 0; of the other 10, 20 and 60, median 20; twice the difference."""
+    (tmp_path / "own_credit.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    paid = [(0.0, 10.0), (0.0, 20.0), (1.0, 60.0)]
+    played = [
+        trajectory(turn(0, "a", reward=one), turn(1, "b", reward=other), sample=n)
+        for n, (one, other) in enumerate(paid)
+    ]
+    rule = AdvantageConfig(name="own_credit:median", options={"scale": 2.0})
+    found = by_place(estimate(to_samples([group(*played)]), {"a": rule, "b": rule}))
+    assert [found[(t.id, "", n)] for n in (0, 1) for t in played] == [0.0, 0.0, 2.0, -20.0, 0.0, 80.0]
+    with pytest.raises(ValidationError, match="scal"):
+        AdvantageConfig(name="own_credit:median", options={"scal": 2.0})
+    file = tmp_path / "step_000000.parquet"
+    write_trajectories(file, played)
+    said = CliRunner().invoke(app, ["explain", str(file), "--advantage", "own_credit:median", "--option", "scale=2"])
+    assert said.exit_code == 0 and "+80.0000" in said.stdout, said.output
