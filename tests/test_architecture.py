@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -326,6 +327,12 @@ def test_direct_dependencies_are_ranges_that_hold_what_is_locked() -> None:
     }
     assert not [str(r) for r in declared if not r.specifier.contains(pinned[canonicalize_name(r.name)])]
     assert not [str(r) for r in declared if "==" in str(r.specifier) or "<" not in str(r.specifier)]
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """pytest imports a test by its file's name alone where no package is around it."""
+    alone = [path for path in OTHERS if path.name.startswith("test_") and not (path.parent / "__init__.py").exists()]
+    assert [name for name, times in Counter(path.name for path in alone).items() if times > 1] == []
 
 
 def test_each_rule_has_a_short_script_of_its_name() -> None:

@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
 from mcore_mas.rollout.teams.team import Team
 from tests.support.gateway import opened, sampling_team, scripted
 
@@ -238,15 +239,34 @@ def test_keys_paths_bodies_and_the_number_of_calls_are_limited(tmp_path: Path, m
     assert asyncio.run(run()) == [401, 401, 404, 400, 400, 400, 413, 404, 200, 403]
 
 
-def test_a_reply_that_nobody_read_is_given_to_whoever_asks_again(tmp_path: Path) -> None:
+def test_a_reply_that_nobody_read_is_given_to_whoever_asks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A caller that leaves, and comes again, gets the reply of its first call; one that never comes again is masked."""
     team, engine, _ = sampling_team(tmp_path, max_tokens=60)
+    begun, left, may_reply = asyncio.Semaphore(0), asyncio.Semaphore(0), asyncio.Event()
+    generate, unread = engine.generate, GatewaySession.unread
+
+    async def held(*asked: Any) -> Any:
+        begun.release()
+        await may_reply.wait()
+        return await generate(*asked)
+
+    def noticed(session: GatewaySession, call: GatewayCall) -> None:
+        unread(session, call)
+        left.release()
+
+    monkeypatch.setattr(engine, "generate", held)
+    monkeypatch.setattr(GatewaySession, "unread", noticed)
 
     async def program(api: AsyncOpenAI) -> Any:
         ask: Any = api.chat.completions.create
         for question in ("retried", "left"):
-            with pytest.raises(openai.APITimeoutError):
-                await ask(model="a", messages=[user(question)], timeout=0.03)
+            asking = asyncio.create_task(ask(model="a", messages=[user(question)]))
+            await begun.acquire()
+            asking.cancel()
+            await left.acquire()
+        may_reply.set()
         again = await ask(model="a", messages=[user("retried")])
         other = await ask(model="a", messages=[user("retried")])  # read before, so this is another sample
         return again, other
