@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -247,13 +248,8 @@ def test_a_job_that_is_killed_for_memory_is_submitted_again_with_twice_as_much(
 
 
 def test_a_person_saves_a_training_by_scancel_and_then_ends_it(cluster: Slurm, tmp_path: Path) -> None:
-    model = make_run(tmp_path, *SETTINGS) / "base"
-    own = [*TINY, *SETTINGS, f"policies.solver.model={model}", f"policies.verifier.model={model}", "trainer.steps=500"]
-    suite = {"suite": "one", "experiments": {"long": ["experiment=demo_math", *own]}}
-    (tmp_path / "one.yaml").write_text(yaml.safe_dump(suite))
-    words = ["--configfile", "one.yaml", "--set-resources", "train:mem_mb=5000", "train:runtime=600", "--retries", "0"]
-    pipeline = begun(cluster, tmp_path, "results/long/train/done.json", *words)
-    run = tmp_path / "results/long"
+    run, words = long_run(tmp_path, "trainer.steps=500")
+    pipeline = begun(cluster, tmp_path, *words)
     wait_until(lambda: 1 in finished_steps(run) or pipeline.poll() is not None, 300)
     assert pipeline.poll() is None, pipeline.communicate()
     listed = cluster.run("squeue", "--me", "--format", "%i %T %r %k").splitlines()
@@ -279,7 +275,7 @@ def test_a_person_saves_a_training_by_scancel_and_then_ends_it(cluster: Slurm, t
     assert "rule_train" not in cluster.run("squeue", "-h", "-o", "%k")
 
     # without a database: a job that is cancelled before it has done anything
-    pipeline = begun(cluster, tmp_path, "results/long/train/done.json", *words, "--slurm-status-command", "squeue")
+    pipeline = begun(cluster, tmp_path, *words, "--slurm-status-command", "squeue")
     wait_until(lambda: "rule_train" in cluster.run("squeue", "-h", "-o", "%k") or pipeline.poll() is not None, 300)
     job = cluster.run("squeue", "-h", "-o", "%i").split()[0]
     cluster.run("scancel", job)
@@ -289,12 +285,42 @@ def test_a_person_saves_a_training_by_scancel_and_then_ends_it(cluster: Slurm, t
     assert reason.startswith((f"error: Slurm job {job}: CANCELLED", "error: stopped by SIGTERM"))
 
 
+def long_run(folder: Path, *more: str) -> tuple[Path, list[str]]:
+    """A suite of one run in `folder`: where the run will be, and the pipeline's words that train it."""
+    model = make_run(folder, *SETTINGS) / "base"
+    own = [*TINY, *SETTINGS, f"policies.solver.model={model}", f"policies.verifier.model={model}", *more]
+    suite = {"suite": "one", "experiments": {"long": ["experiment=demo_math", *own]}}
+    (folder / "one.yaml").write_text(yaml.safe_dump(suite))
+    words = ["results/long/train/done.json", "--configfile", "one.yaml", "--retries", "0"]
+    return folder / "results/long", [*words, "--set-resources", "train:mem_mb=5000", "train:runtime=600"]
+
+
 def saved_by(name: str, run: Path) -> int:
     """The step after which a signal stopped the training, which has its checkpoint."""
     log = (run / "logs/train.log").read_text()
     [step] = set(re.findall(rf"^(?:error: )?stopped by {name} after step (\d+)", log, re.MULTILINE))
     assert (run / f"train/checkpoints/step_{int(step):06d}/manifest.json").is_file()
     return int(step)
+
+
+def test_ctrl_c_of_a_pipeline_cancels_its_jobs_and_the_same_command_goes_on(cluster: Slurm, tmp_path: Path) -> None:
+    run, words = long_run(tmp_path, "trainer.steps=6")
+    pipeline = begun(cluster, tmp_path, *words)
+    wait_until(lambda: 1 in finished_steps(run) or pipeline.poll() is not None, 300)
+    assert pipeline.poll() is None, pipeline.communicate()
+    pipeline.send_signal(signal.SIGINT)
+    _, said = pipeline.communicate(timeout=300)
+    assert pipeline.returncode == 1, said
+    wait_until(lambda: not cluster.run("squeue", "-h").strip(), 120)
+    first = saved_by("SIGTERM", run)
+    trained = [job["State"] for job in submitted(cluster) if job["Comment"] == "rule_train_wildcards_long"]
+    assert trained and trained[-1].startswith("CANCELLED")
+
+    done = snakemake(cluster, tmp_path, *words)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert finished_steps(run) == list(range(6)) and first < 6
+    log = (run / "logs/train.log").read_text()
+    assert (log.count("started again"), log.count("stopped by SIGTERM")) == (1, 1)
 
 
 def test_a_papers_table_is_made_by_jobs(cluster: Slurm, tmp_path: Path) -> None:
