@@ -43,7 +43,7 @@ study: $(STAMP) ## compare estimators over seeds, on two CPU cores in some hours
 
 tables-tiny: $(STAMP) ## make every paper's table at the scale tiny and docs/tables_tiny.md: random models, generated data
 	@status=0; $(BIN)/snakemake tables --keep-going --config scale=tiny || status=$$?; \
-	$(BIN)/mcore-mas write tables-tiny; exit $$status
+	$(BIN)/python -m docs.writers tables_tiny; exit $$status
 
 test: $(STAMP) ## run every test, in two processes (WORKERS=2)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -19,7 +19,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("retrieval", "rollout", "mcore_mas")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-OTHERS = sorted(path for folder in ("workflow", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py"))
+PROGRAMS = ("workflow", "benchmarks", "docs", "tests")  # beside the packages, which import none of them
+OTHERS = sorted(path for folder in PROGRAMS for path in (ROOT / folder).rglob("*.py"))
 
 # Folders in the order of their imports: each may import those before it. `docs/architecture.md` says what is in each.
 ROOMS = (
@@ -148,7 +149,7 @@ def test_folders_import_one_way(path: Path) -> None:
         return
     number = room_of(own)
     assert number is not None, f"{places(path)} is in no room; add its folder to ROOMS, in the order of imports"
-    outside = ["snakemake", "workflow", "tests", "benchmarks"]
+    outside = ["snakemake", *PROGRAMS]
     if not within(own, "mcore_mas.megatron"):
         outside.append("megatron")
     for name in imports(path):

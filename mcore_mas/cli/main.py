@@ -1,12 +1,11 @@
-"""Command line: `mcore-mas`, also `python -m mcore_mas`; commands that work on one run or write documents."""
+"""Command line: `mcore-mas`, also `python -m mcore_mas`; the commands that start something, and how they are run."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -250,10 +249,6 @@ def export_policy(
 
 for group in (run_commands, inspection_commands, machine_commands):
     app.add_typer(group)
-document_commands = typer.Typer(no_args_is_help=True)
-app.add_typer(
-    document_commands, name="write", help="Write documents of this repository.", rich_help_panel="Development"
-)
 
 
 def main() -> None:
@@ -271,71 +266,3 @@ def main() -> None:
             raise
         print(f"error: {cause(error)}  (--debug shows the traceback)", file=sys.stderr)
         sys.exit(1)
-
-
-@document_commands.command("results")
-def write_results(
-    tables: Annotated[list[Path], typer.Argument(help="Tables of scores: results/tables/{suite}.csv.")],
-    readme: Annotated[Path, typer.Option(help="The page with the block of results.")] = Path("README.md"),
-) -> None:
-    """Put the results of tables of scores into the README."""
-    from mcore_mas.reports.tables import update_readme
-
-    update_readme(readme, tables)
-    print(readme)
-
-
-# pages made by a function alone, by command: its module, the page's path in it, the function, and what is written
-_PAGES = {
-    "api": ("mcore_mas.api.page", "API_PAGE", "render_api", "docs/api.md, the Python API"),
-    "catalogue": ("mcore_mas.reports.catalogue", "CATALOGUE", "render_catalogue", "docs/catalogue.md, all teams"),
-    "experiments": (
-        *("mcore_mas.reports.published", "EXPERIMENTS_PAGE", "experiments_page"),
-        "the table of docs/experiments.md: what is published, and how our settings differ",
-    ),
-    "plan": (
-        *("mcore_mas.planning.page", "PLAN", "render_plan"),
-        "docs/plan.md, what the published experiments get of 4, 8 and 16 GPUs",
-    ),
-}
-
-
-def _writer(module: str, path: str, render: str) -> Callable[[], None]:
-    def write() -> None:
-        from mcore_mas.rollout.base.files import write_text
-
-        found = import_module(module)
-        write_text(getattr(found, path), getattr(found, render)())
-        print(getattr(found, path))
-
-    return write
-
-
-for _command, (*_made_by, _about) in _PAGES.items():
-    document_commands.command(_command, help=f"Write {_about}.")(_writer(*_made_by))
-
-
-@document_commands.command("tables-tiny")
-def write_outcomes(
-    results: Annotated[Path, typer.Argument(help="What `make tables-tiny` left.")] = Path("results/tiny"),
-) -> None:
-    """Write docs/tables_tiny.md, which papers' tables were made at the scale tiny, and one of them beside it."""
-    from mcore_mas.reports.published import OUTCOMES, SAMPLE, outcomes_page, sample_page
-    from mcore_mas.rollout.base.files import write_text
-
-    for file, page in ((OUTCOMES, outcomes_page(results)), (SAMPLE, sample_page(results))):
-        if page is not None:
-            write_text(file, page)
-            print(file)
-
-
-@document_commands.command("options")
-def write_options() -> None:
-    """Write docs/options.md, what every option takes, and configs/schema/, which tells editors the same."""
-    from mcore_mas.config.schema import SCHEMAS, write_schemas
-    from mcore_mas.reports.catalogue import OPTIONS, render_options
-    from mcore_mas.rollout.base.files import write_text
-
-    write_schemas()
-    write_text(OPTIONS, render_options())
-    print(SCHEMAS, OPTIONS, sep="\n")

@@ -1,68 +1,16 @@
-"""Plans that people read: of a run or an index in the terminal, and of all published experiments as docs/plan.md."""
+"""Plans that people read in the terminal: of a run, or of an index."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mcore_mas.config.compose import CONFIGS, resolve
 from mcore_mas.config.credit import cut_off
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.choose import Cluster, PlanError, choose_placement, describe, shapes_of, transport
-from mcore_mas.planning.estimate import ASSUMED, Placement, RunEstimate
-from mcore_mas.planning.memory import GPUS, LOGITS, count_parameters
-from mcore_mas.reports.pages import render_page
-from mcore_mas.reports.published import paper_hardware, published_experiments, read_published
-from mcore_mas.rollout.models.architecture import published_shapes
-
-PLAN = CONFIGS.parent / "docs" / "plan.md"
-_SHOWN = tuple(map(Cluster.parse, ("4xH100", "8xH100", "16xH100")))
-
-
-def render_plan(names: Sequence[str] | None = None) -> str:
-    """The page, of all published experiments or of those in `names`."""
-    published = published_experiments() if names is None else names
-    alike: dict[tuple[str, ...], list[str]] = {}  # experiments by their models and plans
-    for name in published:
-        alike.setdefault(tuple(plan_row(name)), []).append(f"`{name}`")
-    return render_page(
-        "plan.md.jinja",
-        clusters=_SHOWN,
-        rows=[[", ".join(own), *cells] for cells, own in alike.items()],
-        assumed=asdict(ASSUMED),
-        gpus=GPUS,
-        logits=LOGITS >> 20,
-        models=published_shapes(),
-        hardware=read_published()["hardware"],
-        sources=read_published()["sources"],
-    )
-
-
-def plan_row(name: str) -> list[str]:
-    """The cells of an experiment in the page's table: models, what it gets of each cluster and of its paper's."""
-    config = RunConfig.check(resolve([f"experiment={name}"]), name)
-    sizes = [f"{count_parameters(a) / 1e9:.1f}B" for a in shapes_of(config).values()]
-    models = " + ".join(f"{sizes.count(size)} x {size}" for size in dict.fromkeys(sizes))
-    critics = " and critics" if any(config.policies[p].critic for p in config.trained) else ""
-    return [models + critics, *(_cell(config, cluster) for cluster in _SHOWN), _own(config, name)]
-
-
-def _own(config: RunConfig, name: str) -> str:
-    gpus = paper_hardware(name)
-    if gpus is None:
-        return "not named"
-    return gpus if gpus in map(str, _SHOWN) else f"{gpus}: {_cell(config, Cluster.parse(gpus))}"
-
-
-def _cell(config: RunConfig, cluster: Cluster) -> str:
-    try:
-        placement, estimate = choose_placement(config, cluster)
-    except PlanError as error:
-        return "**no**: " + str(error).rpartition("; ")[2]
-    gb = max(estimate.update, estimate.rollout) / 1e9
-    return f"{describe(placement)}: {gb:.0f} GB, {estimate.step_s:.0f} s, {estimate.hours:.0f} h"
+from mcore_mas.planning.choose import Cluster, describe, transport
+from mcore_mas.planning.estimate import Placement, RunEstimate
 
 
 def plan_lines(config: RunConfig, cluster: Cluster, placement: Placement, estimate: RunEstimate) -> Iterator[str]:

@@ -1,34 +1,20 @@
-"""Published experiments: their hyper-parameters beside the papers', and what was run of them at the scale tiny.
-
-docs/experiments.md has the table of the former, docs/tables_tiny.md that of the latter.
-"""
+"""Published experiments: their hyper-parameters beside the papers'."""
 
 from __future__ import annotations
 
 import inspect
-import json
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from fnmatch import fnmatch
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from mcore_mas import SHIPPED
-from mcore_mas.config.compose import CONFIGS, expand_braces, experiments, resolve
+from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.equations.losses import LOSSES
-from mcore_mas.reports.pages import render_page
-from mcore_mas.reports.paper_tables import PaperTable, table_names
-from mcore_mas.reports.tables import markdown_table
-from mcore_mas.rollout.base.files import json_lines, read_yaml
+from mcore_mas.rollout.base.files import read_yaml
 
-EXPERIMENTS_PAGE = CONFIGS.parent / "docs" / "experiments.md"
 UNKNOWN = "unknown"
 _TURNS = ("max_turns", "max_loops", "rounds", "max_nodes", "max_programs")  # options of orchestras
 
@@ -134,7 +120,7 @@ class PublishedValue:
 @cache
 def read_published() -> dict[str, Any]:
     """docs/published.yaml: `sources`, `families`, `hardware` and `rows`."""
-    return dict(read_yaml(EXPERIMENTS_PAGE.with_name("published.yaml")))
+    return dict(read_yaml(SHIPPED / "docs" / "published.yaml"))
 
 
 @cache
@@ -156,113 +142,5 @@ def published_values(experiment: str) -> dict[str, PublishedValue]:
     }
 
 
-def paper_hardware(experiment: str) -> str | None:
-    """The GPUs that an experiment's paper names, such as 8xH100; None where it names none."""
-    found = [own["gpus"] for own in read_published()["hardware"] if any(fnmatch(experiment, p) for p in own["of"])]
-    return found[-1] if found else None
-
-
-def published_experiments() -> list[str]:
-    """The experiments that a paper reports: all but the demonstrations."""
-    return [name for name in experiments() if not name.startswith("demo_")]
-
-
-def experiments_page() -> str:
-    """docs/experiments.md with its table written anew from docs/published.yaml."""
-    lines = ["| experiment | reports | evidence | differences from the paper |", "|---|---|---|---|"]
-    for row in read_published()["rows"]:
-        names = [name for name, _ in expand_braces(row["of"])]
-        listed = dict.fromkeys(str(v) for name in names for v in published_values(name).values() if v.differs)
-        text = "; ".join(filter(None, [row["besides"], *listed]))
-        lines.append(f"| `{row['of']}` | {row['reports']} | {row['evidence']} | {text} |")
-    page = EXPERIMENTS_PAGE.read_text(encoding="utf-8")
-    return re.sub(r"^\| experiment \|.*?(?=\n\n)", lambda _: "\n".join(lines), page, flags=re.MULTILINE | re.DOTALL)
-
-
 def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
-
-
-OUTCOMES = SHIPPED / "docs" / "tables_tiny.md"
-SAMPLE = OUTCOMES.with_name("tables_drmas_1_tiny.md")
-
-
-def outcomes_page(results: Path) -> str:
-    """The page about the results folder of a run of the tables at the scale `tiny`."""
-    tables = [PaperTable.load(name) for name in table_names()]
-    rows = {name: _experiment(results / name) for table in tables for name in table.experiments}
-    made = {table.name: _made(results / "tables" / f"{table.name}.json") for table in tables}
-    jobs = [job for file in sorted(results.rglob("benchmarks/*.jsonl")) for job in _jobs(file)[-1:]]
-    ended = [row for row in rows.values() if row["outcome"].startswith("ran")]
-    latest = max((mark for mark in made.values() if mark), default=(0.0, "none"))
-    return render_page(
-        "tables_tiny.md.jinja",
-        made=sum(mark is not None for mark in made.values()),
-        ended=len(ended),
-        day=datetime.fromtimestamp(latest[0], UTC).date(),
-        commit=latest[1],
-        jobs=jobs,
-        tables=markdown_table(pd.DataFrame([_table(table, made, rows) for table in tables])),
-        count=len(tables),
-        rows=markdown_table(pd.DataFrame({"experiment": f"`{name}`", **row} for name, row in rows.items()).fillna("")),
-        experiments=len(rows),
-    )
-
-
-def sample_page(results: Path) -> str | None:
-    """Dr.MAS' Table 1 as that run made it, its head and all; None where it did not."""
-    table = results / "tables" / "drmas_1.md"
-    note = "Copied by `mcore-mas write tables-tiny` from results/tiny/tables/drmas_1.md, as `make tables-tiny` left it."
-    return f"{table.read_text(encoding='utf-8').rstrip()}\n\n{note}\n" if table.is_file() else None
-
-
-def _table(table: PaperTable, made: dict[str, Any], rows: dict[str, dict[str, str]]) -> dict[str, str]:
-    ran = sum(rows[name]["outcome"].startswith("ran") for name in table.experiments)
-    return {
-        "table": f"`table_{table.name}`",
-        "of": table.config.title,
-        "made": "yes" if made[table.name] else "no",
-        "experiments run": f"{ran} of {len(table.experiments)}",
-    }
-
-
-def _made(path: Path) -> tuple[float, str] | None:
-    """When a table was made, in Unix time, and at which commit."""
-    return (path.stat().st_mtime, json.loads(path.read_text(encoding="utf-8"))["commit"]) if path.is_file() else None
-
-
-def _experiment(run: Path) -> dict[str, str]:
-    evaluated = sorted(path.stem for path in (run / "evaluation").glob("*.json"))
-    done = (run / "train" / "done.json").is_file()
-    untrained = evaluated and not (run / "train").exists()  # some tables have no more of it
-    ran = "ran" if done else "ran untrained" if untrained else ""
-    outcome = (evaluated and ran) or _failure(run) or ("unfinished" if run.is_dir() else "not run")
-    updates = Counter[str]()
-    for step in _jobs(run / "train" / "metrics.jsonl"):
-        found = {key: re.fullmatch(r"policy/(.+)/updates", key) for key in step}
-        updates.update({match[1]: int(step[key]) for key, match in found.items() if match})
-    return {
-        "outcome": outcome,
-        "updates": ", ".join(f"{policy} {count}" for policy, count in updates.items()),
-        "train, s": _seconds(run, ["train"]),
-        "evaluated": ", ".join(evaluated),
-        "evaluate, s": _seconds(run, [f"evaluate_{state}" for state in evaluated]),
-    }
-
-
-def _seconds(run: Path, jobs: Sequence[str]) -> str:
-    found = [job["s"] for name in jobs for job in _jobs(run / "benchmarks" / f"{name}.jsonl")[-1:]]
-    return f"{sum(found):.0f}" if found else ""
-
-
-def _failure(run: Path) -> str:
-    """The cause that the log of a failed job ends with."""
-    for log in sorted((run / "logs").glob("*.log"), key=lambda file: file.stat().st_mtime):
-        last = log.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
-        if last.startswith("error: "):
-            return f"failed, {log.stem}: {last.removeprefix('error: ')}"
-    return ""
-
-
-def _jobs(path: Path) -> list[dict[str, Any]]:
-    return json_lines(path)[0] if path.is_file() else []

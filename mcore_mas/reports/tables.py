@@ -1,4 +1,4 @@
-"""Tables of scores with confidence intervals: before training, after it, and the gain; also the README's table."""
+"""Tables of scores with confidence intervals: before training, after it, and the gain."""
 
 from __future__ import annotations
 
@@ -163,53 +163,15 @@ def markdown_table(table: pd.DataFrame) -> str:
     return str(cells.to_markdown(index=False, disable_numparse=True, colalign=aligned))
 
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 _READ = ("experiment", "policy_state", "dataset", "metric", "value", "ci_low", "ci_high", "n", "seed_count")
-_README_NOTE = (
-    "Scores in % of held-out tasks, base before and trained after reinforcement learning; the gain is paired by task, "
-    "in points, with a 95 % interval over tasks. Made by `mcore-mas write results` from {tables}."
-)
 
 
-def update_readme(readme: Path, tables: Sequence[Path]) -> None:
-    """Replace what stands between the two markers of `readme` by the results in `tables`; rows of other tables stay.
+def result_rows(table: Path) -> Iterator[dict[str, str]]:
+    """Each experiment's avg@k over all data; of an experiment with a single data source, over that one.
 
     Raises:
-        TableError: the page has not exactly one block, or a table is not as `make_table` writes it.
+        TableError: the table is not as `make_table` writes it.
     """
-    if not readme.is_file():
-        raise TableError(f"{readme}: no such file; expected a page with a line {BEGIN} and a line {END}")
-    text = readme.read_text(encoding="utf-8")
-    head, begin, rest = text.partition(BEGIN)
-    before, end, tail = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in tail:
-        raise TableError(f"{readme}: expected one {BEGIN} and, after it, one {END}; put each on a line of its own")
-    write_text(readme, f"{head}{BEGIN}\n{results_block(tables, before)}\n{END}{tail}")
-
-
-def results_block(tables: Sequence[Path], before: str = "") -> str:
-    """One Markdown table with a row per experiment of `tables`, in their order, and a note that says what it shows.
-
-    Rows that the block `before` has of other tables, where it names them, come after them.
-    """
-    rows = [row for table in tables for row in _result_rows(table)]
-    given = {table.stem for table in tables}
-    block = pd.DataFrame([*rows, *(row for row in _rows_of(before) if row.get("table", "") not in {"", *given})])
-    names = ", ".join(f"`{name}.csv`" for name in block["table"].unique())
-    if block["table"].nunique() == 1:
-        block = block.drop(columns="table")
-    return f"{markdown_table(block)}\n\n{_README_NOTE.format(tables=names)}"
-
-
-def _rows_of(markdown: str) -> list[dict[str, str]]:
-    """The rows of a Markdown table as text by column."""
-    lines = [line.strip("|").split("|") for line in markdown.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line] for line in lines]
-    return [dict(zip(cells[0], row, strict=False)) for row in cells[2:]]
-
-
-def _result_rows(table: Path) -> Iterator[dict[str, str]]:
-    """Each experiment's avg@k over all data; of an experiment with a single data source, over that one."""
     if not table.is_file():
         raise TableError(f"{table}: no such file; expected a table of scores (run `snakemake {table}`)")
     scores = pd.read_csv(table, dtype=str, keep_default_na=False)
@@ -243,12 +205,12 @@ def _result_rows(table: Path) -> Iterator[dict[str, str]]:
             raise TableError(
                 f"{table}, experiment {experiment}: not a number ({error}); make the table again"
             ) from error
-        yield {"table": table.stem, "experiment": str(experiment), **cells}
+        yield {"experiment": str(experiment), **cells}
 
 
 def headline(table: Path) -> list[dict[str, str]]:
-    """A row for each experiment of a table of scores, as the README has them; [] of a table with other states."""
+    """A row for each experiment of a table of scores; [] of a table with other states."""
     try:
-        return [{name: cell for name, cell in row.items() if name != "table"} for row in _result_rows(table)]
+        return list(result_rows(table))
     except TableError:
         return []

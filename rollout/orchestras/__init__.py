@@ -1,6 +1,6 @@
 """Orchestras (multi-agent workflows): who speaks when, each an async function in plain control flow.
 
-Their roles' prompts are in roles.yaml, the parsers of replies in replies.py, who may follow whom in flows.yaml.
+Their roles' prompts are in roles.yaml, the parsers of replies in replies.py.
 
 ab_mcts           a tree of attempts that widens or deepens by Thompson sampling (MARTI's MARS2)
 chain             a generator, a verifier and a refiner, each once (MARTI)
@@ -32,10 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
-import yaml
-
+from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.orchestras.ab_mcts import ab_mcts
 from mcore_mas.rollout.orchestras.acting import game_team, self_verify, single
 from mcore_mas.rollout.orchestras.coding import code_reflect, coder_tester, dsbench, tool_coder
@@ -65,10 +63,5 @@ SEARCHES = frozenset({"ab_mcts"})
 CHATS = frozenset({"memory_search", "tool_coder"})  # which open chats, in which agents may call tools
 
 
-def _table(name: str) -> Any:
-    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
-FLOWS: dict[str, list[str]] = _table("flows.yaml")  # edges by orchestra, for pictures
-for _name, _role in _table("roles.yaml").items():
+for _name, _role in read_yaml(Path(__file__).with_name("roles.yaml")).items():
     register_agent(_name, system=_role["system"], user=_role["user"])(PARSERS[_role["parse"]])

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.rollout.orchestras import FLOWS, ORCHESTRAS
+from docs.writers.catalogue import FLOWS
+from mcore_mas.rollout.orchestras import ORCHESTRAS
 from tests.support import lessons, ranks
 from tests.support.run_folder import make_run
 from tests.support.shipped import TEAMS, sharings

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from mcore_mas.cli.main import main
+from docs.writers.__main__ import WRITERS, main
+from docs.writers.results import BEGIN, END, pages, results_block
 from mcore_mas.reports.paper_tables import TableError
-from mcore_mas.reports.tables import BEGIN, END, make_table, results_block, update_readme
+from mcore_mas.reports.tables import make_table
 from tests.workflow.test_tables import evaluation
 
 README = Path(__file__).parents[2] / "README.md"
@@ -44,11 +46,9 @@ def lines_of(text: str) -> list[str]:
     return [re.sub(r"(?<=\|):?-+", "---", " ".join(line.split())) for line in text.splitlines()]
 
 
-def write_results(monkeypatch: pytest.MonkeyPatch, source: Path, readme: Path) -> int:
-    monkeypatch.setattr("sys.argv", ["mcore-mas", "write", "results", str(source), "--readme", str(readme)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
+def write_results(readme: Path, *tables: Path) -> None:
+    for file, text in pages(*tables, readme=readme).items():
+        file.write_text(text)
 
 
 def page(folder: Path, text: str) -> Path:
@@ -71,8 +71,8 @@ def test_one_row_per_experiment_from_the_rows_over_all_data(tmp_path: Path) -> N
 def test_rows_of_tables_that_are_not_given_stay(tmp_path: Path) -> None:
     readme = page(tmp_path, f"{BEGIN}\n{END}\n")
     demo, other = table(tmp_path, "demo", ONE_SOURCE), table(tmp_path, "other", TWO_SOURCES)
-    update_readme(readme, [demo, other])
-    update_readme(readme, [table(tmp_path, "demo", ONE_SOURCE.replace("0.500000", "0.600000"))])
+    write_results(readme, demo, other)
+    write_results(readme, table(tmp_path, "demo", ONE_SOURCE.replace("0.500000", "0.600000")))
     lines = lines_of(readme.read_text())
     assert lines[3] == "| demo | solo | avg@2 | 60.0 | 25.0 | -25.0 | [-30.0, +0.4] | 50 | 3 |"
     assert lines[4] == "| other | team | avg@4 | 31.2 | 78.1 | +46.9 | [+40.1, +53.0] | 199 | 1 |"
@@ -88,13 +88,13 @@ def test_with_several_tables_a_row_names_its_table(tmp_path: Path) -> None:
     assert lines[5].endswith("from `seed_2.csv`, `demo.csv`.")
 
 
-def test_only_the_block_changes_and_twice_is_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_block_changes_and_twice_is_once(tmp_path: Path) -> None:
     readme = page(tmp_path, f"# Title\n\n{BEGIN}\nnot generated yet\n{END}\n\nAfter.\n")
     source = table(tmp_path, "demo", ONE_SOURCE)
-    assert write_results(monkeypatch, source, readme) == 0
+    write_results(readme, source)
     written = readme.read_text()
     assert written == f"# Title\n\n{BEGIN}\n{results_block([source])}\n{END}\n\nAfter.\n"
-    assert write_results(monkeypatch, source, readme) == 0
+    write_results(readme, source)
     assert readme.read_text() == written
 
 
@@ -115,7 +115,7 @@ def test_it_reads_what_the_table_writer_writes(tmp_path: Path) -> None:
 def test_a_page_without_one_block_stays_as_it_is(tmp_path: Path, text: str) -> None:
     readme = page(tmp_path, text)
     with pytest.raises(TableError, match="expected one <!-- results:begin -->"):
-        update_readme(readme, [table(tmp_path, "demo", ONE_SOURCE)])
+        write_results(readme, table(tmp_path, "demo", ONE_SOURCE))
     assert readme.read_text() == text
 
 
@@ -128,27 +128,26 @@ def test_a_page_without_one_block_stays_as_it_is(tmp_path: Path, text: str) -> N
         (ONE_SOURCE.replace("0.250000", "soon"), HEAD, "experiment solo: not a number .*'soon'"),
     ],
 )
-def test_a_table_that_cannot_be_used_is_one_line(
-    tmp_path: Path,
-    rows: str,
-    head: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = table(tmp_path, "bad", rows, head)
-    readme = page(tmp_path, f"{BEGIN}\nas before\n{END}\n")
-    assert write_results(monkeypatch, path, readme) == 1
-    said = capsys.readouterr().err
-    assert re.match(f"error: .*bad.csv.*{message}", said) and said.count("\n") == 1
-    assert "as before" in readme.read_text()
+def test_a_table_that_cannot_be_used_is_one_line(tmp_path: Path, rows: str, head: str, message: str) -> None:
+    with pytest.raises(TableError, match=rf"bad\.csv.*{message}") as refused:
+        write_results(page(tmp_path, f"{BEGIN}\nas before\n{END}\n"), table(tmp_path, "bad", rows, head))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_command_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["docs.writers", "results", "nowhere.csv"])
+    with pytest.raises(SystemExit, match=r"error: nowhere\.csv: no such file; expected a table of scores"):
+        main()
+    assert all(callable(import_module(f"docs.writers.{name}").pages) for name in WRITERS)
 
 
 def test_a_missing_table_or_page_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(TableError, match=r"nowhere\.csv: no such file; expected a table of scores"):
         results_block([tmp_path / "nowhere.csv"])
     with pytest.raises(TableError, match=r"no\.md: no such file"):
-        update_readme(tmp_path / "no.md", [])
+        write_results(tmp_path / "no.md", tmp_path / "nowhere.csv")
+    with pytest.raises(TableError, match="no table of scores; name tables"):
+        write_results(README)
 
 
 def test_this_projects_page_has_its_block() -> None:

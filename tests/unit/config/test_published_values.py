@@ -6,16 +6,9 @@ import re
 
 import pytest
 
+from docs.writers.experiments import EXPERIMENTS, pages, published_experiments
 from mcore_mas.config.compose import expand_braces
-from mcore_mas.reports.published import (
-    EXPERIMENTS_PAGE,
-    HYPERPARAMETERS,
-    UNKNOWN,
-    experiments_page,
-    published_experiments,
-    published_values,
-    read_published,
-)
+from mcore_mas.reports.published import HYPERPARAMETERS, UNKNOWN, published_values, read_published
 
 
 @pytest.mark.parametrize("experiment", published_experiments())
@@ -45,7 +38,7 @@ def test_a_difference_is_seen_and_an_unknown_is_none() -> None:
 
 
 def test_the_table_of_the_docs_is_current() -> None:
-    assert EXPERIMENTS_PAGE.read_text() == experiments_page()
+    assert pages() == {EXPERIMENTS: EXPERIMENTS.read_text()}
     evidence = r"^\| `([^`]+)` \|.*\| (?:primary|secondary|no number known) \|"
-    rows = re.findall(evidence, EXPERIMENTS_PAGE.read_text(), flags=re.MULTILINE)
+    rows = re.findall(evidence, EXPERIMENTS.read_text(), flags=re.MULTILINE)
     assert sorted(name for row in rows for name, _ in expand_braces(row)) == sorted(published_experiments())

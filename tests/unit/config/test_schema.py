@@ -12,8 +12,8 @@ import yaml
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
+from docs.writers.schema import editor_schemas
 from mcore_mas.config.compose import CONFIGS
-from mcore_mas.config.schema import editor_schemas
 
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 MODELINE = "# yaml-language-server: $schema="
@@ -41,7 +41,7 @@ def test_a_shipped_config_keeps_to_the_schema_that_it_names(file: Path) -> None:
 
 def test_the_committed_schemas_are_made_from_the_models() -> None:
     committed = {file.stem: json.loads(file.read_text()) for file in (CONFIGS / "schema").glob("*.json")}
-    assert committed == json.loads(json.dumps(editor_schemas())), "run mcore-mas write options"
+    assert committed == json.loads(json.dumps(editor_schemas())), "run python -m docs.writers options"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from docs.writers.plan import PLAN, paper_hardware, plan_row
 from mcore_mas.config.compose import experiments, resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.suite import Suite, load_suite
@@ -15,8 +16,6 @@ from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.planning.choose import Cluster, PlanError, choose_placement, placed, shapes_of
 from mcore_mas.planning.estimate import Placement, estimate_run, step_seconds, workloads
 from mcore_mas.planning.memory import GPUS, count_parameters
-from mcore_mas.planning.page import PLAN, plan_row
-from mcore_mas.reports.published import paper_hardware
 from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
 
 PUBLISHED = sorted(name for name in experiments() if not name.startswith("demo_"))
@@ -256,4 +255,4 @@ def test_every_published_experiment_fits_one_machine_and_four_gpus_where_its_pap
 @pytest.mark.parametrize("name", sorted(FILES.values()))
 def test_the_page_is_up_to_date(name: str) -> None:
     (row,) = (line for line in PAGE.splitlines() if re.match(rf"\| (`\w+`, )*`{name}`[,` \w]* \| \d", line))
-    assert row.endswith(f"` | {' | '.join(plan_row(name))} |"), "run mcore-mas write plan"
+    assert row.endswith(f"` | {' | '.join(plan_row(name))} |"), "run python -m docs.writers plan"

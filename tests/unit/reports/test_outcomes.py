@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from docs.writers.tables_tiny import OUTCOMES, SAMPLE, pages
 from mcore_mas.reports.paper_tables import PaperTable, table_names
-from mcore_mas.reports.published import OUTCOMES, SAMPLE, outcomes_page, sample_page
 
 
 def write(path: Path, *lines: object) -> None:
@@ -30,7 +30,7 @@ def test_what_ran_and_what_did_not_by_hand(tmp_path: Path) -> None:
     write(tmp_path / "mappa_dsbench" / "config.yaml")
     write(tmp_path / "mappa_mathchat" / "evaluation" / "base.json", {})
     write(tmp_path / "tables" / "marti_ttrl.json", {"commit": "abc1"})
-    page = outcomes_page(tmp_path)
+    page = pages(tmp_path)[OUTCOMES]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
     rows = {row[0]: row[1:] for row in cells}
     assert rows["`table_marti_ttrl`"] == ["MARTI, test-time RL, DeepScaleR-1.5B", "yes", "1 of 2"]
@@ -51,9 +51,9 @@ def test_the_shipped_page_has_every_table_and_experiment() -> None:
 
 
 def test_a_finished_table_is_shown_with_a_head_that_says_how_small_it_is(tmp_path: Path) -> None:
-    assert sample_page(tmp_path) is None
+    assert [*pages(tmp_path)] == [OUTCOMES]
     write(tmp_path / "tables" / "drmas_1.md", "# Dr.MAS", "", "**Scale tiny.**")
-    assert (sample_page(tmp_path) or "").startswith("# Dr.MAS\n\n**Scale tiny.**\n\nCopied by `mcore-mas write ")
+    assert pages(tmp_path)[SAMPLE].startswith("# Dr.MAS\n\n**Scale tiny.**\n\nCopied by `python -m docs.writers ")
     shown = SAMPLE.read_text(encoding="utf-8").splitlines()
     assert shown[0] == "# Dr.MAS, Table 1, mathematics"
     assert shown[2].startswith("**Scale tiny: random models, generated tasks, two steps. These scores say that the ")

@@ -5,22 +5,25 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from mcore_mas import SHIPPED, api
+from docs.writers import DOCS
+from mcore_mas import api
 
-API_PAGE = SHIPPED / "docs" / "api.md"
+API_PAGE = DOCS / "api.md"
 _HEAD = """# Python API
 
-`import mcore_mas as mm` has these names, and no others are promised to stay. Made by `mcore-mas write api` from the
-docstrings. [quickstart.md](quickstart.md) uses them.
+`import mcore_mas as mm` has these names, and no others are promised to stay. Made by `python -m docs.writers api` from
+the docstrings. [quickstart.md](quickstart.md) uses them.
 """
 
 
-def render_api() -> str:
+def pages() -> dict[Path, str]:
     """The page."""
-    return "\n".join([_HEAD, *(part for name in sorted(api.__all__) for part in _entry(name, getattr(api, name)))])
+    entries = (part for name in sorted(api.__all__) for part in _entry(name, getattr(api, name)))
+    return {API_PAGE: "\n".join([_HEAD, *entries])}
 
 
 def public_methods(thing: type) -> dict[str, Any]:

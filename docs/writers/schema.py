@@ -1,15 +1,13 @@
-"""JSON schemas of configs for editors, made from the models that check them."""
+"""JSON schemas of configs for editors, made from the models that check them: those that the shipped configs name."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_mas.config.compose import CONFIGS
 from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
 from mcore_mas.config.run import RunConfig
-from mcore_mas.rollout.base.files import write_text
 from mcore_mas.rollout.base.schema_words import json_schema
 from mcore_mas.rollout.config.sections import PENALTY_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
 from mcore_mas.rollout.tasks import GENERATORS
@@ -112,9 +110,3 @@ def _partial(schema: Any) -> Any:
             name: {"anyOf": [_partial(part), _INTERPOLATED]} for name, part in schema["properties"].items()
         }
     return kept
-
-
-def write_schemas() -> None:
-    """Write the schemas that the first lines of the shipped configs name."""
-    for name, schema in editor_schemas().items():
-        write_text(SCHEMAS / f"{name}.json", json.dumps(schema, indent=1, allow_nan=False, sort_keys=True) + "\n")

@@ -1,0 +1,56 @@
+"""The README's results: a row for each experiment of tables of scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from docs.writers import ROOT
+from mcore_mas.reports.paper_tables import TableError
+from mcore_mas.reports.tables import markdown_table, result_rows
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+_NOTE = (
+    "Scores in % of held-out tasks, base before and trained after reinforcement learning; the gain is paired by task, "
+    "in points, with a 95 % interval over tasks. Made by `python -m docs.writers results` from {tables}."
+)
+
+
+def pages(*tables: Path, readme: Path = ROOT / "README.md") -> dict[Path, str]:
+    """The page with the results in `tables` between its two markers; rows of other tables stay.
+
+    Raises:
+        TableError: the page has not exactly one block, or a table is not as `make_table` writes it.
+    """
+    if not tables or not readme.is_file():
+        missing = "no table of scores" if not tables else f"{readme}: no such file"
+        raise TableError(f"{missing}; name tables, and a page with a line {BEGIN} and a line {END}")
+    text = readme.read_text(encoding="utf-8")
+    head, begin, rest = text.partition(BEGIN)
+    before, end, tail = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in tail:
+        raise TableError(f"{readme}: expected one {BEGIN} and, after it, one {END}; put each on a line of its own")
+    return {readme: f"{head}{BEGIN}\n{results_block(tables, before)}\n{END}{tail}"}
+
+
+def results_block(tables: Sequence[Path], before: str = "") -> str:
+    """One Markdown table with a row per experiment of `tables`, in their order, and a note that says what it shows.
+
+    Rows that the block `before` has of other tables, where it names them, come after them.
+    """
+    rows = [{"table": table.stem, **row} for table in tables for row in result_rows(table)]
+    given = {table.stem for table in tables}
+    block = pd.DataFrame([*rows, *(row for row in _rows_of(before) if row.get("table", "") not in {"", *given})])
+    names = ", ".join(f"`{name}.csv`" for name in block["table"].unique())
+    if block["table"].nunique() == 1:
+        block = block.drop(columns="table")
+    return f"{markdown_table(block)}\n\n{_NOTE.format(tables=names)}"
+
+
+def _rows_of(markdown: str) -> list[dict[str, str]]:
+    """The rows of a Markdown table as text by column."""
+    lines = [line.strip("|").split("|") for line in markdown.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    return [dict(zip(cells[0], row, strict=False)) for row in cells[2:]]
