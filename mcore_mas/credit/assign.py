@@ -6,7 +6,7 @@ A run's advantages are watched: too large, none at all, or from rewards of very 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from functools import partial
@@ -28,17 +28,15 @@ _IDS = ("policy", "task", "agent", "trajectory", "state")
 _NUMBERS = ("turn", "round")
 
 
-class _Keys(Mapping[str, Tensor]):
+class _Keys(dict[str, Tensor]):
     """Key columns of samples, each numbered when it is first asked for."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
-        self._known: dict[str, Tensor] = {}
 
-    def __getitem__(self, column: str) -> Tensor:
-        if column not in self._known:
-            self._known |= self._make(column)
-        return self._known[column]
+    def __missing__(self, column: str) -> Tensor:
+        self.update(self._make(column))
+        return self[column]
 
     def _make(self, column: str) -> dict[str, Tensor]:
         if column in _NUMBERS:
@@ -52,12 +50,6 @@ class _Keys(Mapping[str, Tensor]):
         nodes = [numbers.setdefault((s.trajectory, s.node), len(numbers)) for s in self._samples]
         parents = [numbers.get((s.trajectory, s.node.rpartition(".")[0]), -1) if s.node else -1 for s in self._samples]
         return {"node": torch.tensor(nodes), "parent": torch.tensor(parents)}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*_IDS, *_NUMBERS, "node", "parent"))
-
-    def __len__(self) -> int:
-        return len(_IDS) + len(_NUMBERS) + 2
 
 
 def columns(samples: Sequence[Sample]) -> Turns:

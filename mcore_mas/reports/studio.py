@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache, lru_cache
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from mcore_mas.config.run import ConfigError, RunConfig
@@ -165,10 +165,11 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
                 found = await asyncio.to_thread(answer, request.query_params)
             except (FolderError, RecordError, ConfigError) as error:
                 raise HTTPException(404, str(error)) from None
-            response = found if isinstance(found, Response) else JSONResponse(_finite(found))
+            if not isinstance(found, Response):  # JSON has no number for what is not finite
+                found = Response(to_json(found, inf_nan_mode="null"), media_type="application/json")
             for name, value in safe.items():
-                response.headers.setdefault(name, value)
-            return response
+                found.headers.setdefault(name, value)
+            return found
 
         return reply
 
@@ -220,15 +221,6 @@ def _filter(asked: Mapping[str, str]) -> TrajectoryFilter:
     return TrajectoryFilter(
         text=asked.get("text", ""), agent=asked.get("agent", ""), status=asked.get("status", ""), low=low, high=high
     )
-
-
-def _finite(value: Any) -> Any:
-    """Without what JSON has no number for."""
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: _finite(inner) for name, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def open_studio(results: Path, *, host: str, port: int, token_file: Path | None, say: Callable[[str], None]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -119,31 +119,21 @@ class Scoreboard:
 
     def metrics(self) -> dict[str, float]:
         """As a step's metrics: the accuracy, by data source too where there are several, and what it is without."""
-        counts, accuracy = self.counts(), self.accuracy()
+        counts = self.counts()
         found = {"failed": float(len(self.lost))}
         found |= {name: float(counts[name]) for name in ("overlong", "cut") if counts[name]}
-        if not accuracy:
+        known = [task for task in self.tasks() if task["metrics"]]
+        if not known:
             return found
-        over_all = accuracy.pop("all")
-        by_source = {f"{source}/accuracy": value for source, value in accuracy.items() if len(accuracy) > 1}
-        of_tasks = [task["metrics"][f"avg@{self.k}"] for task in self.tasks() if task["metrics"]]
-        low, high = mean_interval(of_tasks, "accuracy")
-        interval = {"ci_low": low, "ci_high": high}
-        return found | by_source | {"accuracy": over_all, **interval, "valid_ratio": self.valid_ratio()}
-
-    def accuracy(self) -> dict[str, float]:
-        """Mean over tasks of avg@k, by data source and over `all`; without tasks of which nothing is known."""
-        by_source: dict[str, list[float]] = {}
-        for task in self.tasks():
-            if task["metrics"]:
-                for dataset in ("all", task["source"]):
-                    by_source.setdefault(dataset, []).append(task["metrics"][f"avg@{self.k}"])
-        return {dataset: fmean(values) for dataset, values in by_source.items()}
-
-    def valid_ratio(self) -> float:
-        """Share of well-formed turns over replies whose score is known."""
-        known = [reply for reply in self._replies.values() if reply.score is not None]
-        return sum(reply.valid for reply in known) / max(1, sum(reply.turns for reply in known))
+        over_all = [task["metrics"][f"avg@{self.k}"] for task in known]
+        sources = dict.fromkeys(task["source"] for task in known)
+        for source in sources if len(sources) > 1 else ():
+            own = [value for value, task in zip(over_all, known, strict=True) if task["source"] == source]
+            found[f"{source}/accuracy"] = fmean(own)
+        low, high = mean_interval(over_all, "accuracy")
+        replies = [reply for reply in self._replies.values() if reply.score is not None]
+        valid_ratio = sum(reply.valid for reply in replies) / max(1, sum(reply.turns for reply in replies))
+        return found | {"accuracy": fmean(over_all), "ci_low": low, "ci_high": high, "valid_ratio": valid_ratio}
 
 
 def _metrics(replies: Sequence[Reply], k: int, *, voting: bool) -> dict[str, float]:
@@ -169,17 +159,13 @@ def score_rows(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-async def _nothing(_: Trajectory) -> None:
-    pass
-
-
 async def measure(
     board: Scoreboard,
     collector: Collector,
     *,
     in_flight: int,
     retries: int,
-    keep: Callable[[Trajectory], Awaitable[None]] = _nothing,
+    keep: Callable[[Trajectory], Awaitable[None]] | None = None,
 ) -> None:
     """Play what `board` lacks, at most `in_flight` trajectories at a time, and up to `retries` times what failed.
 
@@ -192,22 +178,18 @@ async def measure(
     Raises:
         Exception: as `Collector.play` and `keep`.
     """
+
+    async def work(jobs: Iterator[tuple[Task, int]]) -> None:
+        for task, sample in jobs:
+            trajectory = await collector.play(task, sample)
+            board.add(trajectory)
+            if keep is not None:
+                await keep(trajectory)
+
     for _ in range(retries + 1):
         missing = board.missing()
         jobs = iter(missing)  # shared: whoever is done takes the next
-        await together(_work(jobs, board, collector, keep) for _ in range(min(in_flight, len(missing))))
-
-
-async def _work(
-    jobs: Iterable[tuple[Task, int]],
-    board: Scoreboard,
-    collector: Collector,
-    keep: Callable[[Trajectory], Awaitable[None]],
-) -> None:
-    for task, sample in jobs:
-        trajectory = await collector.play(task, sample)
-        board.add(trajectory)
-        await keep(trajectory)
+        await together(work(jobs) for _ in range(min(in_flight, len(missing))))
 
 
 _SIZE = 128  # trajectories of a file

@@ -31,7 +31,6 @@ from mcore_mas.training.engine_factory import close_engines, make_engines, make_
 from mcore_mas.training.evaluate import NO_SEATS, seated
 from mcore_mas.training.placement import gpus_of_servers
 
-_ABILITIES = ("open", "close", "state", "same", "run", "check", "agreement", "files", "forget")
 _DRAIN_S = 10
 
 
@@ -41,9 +40,9 @@ class HandedIn:
     def __init__(self, env: Env) -> None:
         self.handed_in: str | None = None
         self._env = env
-        for name in _ABILITIES:  # those that the environment has, and no other
-            if hasattr(env, name):
-                setattr(self, name, getattr(env, name))
+
+    def __getattr__(self, name: str) -> Any:  # the abilities that the environment has, and no other
+        return getattr(self._env, name)
 
     def reset(self, task: Task) -> str:
         return self._env.reset(task)

@@ -235,15 +235,10 @@ async def _load(session: TrainingSession, found: Saved | None, *, again: bool) -
     await asyncio.gather(*(group.ready() for group in session.groups.values()))
     if found:
         await _restore(session, found)
-    else:
-        await _sync_first(session, every=again)
-
-
-async def _sync_first(session: TrainingSession, *, every: bool) -> None:
-    """Push what starts with a trained adapter, of which its engine has only the base so far; or every policy."""
-    for policy, sync in session.weight_sync.items():
+        return
+    for policy, sync in session.weight_sync.items():  # of one that starts with an adapter, the engine has the base
         lora = session.config.policies[policy].lora
-        if every or (lora is not None and lora.adapter is not None):
+        if again or (lora is not None and lora.adapter is not None):
             await sync.push(0)
 
 
