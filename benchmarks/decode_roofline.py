@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.models.architecture import Architecture
-from mcore_mas.rollout.models.fused_weights import Weights
+from mcore_mas.rollout.models.fused_weights import NOWHERE, Weights
 from mcore_mas.rollout.records.trajectory import Sampling
 
 ROWS, CONTEXT, STEPS, REPEATS, GOAL = 32, 256, 12, 7, 0.8
@@ -104,7 +104,7 @@ def main() -> None:
     matrices = [w for layer in decoder.weights.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     flops = 2 * ROWS * sum(matrix.numel() for matrix in [*matrices, decoder.weights.head])
     print(
-        f"model of {Weights.elements(SHAPE) / 1e6:.0f} M parameters, float32, one thread; {ROWS} rows, "
+        f"model of {Weights(SHAPE, NOWHERE).elements / 1e6:.0f} M parameters, float32, one thread; {ROWS} rows, "
         f"{CONTEXT} to {CONTEXT + STEPS * (REPEATS + 1)} tokens long"
     )
     print(

@@ -80,27 +80,28 @@ class OptionsError(ValueError):
 HERE: dict[str, Any] = {}  # objects of this process alone, by names as `here:...`, see `mcore_mas.api`
 
 
-def lookup(kind: str, name: str, known: Mapping[str, _T]) -> _T:
+def lookup(kind: str, name: str, known: Mapping[str, _T], *, own: bool = True) -> _T:
     """Return `known[name]`, what an installed package offers as `name`, or what is at the import path `name`.
 
     A package offers names as entry points of the group `mcore_mas.<kind>`, spaces in the kind being underscores. An
     import path is written "package.module:attribute".
+
+    Args:
+        own: whether it may be anything but what is known.
 
     Raises:
         UnknownName: nothing of that name is registered or offered, and it is no import path that resolves.
     """
     if name in known:
         return known[name]
-    if name in HERE:
+    if own and name in HERE:
         return HERE[name]  # type: ignore[no-any-return]
-    if ":" not in name:
+    if own and ":" not in name:
         name = next((entry.value for entry in offered(kind) if entry.name == name), name)
     module, separator, attribute = name.partition(":")
-    if not separator:
-        raise UnknownName(
-            f"unknown {kind} '{name}'; known: {', '.join(sorted(known))} (or package.module:attribute)"
-            f"{nearest(name, known)}"
-        )
+    if not (own and separator):
+        more = " (or package.module:attribute)" if own else ""
+        raise UnknownName(f"unknown {kind} '{name}'; known: {', '.join(sorted(known))}{more}{nearest(name, known)}")
     try:
         found: _T = getattr(importlib.import_module(module), attribute)
         return found
@@ -108,6 +109,16 @@ def lookup(kind: str, name: str, known: Mapping[str, _T]) -> _T:
         missing = str(getattr(error, "name", None)).partition(".")[0]
         moved = f"; it is mcore_mas.{missing} now" if missing in ("rollout", "retrieval") else ""
         raise UnknownName(f"{kind} '{name}' cannot be imported: {error}{moved}") from error
+
+
+def imported(kind: str, name: str, paths: Mapping[str, str]) -> Any:
+    """What is at the import path of `name`, or found as `lookup` finds it; imports what that needs.
+
+    Raises:
+        UnknownName: as `lookup`.
+    """
+    found: Any = lookup(kind, name, paths)
+    return lookup(kind, found, {}) if isinstance(found, str) else found
 
 
 def leaves(values: Mapping[str, Any], without: Set[str] = frozenset(), prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -154,10 +165,7 @@ class Registry:
             UnknownName: nothing is registered as `name`, and it is no import path that may be used here.
             OptionsError: what is found there cannot be called as this kind is.
         """
-        if not self.own and name not in self.known:
-            near = nearest(name, self.known)
-            raise UnknownName(f"unknown {self.kind} '{name}'; known: {', '.join(sorted(self.known))}{near}")
-        found = lookup(self.kind, name, self.known)
+        found = lookup(self.kind, name, self.known, own=self.own)
         trouble: str | None = f"; it is of type {type(found).__name__}"
         if callable(found):
             trouble = _trouble(found, len(self.takes), self.coroutine)

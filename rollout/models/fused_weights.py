@@ -16,10 +16,11 @@ from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.files import atomic_folder
 from mcore_mas.rollout.models.architecture import Architecture
 from mcore_mas.rollout.models.layout import Projection
-from mcore_mas.rollout.models.tensors import RowBlocks, blocks_of, checksum, complete, cut, whole
+from mcore_mas.rollout.models.tensors import RowBlocks, WeightStream, blocks_of, complete, cut, whole
 
 _TIED = ("model.embed_tokens.weight", "lm_head.weight")
 _ALIGNED = 16  # elements: every buffer starts on a cache line
+NOWHERE = torch.empty(0, device="meta")  # a storage that lays buffers out and holds none
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT names them
 
 
@@ -43,6 +44,7 @@ class NamedBuffers:
     """Buffers that are filled by name."""
 
     _tied = False
+    elements: int  # float32 numbers that their storage holds
     places: dict[str, tuple[torch.Size, Tensor]]  # name -> (shape in the stream, view of a buffer in the same order)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -50,11 +52,7 @@ class NamedBuffers:
         for name, (shape, view) in self.places.items():
             yield name, view.reshape(shape)
 
-    def checksums(self) -> dict[str, str]:
-        """Checksum of every tensor by its name, as `mcore_mas.rollout.models.tensors` has it."""
-        return {name: checksum(tensor) for name, tensor in self.tensors()}
-
-    def fill(self, stream: Iterable[tuple[str, RowBlocks]]) -> None:
+    def fill(self, stream: WeightStream) -> None:
         """Copy a full set of named tensors into the buffers, converting to float32.
 
         Raises:
@@ -65,7 +63,7 @@ class NamedBuffers:
             for block, part in zip(blocks, cut(place, blocks), strict=True):
                 part.copy_(block.detach().reshape(part.shape))
 
-    def placed(self, stream: Iterable[tuple[str, RowBlocks]]) -> Iterator[tuple[str, RowBlocks, Tensor]]:
+    def placed(self, stream: WeightStream) -> Iterator[tuple[str, RowBlocks, Tensor]]:
         """(name, tensor, place) of a full set of named tensors; the place has the same elements in the same order.
 
         Raises:
@@ -89,8 +87,8 @@ class Weights(NamedBuffers):
     """All weights of a decoder, in buffers that live as long as the engine."""
 
     def __init__(self, shape: Architecture, storage: Tensor | None = None) -> None:
-        """Lay the buffers out in `storage`, float32 of `elements(shape)`; in memory of their own without it."""
-        self.storage = torch.empty(self.elements(shape)) if storage is None else storage
+        """Lay the buffers out in `storage`, float32 of `elements` or `NOWHERE`; in memory of their own without it."""
+        self.storage = torch.empty(Weights(shape, NOWHERE).elements) if storage is None else storage
         empty = _Shelf(self.storage)
         self.embed = empty(shape.vocab, shape.hidden)
         self.head = self.embed if shape.tied else empty(shape.vocab, shape.hidden)
@@ -106,23 +104,7 @@ class Weights(NamedBuffers):
         for index, layer in enumerate(self.layers):
             for name, place in _places(layer, shape).items():
                 self.places[f"model.layers.{index}.{name}"] = place
-
-    @staticmethod
-    def elements(shape: Architecture) -> int:
-        """Float32 numbers that a storage for `shape` holds."""
-        shelf = _Shelf(torch.empty(0, device="meta"))
-        hidden, vocab = shape.hidden, shape.vocab
-        for _ in range(1 if shape.tied else 2):
-            shelf(vocab, hidden)
-        shelf(hidden)
-        for layer in range(shape.layers):
-            _allocate(shape, shelf, layer)
-        return shelf.used
-
-    @staticmethod
-    def names(shape: Architecture) -> tuple[str, ...]:
-        """Hugging Face names of what `tensors` gives, in its order."""
-        return tuple(Weights(shape, torch.empty(0, device="meta")).places)
+        self.elements = empty.used
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -142,7 +124,7 @@ class AdapterWeights(NamedBuffers):
     """One adapter's weights by their names in PEFT."""
 
     def __init__(self, shape: Architecture, adapter: AdapterShape, storage: Tensor) -> None:
-        """Lay the buffers out in `storage`, float32 of `elements`; on the device meta there is none."""
+        """Lay the buffers out in `storage`, float32 of `elements`, or as `NOWHERE`."""
         empty = _Shelf(storage)
         # of each layer by projection A [rank, inputs] and B [rows, rank], whose rows are in the order of `Layer`
         self.layers: list[dict[Projection, tuple[Tensor, Tensor]]] = []
@@ -154,9 +136,8 @@ class AdapterWeights(NamedBuffers):
                 a, b = self.layers[-1][x] = empty(adapter.rank, inputs), empty(rows, adapter.rank)
                 block = "mlp" if x in ("gate", "up", "down") else "self_attn"
                 name = f"base_model.model.model.layers.{index}.{block}.{x}_proj.lora_"
-                rotated = b.unflatten(0, (-1, shape.head_dim // 2, 2)).transpose(1, 2)
                 self.places |= {f"{name}A.weight": (a.shape, a)}
-                self.places |= {f"{name}B.weight": (b.shape, rotated if x in ("q", "k") else b)}
+                self.places |= {f"{name}B.weight": (b.shape, _paired(b, shape) if x in ("q", "k") else b)}
         self.elements = empty.used
 
 
@@ -215,38 +196,39 @@ def _allocate(shape: Architecture, empty: Callable[..., Tensor], number: int) ->
     )
 
 
+def _paired(buffer: Tensor, shape: Architecture) -> Tensor:
+    """In Hugging Face's order, which rotates dimension i of a head with i + D/2.
+
+    Here the two are neighbours, so that a rotation is one complex product.
+    """
+    pairs: Tensor = buffer.unflatten(0, (-1, shape.head_dim // 2, 2))
+    return pairs.transpose(1, 2)
+
+
 def _places(layer: Layer, shape: Architecture) -> dict[str, tuple[torch.Size, Tensor]]:
-    q, kv, half = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.head_dim // 2
+    places: dict[str, tuple[torch.Size, Tensor]] = {}
 
-    def plain(buffer: Tensor) -> tuple[torch.Size, Tensor]:
-        return buffer.shape, buffer
+    def put(name: str, buffer: Tensor | None, *, paired: bool = False) -> None:
+        if buffer is not None:
+            places[name] = buffer.shape, _paired(buffer, shape) if paired else buffer
 
-    def paired(buffer: Tensor) -> tuple[torch.Size, Tensor]:
-        # Hugging Face rotates dimension i with i + D/2; here they are neighbours, so a rotation is one complex product.
-        return buffer.shape, buffer.unflatten(0, (-1, half, 2)).transpose(1, 2)
+    def put_heads(kind: str, fused: Tensor | None) -> None:
+        sizes = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        for x, part in zip("qkv", (None,) * 3 if fused is None else fused.split(sizes), strict=True):
+            put(f"self_attn.{x}_proj.{kind}", part, paired=x != "v")
 
-    places = {
-        "input_layernorm.weight": plain(layer.input_norm),
-        "self_attn.q_proj.weight": paired(layer.qkv[:q]),
-        "self_attn.k_proj.weight": paired(layer.qkv[q : q + kv]),
-        "self_attn.v_proj.weight": plain(layer.qkv[q + kv :]),
-        "self_attn.o_proj.weight": plain(layer.out),
-        "post_attention_layernorm.weight": plain(layer.post_norm),
-    }
-    if layer.router is None:
-        mlps = {"mlp": (layer.gate_up, layer.down)}
-    else:
-        places["mlp.gate.weight"] = plain(layer.router)
+    put("input_layernorm.weight", layer.input_norm)
+    put_heads("weight", layer.qkv)
+    put("self_attn.o_proj.weight", layer.out)
+    put("post_attention_layernorm.weight", layer.post_norm)
+    put("mlp.gate.weight", layer.router)
+    mlps = {"mlp": (layer.gate_up, layer.down)}
+    if layer.router is not None:
         mlps = {f"mlp.experts.{e}": pair for e, pair in enumerate(zip(layer.gate_up, layer.down, strict=True))}
     for name, (gate_up, down) in mlps.items():
-        gate, up = gate_up.chunk(2)
-        matrices = {"gate": gate, "up": up, "down": down}
-        places |= {f"{name}.{matrix}_proj.weight": plain(buffer) for matrix, buffer in matrices.items()}
-    if layer.qkv_bias is not None:
-        places["self_attn.q_proj.bias"] = paired(layer.qkv_bias[:q])
-        places["self_attn.k_proj.bias"] = paired(layer.qkv_bias[q : q + kv])
-        places["self_attn.v_proj.bias"] = plain(layer.qkv_bias[q + kv :])
-    if layer.q_norm is not None and layer.k_norm is not None:
-        places["self_attn.q_norm.weight"] = paired(layer.q_norm)
-        places["self_attn.k_norm.weight"] = paired(layer.k_norm)
+        for x, part in zip(("gate", "up", "down"), (*gate_up.chunk(2), down), strict=True):
+            put(f"{name}.{x}_proj.weight", part)
+    put_heads("bias", layer.qkv_bias)
+    put("self_attn.q_norm.weight", layer.q_norm, paired=True)
+    put("self_attn.k_norm.weight", layer.k_norm, paired=True)
     return places

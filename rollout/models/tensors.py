@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_mas.rollout.base.errors import EngineError, ModelError
 
 RowBlocks = Tensor | Sequence[Tensor]  # a full tensor, or blocks of its rows in their order
+WeightStream = Iterable[tuple[str, RowBlocks]]  # Hugging Face name and tensor, one at a time
 
 
 def blocks_of(rows: RowBlocks) -> Sequence[Tensor]:
@@ -56,12 +57,14 @@ class TensorFiles:
             ModelError: one cannot be read.
         """
         self.where = files[0].parent
+        self.opened: dict[Path, Any] = {}
         self._files: dict[str, Any] = {}  # opened file by the name of each tensor in it
         for file in files:
             try:
                 opened: Any = safe_open(str(file), "pt")
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{file}: not a readable safetensors file ({error})") from error
+            self.opened[file] = opened
             self._files |= dict.fromkeys(opened.keys(), opened)
 
     @classmethod
@@ -116,9 +119,7 @@ def tensor_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(files.sliced(name).get_shape()) for name in files}
 
 
-def complete(
-    weights: Iterable[tuple[str, RowBlocks]], manifest: Mapping[str, Sequence[int]]
-) -> Iterator[tuple[str, RowBlocks]]:
+def complete(weights: WeightStream, manifest: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, RowBlocks]]:
     """Pass on tensors as long as `manifest` has their names and shapes; a tied head's second name is left out.
 
     Raises:
@@ -157,29 +158,19 @@ def compare(engine: Mapping[str, str], trainer: Mapping[str, str], version: int)
 _PART = 1 << 19  # bytes: what is summed is still in the processor's cache after it was copied
 
 
-class Checksum:
-    """Of a tensor's shape, and of its bytes in the order of its indices, as they come."""
-
-    def __init__(self, shape: Sequence[int]) -> None:
-        self._digest = xxhash.xxh3_128(str(list(shape)).encode())
-
-    def add(self, data: np.ndarray) -> None:
-        """Take the next bytes."""
-        self._digest.update(data.data)
-
-    def text(self) -> str:
-        """32 hexadecimal digits."""
-        return str(self._digest.hexdigest())
+def begun_checksum(shape: Sequence[int]) -> xxhash.xxh3_128:
+    """Of a tensor's shape; it is to take the tensor's bytes in the order of its indices, as they come."""
+    return xxhash.xxh3_128(str(list(shape)).encode())
 
 
 def checksum(tensor: Tensor) -> str:
-    """The checksum of a tensor that is all there."""
-    digest = Checksum(tensor.shape)
-    digest.add(flat_bytes(tensor.detach().cpu().contiguous()))
-    return digest.text()
+    """The checksum of a tensor that is all there: 32 hexadecimal digits."""
+    digest = begun_checksum(tensor.shape)
+    digest.update(flat_bytes(tensor.detach().cpu().contiguous()).data)
+    return digest.hexdigest()
 
 
-def copy(rows: RowBlocks, target: Tensor, digest: Checksum) -> Iterator[int]:
+def copy(rows: RowBlocks, target: Tensor, digest: xxhash.xxh3_128) -> Iterator[int]:
     """Copy into the float32 `target`, part by part, what the digest takes too; yields how many bytes lie there by then.
 
     Args:
@@ -194,11 +185,11 @@ def copy(rows: RowBlocks, target: Tensor, digest: Checksum) -> Iterator[int]:
             for first in range(0, len(source), _PART):
                 part = source[first : first + _PART]
                 goal[first : first + _PART] = part
-                digest.add(part)
+                digest.update(part.data)
                 yield written + first + len(part)
         else:
             place.copy_(data.view(place.shape))
-            digest.add(source)
+            digest.update(source.data)
         written += len(source)
         yield written
 
@@ -235,44 +226,24 @@ def gpu_hash(tensor: Tensor) -> int:
 
 
 def _sum_of_tiles(data: Tensor) -> int:
-    """As the kernel of that name, in torch."""
-    total = 0
-    for first in range(0, len(data), _TILE * _TILES):
-        words = data[first : first + _TILE * _TILES]
-        at = torch.arange(first, first + len(words), device=data.device).to(torch.int32)
-        high, low = (
-            _tiles(_mix(words ^ (at * _signed(factor) + _signed(seed)) ^ _rotated(at, by)), 4 * len(data))
-            for seed, (factor, by) in zip(_SEEDS, _PLACES, strict=True)
-        )
-        total += (int(high.sum()) << 32) + int(low.sum())
+    """As the kernel of that name, in numpy, of words that are int32 for torch."""
+    words, total = data.cpu().numpy().view(np.uint32), 0
+    for first in range(0, len(words), _TILE * _TILES):
+        part = words[first : first + _TILE * _TILES]
+        at = np.arange(first, first + len(part)).astype(np.uint32)
+        for half, seed, (factor, by) in zip((32, 0), _SEEDS, _PLACES, strict=True):
+            mixed = _mix(part ^ (at * factor + seed) ^ ((at << by) | (at >> (32 - by))))
+            sums = np.pad(mixed, (0, -len(mixed) % _TILE)).reshape(-1, _TILE).sum(1, dtype=np.uint32)
+            total += int(_mix(sums ^ (4 * len(words) & _WORD)).sum(dtype=np.uint64)) << half
     return total
 
 
-def _tiles(words: Tensor, size: int) -> Tensor:
-    """The mixed sum of every tile, as int64."""
-    whole = torch.nn.functional.pad(words, (0, -len(words) % _TILE)).view(-1, _TILE)
-    sums = whole.sum(1, dtype=torch.int64) & _WORD
-    return _mix((sums ^ (size & _WORD)).to(torch.int32)).to(torch.int64) & _WORD
-
-
-def _mix(x: Tensor) -> Tensor:
-    """MurmurHash3's fmix32 of int32, whose products wrap."""
-    x = (x ^ _shifted(x, 16)) * _signed(0x85EBCA6B)
-    x = (x ^ _shifted(x, 13)) * _signed(0xC2B2AE35)
-    return x ^ _shifted(x, 16)
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """To the right, zeros coming in."""
-    return (x >> by) & (_WORD >> by)
-
-
-def _rotated(x: Tensor, by: int) -> Tensor:
-    return (x << by) | _shifted(x, 32 - by)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word
+def _mix(x: np.ndarray) -> np.ndarray:
+    """MurmurHash3's fmix32 of uint32, whose products wrap."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    mixed: np.ndarray = x ^ (x >> 16)
+    return mixed
 
 
 def _finish(x: int) -> int:

@@ -10,14 +10,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mcore_mas.rollout.base.options import lookup
+from mcore_mas.rollout.base.options import imported
 
 if TYPE_CHECKING:
-    from mcore_mas.rollout.models.tensors import RowBlocks
+    from mcore_mas.rollout.models.tensors import WeightStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,10 @@ class WeightUpdate:
     seconds: float = 0.0  # that sending took
 
 
+# where weights lie now, their checksums as the engine names them, and how many bytes were written
+Stored = tuple[str, Mapping[str, str], int]
+
+
 def alone(value: Any) -> list[Any]:
     """The exchange of a sender without fellow ranks."""
     return [value]
@@ -59,8 +63,8 @@ class WeightSender:
     def _open(self) -> None:
         """Get ready to send over the route."""
 
-    def send(self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]) -> WeightUpdate:
-        """Drain a stream of (Hugging Face name, full tensor or its blocks) into the route's place.
+    def send(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> WeightUpdate:
+        """Drain a stream of full tensors, or of their blocks, into the route's place.
 
         Raises:
             EngineError: a tensor is missing, unknown or of another shape, or the engine does not take it.
@@ -76,10 +80,7 @@ class WeightSender:
             seconds=time.perf_counter() - began,
         )
 
-    def _write(
-        self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]
-    ) -> tuple[str, Mapping[str, str], int]:
-        """Where `weights` lie now, their checksums as the engine names them, and how many bytes were written."""
+    def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
         raise NotImplementedError
 
 
@@ -101,7 +102,5 @@ def make_sender(route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], li
     Raises:
         UnknownName: no such transport.
     """
-    made: WeightSender = lookup("transport", lookup("transport", route.transport, SENDERS), {})(
-        route, rank=rank, exchange=exchange
-    )
+    made: WeightSender = imported("transport", route.transport, SENDERS)(route, rank=rank, exchange=exchange)
     return made

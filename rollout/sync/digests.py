@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mcore_mas.rollout.models.tensors import RowBlocks, checksum, complete, gpu_hash, whole
+from mcore_mas.rollout.models.tensors import WeightStream, checksum, complete, gpu_hash, whole
 from mcore_mas.rollout.sync import SyncRoute
 
 
@@ -153,7 +153,7 @@ def digest_of(route: SyncRoute) -> WeightDigest:
 
 
 def digested(
-    weights: Iterable[tuple[str, RowBlocks]], manifest: Mapping[str, Sequence[int]], digest: WeightDigest
+    weights: WeightStream, manifest: Mapping[str, Sequence[int]], digest: WeightDigest
 ) -> Iterator[tuple[str, Tensor]]:
     """The full tensors of a stream that is `complete`, of which `digest` takes note where they are.
 

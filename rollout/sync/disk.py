@@ -10,16 +10,15 @@ from shutil import rmtree
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.files import atomic_folder
 from mcore_mas.rollout.models.architecture import read_architecture
-from mcore_mas.rollout.models.fused_weights import AdapterShape, AdapterWeights, write_peft
-from mcore_mas.rollout.models.tensors import RowBlocks, complete, tensor_shapes, whole
-from mcore_mas.rollout.sync import WeightSender
+from mcore_mas.rollout.models.fused_weights import NOWHERE, AdapterShape, AdapterWeights, write_peft
+from mcore_mas.rollout.models.tensors import TensorFiles, WeightStream, complete, tensor_shapes, whole
+from mcore_mas.rollout.sync import Stored, WeightSender
 from mcore_mas.rollout.sync.digests import WeightDigest, digest_of, digested
 
 _FILE_BYTES = 1 << 30  # of one file: what a rank holds of the model besides its shard
@@ -30,13 +29,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 class FolderSender(WeightSender):
     """Rank 0 writes every version into a folder of its own below the route's place; the one before it goes."""
 
+    _compares = False  # with the version sent last, if it is what the engine holds
+
     def _open(self) -> None:
         self._manifest = tensor_shapes(self._route.model)
         self._version: int | None = None  # that was sent last, whole
+        self._last: dict[str, Tensor] = {}  # what is compared with
 
-    def _write(
-        self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]
-    ) -> tuple[str, Mapping[str, str], int]:
+    def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
         """Write `v<version>/`."""
         base = self._version if self._version is not None and state.get("base") == self._version else None
         self._version = None  # until all of the new version is written
@@ -49,7 +49,10 @@ class FolderSender(WeightSender):
             with atomic_folder(final) as partial:
                 held: dict[str, Tensor] = {}
                 for name, full in stream:
-                    part = self._part(name, full.cpu().contiguous(), base)
+                    now = full.cpu().contiguous()
+                    part = self._part(name, self._last.get(name) if base is not None else None, now)
+                    if part and self._compares:
+                        self._last[name] = now.clone()
                     written += sum(tensor.nbytes for tensor in part.values())
                     held |= part
                     if sum(tensor.nbytes for tensor in held.values()) >= _FILE_BYTES:
@@ -62,9 +65,9 @@ class FolderSender(WeightSender):
         self._version = version
         return str(final), digest.finish(), written
 
-    def _part(self, name: str, tensor: Tensor, base: int | None) -> dict[str, Tensor]:
-        """What to write of a tensor; `base` is the version that the engine holds, if it is the one sent last."""
-        return {name: tensor}
+    def _part(self, name: str, before: Tensor | None, now: Tensor) -> dict[str, Tensor]:
+        """What to write of a tensor that was `before` in the version that the engine holds; None: not known."""
+        return {name: now}
 
 
 class AdapterSender(WeightSender):
@@ -72,13 +75,10 @@ class AdapterSender(WeightSender):
 
     def _open(self) -> None:
         self._shape: AdapterShape = self._route.options["adapter"]
-        meta = torch.empty(0, device="meta")
-        places = AdapterWeights(read_architecture(self._route.model), self._shape, meta).places
+        places = AdapterWeights(read_architecture(self._route.model), self._shape, NOWHERE).places
         self._manifest = {name: tuple(size) for name, (size, _) in places.items()}
 
-    def _write(
-        self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]
-    ) -> tuple[str, Mapping[str, str], int]:
+    def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
         """Write `v<version>/`.
 
         Raises:
@@ -104,17 +104,9 @@ class AdapterSender(WeightSender):
 class ChangedSender(FolderSender):
     """Writes only tensors that differ from the last version sent, if the engine holds that one; else all."""
 
-    def _open(self) -> None:
-        super()._open()
-        self._last: dict[str, Tensor] = {}
+    _compares = True
 
-    def _part(self, name: str, tensor: Tensor, base: int | None) -> dict[str, Tensor]:
-        part = self._changes(name, self._last.get(name) if base is not None else None, tensor)
-        if part:
-            self._last[name] = tensor.clone()
-        return part
-
-    def _changes(self, name: str, before: Tensor | None, now: Tensor) -> dict[str, Tensor]:
+    def _part(self, name: str, before: Tensor | None, now: Tensor) -> dict[str, Tensor]:
         return {name: now} if before is None or not torch.equal(_bits(before), _bits(now)) else {}
 
 
@@ -125,7 +117,7 @@ class DeltaSender(ChangedSender):
     the engine holds another version than the last one sent. Nothing is rounded.
     """
 
-    def _changes(self, name: str, before: Tensor | None, now: Tensor) -> dict[str, Tensor]:
+    def _part(self, name: str, before: Tensor | None, now: Tensor) -> dict[str, Tensor]:
         return changes(name, before, now)
 
 
@@ -159,20 +151,18 @@ def patched(tensors: Iterable[tuple[str, Tensor]], folder: Path, held: int) -> I
     Raises:
         EngineError: the folder does not start from that version.
     """
-    files: dict[str, Any] = {}  # opened file by the name of each tensor in it
-    for path in sorted(folder.glob("*.safetensors")):
-        opened: Any = safe_open(str(path), "pt")
+    files = TensorFiles.of_folder(folder)
+    for path, opened in files.opened.items():
         base = json.loads(opened.metadata()["base"])
         if base is not None and base != held:
             raise EngineError(f"{path}: changes since version {base}, but the engine holds version {held}")
-        files |= dict.fromkeys(opened.keys(), opened)
     for name, tensor in tensors:
         if name in files:
-            yield name, files[name].get_tensor(name)
+            yield name, files.read(name)
         elif name + _INDEX in files:
-            value = files[name + _VALUE].get_tensor(name + _VALUE)
+            value = files.read(name + _VALUE)
             whole = tensor.to(value.dtype, copy=True).contiguous()
-            whole.view(-1)[files[name + _INDEX].get_tensor(name + _INDEX).long()] = value
+            whole.view(-1)[files.read(name + _INDEX).long()] = value
             yield name, whole
         else:
             yield name, tensor

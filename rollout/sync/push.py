@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,8 @@ import torch.multiprocessing  # teaches ForkingPickler how tensors travel
 from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.models.tensors import RowBlocks, tensor_shapes
-from mcore_mas.rollout.sync import WeightSender
+from mcore_mas.rollout.models.tensors import WeightStream, tensor_shapes
+from mcore_mas.rollout.sync import Stored, WeightSender
 from mcore_mas.rollout.sync.digests import WeightDigest, digest_of, digested
 
 _TIMEOUT_S = 600.0
@@ -47,9 +48,7 @@ class _Push(WeightSender):
         self._http = httpx.Client(headers=headers, trust_env=False, timeout=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(max_workers=len(self._urls) + 1)
 
-    def _write(
-        self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]
-    ) -> tuple[str, Mapping[str, str], int]:
+    def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
         """Push bucket by bucket; a failure leaves servers with a mixture, and says so."""
         digest = digest_of(self._route) if self._leads else WeightDigest()
         size, limit = 0, int(self._route.options.get("bucket_bytes", PUSHED_BUCKET_BYTES))
@@ -57,11 +56,7 @@ class _Push(WeightSender):
             for bucket in buckets(digested(weights, self._manifest, digest), limit):
                 size += sum(tensor.nbytes for _, tensor in bucket)
                 self._bucket(bucket, version)
-            self._settle()
         return self._route.place, digest.finish(), size
-
-    def _settle(self) -> None:
-        """Wait for the servers' answers to what was sent."""
 
     def _bucket(self, bucket: list[tuple[str, Tensor]], version: int) -> None:
         raise NotImplementedError
@@ -92,6 +87,7 @@ class _Push(WeightSender):
             self._ask_for("/begin_weight_update")
 
     def _end(self) -> None:
+        _all_of(self._answers)
         self._ask_for("/end_weight_update")
         # while all pause: nothing was computed by half of the weights, and nothing old is cached
         _all_of(self._post("/flush_cache", [None] * len(self._urls)))
@@ -138,9 +134,7 @@ class TensorSender(_Push):
 
     _kept: Tensor | None = None
 
-    def _write(
-        self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]
-    ) -> tuple[str, Mapping[str, str], int]:
+    def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
         """As `_Push`; afterwards this rank holds no bucket."""
         try:
             return super()._write(weights, version, state)
@@ -168,9 +162,6 @@ class TensorSender(_Push):
     def _next(self, bodies: Sequence[Mapping[str, Any]]) -> None:
         _all_of(self._answers)
         self._answers = self._post("/update_weights_from_tensor", bodies)
-
-    def _settle(self) -> None:
-        self._together(lambda: _all_of(self._answers))
 
 
 class GroupSender(_Push):
@@ -299,9 +290,7 @@ def _group_of(listener: socket.socket, world: int, backend: str, name: str) -> d
 PUSHED_BUCKET_BYTES = 2 << 30  # over CUDA IPC two of them are there at a time
 
 
-def buckets(
-    weights: Iterable[tuple[str, Tensor]], limit: int = PUSHED_BUCKET_BYTES
-) -> Iterator[list[tuple[str, Tensor]]]:
+def buckets(weights: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
     """Split a stream into lists of at most `limit` bytes, or of one larger tensor."""
     held: list[tuple[str, Tensor]] = []
     size = 0
@@ -324,13 +313,8 @@ def flatten(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Tensor, list[Any]]:
     """
     ordered = sorted(tensors, key=lambda entry: -entry[1].element_size())
     flat = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for _, tensor in ordered])
-    metadata, start = [], 0
-    for name, tensor in ordered:
-        end = start + tensor.nbytes
-        metadata.append(
-            SimpleNamespace(
-                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes
-            )
-        )
-        start = end
-    return flat, metadata
+    ends = accumulate(tensor.nbytes for _, tensor in ordered)
+    return flat, [
+        SimpleNamespace(name=name, shape=x.shape, dtype=x.dtype, start_idx=end - x.nbytes, end_idx=end, numel=x.nbytes)
+        for (name, x), end in zip(ordered, ends, strict=True)
+    ]

@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ import torch
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.models.architecture import Architecture, read_architecture
-from mcore_mas.rollout.models.fused_weights import AdapterShape, AdapterWeights, Weights
-from mcore_mas.rollout.models.tensors import Checksum, RowBlocks, blocks_of, copy, flat_bytes, shape_of
-from mcore_mas.rollout.sync import WeightSender
+from mcore_mas.rollout.models.fused_weights import NOWHERE, AdapterShape, AdapterWeights, Weights
+from mcore_mas.rollout.models.tensors import WeightStream, begun_checksum, blocks_of, copy, flat_bytes, shape_of
+from mcore_mas.rollout.sync import Stored, WeightSender
 
 _PAGE = 4096  # bytes: the halves start on a page of their own
 _LOOK_S = (5e-5, 2e-3)  # between two looks at what the trainer has written: at first, and after long idling
@@ -37,8 +37,8 @@ class SharedWeights:
             EngineError: there is no room for it, or no such file.
         """
         make: Any = partial(AdapterWeights, shape, adapter) if adapter else partial(Weights, shape)
-        blank = make(torch.empty(0, device="meta"))
-        half, names = blank.elements if adapter else Weights.elements(shape), tuple(blank.places)
+        blank = make(NOWHERE)
+        half, names = blank.elements, tuple(blank.places)
         header = _PAGE * math.ceil((16 + 16 * len(names)) / _PAGE)
         size = header + 2 * half * 4
         memory = mmap.mmap(-1, size) if file is None else _mapped(file, size, create)
@@ -109,7 +109,7 @@ class _Follower:
     """The checksum of one tensor that is being written."""
 
     def __init__(self, shape: torch.Size, view: torch.Tensor) -> None:
-        self._digest = Checksum(shape)
+        self._digest = begun_checksum(shape)
         # what does not lie in the order of the indices is read when all of it is there
         self._flat = flat_bytes(view) if view.is_contiguous() else None
         self._view = view
@@ -118,17 +118,17 @@ class _Follower:
     def follow(self, written: int) -> int:
         """Read on, up to this many bytes; returns them."""
         if self._flat is not None:
-            self._digest.add(self._flat[self._read : written])
+            self._digest.update(self._flat[self._read : written].data)
             self._read = written
         elif self._read < written == self._view.nbytes:
-            self._digest.add(flat_bytes(self._view.contiguous()))
+            self._digest.update(flat_bytes(self._view.contiguous()).data)
             self._read = written
         return written
 
     def finish(self) -> str:
         """Read the rest."""
         self.follow(self._view.nbytes)
-        return self._digest.text()
+        return self._digest.hexdigest()
 
 
 class SharedSender(WeightSender):
@@ -140,9 +140,7 @@ class SharedSender(WeightSender):
         shape, adapter = read_architecture(self._route.model), self._route.options.get("adapter")
         self._shared = SharedWeights(Path(self._route.place), shape, adapter) if self._leads else None
 
-    def _write(
-        self, weights: Iterable[tuple[str, RowBlocks]], version: int, state: Mapping[str, Any]
-    ) -> tuple[str, Mapping[str, str], int]:
+    def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
         """Fill the half `state["half"]`."""
         sums: dict[str, str] = {}
         size, shared = 0, self._shared
@@ -152,10 +150,10 @@ class SharedSender(WeightSender):
             half = int(state["half"])
             shared.versions[half] = -1
             for name, rows, place in shared.halves[half].placed(weights):
-                digest, number = Checksum(shape_of(rows)), shared.numbers[name]
+                digest, number = begun_checksum(shape_of(rows)), shared.numbers[name]
                 for written in copy(rows, place, digest):
                     shared.written[half, number] = written
-                sums[name] = digest.text()
+                sums[name] = digest.hexdigest()
                 size += sum(block.nbytes for block in blocks_of(rows))
             shared.versions[half] = version
         return self._route.place, sums, size

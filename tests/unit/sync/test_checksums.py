@@ -11,8 +11,8 @@ import xxhash
 from torch import Tensor
 
 from mcore_mas.rollout.models.tensors import (
-    Checksum,
     RowBlocks,
+    begun_checksum,
     checksum,
     copy,
     gpu_hash,
@@ -68,9 +68,9 @@ def test_a_checksum_sees_what_happens_in_any_block() -> None:
 
 def copied(rows: RowBlocks, target: Tensor) -> tuple[str, list[int]]:
     """The checksum taken on the way, and how far it was after each part."""
-    digest = Checksum(shape_of(rows))
+    digest = begun_checksum(shape_of(rows))
     parts = list(copy(rows, target, digest))
-    return digest.text(), parts
+    return digest.hexdigest(), parts
 
 
 def test_a_copy_is_summed_on_the_way() -> None:

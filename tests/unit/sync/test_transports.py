@@ -186,7 +186,7 @@ def test_shared_weights_are_written_where_they_are_used(decoder_folder: Path) ->
         sender = make_sender(route("shared", decoder_folder, place))
         handover = sender.send(doubled.items(), 7, {"half": 0})
         assert engine.versions.tolist() == [7, -1]
-        assert engine.halves[0].checksums() == handover.checksums
+        assert {name: checksum(tensor) for name, tensor in engine.halves[0].tensors()} == handover.checksums
         assert identical(dict(engine.halves[0].tensors()), {n: doubled[n] for n, _ in engine.halves[0].tensors()})
         assert identical(dict(decoder.weights.tensors()), {n: weights[n] for n, _ in decoder.weights.tensors()})
         with pytest.raises(EngineError, match="is missing from the update"):
