@@ -12,15 +12,16 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, JsonValue, model_validator
 
 from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
 from mcore_mas.rollout.base.http import check_url
-from mcore_mas.rollout.base.options import Section, lookup
+from mcore_mas.rollout.base.options import Section, imported, lookup
 from mcore_mas.rollout.base.task_group import CallRecord, LateCall, within
 from mcore_mas.rollout.models.chat_template import Renderer, WordStream, render_within
 from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
@@ -37,21 +38,12 @@ ENGINES = {
     "embedded_local": "mcore_mas.rollout.engines.embedded.batching:LocalEngine",
     "sglang": "mcore_mas.rollout.engines.sglang.engine:SGLangEngine",
 }
+engine_class = partial(imported, "engine", paths=ENGINES)  # of a name
 
 TRANSPORTS = {  # of each engine that is trained, its own choice first; `mcore_mas.rollout.sync`
     "embedded": ("shared", "disk", "delta"),
     "sglang": ("disk", "changed", "tensor", "distributed"),
 }
-
-
-def engine_class(name: str) -> Any:
-    """The class of the engine `name` (or at the import path `name`); imports what that engine needs.
-
-    Raises:
-        UnknownName: no such engine.
-    """
-    found = lookup("engine", name, ENGINES)
-    return lookup("engine", found, {}) if isinstance(found, str) else found
 
 
 class EngineConfig(Section):
@@ -139,8 +131,13 @@ Hear = Callable[[int, Sequence[int]], bool]
 class StreamingEngine(Protocol):
     """An engine that can tell tokens as they are sampled."""
 
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion (see `Engine`)."""
+        return await self.stream(prompt_ids, sampling, None)
+
     async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
-        """As `Engine.generate`, telling `hear` of the tokens before the completion is whole."""
+        """As `generate`, telling `hear` of the tokens before the completion is whole."""
+        raise NotImplementedError
 
 
 class TrainedEngine(Engine, Protocol):
@@ -185,43 +182,6 @@ class TrainedEngine(Engine, Protocol):
 
     def close(self) -> None:
         """End the processes of the engine; what still waits gets an EngineError."""
-
-
-class AdapterEngine(TrainedEngine):
-    """The engine of one adapter; its `host` has the processes, and the frozen weights of several adapters once."""
-
-    def __init__(self, host: Any, number: int) -> None:
-        """Of the host's adapter `number`, counted from 1; it adds nothing before its first weights come."""
-        self.host, self._number = host, number
-        self.version, self.pause_s = 0, 0.0
-
-    @property
-    def starts(self) -> int:  # type: ignore[override]
-        """Starts of the host's processes."""
-        return int(self.host.starts)
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion, in the same batches as those of other adapters (see `Engine`)."""
-        return await self.stream(prompt_ids, sampling, None)
-
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
-        """As `generate`, telling `hear` of tokens as they come (see `StreamingEngine`)."""
-        raise NotImplementedError
-
-    async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Give the host's memory back, which is that of all adapters."""
-        await self.host.sleep(tags)
-
-    async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Take it again."""
-        await self.host.wake(tags)
-
-    def close(self) -> None:
-        """End the host."""
-        self.host.close()
-
-
-BUSY = "the engine cannot sleep while requests are running; end or abort them first"
 
 
 def problem_of(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int, max_length: int) -> str:
@@ -303,27 +263,23 @@ class EngineClient:
             EngineError: no reply can be had; `LateCall` that there was none in time, and the engine was told to stop;
                 `PromptTooLong` that there is no room for one.
         """
-        shown: Sequence[Message] = messages
         room = None if self.max_length is None else self.max_length - sampling.max_tokens
-        root = False
+        shown, root = messages, False
         if chat is not None:
             prompt_ids, root = await self._chat_prompt(messages, chat, room)
-        elif room is None:
-            prompt_ids = self.renderer.render(messages)
         else:
             shown, prompt_ids = render_within(self.renderer, messages, room, self.overlong_prompts)
         sampling = changed(sampling, stop=self.renderer.stop)
         completion = await self._completion(prompt_ids, sampling, chat)
-        said = PolicyReply(
+        return PolicyReply(
             text=self.renderer.decode(completion.token_ids),
             prompt_ids=tuple(prompt_ids),
             completion=completion,
             shown=None if shown is messages else tuple(shown),
+            raw=None if chat is None else self.renderer.decode_raw(completion.token_ids),
+            tool_format="fenced" if chat is None else self.renderer.tool_format,
+            root=root,
         )
-        if chat is None:
-            return said
-        raw = self.renderer.decode_raw(completion.token_ids)
-        return replace(said, raw=raw, tool_format=self.renderer.tool_format, root=root)
 
     async def _completion(self, prompt_ids: tuple[int, ...], sampling: Sampling, chat: ChatState | None) -> Completion:
         """The engine's completion, of which the chat hears as it grows where the engine can tell."""
@@ -349,12 +305,7 @@ class EngineClient:
         self, messages: Sequence[Message], chat: ChatState, room: int | None
     ) -> tuple[tuple[int, ...], bool]:
         """A chat's prompt [P], and whether its tokens begin anew. Long ones are made off the event loop."""
-
-        def prompt() -> tuple[tuple[int, ...], bool]:
-            goes_on = None if chat.before is None else self.renderer.extend(chat.before, messages, chat.tools)
-            ids = self.renderer.render(messages, chat.tools) if goes_on is None else goes_on
-            return ids, goes_on is None and chat.before is not None
-
+        prompt = partial(self.renderer.go_on, chat.before, messages, chat.tools)
         far = sum(len(message.text) for message in messages) > _OFF_LOOP_CHARS
         ids, root = await asyncio.get_running_loop().run_in_executor(_renderings, prompt) if far else prompt()
         if room is not None and len(ids) > room:

@@ -10,7 +10,6 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -20,15 +19,13 @@ from mcore_mas.rollout.models.tool_calls import PYTHON_TAG, ToolSchema, in_words
 from mcore_mas.rollout.records.trajectory import Message, Turn
 
 # for models that bring none
-CHAT_TEMPLATES: Mapping[str, str] = MappingProxyType(
-    {
-        "plain": "{{ bos_token }}{% for message in messages %}### {{ message['role'] }}\n{{ message['content'] }}"
-        "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}### assistant\n{% endif %}",
-        "chatml": "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    }
-)
+CHAT_TEMPLATES = {
+    "plain": "{{ bos_token }}{% for message in messages %}### {{ message['role'] }}\n{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}### assistant\n{% endif %}",
+    "chatml": "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}
 _TURN_ENDS = {"chatml": "<|im_end|>"}  # by template, what ends a reply where it is not the tokenizer's own end
 
 # What is left of [T] tokens when `most` may stay. A name is the side that goes, as in verl's `data.truncation`.
@@ -143,6 +140,14 @@ class Renderer:
         if before.completion_ids[-1:] and before.completion_ids[-1] in self.stop:
             rest = next((rest.removeprefix(end) for end in self._end_texts if rest.startswith(end)), rest)
         return before.prompt_ids + before.completion_ids + self._encode(rest)
+
+    def go_on(
+        self, before: Turn | None, messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> tuple[tuple[int, ...], bool]:
+        """Token ids [P] of a chat after its latest turn, if there is one, and whether they begin anew after it."""
+        goes_on = None if before is None else self.extend(before, messages, tools)
+        ids = self.render(messages, tools) if goes_on is None else goes_on
+        return ids, goes_on is None and before is not None
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
         """Token ids [C] of a reply as a model would write it, its end included."""
@@ -277,9 +282,9 @@ def _ends(model: Path | str, *own: int | None) -> tuple[int, ...]:
 
 
 def render_within(
-    renderer: Renderer, messages: Sequence[Message], most: int, rule: str
+    renderer: Renderer, messages: Sequence[Message], most: int | None, rule: str
 ) -> tuple[Sequence[Message], tuple[int, ...]]:
-    """A chat and its token ids [P], at most `most` of them: where it is longer, the last message is cut by a rule.
+    """A chat and its token ids [P], at most `most` of them (None: any): one that is longer has its last message cut.
 
     Args:
         rule: a name in `CUTS`, the side of the message that is cut away; any other refuses.
@@ -288,7 +293,7 @@ def render_within(
         PromptTooLong: it is longer, and not to be cut or too long without the last message too.
     """
     ids = renderer.render(messages)
-    if len(ids) <= most:
+    if most is None or len(ids) <= most:
         return messages, ids
     size = len(ids)
     if rule in CUTS:

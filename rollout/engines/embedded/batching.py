@@ -17,16 +17,16 @@ from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.task_group import settle
-from mcore_mas.rollout.engines import BUSY, Hear, Tag, problem_of
+from mcore_mas.rollout.engines import Hear, StreamingEngine, Tag, problem_of
 from mcore_mas.rollout.engines.embedded.cache import Cache
-from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder, Span
+from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.engines.embedded.exact_decoder import exact_decoder
-from mcore_mas.rollout.engines.embedded.rows import CacheRows, GenerationRequest
+from mcore_mas.rollout.engines.embedded.rows import CacheRows, GenerationRequest, plan
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.tensors import read_tensors
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 
-_PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
+BUSY = "the engine cannot sleep while requests are running; end or abort them first"
 
 # request id, prompt ids, how to sample, whether to tell of News, and the adapter's number
 Ask = tuple[int, Sequence[int], Sampling, bool, int]
@@ -201,20 +201,21 @@ class EmbeddedEngine:
         """Prefill waiting requests, in order, up to one pass's budget; equal prompts are computed once."""
         began = time.thread_time()
         rows = self._rows
-        spans, twins, admitted = _plan(rows, self._waiting, reuse=self._reuse, alone=self._alone)
-        for request in admitted:
-            self.stats.cached_tokens += request.cached
-            self.stats.prefill_tokens += len(request.prompt) - request.cached
+        spans = plan(rows, self._waiting, reuse=self._reuse, alone=self._alone)
         logits = self.decoder.prefill(self._cache, spans)
         placed, index = [span.row for span in spans], list(range(len(spans)))
-        for owner, copies in twins.items():
-            size = int(rows.prompt[spans[owner].row])
-            self._cache.copy(spans[owner].row, copies, size)
-            rows.cached[copies] = size
-            placed += copies
-            index += [owner] * len(copies)
+        for number, span in enumerate(spans):
+            if span.copies:
+                size = int(rows.prompt[span.row])
+                self._cache.copy(span.row, span.copies, size)
+                rows.cached[span.copies] = size
+                placed += span.copies
+                index += [number] * len(span.copies)
+        for request in rows.requests[placed]:
+            self.stats.cached_tokens += request.cached
+            self.stats.prefill_tokens += len(request.prompt) - request.cached
         self.stats.prefill_s += time.thread_time() - began
-        if twins:
+        if len(index) > len(spans):
             logits = logits[torch.tensor(index, device=logits.device)]
         self._emit(np.array(placed), logits)
 
@@ -236,9 +237,9 @@ class EmbeddedEngine:
         stopped, ended, broken = rows.append(placed, *rows.draw(placed, logits))
         for row, at_stop in zip(placed[ended].tolist(), stopped[ended].tolist(), strict=True):
             self._finish(row, "stop" if at_stop else "length")
-        for row in placed[broken].tolist():
-            problem = EngineError(f"weights version {rows.version_of(row)} give logits that are not finite")
-            self._done.append((rows.requests[row].id, problem))
+        for row, request in zip(placed[broken].tolist(), rows.requests[placed[broken]], strict=True):
+            problem = EngineError(f"weights version {request.versions[-1][0]} give logits that are not finite")
+            self._done.append((request.id, problem))
             rows.vacate(row, "abort")
             rows.cached[row] = 0
             self._cache.clear(row)
@@ -249,45 +250,8 @@ class EmbeddedEngine:
         self._done.append((self._rows.requests[row].id, self._rows.vacate(row, reason)))
 
 
-def _plan(
-    rows: CacheRows, waiting: deque[GenerationRequest], *, reuse: bool, alone: bool
-) -> tuple[list[Span], dict[int, list[int]], list[GenerationRequest]]:
-    """Place waiting requests in cache rows, up to one pass's budget.
-
-    Returns:
-        What is to be computed; the rows that get a copy of it, by its index; and who was placed.
-    """
-    budget = 1 if alone else _PREFILL_TOKENS
-    spans: list[Span] = []
-    owners: dict[tuple[int, bytes], int] = {}  # adapter and prompt -> index of its span
-    twins: dict[int, list[int]] = {}  # index of a span -> rows with the same prompt
-    admitted = []
-    while waiting and not rows.live.all():
-        key = waiting[0].adapter, waiting[0].prompt.tobytes()
-        if budget <= 0 and not (reuse and key in owners):
-            break
-        request = waiting.popleft()
-        admitted.append(request)
-        if reuse and key in owners:
-            row = rows.place(0, 0)
-            request.cached = len(request.prompt)
-            twins.setdefault(owners[key], []).append(row)
-            rows.occupy(row, request, spans[owners[key]].row, len(request.prompt))
-            continue
-        source, shared = rows.longest_prefix(request.prompt, request.adapter) if reuse and not alone else (0, 0)
-        row = rows.place(source, shared)
-        request.cached = shared
-        owners[key] = len(spans)
-        source = source if shared else row
-        spans.append(Span(row=row, start=shared, ids=request.prompt[shared:], source=source, adapter=request.adapter))
-        budget -= len(request.prompt) - shared
-        rows.occupy(row, request, source, shared)
-        rows.cached[row] = len(request.prompt)  # later spans of this very pass may start from it
-    return spans, twins, admitted
-
-
-class Dispatcher:
-    """Dispatch loop: concurrent `generate` calls go to `exchange` together, and get their outcomes as they end."""
+class Dispatcher(StreamingEngine):
+    """Dispatch loop: concurrent calls go to `exchange` together, and get their outcomes as they end."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion], Hear | None]] = {}
@@ -296,18 +260,14 @@ class Dispatcher:
         self._ids = itertools.count()
         self._loop: asyncio.Task[None] | None = None
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion; concurrent calls are batched.
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None, adapter: int = 0
+    ) -> Completion:
+        """Sample one completion, with an adapter by number; `hear` as `StreamingEngine` has it.
 
         Raises:
             EngineError: the request cannot be served (too long, bad token ids or sampling), or the engine broke.
         """
-        return await self.stream(prompt_ids, sampling, None)
-
-    async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None, adapter: int = 0
-    ) -> Completion:
-        """As `generate`, telling `hear` of tokens as they come (see `StreamingEngine`), with an adapter by number."""
         request_id = next(self._ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         ask = (request_id, list(prompt_ids), sampling, hear is not None, adapter)

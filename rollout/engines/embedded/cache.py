@@ -24,9 +24,8 @@ class Cache:
         lead = (shape.layers, rows, shape.kv_heads)
         length = 16 * math.ceil(length / 16)
         length += 16 * (length % 128 == 0)  # a power-of-two stride would put a row's keys on the same cache lines
-        self.keys = torch.zeros(
-            *lead, shape.head_dim, length, device=device
-        )  # transposed: the product with a query is then fast
+        # transposed: the product with a query is then fast
+        self.keys = torch.zeros(*lead, shape.head_dim, length, device=device)
         self.values = torch.zeros(*lead, length, shape.head_dim, device=device)
         self._prefixes: dict[bytes, tuple[Tensor, Tensor]] = {}
 

@@ -6,7 +6,7 @@ Low-rank adapters (multi-LoRA): each row of a batch is computed with its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -33,6 +33,7 @@ class Span:
     ids: np.ndarray  # [T] int64
     source: int  # row that holds positions [0, start); `row` itself when they are already in place
     adapter: int = 0  # number of the one it is computed with; 0: none
+    copies: list[int] = field(default_factory=list)  # rows that get what it computes, as they have the same prompt
 
 
 class CachedDecoder:

@@ -18,8 +18,8 @@ import torch
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.files import memory_path
 from mcore_mas.rollout.base.processes import Restarts, say
-from mcore_mas.rollout.engines import BUSY, TRANSPORTS, Tag, TrainedEngine
-from mcore_mas.rollout.engines.embedded.batching import Ask, Dispatcher, EmbeddedEngine, Report
+from mcore_mas.rollout.engines import TRANSPORTS, Tag, TrainedEngine
+from mcore_mas.rollout.engines.embedded.batching import BUSY, Ask, Dispatcher, EmbeddedEngine, Report
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.fused_weights import AdapterShape
@@ -31,17 +31,20 @@ from mcore_mas.rollout.sync.shared import SharedCheck, SharedWeights
 _LOOK_S = 1.0  # between two looks at what has become of an actor
 _BUDGET_S = 0.02  # of decoding per call: new requests wait at most this long, or a few times it when none ends
 
-Held = tuple[int, int | None]  # version of the weights, and the shared half they are in; None: they are the folder's
-
 
 @dataclass(slots=True, kw_only=True)
-class HeldAdapter:
-    """An adapter of an actor's, in shared memory."""
+class Held:
+    """The weights of an actor, or one of its adapters, in the halves of shared memory that the trainer writes."""
 
-    shape: AdapterShape
-    file: Path
+    file: Path | None  # None: memory of the actor's own
+    adapter: AdapterShape | None = None  # None: the weights
     version: int = 0
-    half: int | None = None  # the one it is in; None: it has no weights yet, and adds nothing
+    half: int | None = None  # the one in use; None: the folder's weights, or an adapter that adds nothing yet
+
+    @property
+    def free(self) -> int:
+        """The half that the next ones go into."""
+        return 0 if self.half is None else 1 - self.half
 
 
 class ActorDied(EngineError):
@@ -82,51 +85,50 @@ class HostedSettings:
 class Host(EmbeddedEngine):
     """The embedded engine in its Ray actor: it decodes, and takes new weights, when it is asked to."""
 
-    def __init__(
-        self,
-        folder: str,
-        file: Path | None,
-        held: Held,
-        settings: HostedSettings,
-        source: str = "",
-        adapters: Sequence[HeldAdapter] = (),
-    ) -> None:
+    def __init__(self, folder: str, held: Sequence[Held], settings: HostedSettings, source: str) -> None:
+        """Compute from what is `held`, the weights first; if they have no half, they are in the folder `source`."""
         torch.set_num_threads(settings.threads)
         shape = read_architecture(folder)
-        self._places = [SharedWeights(file, shape)]  # of the weights, and of each adapter
+        self._places = [SharedWeights(own.file, shape, own.adapter) for own in held]
         self._checks: dict[int, SharedCheck] = {}  # of updates under way, by place
-        shapes = [adapter.shape for adapter in adapters]
+        weights, *adapters = held
+        shapes = [own.adapter for own in adapters if own.adapter is not None]
         decoder = CachedDecoder(shape, settings.max_length, self._places[0].halves, settings.device, shapes)
-        version, half = held
-        if half is None:
-            decoder.load(read_tensors(source or folder))
+        if weights.half is None:
+            decoder.load(read_tensors(source))
         else:
-            decoder.adopt(half)
-        super().__init__(decoder, rows=settings.rows, version=version, deterministic=settings.deterministic)
-        for number, adapter in enumerate(adapters, 1):
-            self._places.append(SharedWeights(adapter.file, shape, adapter.shape))
-            if adapter.half is not None:
-                self._adopt_adapter(number, adapter.half, adapter.version)
+            decoder.adopt(weights.half)
+        super().__init__(decoder, rows=settings.rows, version=weights.version, deterministic=settings.deterministic)
+        for number, own in enumerate(adapters, 1):
+            if own.half is not None:
+                self._adopt_adapter(number, own.half, own.version)
 
-    def follow(self, half: int, adapter: int = 0) -> None:
+    def follow(self, half: int, number: int) -> None:
         """Take the checksum of every tensor that the trainer writes into `half` as soon as it is there."""
-        if adapter in self._checks:
-            self._checks[adapter].stop()
-        self._checks[adapter] = SharedCheck(self._places[adapter], half)
+        if number in self._checks:
+            self._checks[number].stop()
+        self._checks[number] = SharedCheck(self._places[number], half)
 
-    def take(self, half: int, version: int, checksums: dict[str, str], adapter: int = 0) -> None:
-        """Compute from what was written into `half`, of the weights or of an adapter by number.
+    def take(self, half: int, version: int, checksums: dict[str, str], number: int, folder: str) -> None:
+        """Compute from what was written into `half`, of the weights (0) or of an adapter by number.
+
+        Args:
+            folder: what the weights in it, or its changes to those in use, are written from now; "": it is all there.
 
         Raises:
             EngineError: it is not what the trainer has.
         """
-        place = self._places[adapter]
+        place = self._places[number]
+        if folder:
+            place.versions[half] = -1
+            place.halves[half].fill(patched(self.decoder.weights.tensors(), Path(folder), self.version))
+            place.versions[half] = version
         if place.versions[half] != version:
             raise EngineError(f"the shared weights hold version {place.versions[half]}; expected {version}")
-        check = self._checks.pop(adapter, None) or SharedCheck(place, half)
+        check = self._checks.pop(number, None) or SharedCheck(place, half)
         compare(check.finish(), checksums, version)
-        if adapter:
-            self._adopt_adapter(adapter, half, version)
+        if number:
+            self._adopt_adapter(number, half, version)
         else:
             self.adopt(half, version)
 
@@ -134,15 +136,6 @@ class Host(EmbeddedEngine):
         assert self.decoder.adapters is not None
         self.decoder.adapters.put(number, self._places[number].halves[half])
         self._rows.renew(version, number)
-
-    def read(self, place: str, version: int, checksums: dict[str, str]) -> None:
-        """Fill the half that is free from a folder, or with its changes to what is held, and `take` it."""
-        held, half = self.decoder.weights.tensors(), 1 - self.decoder.half
-        shared = self._places[0]
-        shared.versions[half] = -1
-        shared.halves[half].fill(patched(held, Path(place), self.version))
-        shared.versions[half] = version
-        self.take(half, version, checksums)
 
     def pid(self) -> int:
         """The actor's process."""
@@ -188,50 +181,51 @@ class HostedEngine(Dispatcher, TrainedEngine):
         if not ray.is_initialized():
             raise EngineError("Ray is not running; call ray.init before making a hosted engine")
         self._settings = HostedSettings(**settings)
-        self.version = version
-        self.pause_s = 0.0  # that the last update kept the actor from decoding
-        self.starts = 0  # of the actor
+        self.version, self.pause_s, self.starts = version, 0.0, 0
         self.exchanges = 0  # calls made to the actor for generations
         self.folder, self._tell = str(folder), tell
         self._restarts = Restarts("engine", self._settings.restarts)
         self._weights_folder = Path(self._settings.weights_folder or memory_path())
         self.transport = self._settings.transport  # whoever places a trainer on another node makes it "disk"
         self._actor = ray.remote(num_cpus=0)(Host).options(**self._settings.place or {})
-        self._file = None if self._settings.far or adapters else memory_path()
-        self._shared = self._mapped() if self._file else None
         self._source = source or self.folder  # what an actor reads that does not find its weights in shared memory
-        self._half: int | None = None  # the one that the weights are in; None: they are the folder's
-        self._free = 0  # the one that the next weights go into
-        self.adapters = [HeldAdapter(shape=adapter, file=memory_path()) for adapter in adapters]
-        for own in self.adapters:  # before the actor maps it
-            SharedWeights(own.file, read_architecture(self.folder), own.shape, create=True)
+        self.held = [Held(file=None if self._settings.far or adapters else memory_path(), version=version)]
+        self.held += [Held(file=memory_path(), adapter=adapter) for adapter in adapters]
+        self._shared = self._mapped()
         self._host: Any = self._start()
         self._closed = False
 
-    def _mapped(self) -> SharedWeights | None:
+    def _mapped(self) -> list[SharedWeights | None]:
+        """What is held as this process sees it, made before the actor maps it."""
         try:
             shape = read_architecture(self.folder)
         except EngineError:
-            return None  # the actor says so with the first call
-        return SharedWeights(self._file, shape, create=True)
+            if len(self.held) > 1:
+                raise
+            return [None]  # the actor says so with the first call
+        return [SharedWeights(own.file, shape, own.adapter, create=True) if own.file else None for own in self.held]
 
     def _start(self) -> Any:
         self.starts += 1
-        held = (self.version, self._half)
-        return self._actor.remote(self.folder, self._file, held, self._settings, self._source, self.adapters)
+        return self._actor.remote(self.folder, self.held, self._settings, self._source)
 
     async def begin_update(self) -> SyncRoute:
         """The half of the shared weights that is free, which the actor watches from now on, or the folder."""
         if self.transport == "shared":
-            if self._shared is None:
-                await self._call("pid")  # says what is wrong with the folder
-            else:
-                self._shared.written[self._free] = 0
-                self.follow(self._free)
-            state = {"half": self._free}
-            return SyncRoute(transport="shared", place=str(self._file), model=self.folder, state=state)
+            return await self.route(0)
         place, state = str(self._weights_folder), {"base": self.version}
         return SyncRoute(transport=self.transport, place=place, model=self.folder, state=state)
+
+    async def route(self, number: int) -> SyncRoute:
+        """The way into the free half of the weights (0), or of an adapter by number."""
+        own, shared = self.held[number], self._shared[number]
+        if shared is None:
+            await self._call("pid")  # says what is wrong with the folder
+        else:
+            shared.written[own.free] = 0
+            self._host.follow.remote(own.free, number)  # not waited for: `take` reads what it misses
+        options, state = {"adapter": own.adapter} if own.adapter else {}, {"half": own.free}
+        return SyncRoute(transport="shared", place=str(own.file), model=self.folder, options=options, state=state)
 
     async def commit_update(self, update: WeightUpdate) -> None:
         """Compute from the weights of `update` (see `TrainedEngine`).
@@ -239,28 +233,20 @@ class HostedEngine(Dispatcher, TrainedEngine):
         Raises:
             EngineError: their bytes are not the trainer's; the old weights stay.
         """
-        began = time.perf_counter()
-        try:
-            if update.transport == "shared":
-                await self.take(self._free, update)
-            else:
-                await self._call("read", update.place, update.version, dict(update.checksums))
-        finally:
-            self.pause_s = time.perf_counter() - began
-        self._half, self._free = self._free, 1 - self._free
+        self.pause_s = await self.take(update, 0)
         self.version = update.version
 
-    def follow(self, half: int, adapter: int = 0) -> None:
-        """Have the actor take checksums of what is written into a half; not waited for: `take` reads what it misses."""
-        self._host.follow.remote(half, adapter)
-
-    async def take(self, half: int, update: WeightUpdate, adapter: int = 0) -> None:
-        """Have the actor compute from a half.
+    async def take(self, update: WeightUpdate, number: int) -> float:
+        """Have the actor compute from new weights (0), or a new adapter by number; how many seconds that took.
 
         Raises:
-            EngineError: its bytes are not the trainer's.
+            EngineError: their bytes are not the trainer's.
         """
-        await self._call("take", half, update.version, dict(update.checksums), adapter)
+        own, folder = self.held[number], "" if update.transport == "shared" else update.place
+        began = time.perf_counter()
+        await self._call("take", own.free, update.version, dict(update.checksums), number, folder)
+        own.half, own.version = own.free, update.version
+        return time.perf_counter() - began
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Give the memory of keys and values and of a GPU's weights back; where the trainer writes, they stay.
@@ -294,10 +280,9 @@ class HostedEngine(Dispatcher, TrainedEngine):
     def close(self) -> None:
         """End the actor and remove the weights on their way to it."""
         self.end()
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
-        for own in self.adapters:
-            own.file.unlink(missing_ok=True)
+        for own in self.held:
+            if own.file is not None:
+                own.file.unlink(missing_ok=True)
         shutil.rmtree(self._weights_folder, ignore_errors=True)
 
     async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[Report]:
@@ -311,7 +296,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
             asks, aborts = self.unanswered(), []
 
     async def _call(self, method: str, *arguments: Any, again: bool = True) -> Any:
-        """Call the actor; one that has died is started again first, as long as it may be.
+        """Call the actor; one that has died, or hangs and is ended, is started again first, as long as it may be.
 
         Args:
             again: make the call again then; else [] is returned.
@@ -319,7 +304,11 @@ class HostedEngine(Dispatcher, TrainedEngine):
         while True:
             host = self._host
             try:
-                return await self._answer(host, getattr(host, method).remote(*arguments))
+                answer = asyncio.wrap_future(getattr(host, method).remote(*arguments).future())
+                if not (await asyncio.wait({answer}, timeout=self._settings.hang_s))[0]:
+                    self._tell(f"the engine's actor has not answered for {self._settings.hang_s:g} s")
+                    ray.kill(host)  # so that it can be started again
+                return await answer
             except ray.exceptions.RayActorError as error:
                 await _end_of(host)
                 self._revive(host, error)
@@ -328,14 +317,6 @@ class HostedEngine(Dispatcher, TrainedEngine):
             except ray.exceptions.RayError as error:
                 cause = getattr(error, "cause", None)
                 raise cause if isinstance(cause, EngineError) else _failure(error) from error
-
-    async def _answer(self, host: Any, call: Any) -> Any:
-        """What the actor answers; one that hangs is ended, so that it can be started again."""
-        answer = asyncio.wrap_future(call.future())
-        if not (await asyncio.wait({answer}, timeout=self._settings.hang_s))[0]:
-            self._tell(f"the engine's actor has not answered for {self._settings.hang_s:g} s")
-            ray.kill(host)
-        return await answer
 
     def _revive(self, host: Any, error: Exception) -> None:
         if host is not self._host:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.processes import Restarts, say
-from mcore_mas.rollout.engines import AdapterEngine, Hear, Tag, TrainedEngine
+from mcore_mas.rollout.engines import Tag, TrainedEngine
+from mcore_mas.rollout.engines.adapters import AdapterEngine
 from mcore_mas.rollout.engines.embedded.engine import ActorDied, HostedEngine
-from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.fused_weights import AdapterShape
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
-from mcore_mas.rollout.sync.shared import SharedWeights
 
 Place = Mapping[str, Any]  # options of an actor
 _LOOK_S = 5.0  # between looks for actors that have died while nobody asked them anything
@@ -127,17 +125,16 @@ class ReplicatedEngine(TrainedEngine):
         self.starts += 1
         self._actors[self._make(version=self.version, source=self._source, place=place)] = place
 
-    async def _each(self, call: Callable[[HostedEngine], Any]) -> list[Any]:
-        """What `call` gives for every actor that does not die of it."""
+    async def _each(self, call: Callable[[HostedEngine], Awaitable[Any]]) -> None:
+        """Call every actor; those that die of it leave."""
 
-        async def one(actor: HostedEngine) -> list[Any]:
+        async def one(actor: HostedEngine) -> None:
             try:
-                return [await call(actor)]
+                await call(actor)
             except ActorDied as error:
                 self._leave(actor, error)
-                return []
 
-        return list(itertools.chain.from_iterable(await asyncio.gather(*map(one, list(self._actors)))))
+        await asyncio.gather(*map(one, list(self._actors)))
 
     def _leave(self, actor: HostedEngine, error: ActorDied) -> None:
         """Go on without an actor; without the last one with another in its place.
@@ -159,50 +156,11 @@ class ReplicatedEngine(TrainedEngine):
         actor.end()
 
 
-class InOneActor(AdapterEngine):
-    """The engine of one adapter, in the actor of a `HostedEngine`."""
-
-    transport = "shared"
-
-    def __init__(self, host: HostedEngine, number: int) -> None:
-        super().__init__(host, number)
-        self._held = host.adapters[number - 1]
-        self._free = 0  # the half that the next weights go into
-        self._shared = SharedWeights(self._held.file, read_architecture(host.folder), self._held.shape)
-
-    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
-        """In the same batches as those of other adapters (see `AdapterEngine`)."""
-        completion: Completion = await self.host.stream(prompt_ids, sampling, hear, self._number)
-        return completion
-
-    async def begin_update(self) -> SyncRoute:
-        """The half of the adapter's shared memory that is free."""
-        self._shared.written[self._free] = 0
-        self.host.follow(self._free, self._number)
-        place, options = str(self._held.file), {"adapter": self._held.shape}
-        state = {"half": self._free}
-        return SyncRoute(transport="shared", place=place, model=self.host.folder, options=options, state=state)
-
-    async def commit_update(self, update: WeightUpdate) -> None:
-        """Compute with the adapter of `update` (see `TrainedEngine`).
-
-        Raises:
-            EngineError: its bytes are not the trainer's; the old ones stay.
-        """
-        began = time.perf_counter()
-        try:
-            await self.host.take(self._free, update, self._number)
-        finally:
-            self.pause_s = time.perf_counter() - began
-        self._held.half, self._free = self._free, 1 - self._free
-        self.version = self._held.version = update.version
-
-
-def adapter_engines(folder: Path | str, adapters: Sequence[AdapterShape], **settings: Any) -> list[InOneActor]:
+def adapter_engines(folder: Path | str, adapters: Sequence[AdapterShape], **settings: Any) -> list[AdapterEngine]:
     """An engine for each of `adapters` on the model in `folder`, all in one actor; `settings` of `HostedEngine`.
 
     Raises:
         EngineError: as `HostedEngine`; or the folder is no model that this engine computes.
     """
     host = HostedEngine(folder, adapters=adapters, **settings)
-    return [InOneActor(host, number) for number in range(1, 1 + len(adapters))]
+    return [AdapterEngine(host, number) for number in range(1, 1 + len(adapters))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_mas.rollout.engines.embedded.cache import Decoding
+from mcore_mas.rollout.engines.embedded.decoder import Span
 from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
 
+_PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -180,14 +182,39 @@ class CacheRows:
                 versions.pop()
             versions.append((version, first))
 
-    def version_of(self, row: int) -> int:
-        """The version of what a row is computed with."""
-        return self.versions[int(self.adapter[row])]
-
     def touch(self, row: int) -> None:
         """Note that a row was used now."""
         self._clock += 1
         self.used[row] = self._clock
+
+
+def plan(rows: CacheRows, waiting: deque[GenerationRequest], *, reuse: bool, alone: bool) -> list[Span]:
+    """Place waiting requests in cache rows, in order, up to one pass's budget; what is to be computed."""
+    budget = 1 if alone else _PREFILL_TOKENS
+    spans: list[Span] = []
+    owners: dict[tuple[int, bytes], Span] = {}  # by adapter and prompt
+    while waiting and not rows.live.all():
+        request, size = waiting[0], len(waiting[0].prompt)
+        key = request.adapter, request.prompt.tobytes()
+        owner = owners.get(key) if reuse else None
+        if budget <= 0 and owner is None:
+            break
+        waiting.popleft()
+        if owner is not None:
+            owner.copies.append(row := rows.place(0, 0))
+            request.cached = size
+            rows.occupy(row, request, owner.row, size)
+            continue
+        source, shared = rows.longest_prefix(request.prompt, request.adapter) if reuse and not alone else (0, 0)
+        row = rows.place(source, shared)
+        request.cached = shared
+        source = source if shared else row
+        spans.append(Span(row=row, start=shared, ids=request.prompt[shared:], source=source, adapter=request.adapter))
+        owners[key] = spans[-1]
+        budget -= size - shared
+        rows.occupy(row, request, source, shared)
+        rows.cached[row] = size  # later spans of this very pass may start from it
+    return spans
 
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines import AdapterEngine
+from mcore_mas.rollout.engines.adapters import AdapterEngine
 from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.engines.embedded.replicas import adapter_engines
@@ -205,7 +205,7 @@ def test_adapters_are_handed_over_one_by_one_and_outlive_the_actor(running_ray: 
         assert [one.token_ids for one in (await ask())[1]] == [one.token_ids for one in again[1]]
 
     second_of_first = drawn(shape, SHAPES[0], 9)
-    files = [own.file for own in engines[0].host.adapters]
+    files = [own.file for own in engines[0].host.held if own.file]
     assert all(file.exists() for file in files)
     asyncio.run(play())
     for engine in engines:

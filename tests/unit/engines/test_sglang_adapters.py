@@ -19,7 +19,8 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import tenants_of
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines import EngineConfig
-from mcore_mas.rollout.engines.sglang.adapters import SlotEngine, slot_engines
+from mcore_mas.rollout.engines.adapters import AdapterEngine
+from mcore_mas.rollout.engines.sglang.adapters import slot_engines
 from mcore_mas.rollout.models.fused_weights import AdapterShape
 from mcore_mas.rollout.models.layout import Projection
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
@@ -29,7 +30,7 @@ from tests.support.tiny import make_model
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_sglang.py"
 TARGETS: tuple[Projection, ...] = ("q", "v", "gate")
-Make = Callable[..., list[SlotEngine]]
+Make = Callable[..., list[AdapterEngine]]
 
 
 def shape(rank: int = RANK, targets: tuple[Projection, ...] = TARGETS) -> AdapterShape:
@@ -52,9 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
-    made: list[SlotEngine] = []
+    made: list[AdapterEngine] = []
 
-    def engines(*shapes: AdapterShape, **settings: Any) -> list[SlotEngine]:
+    def engines(*shapes: AdapterShape, **settings: Any) -> list[AdapterEngine]:
         where = {"weights_folder": tmp_path / "weights", "log": tmp_path / "server.log", "python": str(FAKE)}
         found = slot_engines(folder, shapes, max_length=64, rows=4, start_s=60.0, **(where | settings))
         made.extend(found)
@@ -65,11 +66,11 @@ def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
         one.close()
 
 
-async def ask(engine: SlotEngine, *prompt: int) -> Completion:
+async def ask(engine: AdapterEngine, *prompt: int) -> Completion:
     return await engine.generate(list(prompt), Sampling(max_tokens=3))
 
 
-async def server(engine: SlotEngine) -> dict[str, Any]:
+async def server(engine: AdapterEngine) -> dict[str, Any]:
     """What the stand-in has been asked, and the adapters that it holds."""
     said: dict[str, Any] = await engine.host._replicas[0].client.call("/what", {})
     return said

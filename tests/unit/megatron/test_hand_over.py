@@ -119,7 +119,7 @@ def test_an_engine_that_dies_goes_on_with_the_weights_it_had(running_ray: None, 
 
     try:
         said = asyncio.run(play())
-        place = engine._file
+        place = engine.held[0].file
     finally:
         engine.close()
     assert not place.exists()
