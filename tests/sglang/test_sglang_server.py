@@ -81,11 +81,11 @@ def test_running_replies_go_on_with_new_weights(engine: SGLangEngine) -> None:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_pause_holds_replies_and_loses_nothing(engine: SGLangEngine, mode: str) -> None:
     async def hold() -> None:
-        await engine.pause(mode)
+        await engine._fleet.all("/pause_generation", {"mode": mode})
         before = await tokens_made(engine)
         await asyncio.sleep(0.5)
         assert await tokens_made(engine) == before
-        await engine.resume()
+        await engine._fleet.all("/continue_generation", {})
 
     for (prompt, _), completion in zip(LONG, asyncio.run(amid(engine, hold)), strict=True):
         assert completion.finish_reason == "length"
@@ -100,8 +100,8 @@ async def tokens_made(engine: SGLangEngine) -> int:
 
 def test_a_pause_that_aborts_ends_replies(engine: SGLangEngine) -> None:
     async def end() -> None:
-        await engine.pause("abort")
-        await engine.resume()
+        await engine._fleet.all("/pause_generation", {"mode": "abort"})
+        await engine._fleet.all("/continue_generation", {})
 
     for (prompt, sampling), completion in zip(LONG, asyncio.run(amid(engine, end)), strict=True):
         assert completion.finish_reason == "abort"
@@ -206,7 +206,7 @@ def test_tensors_outside_a_session_are_refused(engine: SGLangEngine, shared_by_n
             asyncio.run(play())
     finally:
         engine._transport = "disk"
-        asyncio.run(engine.resume())
+        asyncio.run(engine._fleet.all("/continue_generation", {}))
     (completion,) = ask(engine, [([1, 2], Sampling(max_tokens=3))])
     assert completion.versions[0].version == 0
     assert worst(make_model(0), [1, 2], completion) < LOGPROB_TOLERANCE

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.files import memory_path
 from mcore_mas.rollout.base.processes import say
-from mcore_mas.rollout.engines import Hear, Tag, TrainedEngine, problem_of
+from mcore_mas.rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine, problem_of
 from mcore_mas.rollout.engines.sglang.client import Lost, StreamedReply, body_of, completion_of
 from mcore_mas.rollout.engines.sglang.fleet import Checks, Fleet, Left, LostWeights
 from mcore_mas.rollout.engines.sglang.server import Replica
@@ -27,7 +27,7 @@ from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 _IDLE_S = 60.0  # that requests which were aborted may take to end, before servers sleep
 
 
-class SGLangEngine(TrainedEngine):
+class SGLangEngine(StreamingEngine, TrainedEngine):
     """Serves one policy from its `replicas` servers, or from those that run at `urls`.
 
     A server that dies is started again, up to `restarts` times an hour, and gets the present weights before it answers.
@@ -66,10 +66,6 @@ class SGLangEngine(TrainedEngine):
     def starts(self) -> int:  # type: ignore[override]
         """How often servers were started or left, in all."""
         return sum(replica.starts for replica in self._replicas) + self._fleet.left
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion (see `stream`)."""
-        return await self.stream(prompt_ids, sampling, None)
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None, adapter: str | None = None
@@ -150,12 +146,9 @@ class SGLangEngine(TrainedEngine):
         """See what can be compared later, as long as a server has the folder's weights."""
         replica = self._replicas[0]
         if self._last is None and "weights" not in replica.asleep:
-            starts = replica.starts
-            try:
-                await self._checks.learn(replica)
-            except Lost as error:
-                with suppress(Left):
-                    await self._fleet.revive(replica, starts, error)
+            with suppress(Left):
+                async with self._fleet.reviving(replica):
+                    await self._checks.learn(replica)
 
     async def _take(self, replica: Replica, handover: WeightUpdate) -> None:
         """Have one server serve the weights of `handover`; one that dies of it gets them when it is back."""
@@ -209,14 +202,6 @@ class SGLangEngine(TrainedEngine):
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Take the memory again; weights that were released come with the next update."""
         await self._fleet.wake(tags)
-
-    async def pause(self, mode: str = "retract") -> None:
-        """Hold generation: `retract` keeps what was sampled, `in_place` the cache too, `abort` neither."""
-        await self._fleet.all("/pause_generation", {"mode": mode})
-
-    async def resume(self) -> None:
-        """Go on after `pause`."""
-        await self._fleet.all("/continue_generation", {})
 
     def close(self) -> None:
         """End the servers that are ours, and remove what was written for them."""

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.processes import Restarts
-from mcore_mas.rollout.base.task_group import settle
+from mcore_mas.rollout.base.task_group import of_loop, settle
 from mcore_mas.rollout.engines import Tag
 from mcore_mas.rollout.engines.sglang.client import Lost, StreamedReply
-from mcore_mas.rollout.engines.sglang.server import NoRoom, Replica, attached_replica, owned_replica
+from mcore_mas.rollout.engines.sglang.server import NoRoom, Replica, owned_replica
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 from mcore_mas.rollout.models.tensors import TensorFiles, compare
 from mcore_mas.rollout.sync.digests import SGLangDigest, kind_of, layer_of, of_rank
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mcore_mas.rollout.sync import WeightUpdate
 
 
@@ -59,13 +57,11 @@ class Fleet:
         self._weigh, self._restore = weigh, restore
         self._restarts, self._start_s = Restarts("engine", settings.restarts), settings.start_s
         if settings.urls:
-            self.replicas = [attached_replica(url, settings) for url in settings.urls]
+            self.replicas = [Replica(settings, url=url) for url in settings.urls]
         else:
             self.replicas = [owned_replica(settings, number) for number in range(settings.replicas)]
         self._settings, self._members = settings, dict[str, Replica]()  # that have joined or are about to, by URL
         self.left = 0  # members so far
-        self._gates: dict[int, asyncio.Lock] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def meet(self) -> list[Replica]:
         """Let servers go that the file of members names no more; those that it names newly, and that answer, the last
@@ -75,7 +71,7 @@ class Fleet:
         for url in [url for url in self._members if url not in named]:
             self.leave(self._members[url], f"{url} is not among the members any more")
         found = []
-        for replica in [attached_replica(url, self._settings) for url in reversed(named) if url not in self._members]:
+        for replica in [Replica(self._settings, url=url) for url in reversed(named) if url not in self._members]:
             if await replica.client.up():
                 with suppress(Lost):
                     await replica.client.call("/pause_generation", {"mode": "retract"})
@@ -122,11 +118,8 @@ class Fleet:
             await self._ready(replica)
             if weighed and replica.stale:
                 await self._restore()
-            starts = replica.starts
-            try:
+            async with self.reviving(replica):
                 return await replica.client.call(path, body, method=method, stream=stream)
-            except Lost as error:
-                await self.revive(replica, starts, error)
 
     async def all(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         """`call` every server."""
@@ -144,6 +137,15 @@ class Fleet:
 
         await asyncio.gather(*map(one, list(self.replicas)))
 
+    @asynccontextmanager
+    async def reviving(self, replica: Replica) -> AsyncIterator[None]:
+        """A block that ends early where the server is lost, which is then revived."""
+        starts = replica.starts
+        try:
+            yield
+        except Lost as error:
+            await self.revive(replica, starts, error)
+
     async def revive(self, replica: Replica, starts: int, error: Lost) -> None:
         """Start again a server that was started `starts` times and is lost, with the present weights or paused.
 
@@ -154,7 +156,7 @@ class Fleet:
         await asyncio.shield(asyncio.ensure_future(self._revived(replica, starts, error)))
 
     async def _revived(self, replica: Replica, starts: int, error: Lost) -> None:
-        async with self.gate(replica):
+        async with _gate(replica):
             while replica.starts == starts:  # else another call was faster
                 await self._start_again(replica, error)
                 replica.stale = True
@@ -183,12 +185,8 @@ class Fleet:
     async def _wake(self, replica: Replica, tags: Sequence[Tag]) -> None:
         """SGLang dies of a tag that does not sleep, as none does in a server that was started again meanwhile."""
         while sleeping := [tag for tag in tags if tag in replica.asleep]:
-            starts = replica.starts
-            try:
+            async with self.reviving(replica):
                 await replica.client.call("/resume_memory_occupation", {"tags": sleeping})
-            except Lost as error:
-                await self.revive(replica, starts, error)
-            else:
                 replica.asleep.difference_update(sleeping)
 
     def close(self) -> None:
@@ -216,18 +214,16 @@ class Fleet:
 
     async def _ready(self, replica: Replica) -> None:
         """Wait for the first answer of a server, and for the weights of one that was started again."""
-        if replica.ready and not self.gate(replica).locked():
+        if replica.ready and not _gate(replica).locked():
             return
-        async with self.gate(replica):
+        async with _gate(replica):
             if not replica.ready:
                 await replica.wait(self._start_s)
 
-    def gate(self, owner: object) -> asyncio.Lock:
-        """A lock of `owner`'s in the running event loop."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop, self._gates = loop, {}
-        return self._gates.setdefault(id(owner), asyncio.Lock())
+
+def _gate(replica: Replica) -> asyncio.Lock:
+    """Who starts or revives a server has it."""
+    return of_loop(("gate", replica), asyncio.Lock)
 
 
 class LostWeights:
@@ -313,12 +309,9 @@ class Checks:
         }
 
     def _known(self) -> dict[str, str]:
-        digest = SGLangDigest(**self._settings.held)
-        for name, tensor in self._sample():
-            digest.add(name, tensor)
+        """Of the first layer's tensors, and those of none."""
+        digest, files = SGLangDigest(**self._settings.held), TensorFiles.of_folder(self._settings.folder)
+        for name in files:
+            if layer_of(name) in (None, 0):
+                digest.add(name, files.read(name))
         return digest.finish()
-
-    def _sample(self) -> Iterator[tuple[str, Tensor]]:
-        """The first layer's tensors, and those of none."""
-        files = TensorFiles.of_folder(self._settings.folder)
-        return ((name, files.read(name)) for name in files if layer_of(name) in (None, 0))

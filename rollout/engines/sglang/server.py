@@ -102,19 +102,19 @@ class Server:
             self._process = None
 
 
-def server_arguments(folder: str, *, tp: int, max_length: int, slots: int, options: Mapping[str, object]) -> list[str]:
-    """Of `sglang.launch_server`; `options` are further ones by name, true for a switch, null for none."""
+def server_arguments(settings: SGLangSettings) -> list[str]:
+    """Of `sglang.launch_server`; of further `arguments` true is for a switch, null for none."""
     fixed: dict[str, object] = {
-        "model-path": folder,
-        "tp-size": tp,
-        "context-length": max_length + _SPARE,
-        "max-running-requests": slots,
+        "model-path": settings.folder,
+        "tp-size": settings.tp,
+        "context-length": settings.max_length + _SPARE,
+        "max-running-requests": settings.rows,
         "skip-tokenizer-init": True,
         "skip-server-warmup": True,
         "log-level": "warning",
     }
     words: list[str] = []
-    for name, value in (fixed | dict(options)).items():
+    for name, value in (fixed | settings.arguments).items():
         if value is None or value is False:
             continue
         given = value if isinstance(value, list | tuple) else [] if value is True else [value]
@@ -139,8 +139,9 @@ class Replica:
         actors: Callable[[], Sequence[Any]] | None = None,
         gpus: Sequence[str] = (),
         seats: Sequence[int] = (),
+        url: str = "",
     ) -> None:
-        """`host` is a `Server` in this process, with `gpus`; None for a server that somebody else runs.
+        """`host` is a `Server` in this process, with `gpus`; None for one that somebody else runs, at `url`.
 
         `actors` makes Ray actors of a `Server` instead: the first runs it, the others hold its further GPUs.
         """
@@ -156,7 +157,7 @@ class Replica:
         self.ready = False
         self.stale = False
         self.asleep: set[str] = set()
-        self._client: SGLangClient | None = None
+        self._client = SGLangClient(url.rstrip("/"), key=settings.key, **self._settings) if url else None
 
     @property
     def ours(self) -> bool:
@@ -168,10 +169,6 @@ class Replica:
         """The server's API."""
         assert self._client is not None, "a server is waited for before it is asked"
         return self._client
-
-    def attach(self, url: str, key: str | None) -> None:
-        """Speak to a server that runs already."""
-        self._client = SGLangClient(url, key=key, **self._settings)
 
     async def start(self, room_s: float | None = None) -> None:
         """Start the server, again if it ran before.
@@ -293,32 +290,20 @@ def visible_gpus() -> list[str]:
     return [named[i] if i < len(named) and named[i] else str(i) for i in range(torch.cuda.device_count())]
 
 
-def attached_replica(url: str, settings: SGLangSettings) -> Replica:
-    """A server that runs at `url`."""
-    replica = Replica(settings)
-    replica.attach(url.rstrip("/"), settings.key)
-    return replica
-
-
 def owned_replica(settings: SGLangSettings, number: int) -> Replica:
     """A server of our own: where Ray runs in an actor of its own, with one for each further GPU; else in this process.
 
     Raises:
         EngineError: no interpreter at `settings.python`.
     """
-    words = server_arguments(
-        str(settings.folder),
-        tp=settings.tp,
-        max_length=settings.max_length,
-        slots=settings.rows,
-        options=settings.arguments,
-    )
-    told = (settings.python or "", words, settings.log_of(number), settings.variables, settings.node_key)
+    log = str(Path(settings.log).with_suffix(f".{number}.log"))
+    told = (settings.python or "", server_arguments(settings), log, settings.variables, settings.node_key)
     server = Server(*told)  # complains here rather than in an actor
     if not _ray_runs():
         return Replica(settings, server, gpus=settings.gpus[number] if settings.gpus else ())
-    places = settings.places_of(number)
-    seats = range(number * settings.tp, (number + 1) * settings.tp) if settings.in_turn else ()
+    own = slice(number * settings.tp, (number + 1) * settings.tp)
+    places = settings.places[own] if settings.places else None  # of each of its GPUs
+    seats = range(own.start, own.stop) if settings.in_turn else ()
     return Replica(
         settings, actors=lambda: [actor.remote(*told) for actor in _actors(settings.tp, places)], seats=seats
     )

@@ -23,25 +23,13 @@ if TYPE_CHECKING:
 
 PUSHED = ("tensor", "distributed")  # written into the servers while they pause
 _SHORT = {"half": "float16", "float": "float32"}  # names that SGLang has for types of numbers
-_OWN = {  # an argument of the server -> the setting that it would contradict
-    "tp-size": "engine.tp",
-    "tensor-parallel-size": "engine.tp",
-    "dp-size": "engine.replicas",
-    "data-parallel-size": "engine.replicas",
-    "pp-size": "engine.tp",
-    "pipeline-parallel-size": "engine.tp",
-    "nnodes": "engine.replicas",  # the GPUs of a server are on one node
-    "node-rank": "engine.replicas",
-    "dist-init-addr": "engine.replicas",
-    "host": "",
-    "port": "",
-    "model-path": "",
-    "config": "",
-    "api-key": "",
-    "enable-lora": "engine.adapters",
-    "lora-paths": "engine.adapters",
-    "max-lora-rank": "policies.<name>.lora.rank",
-    "lora-target-modules": "policies.<name>.lora.targets",
+_OWN = {  # arguments of the server, by the setting that they would contradict; the GPUs of a server are on one node
+    "engine.tp": ("tp-size", "tensor-parallel-size", "pp-size", "pipeline-parallel-size"),
+    "engine.replicas": ("dp-size", "data-parallel-size", "nnodes", "node-rank", "dist-init-addr"),
+    "": ("host", "port", "model-path", "config", "api-key"),
+    "engine.adapters": ("enable-lora", "lora-paths"),
+    "policies.<name>.lora.rank": ("max-lora-rank",),
+    "policies.<name>.lora.targets": ("lora-target-modules",),
 }
 
 
@@ -67,9 +55,8 @@ class SGLangSettings:
     tp: int = 1  # GPUs of each server
     transport: str = "disk"
     weights_folder: Path | str | None = None  # that trainer and servers see; None: one in shared memory
-    places: Sequence[Mapping[str, Any]] | None = (
-        None  # actor options for each GPU, server by server; None: Ray's choice
-    )
+    # actor options for each GPU, server by server; None: Ray's choice
+    places: Sequence[Mapping[str, Any]] | None = None
     in_turn: bool = False  # seat i of all engines is one GPU: servers there start one after the other
     gpus: Sequence[Sequence[str]] = ()  # that each server sees where Ray places none; (): all that this process sees
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of sglang.launch_server
@@ -87,8 +74,8 @@ class SGLangSettings:
             known = ", ".join(TRANSPORTS["sglang"])
             raise EngineError(f"SGLang has no transport '{self.transport}'; known: {known}")
         for name in (name.replace("_", "-") for name in self.options):
-            if name in _OWN:
-                instead = f"set {_OWN[name]} instead" if _OWN[name] else "it is chosen here"
+            for setting in (setting for setting, names in _OWN.items() if name in names):
+                instead = f"set {setting} instead" if setting else "it is chosen here"
                 raise EngineError(f"engine.options: {name} is not to be given to the servers; {instead}")
         _check_model(self.folder, self._model)
         for adapter in self.adapters:
@@ -102,7 +89,16 @@ class SGLangSettings:
     @property
     def arguments(self) -> dict[str, Any]:
         """`options`, named as on the server's command line, and what the adapters need."""
-        return _slots(self.adapters) | {name.replace("_", "-"): value for name, value in self.options.items()}
+        slots: dict[str, Any] = {}  # of the present version of each adapter and the one before, beside the bare model
+        if self.adapters:
+            slots = {
+                "enable-lora": True,
+                "max-lora-rank": max(adapter.rank for adapter in self.adapters),
+                "lora-target-modules": sorted({f"{x}_proj" for adapter in self.adapters for x in adapter.targets}),
+                "max-loras-per-batch": 2 * len(self.adapters) + 1,
+                "lora-strict-loading": True,
+            }
+        return slots | {name.replace("_", "-"): value for name, value in self.options.items()}
 
     @property
     def variables(self) -> dict[str, str]:
@@ -164,14 +160,6 @@ class SGLangSettings:
             self._check_url(url)
         return list(dict.fromkeys(urls))
 
-    def log_of(self, number: int) -> str:
-        """The file that server `number` writes."""
-        return str(Path(self.log).with_suffix(f".{number}.log"))
-
-    def places_of(self, number: int) -> Sequence[Mapping[str, Any]] | None:
-        """Actor options for each GPU of server `number`."""
-        return self.places[number * self.tp : (number + 1) * self.tp] if self.places else None
-
     @cached_property
     def _model(self) -> Mapping[str, Any]:
         read = read_config(self.folder)
@@ -203,19 +191,6 @@ def slot_problem(targets: Sequence[Projection]) -> str:
             "with q and v both, and one of up only with gate; add them, or set engine.adapters: merged"
         )
     return ""
-
-
-def _slots(adapters: Sequence[AdapterShape]) -> dict[str, Any]:
-    """Arguments of servers that hold these adapters, the present version and the one before, beside the bare model."""
-    if not adapters:
-        return {}
-    return {
-        "enable-lora": True,
-        "max-lora-rank": max(adapter.rank for adapter in adapters),
-        "lora-target-modules": sorted({f"{target}_proj" for adapter in adapters for target in adapter.targets}),
-        "max-loras-per-batch": 2 * len(adapters) + 1,
-        "lora-strict-loading": True,
-    }
 
 
 # the wheel of NCCL that torch brings, as an environment's metadata say

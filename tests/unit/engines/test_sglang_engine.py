@@ -20,7 +20,7 @@ from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines.sglang import fleet
 from mcore_mas.rollout.engines.sglang.client import SGLangClient, StreamedReply, body_of, completion_of
 from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
-from mcore_mas.rollout.engines.sglang.server import Replica, Server, attached_replica, server_arguments
+from mcore_mas.rollout.engines.sglang.server import Replica, Server, server_arguments
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from mcore_mas.rollout.sync import make_sender
@@ -181,7 +181,7 @@ def test_a_dead_server_is_started_again_with_its_weights(make: Make, folder: Pat
 
 
 def test_members_join_with_new_weights_and_leave_while_others_go_on(make: Make, folder: Path, tmp_path: Path) -> None:
-    words = server_arguments(str(folder), tp=1, max_length=64, slots=4, options={})
+    words = server_arguments(SGLangSettings(folder=folder, max_length=64, rows=4))
     far = [Server(str(FAKE), words, str(tmp_path / f"member{n}.log"), {}) for n in (1, 2)]
     members, told = tmp_path / "members", list[str]()
     engine = make(members=members, tell=told.append)
@@ -197,9 +197,9 @@ def test_members_join_with_new_weights_and_leave_while_others_go_on(make: Make, 
         alone = await served()
         first, second = (server.start() for server in far)
         members.write_text(f"# from another job\n{first}\n{second}/\nhttp://127.0.0.1:9\n")  # nobody is at the last
-        while not await attached_replica(first, engine._settings).client.up():
+        while not await Replica(engine._settings, url=first).client.up():
             await asyncio.sleep(0.05)
-        while not await attached_replica(second, engine._settings).client.up():
+        while not await Replica(engine._settings, url=second).client.up():
             await asyncio.sleep(0.05)
         assert await served() == alone  # they have no weights yet
         await engine.load_weights(tensors(), 2)
@@ -376,11 +376,11 @@ def test_what_cannot_serve_is_refused_at_once(folder: Path, make: Make) -> None:
         asyncio.run(ask(server, [1]))
 
 
-def test_arguments_are_the_servers_own(tmp_path: Path) -> None:
+def test_arguments_are_the_servers_own(folder: Path, tmp_path: Path) -> None:
     options = {"mem-fraction-static": 0.8, "log-level": "error", "disable-cuda-graph": True, "skip-server-warmup": None}
-    words = server_arguments("model", tp=2, max_length=64, slots=4, options=options)
+    words = server_arguments(SGLangSettings(folder=folder, tp=2, max_length=64, rows=4, options=options))
     assert " ".join(words) == (
-        "--model-path model --tp-size 2 --context-length 70 --max-running-requests 4 --skip-tokenizer-init "
+        f"--model-path {folder} --tp-size 2 --context-length 70 --max-running-requests 4 --skip-tokenizer-init "
         "--log-level error --mem-fraction-static 0.8 --disable-cuda-graph"
     )
     silent = Server(str(FAKE), [], str(tmp_path / "log"), {})
@@ -388,10 +388,10 @@ def test_arguments_are_the_servers_own(tmp_path: Path) -> None:
 
 
 def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    words = server_arguments("model", tp=2, max_length=64, slots=4, options={})
+    words = server_arguments(SGLangSettings(folder=folder, tp=2, max_length=64, rows=4))
     server = Server(str(FAKE), words, str(tmp_path / "sglang.0.log"), {"OMP_NUM_THREADS": "3"}, "8" * 64)
     url = server.start(["4", "6"])
     try:
@@ -519,13 +519,13 @@ def test_servers_on_one_gpu_start_one_after_the_other(folder: Path, monkeypatch:
             said.append(f"{name} answers")
 
         monkeypatch.setattr(replica, "_answering", answering)
-        replica.attach("http://127.0.0.1:1", None)
         await replica.wait(1.0)
 
     async def play(*seats: Sequence[int]) -> list[str]:
         said.clear()
         settings = SGLangSettings(folder=folder, max_length=64)
-        await asyncio.gather(*(starts(Replica(settings, seats=own), str(n)) for n, own in enumerate(seats)))
+        replicas = [Replica(settings, seats=own, url="http://127.0.0.1:1") for own in seats]
+        await asyncio.gather(*(starts(replica, str(n)) for n, replica in enumerate(replicas)))
         return list(said)
 
     alone = ["0 starts", "0 answers", "1 starts", "1 answers"]
