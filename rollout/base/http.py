@@ -31,6 +31,7 @@ from tenacity import (
 BACKOFF_S = 0.2  # mean of the first pause; doubles with each retry
 MAX_BACKOFF_S = 20.0  # mean of the longest
 MAX_REPLY_BYTES = 64 << 20
+SHOWN = 200  # characters of a server's own words in an error
 DIGEST_HEADER = "content-digest"
 _BUSY = (408, 409, 425, 429)  # statuses below 500 that another try may change
 # A machine that is cut off does not close its connections: the kernel asks it for a sign of life, and after a minute
@@ -101,10 +102,15 @@ class HttpReply:
         """
         if self.status == 200:
             return self
-        trouble = f"status {self.status}: {' '.join(self.text[:200].split())}"
-        if self.status >= 500 or self.status in _BUSY:
-            raise Unanswered(trouble, retry_after_s=retry_after_s(self.headers), unbilled=True)
-        raise Refused(trouble)
+        raise failure_of(self.status, self.text, self.headers)
+
+
+def failure_of(status: int, body: str, headers: Mapping[str, str]) -> Unanswered | Refused:
+    """What a status other than 200 means: the server is busy or broken, or no retry changes its answer."""
+    trouble = f"status {status}: {' '.join(body[:SHOWN].split())}"
+    if status >= 500 or status in _BUSY:
+        return Unanswered(trouble, retry_after_s=retry_after_s(headers), unbilled=True)
+    return Refused(trouble)
 
 
 class HttpClient:

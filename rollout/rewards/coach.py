@@ -17,8 +17,8 @@ from typing import Literal
 from pydantic import Field
 
 from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.http import Unanswered
-from mcore_mas.rollout.engines.remote import CallRefused, RemoteConfig, ReplySettings
+from mcore_mas.rollout.base.http import Refused, Unanswered
+from mcore_mas.rollout.engines.remote import RemoteConfig, ReplySettings
 from mcore_mas.rollout.engines.remote.caller import Caller, Tally
 from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted
 from mcore_mas.rollout.records.trajectory import Group, Message, Status, Task, ToolEvent, Trajectory, Turn
@@ -173,7 +173,7 @@ class Coach:
                 return Unscored("budget", str(trouble))
             except Malformed as trouble:
                 return Unscored("malformed", f"{trouble}, also when asked again")
-            except CallRefused as trouble:
+            except Refused as trouble:
                 return Unscored("refused", str(trouble))
             except Unanswered as trouble:
                 return Unscored("unavailable", str(trouble))

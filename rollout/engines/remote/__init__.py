@@ -12,14 +12,15 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from pydantic import Field, JsonValue, model_validator
 
 from mcore_mas.rollout.base.errors import Unusable
-from mcore_mas.rollout.base.http import Unanswered, check_url, retry_after_s
-from mcore_mas.rollout.base.options import Section, lookup
+from mcore_mas.rollout.base.http import check_url, failure_of
+from mcore_mas.rollout.base.options import Section, imported, lookup
 from mcore_mas.rollout.records.trajectory import Message
 
 # Import paths, so that naming a provider imports no library.
@@ -28,27 +29,11 @@ PROVIDERS = {
     "anthropic": "mcore_mas.rollout.engines.remote.providers:AnthropicMessages",
     "gemini": "mcore_mas.rollout.engines.remote.providers:GeminiContent",
 }
-
-
-def provider_class(name: str) -> Any:
-    """The class of the provider `name` (or at the import path `name`); imports what that provider needs.
-
-    Raises:
-        UnknownName: no such provider.
-    """
-    found = lookup("provider", name, PROVIDERS)
-    return lookup("provider", found, {}) if isinstance(found, str) else found
-
-
-SHOWN = 200  # characters of a server's own words in an error
+provider_class = partial(imported, "provider", paths=PROVIDERS)  # of a name
 
 
 class RemoteError(Unusable):
     """A frozen model cannot be used at all: one line that says what, where, what to do."""
-
-
-class CallRefused(RuntimeError):
-    """The server will not answer this prompt, however often it is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +64,7 @@ class Provider(Protocol):
 
         Raises:
             Unanswered: no usable reply this time.
-            CallRefused: this prompt will not be answered.
+            Refused: this prompt will not be answered.
             RemoteError: no prompt will be answered (key, model, URL, quota).
         """
 
@@ -89,12 +74,10 @@ class Provider(Protocol):
 
 def status_error(status: int, body: str, headers: Mapping[str, str]) -> Exception:
     """The error that an HTTP status other than 200 means; all vendors use the same numbers."""
-    trouble = f"status {status}: {' '.join(body[:SHOWN].split())}"
+    failure = failure_of(status, body, headers)
     if status in (401, 402, 403, 404) or 300 <= status < 400 or (status == 429 and _out_of_quota(body)):
-        return RemoteError(trouble)
-    if status in (408, 409, 425, 429) or status >= 500:
-        return Unanswered(trouble, retry_after_s=retry_after_s(headers), unbilled=True)
-    return CallRefused(trouble)
+        return RemoteError(str(failure))
+    return failure
 
 
 def split_system(messages: Sequence[Message]) -> tuple[str | None, list[Message]]:

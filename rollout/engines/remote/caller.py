@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.http import Unanswered, retried
+from mcore_mas.rollout.base.http import Refused, Unanswered, retried
 from mcore_mas.rollout.base.task_group import LateCall
 from mcore_mas.rollout.engines import ChatState, PolicyReply
 from mcore_mas.rollout.engines.remote import (
     Answer,
-    CallRefused,
     Provider,
     RemoteConfig,
     RemoteError,
@@ -116,7 +115,7 @@ class Caller:
 
         Raises:
             Unanswered: no reply within the retries, or before a pause would pass the deadline.
-            CallRefused: the server refuses this prompt.
+            Refused: the server refuses this prompt.
             BudgetExhausted: the call might cost more than is left.
             RemoteError: the model cannot be used at all.
         """
@@ -223,9 +222,9 @@ class Caller:
             raise Unanswered(
                 self._redact(str(failure)), retry_after_s=failure.retry_after_s, unbilled=failure.unbilled
             ) from None
-        except CallRefused as refusal:
+        except Refused as refusal:
             cost = Spending(calls=1)
-            raise CallRefused(self._redact(str(refusal))) from None
+            raise Refused(self._redact(str(refusal))) from None
         except RemoteError as refusal:
             cost = Spending(calls=1)
             where = f"{self._config.provider} '{self._config.model}'"
@@ -313,7 +312,7 @@ class RemoteClient:
                     answer = await self._caller.ask("external", messages, settings, self._tally, deadline=deadline)
             except TimeoutError:
                 raise LateCall(f"{self._config.model}: no reply within {self._config.deadline_s:g} s") from None
-            except (Unanswered, CallRefused) as failure:
+            except (Unanswered, Refused) as failure:
                 raise EngineError(f"{self._config.model}: {failure}") from failure
         silence = Completion(token_ids=(), logprobs=(), finish_reason=answer.finish_reason, versions=(_FROZEN,))
         return PolicyReply(text=answer.text, raw=answer.text, prompt_ids=(), completion=silence, trainable=False)

@@ -6,7 +6,9 @@ after it. A call whose end is not known (killed, cancelled, timed out) stays cha
 
 from __future__ import annotations
 
+import operator
 import sqlite3
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -30,7 +32,7 @@ class BudgetExhausted(Unusable):
     """The next call might cost more than is left; nothing was sent."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Spending:
     """What calls cost, or may cost at most."""
 
@@ -39,14 +41,10 @@ class Spending:
     nanos: int = 0  # 1e-9 units of the currency the prices are in
 
     def __add__(self, other: Spending) -> Spending:
-        return Spending(
-            calls=self.calls + other.calls, tokens=self.tokens + other.tokens, nanos=self.nanos + other.nanos
-        )
+        return Spending(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: Spending) -> Spending:
-        return Spending(
-            calls=self.calls - other.calls, tokens=self.tokens - other.tokens, nanos=self.nanos - other.nanos
-        )
+        return Spending(*map(operator.sub, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +77,16 @@ class Ledger:
         self.in_flight = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path, timeout=2.0, isolation_level=None)
-        try:
-            self.spent = self._prepare(path)
-        except sqlite3.OperationalError as error:
-            self._db.close()
-            raise RemoteError(f"{path}: cannot be opened ({error}); is another process using it?") from error
-        except sqlite3.DatabaseError as error:
-            self._db.close()
-            raise RemoteError(
-                f"{path}: no ledger ({error}); move it away, knowing that it said what was spent"
-            ) from error
-        except RemoteError:
-            self._db.close()
-            raise
+        with ExitStack() as failed:
+            failed.callback(self._db.close)
+            try:
+                self.spent = self._prepare(path)
+            except sqlite3.OperationalError as error:
+                raise RemoteError(f"{path}: cannot be opened ({error}); is another process using it?") from error
+            except sqlite3.DatabaseError as error:
+                why = f"no ledger ({error}); move it away, knowing that it said what was spent"
+                raise RemoteError(f"{path}: {why}") from error
+            failed.pop_all()
 
     def _prepare(self, path: Path) -> Spending:
         """Take the file, make its tables if it is new, and add up what was spent."""
