@@ -85,7 +85,7 @@ class ServedTeam:
             GatewayError: nobody can.
         """
         if asked.model == self.name:
-            call = GatewayCall(b"", str(next(self.numbers)), asked.model)
+            call = GatewayCall(key=b"", head=ChatReply(id=str(next(self.numbers)), model=asked.model))
             return call.start(self._play(asked, call.head))
         if asked.model not in self.team.agents:
             known = ", ".join(self.models)

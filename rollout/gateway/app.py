@@ -6,10 +6,9 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -19,8 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from mcore_mas.rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
 from mcore_mas.rollout.base.http_server import BodyTooLarge, TooLargeResponse, answering, bears, bind, read_body, url_of
+from mcore_mas.rollout.base.task_group import of_loop
 from mcore_mas.rollout.gateway.completions import COMPLETIONS
-from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth, openai_error
+from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth
 from mcore_mas.rollout.gateway.messages import MESSAGES
 from mcore_mas.rollout.gateway.responses import RESPONSES
 from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
@@ -45,14 +45,13 @@ class Answering(Protocol):
         """Nobody waits for the reply any more."""
 
 
+@dataclass(slots=True)
 class Entrance:
-    """Who may come in: finds what answers a request, and counts the calls that are under way."""
+    """Who may come in."""
 
-    def __init__(self, find: Callable[[Request], Answering], most_calls: int) -> None:
-        """`find` raises GatewayError; `most_calls` are answered at a time."""
-        self.find = find
-        self.most_calls = most_calls
-        self.calls = 0
+    find: Callable[[Request], Answering]  # what answers a request; raises GatewayError
+    most_calls: int  # that are answered at a time
+    calls: int = 0  # that are under way
 
     async def answer(self, dialect: Dialect, request: Request) -> Response:
         """Answer a call in its dialect.
@@ -162,7 +161,7 @@ def _told(error: Exception) -> GatewayError:
     raise error
 
 
-def _guarded(handler: Callable[[Request], Awaitable[Response]], dialect: Dialect | None) -> Callable[..., object]:
+def _guarded(handler: Callable[[Request], Awaitable[Response]], dialect: Dialect) -> Callable[..., object]:
     """The handler with its failures as statuses, in its dialect."""
 
     async def answer(request: Request) -> Response:
@@ -171,7 +170,7 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]], dialect: Dialect
         except Exception as error:
             told = _told(error)
             headers = {"Retry-After": "1"} if told.status == 429 else {"x-should-retry": "false"}
-            body = dialect.error(told) if dialect else openai_error(told)
+            body = dialect.error(told)
             if told.status == 413:
                 return TooLargeResponse(body)
             return JSONResponse(body, status_code=told.status, headers=headers)
@@ -201,9 +200,9 @@ def gateway_app(entrance: Entrance, prefix: str) -> Starlette:
         raise GatewayError(404, f"nothing answers {request.method} {request.url.path[:200]}; known: {paths}")
 
     routes = [one for dialect in DIALECTS for one in route(dialect)]
-    listing = [Route(place + "/v1/models", _guarded(models, None)) for place in (prefix, prefix + _AGENT)]
+    listing = [Route(place + "/v1/models", _guarded(models, COMPLETIONS)) for place in (prefix, prefix + _AGENT)]
     every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-    return Starlette(routes=[*routes, *listing, Route("/{path:path}", _guarded(nowhere, None), methods=every)])
+    return Starlette(routes=[*routes, *listing, Route("/{path:path}", _guarded(nowhere, COMPLETIONS), methods=every)])
 
 
 class Gateway:
@@ -212,7 +211,9 @@ class Gateway:
     def __init__(self, most_calls: int = 16384) -> None:
         self.url = ""
         self._open: dict[str, tuple[str, GatewaySession]] = {}  # key and session, by name
-        self.app = gateway_app(Entrance(self._find, most_calls), "/s/{session}")
+        self._app = gateway_app(Entrance(self._find, most_calls), "/s/{session}")
+        self._users, self._lock = 0, asyncio.Lock()
+        self._listening = AsyncExitStack()
 
     def _find(self, request: Request) -> GatewaySession:
         key, session = self._open.get(request.path_params["session"], ("", None))
@@ -231,36 +232,25 @@ class Gateway:
             del self._open[name]
             await session.close()
 
+    @asynccontextmanager
+    async def in_use(self) -> AsyncIterator[Gateway]:
+        """Listen at least until the block ends: from the first user's coming to the last one's going."""
+        async with self._lock:
+            if not self.url:
+                listener = bind("127.0.0.1", 0)
+                self.url = url_of(listener)
+                await self._listening.enter_async_context(answering(self._app, listener))
+            self._users += 1
+        try:
+            yield self
+        finally:
+            self._users -= 1
+            async with self._lock:
+                if not self._users:
+                    self.url = ""
+                    await self._listening.aclose()
 
-class _Shared:
-    """An event loop's gateway, which listens as long as somebody uses it."""
 
-    def __init__(self) -> None:
-        self.gateway = Gateway()
-        self.users = 0
-        self.lock = asyncio.Lock()
-        self.listening: AsyncExitStack | None = None
-
-
-_gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
-
-
-@asynccontextmanager
-async def shared_gateway() -> AsyncIterator[Gateway]:
-    """The gateway of the running event loop; it listens from the first user's coming to the last one's going."""
-    own = _gateways.setdefault(asyncio.get_running_loop(), _Shared())
-    async with own.lock:
-        if own.listening is None:
-            listener = bind("127.0.0.1", 0)
-            own.gateway.url = url_of(listener)
-            own.listening = AsyncExitStack()
-            await own.listening.enter_async_context(answering(own.gateway.app, listener))
-        own.users += 1
-    try:
-        yield own.gateway
-    finally:
-        own.users -= 1
-        async with own.lock:
-            if not own.users and own.listening is not None:
-                listening, own.listening = own.listening, None
-                await listening.aclose()
+def shared_gateway() -> AbstractAsyncContextManager[Gateway]:
+    """The gateway of the running event loop, which listens as long as somebody uses it."""
+    return of_loop("gateway", Gateway).in_use()

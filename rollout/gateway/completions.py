@@ -73,17 +73,12 @@ def _message(said: _Message) -> Message:
 def _parse(body: bytes) -> ChatRequest:
     asked: _Completions = dialects.read(_Completions, body)
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-    return ChatRequest(
-        model=asked.model,
-        messages=dialects.conversation([_message(said) for said in asked.messages]),
-        tools=tuple(
-            dialects.schema_of(tool.function.name, tool.function.description, tool.function.parameters)
-            for tool in asked.tools or ()
-        ),
+    tools = (tool.function for tool in asked.tools or ())
+    return asked.request(
+        [_message(said) for said in asked.messages],
+        (dialects.schema_of(tool.name, tool.description, tool.parameters) for tool in tools),
         max_tokens=asked.max_completion_tokens or asked.max_tokens,
-        sampling=asked.sampling,
         stop=tuple(text for text in stop if text),
-        stream=bool(asked.stream),
         usage=bool(asked.stream_options and asked.stream_options.include_usage),
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,7 +58,7 @@ class ChatReply:
 
     id: str
     model: str
-    created: int  # Unix time
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix time
     text: str = ""
     reasoning: str = ""
     calls: tuple[ToolUse, ...] = ()
@@ -170,11 +171,21 @@ class Body(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None
 
-    @property
-    def sampling(self) -> dict[str, float]:
-        """Temperature and top_p, where they are given."""
+    def request(self, messages: Sequence[Message], tools: Iterable[ToolSchema], **own: Any) -> ChatRequest:
+        """What is asked, with the fields that are the dialect's `own`.
+
+        Raises:
+            GatewayError: there is nothing to reply to.
+        """
         named = {"temperature": self.temperature, "top_p": self.top_p}
-        return {name: value for name, value in named.items() if value is not None}
+        return ChatRequest(
+            model=self.model,
+            messages=conversation(messages),
+            tools=tuple(tools),
+            sampling={name: value for name, value in named.items() if value is not None},
+            stream=bool(self.stream),
+            **own,
+        )
 
 
 def read(model: type[Any], body: bytes) -> Any:

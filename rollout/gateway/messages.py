@@ -78,16 +78,11 @@ def _parse(body: bytes) -> ChatRequest:
     asked: _MessagesBody = dialects.read(_MessagesBody, body)
     system = dialects.text_of(asked.system)
     opening = [Message(role="system", content=system)] if system else []
-    return ChatRequest(
-        model=asked.model,
-        messages=dialects.conversation(
-            [*opening, *(message for said in asked.messages for message in _messages(said))]
-        ),
-        tools=tuple(dialects.schema_of(tool.name, tool.description, tool.input_schema) for tool in asked.tools or ()),
+    return asked.request(
+        [*opening, *(message for said in asked.messages for message in _messages(said))],
+        (dialects.schema_of(tool.name, tool.description, tool.input_schema) for tool in asked.tools or ()),
         max_tokens=asked.max_tokens,
-        sampling=asked.sampling,
         stop=tuple(text for text in asked.stop_sequences or () if text),
-        stream=bool(asked.stream),
     )
 
 

@@ -73,9 +73,8 @@ def _messages(items: list[_Item]) -> list[Message]:
     thought, words, calls = "", "", list[ToolUse]()
     for item in [*items, _Item(type="end")]:
         if item.type == "reasoning":
-            thought += dialects.text_of(
-                [p.model_copy(update={"type": "text"}) for p in _parts(item.content or item.summary)]
-            )
+            parts = item.content or item.summary
+            thought += "\n".join(part.text for part in parts) if isinstance(parts, list) else ""
         elif item.type == "function_call":
             calls.append(ToolUse(id=item.call_id, name=item.name, arguments=dialects.arguments_of(item.arguments)))
         elif item.type == "message" and item.role == "assistant" and not calls and not words:
@@ -95,24 +94,16 @@ def _messages(items: list[_Item]) -> list[Message]:
     return messages
 
 
-def _parts(content: Content) -> list[Any]:
-    return content if isinstance(content, list) else []
-
-
 def _parse(body: bytes) -> ChatRequest:
     asked: _ResponsesBody = dialects.read(_ResponsesBody, body)
     items = [_Item(content=asked.input)] if isinstance(asked.input, str) else asked.input
     opening = [Message(role="system", content=asked.instructions)] if asked.instructions else []
-    previous = (asked.previous_response_id or "").removeprefix("resp_")
-    return ChatRequest(
-        model=asked.model,
-        messages=dialects.conversation([*opening, *_messages(items)]),
-        tools=tuple(dialects.schema_of(tool.name, tool.description, tool.parameters) for tool in asked.tools or ()),
+    return asked.request(
+        [*opening, *_messages(items)],
+        (dialects.schema_of(tool.name, tool.description, tool.parameters) for tool in asked.tools or ()),
         max_tokens=asked.max_output_tokens,
-        sampling=asked.sampling,
-        stream=bool(asked.stream),
         kept=asked.store is not False,
-        previous=previous,
+        previous=(asked.previous_response_id or "").removeprefix("resp_"),
     )
 
 

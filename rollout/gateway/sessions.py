@@ -11,9 +11,8 @@ import asyncio
 import hashlib
 import json
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jinja2
@@ -51,28 +50,19 @@ class _Place:
     read: int  # messages up to that, itself included
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class GatewayCall:
-    """A call that is being answered.
+    """A call that is being answered."""
 
-    Attributes:
-        key: digest of all that is asked.
-        head: what is known of the reply before it is whole.
-        task: what the whole reply comes from.
-        begun: set as soon as there is anything to stream.
-        wanted: whether somebody waits for it; sampling of a stream that nobody wants ends.
-        ended: whether it was ended so.
-        read: whether a stream of it was, to its end.
-        turn: its number in the trajectory, once it is whole.
-    """
-
-    task: asyncio.Task[ChatReply]
-
-    def __init__(self, key: bytes, id: str, model: str) -> None:
-        self.key, self.turn = key, -1
-        self.head = ChatReply(id=id, model=model, created=int(time.time()))
-        self.wanted, self.ended, self.read = True, False, False
-        self.begun = asyncio.Event()
-        self._grown = asyncio.Event()
+    key: bytes  # digest of all that is asked
+    head: ChatReply  # what is known of the reply before it is whole
+    task: asyncio.Task[ChatReply] = field(init=False)  # what the whole reply comes from
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # set as soon as there is anything to stream
+    _grown: asyncio.Event = field(default_factory=asyncio.Event)
+    wanted: bool = True  # whether somebody waits for it; sampling of a stream that nobody wants ends
+    ended: bool = False  # whether it was ended so
+    read: bool = False  # whether a stream of it was, to its end
+    turn: int = -1  # its number in the trajectory, once it is whole
 
     def start(self, work: Coroutine[Any, Any, ChatReply]) -> GatewayCall:
         """Have the reply come from `work`."""
@@ -213,7 +203,7 @@ class GatewaySession:
         if self._left < 1:
             raise GatewayError(403, "this session has had all the calls that it may make", "turns_exhausted")
         self._left -= 1
-        call = GatewayCall(place.key, f"{self._name}_{self._asked}", asked.model)
+        call = GatewayCall(key=place.key, head=ChatReply(id=f"{self._name}_{self._asked}", model=asked.model))
         self._asked += 1
         self._running.add(call.start(self._reply(asked, agent, place, call)).task)
         call.task.add_done_callback(self._ended)
