@@ -10,9 +10,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from mcore_mas.rollout.base.http import check_url
 from mcore_mas.rollout.base.options import Registry, Section, lookup
@@ -69,6 +69,13 @@ class Choice(Section):
 
 TOOL_REGISTRY = Registry(kind="tool", known=TOOLS, takes=(), supplied=frozenset({"env", "sandbox"}), own=False)
 PENALTY_REGISTRY = Registry(kind="penalty", known=PENALTIES, takes=("turn",))
+Chosen = dict[str, dict[str, Any]]  # options by name
+
+
+def _typed(registry: Registry, chosen: Chosen) -> Chosen:
+    for name, options in chosen.items():
+        registry.arguments(name, options, place=(name,))
+    return chosen
 
 
 class OrchestraConfig(Choice):
@@ -196,14 +203,7 @@ class RewardConfig(Choice):
 
     registry = Registry(kind="reward", known=ALLOCATORS, takes=("group",))
 
-    penalties: dict[str, dict[str, Any]] = Field(default_factory=dict)  # options by name in PENALTIES
-
-    @field_validator("penalties")
-    @classmethod
-    def _penalties_typed(cls, penalties: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        for name, options in penalties.items():
-            PENALTY_REGISTRY.arguments(name, options, place=(name,))
-        return penalties
+    penalties: Annotated[Chosen, AfterValidator(partial(_typed, PENALTY_REGISTRY))] = Field(default_factory=dict)
 
     def check_agents(self, team: Collection[str]) -> None:
         """Refuse options of registered allocators and penalties that name an agent who is not in `team`.
@@ -235,15 +235,9 @@ class AgentConfig(Section):
     top_k: int = Field(0, ge=0)
     max_tokens: int = Field(256, ge=1)  # of one reply
 
-    tools: dict[str, dict[str, Any]] = Field(default_factory=dict)  # that its chats may call: options by name
+    # that its chats may call
+    tools: Annotated[Chosen, AfterValidator(partial(_typed, TOOL_REGISTRY))] = Field(default_factory=dict)
     chats: ChatRules = ChatRules()
-
-    @field_validator("tools")
-    @classmethod
-    def _tools_typed(cls, tools: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        for name, options in tools.items():
-            TOOL_REGISTRY.arguments(name, options, place=(name,))
-        return tools
 
     @model_validator(mode="after")
     def _known(self) -> AgentConfig:

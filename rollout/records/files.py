@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -123,13 +124,7 @@ def _fault(row: Mapping[str, Any]) -> str:
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
     """Write trajectories as parquet with every id and token, complete or not at all."""
-    rows = []
-    for trajectory in trajectories:
-        row = asdict(trajectory)
-        row["metrics"] = list(trajectory.metrics.items())
-        for turn in row["turns"]:
-            turn["scores"] = list(turn["scores"].items())
-        rows.append(row)
+    rows = [asdict(trajectory) for trajectory in trajectories]
     _write(path, pa.Table.from_pylist(rows, schema=TRAJECTORY_SCHEMA))
 
 
@@ -163,12 +158,8 @@ def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
     Raises:
         ValidationError: they are not those of one.
     """
-    turns = [
-        {**_known(turn), "messages": [*map(_known, turn["messages"])], "scores": dict(turn["scores"])}
-        for turn in row["turns"]
-    ]
-    rest = {"turns": turns, "tools": [*map(_known, row["tools"])], "metrics": dict(row["metrics"])}
-    return _TRAJECTORY.validate_python({**row, **rest})
+    turns = [{**_known(turn), "messages": [*map(_known, turn["messages"])]} for turn in row["turns"]]
+    return _TRAJECTORY.validate_python({**row, "turns": turns, "tools": [*map(_known, row["tools"])]})
 
 
 def _known(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,13 +177,19 @@ def _write(path: Path, table: pa.Table) -> None:
 def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
     if not path.is_file():
         raise RecordError(f"{path}: no such file; expected a parquet file with columns {', '.join(schema.names)}")
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            table = pa.Table.from_batches(_bounded(path, file), file.schema_arrow)
-    except (pa.ArrowException, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise RecordError(f"{path}: not a readable parquet file ({reason}); name another, or make it again") from error
+    what, advice = "not a readable parquet file", "; name another, or make it again"
+    with arrow_errors(path, what, advice), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        table = pa.Table.from_batches(_bounded(path, file), file.schema_arrow)
     return _rows_of(path, table, schema)
+
+
+@contextmanager
+def arrow_errors(path: Path, problem: str, advice: str = "") -> Iterator[None]:
+    """Say on one line, as a RecordError, what pyarrow complains of in the block."""
+    try:
+        yield
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise RecordError(f"{path}: {problem} ({' '.join(str(error).split())}){advice}") from error
 
 
 def _bounded(path: Path, file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
@@ -209,9 +206,6 @@ def _rows_of(path: Path, table: pa.Table, schema: pa.Schema) -> list[dict[str, A
     missing = [name for name in schema.names if name not in table.column_names]
     if missing:
         raise RecordError(f"{path}: no column {', '.join(missing)}; expected {', '.join(schema.names)}")
-    try:
-        rows: list[dict[str, Any]] = table.select(schema.names).cast(schema).to_pylist()
-    except (pa.ArrowException, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise RecordError(f"{path}: a column has another type than expected ({reason}); make the file again") from error
+    with arrow_errors(path, "a column has another type than expected", "; make the file again"):
+        rows: list[dict[str, Any]] = table.select(schema.names).cast(schema).to_pylist(maps_as_pydicts="lossy")
     return rows

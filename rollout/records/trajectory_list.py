@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_mas.rollout.records.files import RecordError, trajectory_of
+from mcore_mas.rollout.records.files import RecordError, arrow_errors, trajectory_of
 from mcore_mas.rollout.records.trajectory import Trajectory
 
 _LIGHT = ["id", "task_id", "source", "sample", "step", "outcome", "answer", "status", "error"]
@@ -61,11 +61,8 @@ class TrajectoryFilter:
 
 
 def _open(path: Path) -> pq.ParquetFile:
-    try:
+    with arrow_errors(path, "not a readable parquet file"):
         return pq.ParquetFile(path, memory_map=True)
-    except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise RecordError(f"{path}: not a readable parquet file ({reason})") from error
 
 
 def count_trajectories(path: Path) -> int:
@@ -95,23 +92,22 @@ def list_trajectories(path: Path, shown: TrajectoryFilter, *, first: int = 0, li
     return found
 
 
+def _groups(file: pq.ParquetFile, first: int) -> Iterator[tuple[int, int]]:
+    """Number and first row of the groups of rows that have row `first` or later ones."""
+    sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+    for group, (start, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
+        if end > first:
+            yield group, start
+
+
 def _rows(path: Path, file: pq.ParquetFile, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    start = 0
-    for group in range(file.metadata.num_row_groups):
-        size = file.metadata.row_group(group).num_rows
-        if start + size > first:
-            try:
-                table = file.read_row_group(group, columns=[*_LIGHT, *_OF_TURNS])
-            except (pa.ArrowException, OSError) as error:
-                raise RecordError(f"{path}: a damaged file ({' '.join(str(error).split())})") from error
-            if missing := {*_LIGHT, "turns"} - set(table.column_names):
-                raise RecordError(f"{path}: no column {', '.join(sorted(missing))}; expected a file of trajectories")
-            skipped = max(0, first - start)
-            for batch in table.slice(skipped).to_batches(max_chunksize=1024):  # a page needs few of them
-                for row in batch.to_pylist():
-                    yield start + skipped, row
-                    skipped += 1
-        start += size
+    for group, start in _groups(file, first):
+        with arrow_errors(path, "a damaged file"):
+            table = file.read_row_group(group, columns=[*_LIGHT, *_OF_TURNS])
+        if missing := {*_LIGHT, "turns"} - set(table.column_names):
+            raise RecordError(f"{path}: no column {', '.join(sorted(missing))}; expected a file of trajectories")
+        batches = table.slice(max(0, first - start)).to_batches(max_chunksize=1024)  # a page needs few of them
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), max(start, first))
 
 
 def _listed(index: int, row: dict[str, Any]) -> TrajectoryRow:
@@ -133,10 +129,7 @@ def trajectory_at(path: Path, index: int) -> Trajectory:
         RecordError: it is no file of trajectories, or has none of this index.
     """
     with _open(path) as file:
-        start = 0
-        for group in range(file.metadata.num_row_groups):
-            size = file.metadata.row_group(group).num_rows
-            if start <= index < start + size:
-                return trajectory_of(path, file.read_row_group(group).slice(index - start, 1))
-            start += size
-    raise RecordError(f"{path}: no trajectory {index}; it holds {start}, counted from 0")
+        if 0 <= index < file.metadata.num_rows:
+            group, start = next(_groups(file, index))
+            return trajectory_of(path, file.read_row_group(group).slice(index - start, 1))
+        raise RecordError(f"{path}: no trajectory {index}; it holds {file.metadata.num_rows}, counted from 0")
