@@ -54,8 +54,9 @@ def snakemake(slurm: Slurm, folder: Path, *words: str) -> subprocess.CompletedPr
 
 def begun(slurm: Slurm, folder: Path, *words: str) -> subprocess.Popen[str]:
     """As `snakemake`, not waited for."""
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "--workflow-profile", "slurm"]
-    command += ["--slurm-status-command", "sacct" if slurm.accounting else "squeue"]
+    command = ["env", "--default-signal=INT"]  # which a shell's jobs in the background ignore
+    command += [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
+    command += ["--workflow-profile", "slurm", "--slurm-status-command", "sacct" if slurm.accounting else "squeue"]
     command += ["--slurm-init-seconds-before-status-checks", "2", "--latency-wait", "5", *words]
     env = slurm.env | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     pipe = subprocess.PIPE
