@@ -24,14 +24,9 @@ SUBMIT = "<submit>"  # the action that has the submission scored
 SUBMISSION = "submission.csv"
 
 
-def pack_file(name: str, content: str) -> str:
-    """A file that the team may read, as one of a task's `answers`."""
-    return json.dumps({"file": name, "content": content})
-
-
-def pack_file_at(name: str, path: Path) -> str:
-    """The same for a file on this machine, which is read when a trajectory starts."""
-    return json.dumps({"file": name, "path": str(path)})
+def pack_file(name: str, content: str | Path) -> str:
+    """A file that the team may read, as one of a task's `answers`; of a path it is read when a trajectory starts."""
+    return json.dumps({"file": name, "content" if isinstance(content, str) else "path": str(content)})
 
 
 def pack_target(target: Target) -> str:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, PositiveInt
+from pydantic import BaseModel
 
-from mcore_mas.rollout.base.options import Share, options_model
+from mcore_mas.rollout.base.options import options_model
 from mcore_mas.rollout.environments.games import PUZZLES
 from mcore_mas.rollout.environments.games.game import PuzzleSource
 from mcore_mas.rollout.records.trajectory import Demonstration, Task
@@ -31,17 +32,9 @@ from mcore_mas.rollout.tasks.encyclopedia import (
     memory_demonstrations,
     passages,
 )
-from mcore_mas.rollout.tasks.games import (
-    CARELESS,
-    alfworld_tasks,
-    demonstrate,
-    draw_tasks,
-    gymnasium_tasks,
-    webshop_tasks,
-)
+from mcore_mas.rollout.tasks.games import alfworld_tasks, demonstrate, draw_tasks, gymnasium_tasks, webshop_tasks
 from mcore_mas.rollout.tasks.repositories import repository_tasks
 from mcore_mas.rollout.tasks.tabular import dsbench_tasks, tabular_tasks
-from mcore_mas.rollout.teams.roles import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +66,7 @@ def game_generator(source: type[PuzzleSource]) -> Generator:
     def tasks(seed: int, sizes: Mapping[str, int], **options: Any) -> list[Task]:
         return draw_tasks(source(**options), seed, sizes)
 
-    def demonstrations(
-        seed: int,
-        n: int,
-        *,
-        roles: Mapping[str, Role],
-        slips: Mapping[str, Share] = CARELESS,
-        max_turns: PositiveInt = 2,
-        **options: Any,
-    ) -> Iterator[Demonstration]:
-        return demonstrate(source(**options), seed, n, roles=roles, slips=slips, max_turns=max_turns)
-
+    demonstrations = partial(demonstrate, source)
     demonstrations.__doc__ = demonstrate.__doc__  # its `Args:` describe the options
     return Generator(tasks=tasks, demonstrations=demonstrations, options=source)
 

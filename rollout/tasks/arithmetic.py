@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
+from typing import Any
 
+from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.options import Share
 from mcore_mas.rollout.orchestras.sequential import slots
 from mcore_mas.rollout.records.trajectory import Demonstration, Message, Task, derive_seed
@@ -20,7 +23,7 @@ class SumLevel:
     """One data source, a level of difficulty: numbers of a size, put in one of several wordings."""
 
     digits: int
-    wordings: Mapping[str, tuple[str, ...]]  # by operation
+    wordings: Mapping[str, Sequence[str]]  # by operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,30 +46,8 @@ class Sum:
         return split_of(f"{self.operation}{sorted(self.numbers)}")
 
 
-_PLAIN = {"+": ("What is {sum}?",), "-": ("What is {sum}?",)}
-_STORIES = {
-    "+": (
-        "{name} has {0} {things} and buys {1} more. How many now?",
-        "{name} sold {0} {things} in May and {1} in June. How many in all?",
-        "{name} packs {0} {things}, then {1} more. How many in all?",
-    ),
-    "-": (
-        "{name} has {0} {things} and sells {1}. How many are left?",
-        "{name} had {0} {things} and lost {1}. How many are left?",
-        "{name} needs {0} {things} and has {1}. How many are missing?",
-    ),
-}
-_NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn")
-_THINGS = ("coins", "cups", "books", "pens", "nuts", "stamps")
-
-LEVELS: dict[str, SumLevel] = {  # in order of difficulty
-    "add_2digit": SumLevel(digits=2, wordings={"+": _PLAIN["+"]}),
-    "sub_2digit": SumLevel(digits=2, wordings={"-": _PLAIN["-"]}),
-    "word_2digit": SumLevel(digits=2, wordings=_STORIES),
-    "add_3digit": SumLevel(digits=3, wordings={"+": _PLAIN["+"]}),
-    "sub_3digit": SumLevel(digits=3, wordings={"-": _PLAIN["-"]}),
-    "word_3digit": SumLevel(digits=3, wordings=_STORIES),
-}
+_WORDS: Mapping[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml"))
+LEVELS = {name: SumLevel(**level) for name, level in _WORDS["levels"].items()}  # in order of difficulty
 
 
 def arithmetic_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
@@ -142,9 +123,8 @@ def _draw(random: Random, name: str, split: str) -> Sum:
         if operation == "-":
             numbers.sort(reverse=True)
         wording = random.choice(source.wordings[operation])
-        text = wording.format(
-            *numbers, sum=operation.join(map(str, numbers)), name=random.choice(_NAMES), things=random.choice(_THINGS)
-        )
+        who, what = random.choice(_WORDS["names"]), random.choice(_WORDS["things"])
+        text = wording.format(*numbers, sum=operation.join(map(str, numbers)), name=who, things=what)
         problem = Sum(source=name, operation=operation, numbers=tuple(numbers), text=text)
         if problem.split == split:
             return problem

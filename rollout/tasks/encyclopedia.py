@@ -137,14 +137,9 @@ def _generate_split(seed: int, split: str, size: int) -> list[Task]:
 
 def _task(person: Person, fact: str) -> Task:
     source, question = _QUESTIONS[fact]
-    return Task(
-        id=f"encyclopedia/{fact}/{person.name.lower().replace(' ', '-')}",
-        prompt=question.format(name=person.name),
-        answers=(_fact(person, fact),),
-        env="search",
-        source=source,
-        split=person.split,
-    )
+    id = f"encyclopedia/{fact}/{person.name.lower().replace(' ', '-')}"
+    prompt, answers = question.format(name=person.name), (_fact(person, fact),)
+    return Task(id=id, prompt=prompt, answers=answers, env="search", source=source, split=person.split)
 
 
 def _fact(person: Person, fact: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,8 +58,7 @@ class Fields:
     source: tuple[str, ...] = ("data_source", "extra_info.data_source")
     context: tuple[str, ...] = ()  # text that belongs before the question
     all_of: bool = False  # a list of answers is one answer with several parts
-    read_question: Callable[[str], str] = str.strip
-    read_answer: Callable[[str], str] = str.strip
+    solutions: bool = False  # an answer is the final one of a solution, and a question comes with instructions
 
     def problem(self, row: DataRow) -> Problem:
         """The question with its context and every accepted answer.
@@ -67,7 +66,8 @@ class Fields:
         Raises:
             BadRow: no column for the question or the answers is filled, or one holds something else.
         """
-        question = self.read_question(_prompt(_filled(row, self.question, "question")))
+        question = _prompt(_filled(row, self.question, "question"))
+        question = bare_question(question) if self.solutions else question
         context = _first(row, self.context)
         if context is not None:
             question = f"{_prompt(context)}\n{question}"
@@ -76,16 +76,12 @@ class Fields:
             answers = [", ".join(answers)]
         for path in self.aliases:
             answers += _texts(_at(row, path))
-        answers = [self.read_answer(answer) for answer in answers if answer]
+        answers = [final_answer(answer) if self.solutions else answer for answer in answers if answer]
         if not answers:
             raise BadRow("has an empty answer")
-        return Problem(
-            question=question,
-            prompt=question,
-            answers=tuple(dict.fromkeys(answers)),
-            name=_label(_first(row, self.name)),
-            source=_label(_first(row, self.source)),
-        )
+        name, source = (_label(_first(row, paths)) for paths in (self.name, self.source))
+        accepted = tuple(dict.fromkeys(answers))
+        return Problem(question=question, prompt=question, answers=accepted, name=name, source=source)
 
 
 def _filled(row: DataRow, paths: Sequence[str], what: str) -> Any:

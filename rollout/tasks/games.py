@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -55,26 +55,21 @@ def as_task(source: PuzzleSource, puzzle: str, split: str) -> Task:
     game = GAMES[source.game]()
     solution = game.solve(game.read(puzzle))
     assert solution is not None, f"{source.name} drew a puzzle without a solution:\n{puzzle}"
-    return Task(
-        id=f"{source.name}/{digest(puzzle)}",
-        prompt=puzzle,
-        answers=(solution,),
-        env=source.game,
-        source=source.name,
-        split=split,
-    )
+    id = f"{source.name}/{digest(puzzle)}"
+    return Task(id=id, prompt=puzzle, answers=(solution,), env=source.game, source=source.name, split=split)
 
 
 def demonstrate(
-    source: PuzzleSource,
+    puzzles: Callable[..., PuzzleSource],
     seed: int,
     n: int,
     *,
     roles: Mapping[str, Role],
     slips: Mapping[str, Share] = CARELESS,
     max_turns: PositiveInt = 2,
+    **options: Any,
 ) -> Iterator[Demonstration]:
-    """`n` turns on training puzzles of `source`, in the order they were spoken.
+    """`n` turns on training puzzles of the source that `puzzles` makes of `options`, in the order they were spoken.
 
     Roles `tool` and `planner` play the orchestra `game_team`, a role `player` plays `single`. Each agent slips with
     probability `slips[agent]` a turn: the tool agent and the player make one mistake in a right list of actions, the
@@ -88,7 +83,7 @@ def demonstrate(
         slips: probability of a slip, in [0, 1], by agent; 0 for an agent that is not named.
         max_turns: as at rollout.
     """
-    orchestra = game_team if "planner" in roles else single
+    source, orchestra = puzzles(**options), game_team if "planner" in roles else single
 
     def spoken() -> Iterator[Demonstration]:
         for episode in count():

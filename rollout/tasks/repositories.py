@@ -61,14 +61,8 @@ def _draw(random: Random, family: BuggyFunction, bug: str, split: str, modules: 
         f"`{json.dumps(failing.expected)}`."
     )
     answers = [pack_source(path, content) for path, content in files.items()] + [pack_check(check) for check in checks]
-    return Task(
-        id=f"repositories/{digest(*answers)}",
-        prompt=prompt,
-        answers=tuple(answers),
-        env="repository",
-        source="repositories",
-        split=split,
-    )
+    id, source = f"repositories/{digest(*answers)}", "repositories"
+    return Task(id=id, prompt=prompt, answers=tuple(answers), env="repository", source=source, split=split)
 
 
 def source_of(function: Callable[..., Any], right: Callable[..., Any]) -> str:

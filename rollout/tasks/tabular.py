@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mcore_mas.rollout.environments.data_science import SUBMISSION, pack_file, pack_file_at, pack_target
+from mcore_mas.rollout.base.files import read_yaml
+from mcore_mas.rollout.environments.data_science import SUBMISSION, pack_file, pack_target
 from mcore_mas.rollout.environments.predictions import TABLE_METRICS, Target
 from mcore_mas.rollout.records.files import RecordError
 from mcore_mas.rollout.records.trajectory import Task, derive_seed
@@ -40,15 +41,7 @@ _METRICS: dict[TableKind, tuple[str, ...]] = {
 _COLUMNS = ("length", "width", "age", "dose", "speed", "load")
 _LEVELS = ("low", "middle", "high")
 _MISSING = 0.05  # of numeric cells, in the tables that agents see
-_PROMPT = """Predict the column `{column}` of a table; this is a {kind}.
-
-- `train.csv`: {train_rows} rows with `id`, the features {features}, and `{column}`. Some numbers are missing.
-- `test.csv`: {test_rows} rows with the same columns, without `{column}`.
-- `sample_submission.csv`: what a submission looks like.
-
-Write `{submission}` with the columns `id` and `{column}`, one row for every row of test.csv{asked}. It is scored by
-{metric} on truths that you do not have. Python's standard library is enough; pandas and scikit-learn may be installed.
-"""
+_WORDS: Mapping[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +157,7 @@ def _task(random: Random, world: TableModel, split: str, train_rows: int, test_r
         "sample_submission.csv": [["id", column], *([str(key), constant] for key in test.ids)],
     }
     files = [pack_file(name, _csv(rows)) for name, rows in tables.items()]
-    prompt = _PROMPT.format(
+    prompt = _WORDS["prompt"].format(
         column=column,
         kind=world.kind,
         metric=world.metric,
@@ -212,16 +205,6 @@ def _csv(rows: Sequence[Sequence[str]]) -> str:
     return text.getvalue()
 
 
-_METRIC_SIGNS = (  # of a metric, where an evaluation script computes its result; the first that is found counts
-    ("auc", r"roc_auc_score"),
-    ("accuracy", r"accuracy_score|average='micro'|=="),
-    ("f1", r"f1_score"),
-    ("log_loss", r"log_loss"),
-    ("rmsle", r"rmsle|mean_squared_log_error"),
-    ("rmse", r"rmse|root_mean_squared_error|sqrt\(\s*mean_squared_error|squared=False"),
-    ("mae", r"mean_absolute_error"),
-    ("mse", r"mean_squared_error"),
-)
 _SCRIPT_RESULT = re.compile(r"^\s*performance\s*=(.*)$", re.MULTILINE)  # imports name others too
 _SCRIPT_COLUMN = re.compile(r"""["']--value["'].*?default\s*=\s*["']([^"']+)["']""", re.DOTALL)
 _DSBENCH_NOTE = f"\n\nThe files are in the working folder. Write `{SUBMISSION}` in the form of sample_submission.csv."
@@ -240,7 +223,14 @@ def dsbench_tasks(
         RecordError: a file is missing or of another form.
         ValueError: there are fewer tasks than asked for.
     """
-    tasks = read_dsbench(Path(folder), metrics or {})
+    index = Path(folder) / "data.json"
+    if not index.is_file():
+        raise RecordError(f"{index}: no such file; expected DSBench's data_modeling folder")
+    rows = list(read_rows(index, ".jsonl"))
+    if not all("name" in row for row in rows):
+        raise RecordError(f"{index}: a row has no name")
+    found = (_dsbench_task(Path(folder), str(row["name"]), (metrics or {}).get(str(row["name"]))) for row in rows)
+    tasks = [task for task in found if task is not None]
     wanted = sum(sizes.values())
     if wanted > len(tasks):
         raise ValueError(f"dsbench: {wanted} tasks asked for, but {folder} has {len(tasks)} that can be scored")
@@ -249,26 +239,11 @@ def dsbench_tasks(
     return [replace(task, split=split) for task, split in zip(drawn, splits, strict=True)]
 
 
-def read_dsbench(folder: Path, metrics: Mapping[str, str]) -> list[Task]:
-    """Every task of the folder that can be scored, in its order, as a test task.
-
-    Raises:
-        RecordError: see `dsbench_tasks`.
-    """
-    index = folder / "data.json"
-    if not index.is_file():
-        raise RecordError(f"{index}: no such file; expected DSBench's data_modeling folder")
-    rows = list(read_rows(index, ".jsonl"))
-    if not all("name" in row for row in rows):
-        raise RecordError(f"{index}: a row has no name")
-    found = (_dsbench_task(folder, str(row["name"]), metrics.get(str(row["name"]))) for row in rows)
-    return [task for task in found if task is not None]
-
-
 def metric_of(script: str) -> str | None:
     """The metric that an evaluation script computes last; None when it is none of ours."""
     results = _SCRIPT_RESULT.findall(script)
-    return next((metric for metric, sign in _METRIC_SIGNS if results and re.search(sign, results[-1])), None)
+    signs = _WORDS["metric_signs"].items()
+    return next((metric for metric, sign in signs if results and re.search(sign, results[-1])), None)
 
 
 def _dsbench_task(folder: Path, name: str, metric: str | None) -> Task | None:
@@ -299,15 +274,10 @@ def _dsbench_task(folder: Path, name: str, metric: str | None) -> Task | None:
         baseline=_number(folder / "save_performance" / "baseline" / name / "result.txt"),
         ceiling=_number(folder / "save_performance" / "GT" / name / "result.txt"),
     )
-    files = (pack_file_at(path.name, path.resolve()) for path in sorted(tables.iterdir()) if path.is_file())
-    return Task(
-        id=f"dsbench/{name}",
-        prompt=_file_text(data / "task" / f"{name}.txt").strip() + _DSBENCH_NOTE,
-        answers=(*files, pack_target(target)),
-        env="data_science",
-        source="dsbench",
-        split="test",
-    )
+    files = (pack_file(path.name, path.resolve()) for path in sorted(tables.iterdir()) if path.is_file())
+    prompt = _file_text(data / "task" / f"{name}.txt").strip() + _DSBENCH_NOTE
+    answers, source = (*files, pack_target(target)), "dsbench"
+    return Task(id=f"{source}/{name}", prompt=prompt, answers=answers, env="data_science", source=source, split="test")
 
 
 def _file_text(path: Path) -> str:

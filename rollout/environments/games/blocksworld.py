@@ -14,6 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from mcore_mas.rollout.environments.games.game import (
+    RULES,
     BadPuzzle,
     Game,
     Owns,
@@ -49,12 +50,7 @@ class Blocksworld(Game[BlocksTable]):
     fail: float = 0.0
     malformed: float = -1.0
 
-    about = (
-        "Rebuild the stacks: from what is now to the goal. A stack is written from the table upwards, stacks are "
-        "separated by |, and their order does not matter. A move takes the top block of a stack and puts it on the "
-        "top of another one, or on the table. Make as few moves as possible.\n"
-        "Actions: moves as block and destination, for example C table, B C"
-    )
+    about = RULES["blocksworld"]
 
     def read(self, puzzle: str) -> BlocksTable:
         match = _TEXT.fullmatch(puzzle)
@@ -144,11 +140,7 @@ class BlocksworldSource(PuzzleSource):
 
     blocks: Annotated[int, Field(ge=2, le=6)] = 4  # shortest plans are found by search, which takes seconds for 7
 
-    game = "blocksworld"
-
-    @property
-    def name(self) -> str:
-        return f"blocksworld_{self.blocks}"
+    game, named = "blocksworld", "blocksworld_{0.blocks}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
         """Two different stackings out of all."""

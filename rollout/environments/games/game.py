@@ -5,19 +5,25 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.environments.protocol import Step
 from mcore_mas.rollout.environments.running import CalculatingEnv
 from mcore_mas.rollout.records.trajectory import Task
 
 _State = TypeVar("_State")
 _Action = TypeVar("_Action")
+
+
+RULES: Mapping[str, str] = read_yaml(Path(__file__).with_name("rules.yaml"))  # as players are told
 
 
 class BadPuzzle(ValueError):
@@ -108,7 +114,11 @@ class GameEnv(CalculatingEnv, Generic[_State]):
     game: ClassVar[type[Game[Any]]]
     max_turns: PositiveInt = 5
     rewards: Game[_State] | None = None
-    _now: _Moment[_State] | None = field(default=None, init=False)
+    _state: _State | None = field(default=None, init=False)
+    _turns: int = field(default=0, init=False)
+    _impossible: int = field(default=0, init=False)
+    _malformed: int = field(default=0, init=False)
+    _done: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._game: Game[_State] = self.rewards or self.game()
@@ -120,9 +130,11 @@ class GameEnv(CalculatingEnv, Generic[_State]):
             EnvError: the prompt is no puzzle of this game.
         """
         try:
-            self._now = _Moment(state=self._game.read(task.prompt))
+            self._state = self._game.read(task.prompt)
         except BadPuzzle as error:
             raise EnvError(f"task {task.id}: {error}") from error
+        self._turns = self._impossible = self._malformed = 0
+        self._done = False
         return f"{self._game.about}\n\n{task.prompt}"
 
     async def step(self, action: str) -> Step:
@@ -131,40 +143,30 @@ class GameEnv(CalculatingEnv, Generic[_State]):
         Raises:
             EnvError: there is no puzzle, or it has ended.
         """
-        step, self._now = self._next(action)
-        return step
-
-    async def preview(self, action: str) -> Step:
-        return self._next(action)[0]
-
-    def state(self) -> str:
-        return "" if self._now is None else self._game.show(self._now.state)
-
-    def _next(self, action: str) -> tuple[Step, _Moment[_State]]:
-        game, now = self._game, self._now
-        if now is None or now.done:
-            raise EnvError(f"GameEnv.step {'before reset' if now is None else 'after the end'}")
-        played = game.play(now.state, action)
-        state = now.state if played is None else played.state
-        reward = game.malformed if played is None else played.reward
-        solved = game.solved(state)
-        done = solved or now.turns + 1 == self.max_turns or game.spent(state)
-        after = _Moment(
-            state=state,
-            turns=now.turns + 1,
-            impossible=now.impossible + (played.impossible if played else 0),
-            malformed=now.malformed + (played is None),
-            done=done,
-        )
-        counts = {"impossible_actions": float(after.impossible), "malformed_actions": float(after.malformed)}
-        step = Step(
+        game, state = self._game, self._state
+        if state is None or self._done:
+            raise EnvError(f"GameEnv.step {'before reset' if state is None else 'after the end'}")
+        played = game.play(state, action)
+        state = self._state = state if played is None else played.state
+        self._turns += 1
+        self._impossible += played.impossible if played else 0
+        self._malformed += played is None
+        reward, solved = game.malformed if played is None else played.reward, game.solved(state)
+        self._done = solved or self._turns == self.max_turns or game.spent(state)
+        counts = {"impossible_actions": float(self._impossible), "malformed_actions": float(self._malformed)}
+        return Step(
             observation=game.show(state) + _note(played),
-            reward=reward + (game.fail if done and not solved else 0.0),
-            done=done,
-            answer=game.show(state) if after.turns > after.malformed else "",  # teams agree that leave the same state
+            reward=reward + (game.fail if self._done and not solved else 0.0),
+            done=self._done,
+            answer=game.show(state) if self._turns > self._malformed else "",  # teams agree that leave the same state
             metrics={"solved": float(solved), **game.measure(state), **counts},
         )
-        return step, after
+
+    async def preview(self, action: str) -> Step:
+        return await copy(self).step(action)
+
+    def state(self) -> str:
+        return "" if self._state is None else self._game.show(self._state)
 
 
 def game_env(name: str, game: type[Game[Any]]) -> type[GameEnv[Any]]:
@@ -172,15 +174,6 @@ def game_env(name: str, game: type[Game[Any]]) -> type[GameEnv[Any]]:
     namespace = {"__doc__": GameEnv.__doc__, "__module__": __name__, "game": game}
     rewards = ("rewards", game | None, None)
     return make_dataclass(name, [rewards], bases=(GameEnv,), namespace=namespace, eq=False, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Moment(Generic[_State]):
-    state: _State
-    turns: int = 0
-    impossible: int = 0
-    malformed: int = 0
-    done: bool = False
 
 
 def _note(played: Played[_State] | None) -> str:
@@ -273,10 +266,12 @@ class PuzzleSource(Protocol):
     """The generator of a game's puzzles: all of them with given options."""
 
     game: ClassVar[str]  # name in GAMES
+    named: ClassVar[str]  # the data source, in which results are reported, with gaps for options
 
     @property
     def name(self) -> str:
-        """The data source, in which results are reported."""
+        """The data source."""
+        return self.named.format(self)
 
     def draw(self, random: Random, owns: Owns) -> str | None:
         """A random solvable puzzle as the game shows it; None when this draw came to none, or to one not owned.

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt
 
 from mcore_mas.rollout.base.options import Share
 from mcore_mas.rollout.environments.games.game import (
+    RULES,
     BadPuzzle,
     Game,
     Owns,
@@ -102,11 +103,7 @@ class PlanPath(_GridGame[Walk]):
     gamma: Share = 0.99
     max_moves: PositiveInt = 10_000
 
-    about = (
-        "Walk from S to G through a grid: . is free, # is an obstacle. A move goes one cell up (U), down (D), left "
-        "(L) or right (R); a move into an obstacle or out of the grid is lost. Take the shortest way. Positions "
-        "are row and column, counted from 1 at the top left.\nActions: moves, for example R R D"
-    )
+    about = RULES["plan_path"]
 
     def read(self, puzzle: str) -> Walk:
         rows = parse_rows(puzzle.partition("\n")[2], ".#SG")
@@ -175,11 +172,7 @@ class PlanPathSource(_GridSource):
     size: Annotated[int, Field(ge=2)] = 10
     obstacles: Annotated[float, Field(ge=0, lt=1)] = 0.22
 
-    game = "plan_path"
-
-    @property
-    def name(self) -> str:
-        return f"plan_path_{self.size}x{self.size}"
+    game, named = "plan_path", "plan_path_{0.size}x{0.size}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
         """Random obstacles, then two random free cells; none when there is no way between them."""
@@ -223,11 +216,7 @@ class Sokoban(_GridGame[SokobanRoom]):
     gamma: Share = 0.99
     max_moves: PositiveInt = 200
 
-    about = (
-        "Push every box onto a goal: # wall, _ floor, . goal, $ box, * box on a goal, @ you, + you on a goal. A "
-        "move goes one cell up (U), down (D), left (L) or right (R) and pushes a box that is there, if the cell "
-        "behind it is neither wall nor box; boxes cannot be pulled.\nActions: moves, for example U L L"
-    )
+    about = RULES["sokoban"]
 
     def read(self, puzzle: str) -> SokobanRoom:
         rows = parse_rows(puzzle, _SIGNS)
@@ -316,11 +305,7 @@ class SokobanSource(_GridSource):
     turn: Share = 0.35
     tries: PositiveInt = 20
 
-    game = "sokoban"
-
-    @property
-    def name(self) -> str:
-        return f"sokoban_{self.size}x{self.size}_{self.boxes}"
+    game, named = "sokoban", "sokoban_{0.size}x{0.size}_{0.boxes}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
         """A room in which no box is home and the solver finds a way; none when `tries` placements have none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from math import isqrt
 from random import Random
 from typing import Annotated, Literal
@@ -12,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ValidationInfo
 
 from mcore_mas.rollout.environments.games.game import (
+    RULES,
     BadPuzzle,
     Game,
     Owns,
@@ -56,12 +58,7 @@ class Sudoku(Game[SudokuGrid]):
     fail: float = 0.0
     malformed: float = -1.0
 
-    about = (
-        "Fill the empty cells (.) so that every row, every column and every box holds each digit once. Digits that "
-        "are given stay, your own may be written over.\nActions: either the whole grid, a row after the other "
-        "without spaces, for example 1234, 3412, 2143, 4321 for a 4x4 grid; or single cells as row column digit, "
-        "counted from 1 at the top left, for example 1 3 2, 4 4 1"
-    )
+    about = RULES["sudoku"]
 
     def read(self, puzzle: str) -> SudokuGrid:
         rows = parse_rows(puzzle, ".123456789")
@@ -240,11 +237,7 @@ class SudokuSource(PuzzleSource):
     size: Literal[4, 9] = 4
     givens: Annotated[int | None, AfterValidator(_solvable)] = None
 
-    game = "sudoku"
-
-    @property
-    def name(self) -> str:
-        return f"sudoku_{self.size}x{self.size}"
+    game, named = "sudoku", "sudoku_{0.size}x{0.size}"
 
     def draw(self, random: Random, owns: Owns) -> str | None:
         """A random grid with digits taken out, in random order, as long as one solution is left."""
@@ -256,7 +249,7 @@ class SudokuSource(PuzzleSource):
             if left == self._givens:
                 break
             digit, cells[index] = cells[index], 0
-            if _unique(tuple(cells)):
+            if len(list(islice(solutions(tuple(cells)), 2))) == 1:
                 left -= 1
             else:
                 cells[index] = digit
@@ -271,11 +264,6 @@ class SudokuSource(PuzzleSource):
     @property
     def _givens(self) -> int:
         return _GIVENS[self.size] if self.givens is None else self.givens
-
-
-def _unique(given: Cells) -> bool:
-    found = solutions(given)
-    return next(found, None) is not None and next(found, None) is None
 
 
 def _named(cells: Cells) -> str:

@@ -268,7 +268,7 @@ def test_demonstrations_are_legal_and_of_training_puzzles(
 ) -> None:
     own = roles(*names)
     shown = list(GENERATORS[game].demonstrations(1, 60, roles=own, **options))
-    assert shown == list(demonstrate(PUZZLES[game](**options), 1, 60, roles=own))
+    assert shown == list(demonstrate(PUZZLES[game], 1, 60, roles=own, **options))
     assert len(shown) == 60
     assert {d.agent for d in shown} == set(names)
     assert all(own[d.agent].parse(d.messages[-1].content) is not None for d in shown)
@@ -282,7 +282,7 @@ def test_demonstrations_are_legal_and_of_training_puzzles(
 
 def test_demonstrations_read_as_rollouts() -> None:
     """Without slips a demonstrated team solves in one turn, with the prompts of the orchestra, word for word."""
-    tool, planner = list(demonstrate(PUZZLES["plan_path"](size=4), 2, 2, roles=roles("tool", "planner"), slips={}))
+    tool, planner = list(demonstrate(PUZZLES["plan_path"], 2, 2, roles=roles("tool", "planner"), slips={}, size=4))
     prompt, reply = (message.content for message in tool.messages)
     puzzle = prompt.removeprefix("propose ").removesuffix("|")
     actions = reply.removeprefix("**Actions List**: ")
@@ -299,7 +299,7 @@ def test_only_the_named_agents_slip() -> None:
     def outcomes(**slips: float) -> Counter[str]:
         """Of the first turns: whether the proposal was right, and whether the planner took it over."""
         shown = list(
-            demonstrate(PUZZLES["plan_path"](size=4), 3, 400, roles=roles("tool", "planner"), slips=slips, max_turns=1)
+            demonstrate(PUZZLES["plan_path"], 3, 400, roles=roles("tool", "planner"), slips=slips, max_turns=1, size=4)
         )
         pairs = zip(shown[::2], shown[1::2], strict=True)
         said = [[d.messages[-1].content.rpartition(": ")[2].removeprefix("#### ") for d in pair] for pair in pairs]
