@@ -7,8 +7,8 @@ import base64
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -186,7 +186,7 @@ class Sandbox(Runner):
 
     async def _start_tier(self, tier: str) -> None:
         self._pool = JailPool(tier, warm=self.slots)
-        await self._pool.ready()
+        await asyncio.to_thread(self._pool.wait)
         if tier in tiers.ISOLATED:
             try:
                 with tempfile.NamedTemporaryFile(dir=tiers.BOXES, prefix="canary-") as outside:
@@ -204,7 +204,7 @@ class Sandbox(Runner):
             SandboxUnavailable: it has been started again too often.
         """
         async with self._starting:
-            if self._pool is None or not self._pool.zygote.alive:
+            if self._pool is None or not self._pool.alive:
                 if self._pool is not None and not self._restarts.take():
                     raise SandboxUnavailable(f"the sandbox has ended {_RESTARTS} times within an hour; see who ends it")
                 self.close()
@@ -224,16 +224,10 @@ class Sandbox(Runner):
         with self._jail() as jail:
             return await execute(jail, program)
 
-    @contextmanager
-    def _jail(self) -> Iterator[Jail]:
+    def _jail(self) -> AbstractContextManager[Jail]:
         if self._pool is None:
             raise SandboxError("the sandbox was closed")
-        pool = self._pool
-        jail = pool.lend()
-        try:
-            yield jail
-        finally:
-            pool.take_back(jail)
+        return self._pool.lent()
 
 
 _ROOM_S = 10.0  # for the server's own work, beyond a program's wall time
@@ -276,13 +270,10 @@ class SandboxFusion(Runner):
             "files": {name: base64.b64encode(content).decode() for name, content in program.files.items()},
             "fetch_files": list(program.fetch),
         }
-        return _read(await self._post("/run_code", body, 2 * program.limits.wall_s + _ROOM_S), program.limits)
-
-    async def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The server's answer on a program; whatever else it says is tried again, but for a refusal."""
 
         async def attempt() -> dict[str, Any]:
-            reply = (await self._http.send("POST", path, body, timeout_s=timeout_s)).succeeded()
+            timeout_s = 2 * program.limits.wall_s + _ROOM_S
+            reply = (await self._http.send("POST", "/run_code", body, timeout_s=timeout_s)).succeeded()
             try:
                 answer = dict(reply.json())
                 failed = answer["status"] == "SandboxError"
@@ -294,9 +285,10 @@ class SandboxFusion(Runner):
 
         url = self._http.url
         try:
-            return await retried(attempt, retries=self._retries)
+            # whatever it says but a verdict is tried again, except for a refusal
+            return _read(await retried(attempt, retries=self._retries), program.limits)
         except Refused as refusal:
-            raise SandboxError(f"{url}{path} refused the request, {refusal}") from None
+            raise SandboxError(f"{url}/run_code refused the request, {refusal}") from None
         except Unanswered as trouble:
             raise SandboxError(f"the sandbox server {url} gives no verdict ({trouble}); is it running?") from None
 

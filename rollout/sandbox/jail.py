@@ -9,7 +9,6 @@ import os
 import socket
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -180,14 +179,6 @@ def _take(files: list[int], limit: int) -> bytes:
             os.close(file)
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What a program wrote."""
-
-    text: str  # bytes that are no UTF-8 replaced
-    complete: bool  # False where it was cut at the limit
-
-
 def as_file(content: str | bytes | None) -> int:
     """A descriptor of a file with `content` that nobody can change, at its start; None is an empty one to write to."""
     file = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -208,6 +199,7 @@ def take_bytes(file: int, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def take_text(file: int, limit: int) -> Output:
-    """Up to `limit` bytes from the start of an open file, as text."""
-    return Output(take_bytes(file, limit).decode("utf-8", "replace"), os.fstat(file).st_size <= limit)
+def take_texts(files: Sequence[int], limit: int) -> tuple[list[str], bool]:
+    """Up to `limit` bytes from the start of each open file, as text with U+FFFD for the rest; whether that is all."""
+    texts = [take_bytes(file, limit).decode("utf-8", "replace") for file in files]
+    return texts, all(os.fstat(file).st_size <= limit for file in files)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import platform
@@ -13,81 +12,18 @@ import sys
 import sysconfig
 import tempfile
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 
 from mcore_mas.rollout.sandbox import cgroup
-from mcore_mas.rollout.sandbox.cgroup import Cgroups
 from mcore_mas.rollout.sandbox.guest import wire
 from mcore_mas.rollout.sandbox.guest.box import remove_tree
 from mcore_mas.rollout.sandbox.jail import Jail
 from mcore_mas.rollout.sandbox.records import SandboxError, SandboxUnavailable
 
 BOXES = Path(tempfile.gettempdir())  # where boxes are, in tiers without a file system of their own
-
-
-class JailPool:
-    """A zygote, what it cloned ahead, and the groups and folders of its jobs."""
-
-    def __init__(self, tier: str, *, warm: int) -> None:
-        """Start the zygote, in this thread: the kernel ends it with the thread. `warm` jails wait at a time."""
-        self._warm: deque[Jail] = deque()
-        self._size = warm
-        self.groups: cgroup.Cgroups | None = None
-        self.boxes: Path | None = None
-        _sweep()
-        parents = cgroup.writable_parents() if tier == NAMESPACES else None
-        if parents:
-            cgroup.sweep_groups(parents)
-            self.groups = cgroup.Cgroups(parents)
-        if tier != NAMESPACES:
-            prefix = f"{cgroup.PREFIX}{os.getpid()}-{cgroup.started(os.getpid())}-"
-            self.boxes = Path(tempfile.mkdtemp(prefix=prefix, dir=BOXES))
-        self.zygote = Zygote(tier, boxes=self.boxes or BOXES, groups=self.groups)
-
-    async def ready(self) -> None:
-        """Wait until it can lend.
-
-        Raises:
-            SandboxUnavailable: it cannot, with the reason.
-        """
-        await asyncio.to_thread(self.zygote.wait)
-
-    def lend(self) -> Jail:
-        """A jail for one job.
-
-        Raises:
-            SandboxError: the zygote is gone.
-        """
-        jail = self._warm.popleft() if self._warm else self.zygote.jail()
-        while len(self._warm) < self._size:
-            self._warm.append(self.zygote.jail())
-        return jail
-
-    def take_back(self, jail: Jail) -> None:
-        """End a lent jail."""
-        jail.close()
-        if jail.group is not None and self.groups is not None:
-            self.groups.take_back(jail.group)
-
-    def close(self) -> None:
-        """End every job, and remove what jobs were given."""
-        while self._warm:
-            self._warm.pop().close()
-        self.zygote.close()
-        if self.groups is not None:
-            self.groups.close()
-        if self.boxes is not None:
-            remove_tree(str(self.boxes))  # what stays, the next start sweeps
-
-
-def _sweep() -> None:
-    """Remove folders that a killed process left; one that cannot be removed stays."""
-    for folder in BOXES.glob(f"{cgroup.PREFIX}*"):
-        with suppress(OSError):
-            if folder.lstat().st_uid == os.geteuid() and cgroup.abandoned(folder.name):
-                remove_tree(str(folder))
 
 
 _HERE = Path(__file__).resolve().parent
@@ -109,21 +45,28 @@ _ENVIRONMENT = MappingProxyType(  # all of it: nothing of the parent's environme
 _READY_S = 60.0  # numerical packages take seconds to import on a busy machine
 
 
-class Zygote:
-    """The process from which every job of a sandbox is cloned."""
+class JailPool:
+    """A zygote, the process from which every job of a sandbox is cloned; jails made ahead, their groups and folders."""
 
-    def __init__(self, tier: str, *, boxes: Path, groups: Cgroups | None) -> None:
-        """Start it; `boxes` is where jobs' folders go in tiers without a file system of their own."""
-        self._boxes = boxes
-        self._groups = groups
-        self._namespaces = tier == NAMESPACES
-        self._count = 0
+    def __init__(self, tier: str, *, warm: int) -> None:
+        """Start the zygote, in this thread: the kernel ends it with the thread. `warm` jails wait at a time."""
+        self._warm: deque[Jail] = deque()
+        self._size, self._count = warm, 0
+        self.groups: cgroup.Cgroups | None = None
+        self.boxes: Path | None = None  # where jobs' folders are, in tiers without a file system of their own
+        _sweep()
+        if tier != NAMESPACES:
+            prefix = f"{cgroup.PREFIX}{os.getpid()}-{cgroup.started(os.getpid())}-"
+            self.boxes = Path(tempfile.mkdtemp(prefix=prefix, dir=BOXES))
+        elif parents := cgroup.writable_parents():
+            cgroup.sweep_groups(parents)
+            self.groups = cgroup.Cgroups(parents)
         settings = {"tier": tier, "parent": os.getpid(), "readable": readable_paths(), "packages": packages()}
-        ours, theirs = wire.pair()
+        self._channel, theirs = wire.pair()
         # -s -P -S: no user's packages, no working folder, no .pth files on the import path
         command = [interpreter(), "-s", "-P", "-S", "-c", _START, str(_HERE), str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(
+            self._zygote = subprocess.Popen(
                 [*command, json.dumps(settings)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -133,10 +76,9 @@ class Zygote:
                 cwd="/",
                 start_new_session=True,
             )
-        self._channel = ours
 
     def wait(self) -> None:
-        """Wait until it can clone.
+        """Wait until it can lend.
 
         Raises:
             SandboxUnavailable: it cannot, with the reason.
@@ -145,8 +87,8 @@ class Zygote:
         try:
             answer, _ = wire.receive(self._channel)
         except (EOFError, OSError):
-            self._process.kill()
-            said = self._process.communicate()[1].decode("utf-8", "replace").strip().rpartition("\n")[2]
+            self._zygote.kill()
+            said = self._zygote.communicate()[1].decode("utf-8", "replace").strip().rpartition("\n")[2]
             answer = {"fault": said or "it did not start"}
         if "fault" in answer:
             self.close()
@@ -155,22 +97,34 @@ class Zygote:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still clone."""
+        """Whether the zygote can still clone."""
         try:
-            return self._process.poll() is None and self._channel.recv(1, socket.MSG_PEEK) != b""
+            return self._zygote.poll() is None and self._channel.recv(1, socket.MSG_PEEK) != b""
         except BlockingIOError:  # it has nothing to say
             return True
         except OSError:
             return False
 
-    def jail(self) -> Jail:
-        """A new jail, whose warden waits for a job.
+    @contextmanager
+    def lent(self) -> Iterator[Jail]:
+        """A jail for one job, whose warden waits for it; it ends with the block.
 
         Raises:
             SandboxError: the zygote is gone.
         """
+        jail = self._warm.popleft() if self._warm else self._jail()
+        while len(self._warm) < self._size:
+            self._warm.append(self._jail())
         try:
-            group = self._groups.lend() if self._groups else None
+            yield jail
+        finally:
+            jail.close()
+            if jail.group is not None and self.groups is not None:
+                self.groups.take_back(jail.group)
+
+    def _jail(self) -> Jail:
+        try:
+            group = self.groups.lend() if self.groups else None
             return Jail(self._clone(group.open() if group else []), group)
         except OSError as error:
             raise SandboxError(f"the sandbox cannot make another jail ({error.strerror})") from error
@@ -178,9 +132,9 @@ class Zygote:
     def _clone(self, handles: list[int]) -> socket.socket:
         """Our end of a new warden, which joins the groups of `handles`."""
         request = {}
-        if not self._namespaces:
+        if self.boxes is not None:
             self._count += 1
-            box = self._boxes / str(self._count)
+            box = self.boxes / str(self._count)
             box.mkdir(mode=0o700)
             request["box"] = str(box)
         ours, theirs = wire.pair()
@@ -196,13 +150,27 @@ class Zygote:
         return ours
 
     def close(self) -> None:
-        """End it and with it every job."""
+        """End the zygote and with it every job, and remove what jobs were given."""
+        while self._warm:
+            self._warm.pop().close()
         self._channel.close()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        self._process.kill()
+            self._zygote.wait(1.0)
+        self._zygote.kill()
         with suppress(subprocess.TimeoutExpired):
-            self._process.communicate(timeout=1.0)
+            self._zygote.communicate(timeout=1.0)
+        if self.groups is not None:
+            self.groups.close()
+        if self.boxes is not None:
+            remove_tree(str(self.boxes))  # what stays, the next start sweeps
+
+
+def _sweep() -> None:
+    """Remove folders that a killed process left; one that cannot be removed stays."""
+    for folder in BOXES.glob(f"{cgroup.PREFIX}*"):
+        with suppress(OSError):
+            if folder.lstat().st_uid == os.geteuid() and cgroup.abandoned(folder.name):
+                remove_tree(str(folder))
 
 
 NAMESPACES = "namespaces"  # own root, processes, network and user; seccomp; limits per job

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field
 
 from mcore_mas.rollout.base.errors import EnvError
 
-MIB = 1 << 20
-
 
 class Verdict(enum.StrEnum):
     """How a program ended, in the words of programming contests."""
@@ -58,16 +56,8 @@ class RunLimits:
 
     def wire(self) -> dict[str, float]:
         """The limits in bytes and seconds, as the guest reads them."""
-        return {
-            "wall_s": self.wall_s,
-            "cpu_s": self.cpu_s,
-            "memory_bytes": self.memory_mb * MIB,
-            "processes": self.processes,
-            "file_bytes": self.file_mb * MIB,
-            "disk_bytes": self.disk_mb * MIB,
-            "files": self.files,
-            "open_files": self.open_files,
-        }
+        plain = {name: getattr(self, name) for name in ("wall_s", "cpu_s", "processes", "files", "open_files")}
+        return plain | {f"{what}_bytes": getattr(self, f"{what}_mb") << 20 for what in ("memory", "file", "disk")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_mas.rollout.sandbox.guest import wire
 from mcore_mas.rollout.sandbox.guest.program import OUT_OF_MEMORY
-from mcore_mas.rollout.sandbox.jail import Jail, as_file, take_text, until_readable
+from mcore_mas.rollout.sandbox.jail import Jail, as_file, take_texts, until_readable
 from mcore_mas.rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, Verdict
 
 _GRACE_S = 5.0  # for a warden to report, beyond the job's wall time
@@ -111,17 +111,17 @@ class Session:
             self._cells = None
             ended = await _ended_soon(self._jail)
             error = ""
-        stdout, stderr = (take_text(handle, self._limits.output_kb << 10) for handle in handles[1:])
+        (stdout, stderr), complete = take_texts(handles[1:], self._limits.output_kb << 10)
         if ended:
-            verdict = judge_end(ended, self._limits, stdout.complete and stderr.complete)
-        elif not (stdout.complete and stderr.complete):
+            verdict = judge_end(ended, self._limits, complete)
+        elif not complete:
             verdict = Verdict.OLE
         else:
             verdict = {"": Verdict.OK, "MemoryError": Verdict.MLE}.get(error, Verdict.RE)
         return RunResult(
             verdict=Verdict.TLE if late else verdict,
-            stdout=stdout.text,
-            stderr=stderr.text,
+            stdout=stdout,
+            stderr=stderr,
             exit_code=ended.get("exit", int(bool(error))),
             wall_s=time.monotonic() - began,
             fresh=fresh,
@@ -175,14 +175,14 @@ async def execute(jail: Jail, program: Program) -> RunResult:
         ended = await _end(jail, limits.wall_s + _GRACE_S)
         wall_s = time.monotonic() - began
         found = {name: await jail.get(name, limits.file_mb << 20) for name in program.fetch}
-        stdout, stderr = (take_text(handle, limits.output_kb << 10) for handle in handles[2:])
+        (stdout, stderr), complete = take_texts(handles[2:], limits.output_kb << 10)
     finally:
         for handle in handles:
             os.close(handle)
     return RunResult(
-        verdict=judge_end(ended, limits, stdout.complete and stderr.complete),
-        stdout=stdout.text,
-        stderr=stderr.text,
+        verdict=judge_end(ended, limits, complete),
+        stdout=stdout,
+        stderr=stderr,
         exit_code=ended["exit"],
         wall_s=wall_s,
         cpu_s=ended["cpu_s"],

@@ -277,7 +277,7 @@ def _set_limits(settings: dict[str, Any], allowed: dict[str, float], kind: str) 
 
 
 def main() -> None:
-    """Be the zygote: serve the host at descriptor argv[1], as argv[2] says (JSON, see `Zygote` on the host's side).
+    """Be the zygote: serve the host at descriptor argv[1], as argv[2] says (JSON, see `JailPool` on the host's side).
 
     It is inside the isolation with everything imported, and is cloned once for every job. It never sees a program, its
     input or its output: those are open files that pass straight to the job, so that no job finds another's traces in

@@ -17,7 +17,7 @@ from mcore_mas.rollout.base.errors import EnvError
 from mcore_mas.rollout.base.processes import Restarts
 from mcore_mas.rollout.sandbox import RunLimits, Sandbox, SandboxError, SandboxUnavailable, Verdict
 from mcore_mas.rollout.sandbox import box as box_module
-from mcore_mas.rollout.sandbox.pool import BOXES, Zygote
+from mcore_mas.rollout.sandbox.pool import BOXES, JailPool
 from tests.support.sandboxes import run, started
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -157,7 +157,7 @@ def test_a_dead_zygote_is_replaced_and_its_runs_are_run_again() -> None:
         task = asyncio.create_task(box.run(NAMED.format(name="twice-run", s=1)))
         await asyncio.to_thread(wait_until, lambda: alive("twice-run"))
         assert box._pool is not None
-        box._pool.zygote._process.kill()
+        box._pool._zygote.kill()
         return (await task).stdout
 
     try:
@@ -174,8 +174,8 @@ def test_a_sandbox_that_ends_too_often_is_not_started_again() -> None:
         for _ in range(2):
             assert run(box, "print(1)").stdout == "1\n"
             assert box._pool is not None
-            box._pool.zygote._process.kill()
-            box._pool.zygote._process.wait()
+            box._pool._zygote.kill()
+            box._pool._zygote.wait()
         with pytest.raises(SandboxUnavailable, match="the sandbox has ended 20 times within an hour"):
             run(box, "print(1)")
     finally:
@@ -204,7 +204,7 @@ def test_many_runs_survive_their_zygote() -> None:
         tasks = [asyncio.create_task(box.run(f"import time\ntime.sleep(0.3)\nprint({n})")) for n in range(8)]
         await asyncio.sleep(0.2)
         assert box._pool is not None
-        box._pool.zygote._process.kill()
+        box._pool._zygote.kill()
         return [result.stdout for result in await asyncio.gather(*tasks)]
 
     try:
@@ -254,11 +254,11 @@ def test_nothing_is_left_after_close(tier: str) -> None:
 
 
 def test_it_refuses_to_run_without_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(zygote: Zygote) -> None:
-        zygote.close()
+    def none(pool: JailPool) -> None:
+        pool.close()
         raise SandboxUnavailable("not here")
 
-    monkeypatch.setattr(Zygote, "wait", none)
+    monkeypatch.setattr(JailPool, "wait", none)
     words = "cannot run programs isolated .namespaces: not here; landlock: not here.*tier=unisolated"
     with pytest.raises(SandboxUnavailable, match=words):
         run(Sandbox(), "print(1)")
@@ -301,4 +301,4 @@ def test_without_user_namespaces_it_takes_landlock() -> None:
 def test_ctrl_c_in_the_terminal_does_not_reach_programs(box: Sandbox) -> None:
     run(box, "print(1)")
     assert box._pool is not None
-    assert os.getpgid(box._pool.zygote._process.pid) != os.getpgid(0)
+    assert os.getpgid(box._pool._zygote.pid) != os.getpgid(0)
