@@ -146,6 +146,10 @@ class Testing(Protocol):
         """
 
 
+class PlayedEnv(Env, Previewing, Comparing, Running, Keeping, Testing, Protocol):
+    """An environment as orchestras have it, in an episode: where it lacks an ability, that raises EnvError."""
+
+
 def last_tag(text: str, name: str) -> str | None:
     """The stripped content of the last complete `<name>…</name>` in `text`; None when there is none.
 

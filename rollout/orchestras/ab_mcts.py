@@ -18,8 +18,7 @@ from pydantic import PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
 from mcore_mas.rollout.base.options import Names
-from mcore_mas.rollout.environments.protocol import Previewing, after_thought
-from mcore_mas.rollout.orchestras.replies import GradedEnv
+from mcore_mas.rollout.environments.protocol import PlayedEnv, after_thought
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.teams.team import TeamSession
 
@@ -27,7 +26,7 @@ from mcore_mas.rollout.teams.team import TeamSession
 async def ab_mcts(
     task: Task,
     team: TeamSession,
-    env: GradedEnv,
+    env: PlayedEnv,
     *,
     agents: Names = ("generator",),
     max_nodes: PositiveInt = 8,
@@ -86,7 +85,7 @@ async def ab_mcts(
     await env.step(best[1] if best else "")
 
 
-async def _grade(env: Previewing, action: str, measure: str) -> tuple[float, str]:
+async def _grade(env: PlayedEnv, action: str, measure: str) -> tuple[float, str]:
     """How good an action is, and what the environment says to it."""
     step = await env.preview(f"<run>\n{action}\n</run>" if measure == "visible_rate" else action)
     if measure == "reward":

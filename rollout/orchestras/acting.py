@@ -9,45 +9,37 @@ Args:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from pydantic import PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
-from mcore_mas.rollout.environments.protocol import Env, Running, after_thought
-from mcore_mas.rollout.orchestras.replies import AnswerEnv, GradedEnv, boxed, graded, parse_listed
+from mcore_mas.rollout.environments.protocol import Env, PlayedEnv, Running, after_thought
+from mcore_mas.rollout.orchestras.replies import boxed, graded, parse_listed
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.teams.roles import AgentReply
 from mcore_mas.rollout.teams.team import TeamSession
 
-
-async def _stated(proposal: AgentReply, env: Env) -> str:
-    """The proposed actions as the tool agent states them itself; "" when its reply is malformed."""
-    return proposal.value or ""
-
-
-async def _printed(proposal: AgentReply, env: Env) -> str:
-    """The actions that the tool agent's program prints; "" without a program, when it fails, or when it prints none."""
-    if proposal.value is None:
-        return ""
-    if not isinstance(env, Running):
-        raise EnvError(f"{type(env).__name__} cannot run a program; choose orchestra.options.tool: actions")
-    call = await env.run(proposal.value)
-    return "" if call.failed else parse_listed(call.result) or ""
-
-
 ProposalStyle = Literal["actions", "program"]
 
 
-# how a tool agent's reply becomes a list of actions
-PROPOSALS: dict[ProposalStyle, Callable[[AgentReply, Env], Awaitable[str]]] = {"actions": _stated, "program": _printed}
+async def _proposed(style: ProposalStyle, reply: AgentReply, env: Env) -> str:
+    """The actions that a reply states itself, or that its program prints.
+
+    "" when it is malformed, when the program fails, or when that prints none.
+    """
+    if style == "actions" or reply.value is None:
+        return reply.value or ""
+    if not isinstance(env, Running):
+        raise EnvError(f"{type(env).__name__} cannot run a program; choose orchestra.options.tool: actions")
+    call = await env.run(reply.value)
+    return "" if call.failed else parse_listed(call.result) or ""
 
 
 async def game_team(
     task: Task,
     team: TeamSession,
-    env: GradedEnv,
+    env: PlayedEnv,
     *,
     max_turns: PositiveInt = 5,
     order: Literal["sequential", "simultaneous"] = "sequential",
@@ -59,7 +51,7 @@ async def game_team(
     (as `reset` gave it), `state` (the last observation; at the start the task's prompt) and `history` (every step with
     its observation), the planner's also `proposal`, a list of actions. In sequential order that is this turn's; in
     simultaneous order both are asked at once and the planner sees the proposal of the turn before, which is what
-    Stronger-MAS's released code amounts to. `tool` names in PROPOSALS how a reply becomes the list: as it says itself
+    Stronger-MAS's released code amounts to. `tool` says how a reply becomes the list: as it says itself
     (`actions`, role `game_tool`), or as its program prints (`program`, role `game_coder`).
 
     Local scores, as in Stronger-MAS: of the tool agent, the reward that its own proposal would have had; of the
@@ -77,7 +69,7 @@ async def game_team(
 
     async def propose(slots: dict[str, str]) -> str:
         idea = await team.act("tool", **slots)
-        actions = await PROPOSALS[tool](idea, env)
+        actions = await _proposed(tool, idea, env)
         imagined = await env.preview(actions)
         team.score(idea.turn, local=imagined.reward)  # before anybody else is asked: a tree chooses by it
         return actions
@@ -114,7 +106,7 @@ async def single(
     state, history = task.prompt, ""
     for _ in range(max_turns):
         reply = await team.act("player", problem=problem, state=state, history=history)
-        action = await PROPOSALS[tool](reply, env)
+        action = await _proposed(tool, reply, env)
         step = await env.step(action)
         if step.done:
             return
@@ -122,7 +114,7 @@ async def single(
         history += f"{action or '(no actions)'}\n{step.observation}\n"
 
 
-async def self_verify(task: Task, team: TeamSession, env: AnswerEnv, *, max_turns: PositiveInt = 3) -> None:
+async def self_verify(task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 3) -> None:
     """Let the agent `solver` answer, and answer again with its own reply in sight, until it gives the same answer twice
     in a row or `max_turns` are spent. Its last answer is final.
 

@@ -6,19 +6,19 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
 from mcore_mas.rollout.environments.data_science import SUBMIT
-from mcore_mas.rollout.environments.protocol import Case, Env, Keeping, Previewing, Running, Testing, after_thought
-from mcore_mas.rollout.orchestras.replies import GradedEnv, fenced, with_output
+from mcore_mas.rollout.environments.protocol import Case, PlayedEnv, after_thought
+from mcore_mas.rollout.orchestras.replies import fenced, with_output
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.teams.team import TeamSession
 
 
-async def code_reflect(task: Task, team: TeamSession, env: GradedEnv, *, max_turns: PositiveInt = 3) -> None:
+async def code_reflect(task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 3) -> None:
     """Ask `planner`, `coder` and `reflector` in turn, until a program passes the visible tests or `max_turns` programs
     are spent. The last program is final, and nobody reflects on it.
 
@@ -52,14 +52,10 @@ async def code_reflect(task: Task, team: TeamSession, env: GradedEnv, *, max_tur
     await env.step(program)
 
 
-class TestedEnv(Env, Previewing, Testing, Protocol):
-    """A world in which programs can be graded, and tried on the agents' own tests."""
-
-
 async def coder_tester(
     task: Task,
     team: TeamSession,
-    env: TestedEnv,
+    env: PlayedEnv,
     *,
     max_turns: PositiveInt = 5,
     max_cases: PositiveInt = 8,
@@ -104,7 +100,7 @@ async def coder_tester(
 
 
 async def tool_coder(
-    task: Task, team: TeamSession, env: GradedEnv, *, max_turns: PositiveInt = 3, max_calls: PositiveInt = 6
+    task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 3, max_calls: PositiveInt = 6
 ) -> None:
     """Let `coder` work with its tools and hand in programs, which `reviewer` comments on, until one passes the visible
     tests or `max_turns` programs are spent. The last program is final, and nobody reviews it.
@@ -140,7 +136,7 @@ async def tool_coder(
     await env.step(program)
 
 
-async def pass_rate(env: Previewing, program: str | None) -> float:
+async def pass_rate(env: PlayedEnv, program: str | None) -> float:
     """The share of the task's tests that a program passes, 0 without one.
 
     Raises:
@@ -161,14 +157,10 @@ ARTEFACTS: Mapping[str, Sequence[str]] = MappingProxyType(
 )
 
 
-class WorkshopEnv(Env, Running, Keeping, Protocol):
-    """A world in which programs run in one folder."""
-
-
 async def dsbench(
     task: Task,
     team: TeamSession,
-    env: WorkshopEnv,
+    env: PlayedEnv,
     *,
     max_turns: PositiveInt = 4,
     artefacts: Annotated[Mapping[str, Sequence[str]], Field(min_length=1)] = ARTEFACTS,

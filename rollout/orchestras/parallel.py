@@ -14,8 +14,8 @@ from typing import Annotated
 from pydantic import AfterValidator, NonNegativeInt, PositiveInt, ValidationInfo
 
 from mcore_mas.rollout.base.options import Names
-from mcore_mas.rollout.environments.protocol import after_thought
-from mcore_mas.rollout.orchestras.replies import AnswerEnv, ProgramEnv, boxed, calculated, graded, numbered, vote
+from mcore_mas.rollout.environments.protocol import PlayedEnv, after_thought
+from mcore_mas.rollout.orchestras.replies import boxed, calculated, graded, numbered, vote
 from mcore_mas.rollout.records.trajectory import Task, derive_seed
 from mcore_mas.rollout.teams.roles import AgentReply
 from mcore_mas.rollout.teams.team import TeamSession
@@ -24,7 +24,7 @@ from mcore_mas.rollout.teams.team import TeamSession
 async def debate(
     task: Task,
     team: TeamSession,
-    env: AnswerEnv,
+    env: PlayedEnv,
     *,
     debaters: Names = ("debater_1", "debater_2", "debater_3"),
     rounds: PositiveInt = 2,
@@ -73,7 +73,7 @@ def _others(said: Mapping[str, str], listener: str, place: tuple[str, int], most
 
 
 async def mixture(
-    task: Task, team: TeamSession, env: AnswerEnv, *, proposers: Names = ("proposer_1", "proposer_2", "proposer_3")
+    task: Task, team: TeamSession, env: PlayedEnv, *, proposers: Names = ("proposer_1", "proposer_2", "proposer_3")
 ) -> None:
     """Ask all `proposers` side by side, then the agent `aggregator`, whose answer is final.
 
@@ -93,7 +93,7 @@ async def mixture(
     await env.step(boxed(final.value))
 
 
-async def reason_tool(task: Task, team: TeamSession, env: ProgramEnv, *, max_turns: PositiveInt = 4) -> None:
+async def reason_tool(task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 4) -> None:
     """Ask `tool_user` and `reasoner` side by side until their answers are equal or `max_turns` are spent.
 
     The reasoner's last answer is final. Templates may use the slots `problem` and `history`, all turns before: what
@@ -127,7 +127,7 @@ def _somebody(tool_users: int, info: ValidationInfo) -> int:
 async def ensemble_judge(
     task: Task,
     team: TeamSession,
-    env: ProgramEnv,
+    env: PlayedEnv,
     *,
     reasoners: NonNegativeInt = 2,
     tool_users: Annotated[NonNegativeInt, AfterValidator(_somebody)] = 1,

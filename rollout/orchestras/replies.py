@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from mcore_mas.rollout.base.errors import Undecided
 from mcore_mas.rollout.environments.code import last_program
 from mcore_mas.rollout.environments.math import last_boxed
 from mcore_mas.rollout.environments.patches import BadPatch, parse_patch
-from mcore_mas.rollout.environments.protocol import Comparing, Env, Previewing, Running, after_thought, last_tag
+from mcore_mas.rollout.environments.protocol import PlayedEnv, after_thought, last_tag
 from mcore_mas.rollout.sandbox.records import NO_OUTPUT
 from mcore_mas.rollout.teams.roles import AgentReply
 from mcore_mas.rollout.teams.team import TeamSession
@@ -228,24 +227,12 @@ PARSERS: dict[str, Callable[[str], str | None]] = {
 }
 
 
-class AnswerEnv(Env, Previewing, Comparing, Protocol):
-    """A world in which single answers can be graded and compared."""
-
-
-class ProgramEnv(AnswerEnv, Running, Protocol):
-    """One that also runs programs."""
-
-
-class GradedEnv(Env, Previewing, Protocol):
-    """A world in which actions and programs can be tried and graded."""
-
-
 def boxed(answer: str | None) -> str:
     """An answer as the environment takes it; "" without one, which is scored as a wrong answer."""
     return f"\\boxed{{{answer}}}" if answer else ""
 
 
-async def grade(team: TeamSession, env: AnswerEnv, turn: int, answer: str | None) -> float | None:
+async def grade(team: TeamSession, env: PlayedEnv, turn: int, answer: str | None) -> float | None:
     """Write down the local score of a turn's answer, the reward that it would have alone; returns it.
 
     A malformed reply, one that was cut off included, has no answer and is graded so. What the environment cannot decide
@@ -260,14 +247,14 @@ async def grade(team: TeamSession, env: AnswerEnv, turn: int, answer: str | None
     return step.reward
 
 
-async def graded(team: TeamSession, env: AnswerEnv, name: str, **slots: object) -> AgentReply:
+async def graded(team: TeamSession, env: PlayedEnv, name: str, **slots: object) -> AgentReply:
     """The reply of an agent who is asked for a boxed answer, after its local score was written down; see `grade`."""
     reply = await team.act(name, **slots)
     await grade(team, env, reply.turn, reply.value)
     return reply
 
 
-async def calculated(team: TeamSession, env: ProgramEnv, **slots: object) -> tuple[str | None, str]:
+async def calculated(team: TeamSession, env: PlayedEnv, **slots: object) -> tuple[str | None, str]:
     """Ask the agent `tool_user`, run the program of its reply, and write down its local score.
 
     The score is Stronger-MAS's: 1 for the right answer, 0 for a wrong one, -1 when the program failed or there is none.
@@ -302,7 +289,7 @@ def with_output(program: str, output: str) -> str:
     return f"```python\n{program}\n```\n{output}"
 
 
-async def vote(env: AnswerEnv, answers: Sequence[str | None]) -> str | None:
+async def vote(env: PlayedEnv, answers: Sequence[str | None]) -> str | None:
     """The most frequent answer, in the words in which it was given first; of equally frequent ones the first.
 
     None does not vote, and is the result when nobody does.

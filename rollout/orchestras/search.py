@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.environments.protocol import Env, after_thought, last_tag
-from mcore_mas.rollout.orchestras.replies import END, NONE, GradedEnv, Steps, read_plan
+from mcore_mas.rollout.environments.protocol import Env, PlayedEnv, after_thought, last_tag
+from mcore_mas.rollout.orchestras.replies import END, NONE, Steps, read_plan
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.teams.team import TeamSession
 
@@ -164,7 +164,7 @@ class AskPlan:
         return AskPlan(tuple(steps))
 
 
-async def m_ask(task: Task, team: TeamSession, env: GradedEnv, *, max_turns: PositiveInt = 5) -> None:
+async def m_ask(task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: PositiveInt = 5) -> None:
     """Play one question: a plan with an answer, then up to `max_turns` times search, summarise, update and answer.
 
     The agents are named `planner`, `searcher`, `summariser`, `updater` and `answerer`. Templates may use the slot

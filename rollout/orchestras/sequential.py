@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from mcore_mas.rollout.environments.protocol import Env, after_thought
-from mcore_mas.rollout.orchestras.replies import AnswerEnv, ProgramEnv, boxed, grade, graded, with_output
+from mcore_mas.rollout.environments.protocol import Env, PlayedEnv, after_thought
+from mcore_mas.rollout.orchestras.replies import boxed, grade, graded, with_output
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.teams.team import TeamSession
 
@@ -63,7 +63,7 @@ async def solver_verifier(
     await env.step(solution.text)
 
 
-async def chain(task: Task, team: TeamSession, env: AnswerEnv) -> None:
+async def chain(task: Task, team: TeamSession, env: PlayedEnv) -> None:
     """Ask `generator`, `verifier` and `refiner` in this order; the refiner's answer is final.
 
     Templates may use the slots `problem`, the verifier's and the refiner's also `solution`, the refiner's also
@@ -106,7 +106,7 @@ async def math_refine(task: Task, team: TeamSession, env: Env) -> None:
 async def mathchat(
     task: Task,
     team: TeamSession,
-    env: ProgramEnv,
+    env: PlayedEnv,
     *,
     max_programs: PositiveInt = 2,
     verifier_reads: Literal["all", "programs"] = "all",

@@ -197,21 +197,15 @@ def discounts(
         RewardError: a completed trajectory has no outcome or is a tree.
     """
 
-    def weighted(value: float, n: int, limit: int) -> float:
-        return value * min(1.0, (n + 1) / limit)
-
-    def discounted(value: float, n: int, limit: int) -> float:
-        return value * gamma ** max(0, limit - n)
-
     # (R, hop, round) -> r   Stronger-MAS (arXiv 2510.11062), core_algo.calculate_reward
     rules: dict[Mode, Callable[[float, int, int], float]] = {
-        "hop_weighted": lambda r, hop, turn: weighted(r, hop, max_hops),
-        "hop_discount": lambda r, hop, turn: discounted(r, hop, max_hops),
-        "turn_weighted": lambda r, hop, turn: weighted(r, turn, max_turns),
-        "discount": lambda r, hop, turn: discounted(r, turn, max_turns),
+        "hop_weighted": lambda r, hop, turn: r * min(1.0, (hop + 1) / max_hops),
+        "hop_discount": lambda r, hop, turn: r * gamma ** max(0, max_hops - hop),
+        "turn_weighted": lambda r, hop, turn: r * min(1.0, (turn + 1) / max_turns),
+        "discount": lambda r, hop, turn: r * gamma ** max(0, max_turns - turn),
         "binary": lambda r, hop, turn: float(r > threshold),
-        "normalized": lambda r, hop, turn: _clip(r),
-        "shaped": lambda r, hop, turn: _clip(weighted(r, turn, max_turns)),
+        "normalized": lambda r, hop, turn: min(max(r, -1.0), 1.0),
+        "shaped": lambda r, hop, turn: min(max(r * min(1.0, (turn + 1) / max_turns), -1.0), 1.0),
     }
 
     def rewards(trajectory: Trajectory) -> list[float]:
@@ -219,10 +213,6 @@ def discounts(
         return [rules[mode](team, hop, turn) for hop, turn in enumerate(rounds(trajectory.turns))]
 
     return allocate(group, rewards)
-
-
-def _clip(value: float) -> float:
-    return min(max(value, -1.0), 1.0)
 
 
 def shares(

@@ -162,7 +162,8 @@ class Chat:
                 turn, reply = await self._host.take_turn(self._agent, tuple(self.messages), state)
                 break
             except PromptTooLong:
-                if not await WHEN_FULL[self._agent.chats.when_full](self):
+                make_room = WHEN_FULL.get(self._agent.chats.when_full)
+                if make_room is None or not await make_room(self):
                     if self.latest is None:
                         raise
                     self.full = True
@@ -233,13 +234,8 @@ class Chat:
         return True
 
 
-async def _stop(chat: Chat) -> bool:
-    return False
-
-
-# what makes room when a prompt leaves none for its reply; whether it did
+# what makes room when a prompt leaves none for its reply, and whether it did; of `stop` nothing does
 WHEN_FULL: dict[WhenFull, Callable[[Chat], Awaitable[bool]]] = {
-    "stop": _stop,
     "fold": Chat.sum_up,
     "drop_oldest_results": Chat.drop_results,
 }

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 from mcore_mas.rollout.base.errors import Defect, PromptTooLong, Undecided
 from mcore_mas.rollout.base.task_group import LEFT, Deadlines, Late, Watchdog, cancel_tasks, put_on_record, together
 from mcore_mas.rollout.engines import Heard
-from mcore_mas.rollout.environments.protocol import Env, Step
+from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
 from mcore_mas.rollout.teams.episode import Episode, Orchestra
 from mcore_mas.rollout.teams.journal import Recording, write_quarantined
@@ -125,7 +126,7 @@ class Collector:
         try:
             return self.make_env(task)
         except Exception as error:
-            return _Unmade(error)
+            return cast(Env, _Unmade(error))
 
 
 class _Unmade:
@@ -139,12 +140,6 @@ class _Unmade:
 
     async def close(self) -> None:
         pass
-
-    def reset(self, task: Task) -> str:
-        raise self._error
-
-    async def step(self, action: str) -> Step:
-        raise self._error
 
 
 class _Quota:

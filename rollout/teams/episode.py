@@ -8,29 +8,18 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from functools import cache
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from mcore_mas.rollout.base.errors import Defect, EngineError, EnvError
 from mcore_mas.rollout.base.task_group import Late, LateTool, Wait, within
-from mcore_mas.rollout.environments.protocol import Case, Env, Living, Stateful, Step, ToolCall
+from mcore_mas.rollout.environments.protocol import Case, Env, Living, PlayedEnv, Stateful, Step, ToolCall
 from mcore_mas.rollout.environments.tools import Tool
 from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Turn
 from mcore_mas.rollout.teams.team import Blamed, Call, TeamSession
 
 Orchestra = Callable[[Task, TeamSession, Env], Awaitable[None]]
 _T = TypeVar("_T")
-
-
-@cache
-def _methods(protocol: Any) -> tuple[str, ...]:
-    return tuple(name for name in vars(protocol) if not name.startswith("_"))
-
-
-def _offers(env: object, protocol: Any) -> bool:
-    """As `isinstance` of a protocol of methods alone, which takes ten times as long before Python 3.12."""
-    return all(hasattr(env, name) for name in _methods(protocol))
 
 
 class Episode:
@@ -52,9 +41,9 @@ class Episode:
         self._events: list[ToolEvent] = []
         self._task = task
         self._env = env
-        # asked once: of a protocol that takes long
-        self._stateful = cast(Stateful, env) if _offers(env, Stateful) else None
-        self._living = cast(Living, env) if _offers(env, Living) else None
+        # as `isinstance` of the protocol, which takes ten times as long before Python 3.12
+        self._stateful = cast(Stateful, env) if hasattr(env, "state") else None
+        self._living = cast(Living, env) if hasattr(env, "open") and hasattr(env, "close") else None
         self._orchestra = orchestra
         self._tool_s = tool_s
 
@@ -141,45 +130,42 @@ class Episode:
                 self.seat.state = self._stateful.state()
 
     async def preview(self, action: str) -> Step:
-        step: Step = await self._able("preview", "preview an action", action)
-        return step
+        return await self._able(PlayedEnv.preview, "preview an action", action)
 
     async def same(self, answer: str, other: str) -> bool:
-        equal: bool = await self._able("same", "compare two answers", answer, other)
-        return equal
+        return await self._able(PlayedEnv.same, "compare two answers", answer, other)
 
     async def run(self, program: str) -> ToolCall:
         began = time.time()
-        call: ToolCall = await self._able("run", "run a program", program)
+        call = await self._able(PlayedEnv.run, "run a program", program)
         self._note(call, self.seat.own, began)
         return call
 
     async def check(self, program: str, cases: Sequence[Case]) -> Step:
         began = time.time()
-        step: Step = await self._able("check", "run an agent's tests", program, cases)
+        step = await self._able(PlayedEnv.check, "run an agent's tests", program, cases)
         for call in step.tools:
             self._note(call, self.seat.own, began)
         return step
 
     async def agreement(self, cases: Sequence[Case]) -> float | None:
-        share: float | None = await self._able("agreement", "judge an agent's tests", cases)
-        return share
+        return await self._able(PlayedEnv.agreement, "judge an agent's tests", cases)
 
     async def files(self) -> Mapping[str, int]:
         began = time.time()
-        files: Mapping[str, int] = await self._able("files", "keep files")
+        files = await self._able(PlayedEnv.files, "keep files")
         self._note(ToolCall(tool="files", query="", result="\n".join(files)), self.seat.own, began)
         return files
 
     async def forget(self) -> None:
-        await self._able("forget", "keep files")
+        await self._able(PlayedEnv.forget, "keep files")
 
-    async def _able(self, method: str, ability: str, *arguments: object) -> Any:
-        """What the environment's optional `method` gives; its protocols say which belong together."""
-        call = getattr(self._env, method, None)
+    async def _able(self, method: Callable[..., Awaitable[_T]], ability: str, *arguments: object) -> _T:
+        """What the environment's own `method` of an optional protocol gives."""
+        call = getattr(self._env, method.__name__, None)
         if call is None:
             raise EnvError(f"{type(self._env).__name__} cannot {ability}; use a team that does not ask for it")
-        return await self._use(method, call, *arguments)
+        return await self._use(method.__name__, call, *arguments)
 
     async def _use(self, method: str, call: Callable[..., Awaitable[_T]], *arguments: object) -> _T:
         with self.seat.waits(tool := f"{self._task.env}.{method}"):

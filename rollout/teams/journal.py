@@ -30,6 +30,7 @@ from mcore_mas.rollout.teams.team import Team
 Lineage = dict[int, str]  # by version of the weights, a digest of all that they were trained on
 
 _BATCHES = "batches"
+_REPLY = TypeAdapter(PolicyReply)
 
 
 class CollectionJournal:
@@ -140,7 +141,7 @@ class Recording:
     def reply(self, seed: int, messages: Sequence[Message]) -> PolicyReply | None:
         """What was said to these messages at this place."""
         row = self.journal.find(f"{self.name}reply {seed}")
-        return reply_of_row(row["reply"]) if row and row["asked"] == _asked(messages) else None
+        return _REPLY.validate_python(row["reply"]) if row and row["asked"] == _asked(messages) else None
 
     def keep_reply(self, seed: int, messages: Sequence[Message], reply: PolicyReply) -> None:
         """Write a reply down."""
@@ -234,7 +235,7 @@ class Quarantined:
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
             task = Task(**{**value["task"], "answers": tuple(value["task"]["answers"])})
-            said = {reply.pop("seed"): reply_of_row(reply) for reply in value["replies"]}
+            said = {reply.pop("seed"): _REPLY.validate_python(reply) for reply in value["replies"]}
             fields = {name: value[name] for name in ("trajectory", "error", "seed", "step", "sample")}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RecordError(
@@ -247,15 +248,3 @@ class Quarantined:
         """The team with recordings in place of its policies."""
         policies = {agent.policy for agent in team.agents.values()}
         return replace(team, players=dict.fromkeys(policies, _Replay(self.said)))
-
-
-_REPLY = TypeAdapter(PolicyReply)
-
-
-def reply_of_row(row: Mapping[str, Any]) -> PolicyReply:
-    """A reply from its fields as plain values.
-
-    Raises:
-        ValidationError: they are not those of one.
-    """
-    return _REPLY.validate_python(row)

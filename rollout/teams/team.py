@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 from mcore_mas.rollout.base.errors import Defect, EngineError, EnvError, PromptTooLong, Unusable
 from mcore_mas.rollout.base.task_group import Late, LateCall, cancel_tasks
 from mcore_mas.rollout.engines import ChatState, Heard, Listener, PolicyClient, PolicyReply, Record
-from mcore_mas.rollout.environments.protocol import ToolCall
 from mcore_mas.rollout.environments.tools import Tool
 from mcore_mas.rollout.models.tool_calls import parse_reply
 from mcore_mas.rollout.records.trajectory import Message, Turn, changed, derive_seed
@@ -93,7 +92,8 @@ class TeamSession:
         self._team = team
         self._place, self._session = place, "/".join(map(str, place))
         self.tools: dict[str, Sequence[Tool]] = {}  # by agent, those that are open for this trajectory
-        self.run_tool: ToolRunner = _run_tool  # an episode times calls and writes them down
+        # makes a call of a tool; an episode times it and writes it down
+        self.run_tool: ToolRunner = lambda name, call, turn, noted: call()
         self._chats: dict[str, int] = {}  # by agent, how many it has
         self._calls: dict[str, int] = {}  # by agent, of tools
         self._asked = 0
@@ -171,7 +171,8 @@ class TeamSession:
         Raises:
             EngineError: the engine could not answer; `PromptTooLong` that there is no room for the reply.
         """
-        key, anchor = _digest(messages), self._anchor()
+        key = _digest(messages)
+        anchor = _digest((Message(role="state", content=self.state),)) if self.state else ""
         call = Call(index=self._asked, agent=agent, messages=messages, state_key=key, anchor=anchor, chat=chat)
         self._asked += 1
         try:
@@ -196,9 +197,6 @@ class TeamSession:
         """The number of a tool call among the agent's, from 1."""
         self._calls[agent] = self._calls.get(agent, 0) + 1
         return self._calls[agent]
-
-    def _anchor(self) -> str:
-        return _digest((Message(role="state", content=self.state),)) if self.state else ""
 
     def score(self, turn: int, /, **scores: float) -> None:
         """Write down what was measured of one turn, by name: for example `team.score(reply.turn, local=0.5)`.
@@ -308,10 +306,6 @@ def _turn(call: Call, said: PolicyReply, reply: AgentReply, *, node: str, seed: 
     )
 
 
-async def _run_tool(name: str, call: Callable[[], Awaitable[ToolCall]], turn: int, noted: bool) -> ToolCall:
-    return await call()
-
-
 def _heard(call: Call, said: PolicyReply) -> AgentReply:
     """A policy's reply as its agent's: the role's value of it, and in a chat its calls of tools."""
     whole = said.completion.finish_reason == "stop"
@@ -322,14 +316,9 @@ def _heard(call: Call, said: PolicyReply) -> AgentReply:
     parsed = parse_reply(raw, said.tool_format, f"{call.index}.")
     tools = whole and bool(call.chat.tools)
     content = parsed.text if tools else said.text
-    message = Message(
-        role="assistant",
-        content=content,
-        reasoning=parsed.reasoning,
-        calls=parsed.calls if tools else (),
-        raw=raw if raw != content else "",
-    )
-    problems = parsed.problems if tools else {}
+    calls, problems = (parsed.calls, parsed.problems) if tools else ((), {})
+    raw = raw if raw != content else ""
+    message = Message(role="assistant", content=content, reasoning=parsed.reasoning, calls=calls, raw=raw)
     return AgentReply(text=said.text, value=value, turn=call.index, message=message, problems=problems)
 
 

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from mcore_mas.rollout.base.errors import EngineError, EnvError, Undecided
 from mcore_mas.rollout.base.options import Section
-from mcore_mas.rollout.base.task_group import Late, Wait, cancel_tasks, put_on_record, together
+from mcore_mas.rollout.base.task_group import Late, Wait, cancel_tasks, put_on_record, settle, together
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Turn, derive_seed
 from mcore_mas.rollout.teams.episode import Episode, Orchestra
@@ -300,12 +300,8 @@ class Branch:
         self.resting, self._before = False, len(self.episode.rewards)
         for one in asked:
             _, future = self._seat.open.get(one.call.index, (None, None))
-            if future is None:
-                continue  # the orchestra has given the call up
-            if isinstance(one.answer, Exception):
-                future.set_exception(one.answer)
-            else:
-                future.set_result(one.answer)
+            if future is not None:  # else the orchestra has given the call up
+                settle(future, one.answer)
         await self.rest()
 
 
