@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -40,11 +40,7 @@ def last_program(text: str) -> str | None:
 
 def pack_test(test: Test, *, visible: bool) -> str:
     """A test as one of a task's `answers`; only a visible one is ever shown to a model."""
-    if isinstance(test, StdinTest):
-        fields: dict[str, Any] = {"stdin": test.stdin, "expected": test.expected}
-    else:
-        fields = {"function": test.function, "arguments": test.arguments, "accepted": test.accepted}
-    return json.dumps(fields | {"visible": visible})
+    return json.dumps(asdict(test) | {"visible": visible})
 
 
 def unpack_test(text: str) -> tuple[Test, bool]:

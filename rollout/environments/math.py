@@ -16,12 +16,11 @@ from mcore_mas.rollout.environments.math_equality import (
     ComparerError,
     check_answer,
 )
-from mcore_mas.rollout.environments.protocol import Step
+from mcore_mas.rollout.environments.protocol import Step, after_thought
 from mcore_mas.rollout.environments.running import CalculatingEnv
 from mcore_mas.rollout.records.trajectory import Task
 
 _BOX = "\\boxed{"
-_THOUGHT = "</think>"
 _SPACING = re.compile(r"(?<!\\)\\[,;:! ]|\\(?:left|right)(?![a-zA-Z])|\\?\$|(?P<command>\\[a-zA-Z]+)\s+(?=[a-zA-Z])|\s")
 _INTEGER = re.compile(r"[+-]?\d+|[+-]?\d{1,3}(?:,\d{3})+")
 _SHOWN_CHARS = 60  # of an answer in an error
@@ -33,7 +32,7 @@ def last_boxed(text: str) -> str | None:
 
     A last box that never closes is no answer, even when an earlier one closed.
     """
-    text = text.rpartition(_THOUGHT)[2]
+    text = after_thought(text)
     start = text.rfind(_BOX)
     if start < 0:
         return None
@@ -54,7 +53,7 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
     or angle both are the same; a set is no tuple; a decimal is an exact truth only if 15 digits of it are.
 
     Raises:
-        ComparerError: the process that compares mathematics cannot be started.
+        EnvError: the process that compares mathematics cannot be started.
     """
     given, truth = _normalise(given), _normalise(truth)
     if given == truth and truth:
@@ -75,7 +74,10 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
             number = any(map(str.isdigit, side)) and not any(map(str.isalpha, _COMMAND.sub("", side)))
             if number and (found := compare_answers(side, truth)) is not AnswerComparison.EQUAL:
                 return found
-    return _COMPARER.compare(given, truth)
+    try:
+        return _COMPARER.compare(given, truth)
+    except ComparerError as error:
+        raise EnvError(str(error)) from error
 
 
 _EQUATION = re.compile(r"(?<![<>!:])=")
@@ -121,13 +123,11 @@ class MathEnv(CalculatingEnv):
         if not self.task.answers:
             raise EnvError(f"task {self.task.id} has no answers; a math task needs at least one")
         given = last_boxed(action) or ""
-        try:
-            compare = partial(asyncio.to_thread, _compare_any, given, self.task.answers)
-            found = await once(AnswerComparison, compare, given, self.task.answers)
-        except ComparerError as error:
-            raise EnvError(str(error)) from error
+        compare = partial(asyncio.to_thread, _compare_any, given, self.task.answers)
+        found = await once(AnswerComparison, compare, given, self.task.answers)
         if found is AnswerComparison.UNDECIDED:
-            raise Undecided(f"task {self.task.id}: it cannot be decided whether '{_short(given)}' is right")
+            shown = given if len(given) <= _SHOWN_CHARS else f"{given[:_SHOWN_CHARS]}..."
+            raise Undecided(f"task {self.task.id}: it cannot be decided whether '{shown}' is right")
         right = found is AnswerComparison.EQUAL
         metrics = {"answered": float(bool(given))}
         if given and not right and _refused(_normalise(given)):
@@ -143,11 +143,8 @@ class MathEnv(CalculatingEnv):
         Raises:
             EnvError: they cannot be compared on this machine.
         """
-        try:
-            compare = partial(asyncio.to_thread, compare_answers, answer, other)
-            return await once(AnswerComparison, compare, answer, other) is AnswerComparison.EQUAL
-        except ComparerError as error:
-            raise EnvError(str(error)) from error
+        compare = partial(asyncio.to_thread, compare_answers, answer, other)
+        return await once(AnswerComparison, compare, answer, other) is AnswerComparison.EQUAL
 
 
 def _compare_any(given: str, truths: Sequence[str]) -> AnswerComparison:
@@ -167,10 +164,6 @@ def _refused(normalised: str) -> bool:
     except AnswerRefused:
         return True
     return False
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _normalise(answer: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import queue
 import re
 import select
@@ -202,7 +203,7 @@ def _size(text: str) -> int:
             end = _exponent_end(text, at)
             factor, at = _power(max(factor, 2), _operand("an exponent", _size(text[at:end]))), end
         elif token["rest"] == "!":
-            factor = _factorial(_operand("a factorial", factor))
+            factor = min(math.factorial(min(_operand("a factorial", factor), 8)), _BEYOND)  # 8! is beyond
         elif token["rest"] in "+-":
             total, product, factor = min(total + product * factor, _BEYOND), 1, 1
         else:
@@ -234,15 +235,6 @@ def _closing(text: str, start: int) -> int:
         if depth <= 0:
             return at
     return len(text)
-
-
-def _factorial(n: int) -> int:
-    value = 1
-    for factor in range(2, n + 1):
-        value *= factor
-        if value > MAX_OPERAND:
-            return _BEYOND
-    return value
 
 
 def _power(base: int, exponent: int) -> int:

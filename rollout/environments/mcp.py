@@ -43,8 +43,7 @@ class McpServers:
     """Servers that are started together, their tools, and how one is called."""
 
     def __init__(self, servers: Mapping[str, McpServer], start_s: float) -> None:
-        self.tools: dict[str, tuple[Any, Any]] = {}  # session and description, by name
-        self._outside: set[str] = set()  # names of tools
+        self.tools: dict[str, Tool] = {}  # by name
         self._servers = servers
         self._start_s = start_s
         self._alive: asyncio.Task[None] | None = None
@@ -74,24 +73,6 @@ class McpServers:
         if self._running:
             await asyncio.wait({self._alive}, timeout=_END_S)
         await cancel_tasks([self._alive])
-
-    async def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """A tool's result, and whether the tool says that it failed.
-
-        Raises:
-            EnvError: its server broke.
-        """
-        if name in self._outside:
-            return await once(tuple[str, bool], partial(self._answer, name, arguments), name, arguments)
-        return await self._answer(name, arguments)
-
-    async def _answer(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        try:
-            result = await self.tools[name][0].call_tool(name, arguments)
-            text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
-        except Exception as error:
-            raise EnvError(_why(f"MCP tool '{name}'", error)) from error
-        return text, bool(result.is_error)
 
     async def _live(self, ready: asyncio.Future[None]) -> None:
         """Hold the servers: what opens their connections must be the task that closes them."""
@@ -124,11 +105,34 @@ class McpServers:
             listed = (await session.list_tools()).tools
         except Exception as error:
             raise EnvError(_why(f"MCP server '{server}'", error)) from error
-        for tool in listed:
-            if tool.name in self.tools:
-                raise EnvError(f"two MCP servers have a tool '{tool.name}'; name one of them")
-            self.tools[tool.name] = session, tool
-            self._outside |= {tool.name} if settings.outside else set()
+        for about in listed:
+            if about.name in self.tools:
+                raise EnvError(f"two MCP servers have a tool '{about.name}'; name one of them")
+            self.tools[about.name] = _tool(session, about, settings.outside)
+
+
+def _tool(session: Any, about: Any, outside: bool) -> Tool:
+    """A tool as its server tells of it; what it says was a failure is one, and that the server broke an EnvError."""
+    name = about.name
+
+    async def answer(arguments: dict[str, Any]) -> tuple[str, bool]:
+        try:
+            result = await session.call_tool(name, arguments)
+            text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
+        except Exception as error:
+            raise EnvError(_why(f"MCP tool '{name}'", error)) from error
+        return text, bool(result.is_error)
+
+    async def run(**arguments: Any) -> str:
+        call = partial(answer, arguments)
+        text, failed = await (once(tuple[str, bool], call, name, arguments) if outside else call())
+        if failed:
+            raise ToolFailed(text)
+        return text
+
+    schema = ToolSchema(name=name, description=about.description or "", parameters=about.input_schema)
+    hints = about.annotations
+    return Tool(schema=schema, run=run, parallel=bool(hints and hints.read_only_hint), again=True)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -169,15 +173,15 @@ class McpEnv:
             await self._own.close()
 
     @property
-    def _tools(self) -> dict[str, tuple[Any, Any]]:
+    def _tools(self) -> dict[str, Tool]:
         return self._own.tools if self._own is not None else {}
 
     def reset(self, task: Task) -> str:
         """Start `task`; returns its prompt, the tools and how to call them."""
         self.task = task
         about = (
-            f"- {name}: {tool.description or ''}\n  arguments: {json.dumps(tool.input_schema)}"
-            for name, (_, tool) in self._tools.items()
+            f"- {name}: {tool.schema.description}\n  arguments: {json.dumps(tool.schema.parameters)}"
+            for name, tool in self._tools.items()
         )
         return f"{task.prompt}\n\nTools:\n{chr(10).join(about)}\n\n{_FORM}"
 
@@ -216,15 +220,17 @@ class McpEnv:
             raise BadArguments(f"This is no call.\n{_FORM}")
         if name not in self._tools:
             raise BadArguments(f"There is no tool '{name}'; tools: {', '.join(self._tools)}")
-        check_arguments(name, arguments, self._tools[name][1].input_schema)
+        check_arguments(name, arguments, self._tools[name].schema.parameters)
         return name, arguments
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolCall:
-        assert self._own is not None
         self._counts["calls"] += 1
+        failed = False
         try:
             async with asyncio.timeout(self.deadline_s):
-                text, failed = await self._own.call(name, arguments)
+                text = await self._tools[name].run(**arguments)
+        except ToolFailed as error:
+            text, failed = str(error), True
         except TimeoutError as error:
             raise EnvError(f"MCP tool '{name}' did not answer within {self.deadline_s:g} s") from error
         self._counts["tool_errors"] += failed
@@ -252,21 +258,9 @@ async def mcp_tools(*, servers: Mapping[str, McpServer], start_s: PositiveFloat 
         start_s: of all servers' start, in seconds.
     """
     own = McpServers(servers, start_s)
-
-    def tool(name: str, about: Any) -> Tool:
-        async def run(**arguments: Any) -> str:
-            text, failed = await own.call(name, arguments)
-            if failed:
-                raise ToolFailed(text)
-            return text
-
-        schema = ToolSchema(name=name, description=about.description or "", parameters=about.input_schema)
-        hints = about.annotations
-        return Tool(schema=schema, run=run, parallel=bool(hints and hints.read_only_hint), again=True)
-
     try:
         await own.open()
-        yield [tool(name, about) for name, (_, about) in own.tools.items()]
+        yield list(own.tools.values())
     finally:
         await own.close()
 

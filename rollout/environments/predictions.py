@@ -9,40 +9,36 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 
 class BadSubmission(ValueError):
     """A submission cannot be scored: says what was expected. It names no truth."""
 
 
-def accuracy(truth: Sequence[str], given: Sequence[str]) -> float:
-    """The share of equal labels."""
-    return fmean(_label(a) == _label(b) for a, b in zip(truth, given, strict=True))
+ScoredRows = Sequence[tuple[Any, Any]]  # truth and prediction: numbers, or labels, in which 1 and 1.0 are the same
 
 
-def f1(truth: Sequence[str], given: Sequence[str]) -> float:
+def f1(rows: ScoredRows) -> float:
     """F1 of label 1 where the truths are 0 and 1; else the mean over the truths' labels (macro)."""
-    rows = [(_label(a), _label(b)) for a, b in zip(truth, given, strict=True)]
     labels = sorted({a for a, _ in rows}, key=str)
     labels = [1.0] if set(labels) <= {0.0, 1.0} else labels
     return fmean(_f1(rows, label) for label in labels)
 
 
-def _f1(rows: Sequence[tuple[object, object]], label: object) -> float:
+def _f1(rows: ScoredRows, label: object) -> float:
     # F1 = 2 TP / (2 TP + FP + FN)
     hits = sum(a == label == b for a, b in rows)
     named = sum(a == label for a, _ in rows) + sum(b == label for _, b in rows)
     return 2 * hits / named if named else 0.0
 
 
-def auc(truth: Sequence[str], given: Sequence[str]) -> float:
+def auc(rows: ScoredRows) -> float:
     """The chance that a row of label 1 has a higher prediction than a row of label 0; ties count half.
 
     Raises:
         ValueError: all rows have one label.
     """
-    rows = [(float(a), float(b)) for a, b in zip(truth, given, strict=True)]
     ones, zeros = (sorted(b for a, b in rows if a == label) for label in (1, 0))
     if not ones or not zeros:
         raise ValueError("auc needs truths of both labels, 0 and 1")
@@ -50,47 +46,41 @@ def auc(truth: Sequence[str], given: Sequence[str]) -> float:
     return sum((bisect_left(zeros, b) + bisect_right(zeros, b)) / 2 for b in ones) / (len(ones) * len(zeros))
 
 
-def mse(truth: Sequence[str], given: Sequence[str]) -> float:
-    """The mean squared error."""
-    return fmean((float(a) - float(b)) ** 2 for a, b in zip(truth, given, strict=True))
-
-
-def rmse(truth: Sequence[str], given: Sequence[str]) -> float:
+def rmse(rows: ScoredRows) -> float:
     """The root of the mean squared error."""
-    return math.sqrt(mse(truth, given))
+    return math.sqrt(fmean((a - b) ** 2 for a, b in rows))
 
 
-def mae(truth: Sequence[str], given: Sequence[str]) -> float:
-    """The mean absolute error."""
-    return fmean(abs(float(a) - float(b)) for a, b in zip(truth, given, strict=True))
-
-
-def rmsle(truth: Sequence[str], given: Sequence[str]) -> float:
+def rmsle(rows: ScoredRows) -> float:
     """The root of the mean squared error of log(1 + x).
 
     Raises:
         BadSubmission: a prediction is -1 or less.
     """
     try:
-        logs = [[str(math.log1p(float(x))) for x in column] for column in (truth, given)]
+        return rmse([(math.log1p(a), math.log1p(b)) for a, b in rows])
     except ValueError as error:
         raise BadSubmission("rmsle takes predictions above -1") from error
-    return rmse(*logs)
 
 
-def log_loss(truth: Sequence[str], given: Sequence[str]) -> float:
+def log_loss(rows: ScoredRows) -> float:
     """The mean of -log p(truth), for probabilities of label 1, which are kept 1e-15 away from 0 and 1."""
-    chances = [min(max(float(b), 1e-15), 1 - 1e-15) for b in given]
-    return -fmean(math.log(p if float(a) else 1 - p) for a, p in zip(truth, chances, strict=True))
+    chances = [(a, min(max(b, 1e-15), 1 - 1e-15)) for a, b in rows]
+    return -fmean(math.log(p if a else 1 - p) for a, p in chances)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """How predictions are measured."""
 
-    score: Callable[[Sequence[str], Sequence[str]], float]  # (truths, predictions)
+    measure: Callable[[ScoredRows], float]
     numeric: bool = True  # predictions must be finite numbers
     scale: float | None = None  # of an error; None: in [0, 1], and more is better
+
+    def score(self, truth: Sequence[str], given: Sequence[str]) -> float:
+        """The metric of predictions as a table has them."""
+        read = float if self.numeric else _label
+        return self.measure([(read(a), read(b)) for a, b in zip(truth, given, strict=True)])
 
     def normalise(self, score: float) -> float:
         """The score in [0, 1], more being better: exp(-x / scale) of an error   MAPPA, arXiv 2601.23228."""
@@ -98,14 +88,14 @@ class Metric:
 
 
 TABLE_METRICS: dict[str, Metric] = {  # scales are MAPPA's, that of rmsle our own
-    "accuracy": Metric(score=accuracy, numeric=False),
-    "f1": Metric(score=f1, numeric=False),
-    "auc": Metric(score=auc),
-    "rmse": Metric(score=rmse, scale=20.0),
-    "mae": Metric(score=mae, scale=10.0),
-    "mse": Metric(score=mse, scale=400.0),
-    "rmsle": Metric(score=rmsle, scale=1.0),
-    "log_loss": Metric(score=log_loss, scale=1.0),
+    "accuracy": Metric(measure=lambda rows: fmean(a == b for a, b in rows), numeric=False),
+    "f1": Metric(measure=f1, numeric=False),
+    "auc": Metric(measure=auc),
+    "rmse": Metric(measure=rmse, scale=20.0),
+    "mae": Metric(measure=lambda rows: fmean(abs(a - b) for a, b in rows), scale=10.0),
+    "mse": Metric(measure=lambda rows: fmean((a - b) ** 2 for a, b in rows), scale=400.0),
+    "rmsle": Metric(measure=rmsle, scale=1.0),
+    "log_loss": Metric(measure=log_loss, scale=1.0),
 }
 
 

@@ -146,13 +146,8 @@ class SearchEnv:
         self._searches += 1
         observation = f"<information> {''.join(passages).strip()} </information>"
         call = ToolCall(tool="search", query=query, result=observation)
-        return Step(
-            observation=observation,
-            answer="",
-            tools=(call,),
-            passages=tuple(passage.strip() for passage in passages),
-            metrics=self._counts(),
-        )
+        shown = tuple(passage.strip() for passage in passages)
+        return Step(observation=observation, answer="", tools=(call,), passages=shown, metrics=self._counts())
 
     async def _found(self, query: str, where: str | None) -> Sequence[Hit]:
         if where is None:

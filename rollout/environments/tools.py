@@ -49,10 +49,10 @@ class Tool:
 ToolMaker = Callable[..., AbstractAsyncContextManager[list[Tool]]]
 
 
-def tool_of(
-    function: Callable[..., Awaitable[str]], *, noted: bool = False, parallel: bool = False, again: bool = False
-) -> Tool:
-    """The tool that an async function is: its keyword-only parameters are the arguments, its docstring the words."""
+def tool_of(function: Callable[..., Awaitable[str]], **flags: bool) -> Tool:
+    """The tool that an async function is, with flags of `Tool`: its keyword-only parameters are the arguments, its
+    docstring the words.
+    """
     parameters = json_schema(options_model(function))
     said = descriptions(function)
     for name, part in parameters.get("properties", {}).items():
@@ -60,13 +60,8 @@ def tool_of(
         part |= {"description": said[name]} if name in said else {}
     parameters.pop("title", None)
     about = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
-    return Tool(
-        schema=ToolSchema(name=function.__name__, description=about, parameters=parameters),
-        run=function,
-        noted=noted,
-        parallel=parallel,
-        again=again,
-    )
+    schema = ToolSchema(name=function.__name__, description=about, parameters=parameters)
+    return Tool(schema=schema, run=function, **flags)
 
 
 def check_arguments(name: str, arguments: object, schema: Mapping[str, Any]) -> None:
