@@ -16,6 +16,7 @@ import re
 import select
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 _MEMORY_BYTES = 2 << 30
@@ -178,10 +179,7 @@ def check_answer(text: str) -> None:
         raise AnswerRefused(f"{text.count(',')} commas; at most {MAX_COMMAS}")
     if _LONG_NUMBER.search(text):
         raise AnswerRefused(f"a number of more than {MAX_DIGITS} digits")
-    depth = deepest = 0
-    for character in text:
-        depth += _STEP.get(character, 0)
-        deepest = max(deepest, depth)
+    deepest = max(accumulate(_STEP.get(character, 0) for character in text))
     if deepest > MAX_DEPTH:
         raise AnswerRefused(f"{deepest} brackets in each other; at most {MAX_DEPTH}")
     for match in _BINOMIAL.finditer(text):

@@ -160,6 +160,7 @@ class McpEnv:
     start_s: PositiveFloat = 30.0
     max_chars: PositiveInt = 4000
     _own: McpServers | None = field(default=None, init=False)
+    _tools: dict[str, Tool] = field(default_factory=dict, init=False)
     _counts: Counter[str] = field(default_factory=Counter, init=False)  # of _COUNTED
     _steps: int = field(default=0, init=False)
 
@@ -167,14 +168,11 @@ class McpEnv:
         """Start the servers (see `McpServers`)."""
         self._own = McpServers(self.servers, self.start_s)
         await self._own.open()
+        self._tools = self._own.tools
 
     async def close(self) -> None:
         if self._own is not None:
             await self._own.close()
-
-    @property
-    def _tools(self) -> dict[str, Tool]:
-        return self._own.tools if self._own is not None else {}
 
     def reset(self, task: Task) -> str:
         """Start `task`; returns its prompt, the tools and how to call them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -244,14 +245,8 @@ def _checkout(checkouts: Path | None, instance: str) -> dict[str, str]:
     files = {}
     for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts
-        if (
-            path.is_file()
-            and not path.is_symlink()
-            and not set(parts) & set(_SKIPPED)
-            and path.stat().st_size <= _MAX_FILE
-        ):
-            try:
+        small = path.is_file() and not path.is_symlink() and path.stat().st_size <= _MAX_FILE
+        if small and not set(parts) & set(_SKIPPED):
+            with suppress(UnicodeDecodeError):
                 files["/".join(parts)] = path.read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                continue
     return files

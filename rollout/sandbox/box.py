@@ -113,13 +113,7 @@ class Sandbox(Runner):
     It starts at the first run. When this process ends, however it ends, every program ends with it.
     """
 
-    def __init__(
-        self,
-        limits: RunLimits | None = None,
-        *,
-        slots: int | None = None,
-        tier: str = "auto",
-    ) -> None:
+    def __init__(self, limits: RunLimits | None = None, *, slots: int | None = None, tier: str = "auto") -> None:
         """A sandbox that has not started.
 
         Args:

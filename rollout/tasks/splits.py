@@ -8,7 +8,7 @@ import json
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal, TypeVar
@@ -170,9 +170,7 @@ def _input(test: Test) -> str:
 
 def _same(before: Sequence[str], after: Sequence[str]) -> dict[int, tuple[int, float]]:
     """Of `after`, by position: the first position in `before` with the same key."""
-    first: dict[str, int] = {}
-    for position, key in enumerate(before):
-        first.setdefault(key, position)
+    first = {key: position for position, key in reversed(list(enumerate(before)))}
     return {position: (first[key], 1.0) for position, key in enumerate(after) if key in first}
 
 
@@ -192,20 +190,12 @@ def _alike(
     best: dict[int, tuple[int, float]] = {}
     for earlier, tokens in enumerate(before):
         row = shingles(tokens, words) - wording
-        for position, shared in _shared(row, holders).items():
+        met = Counter(itertools.chain.from_iterable(holders.get(shingle, ()) for shingle in row))
+        for position, shared in met.items():
             similarity = shared / (len(row) + len(rows[position]) - shared)
             if similarity >= threshold and similarity > best.get(position, (0, 0.0))[1]:
                 best[position] = (earlier, similarity)
     return best
-
-
-def _shared(row: Iterable[int], holders: Mapping[int, Sequence[int]]) -> Counter[int]:
-    """How many shingles of `row` each text holds."""
-    counts: Counter[int] = Counter()
-    for shingle in row:
-        if shingle in holders:
-            counts.update(holders[shingle])
-    return counts
 
 
 def shingles(tokens: Sequence[str], words: int) -> set[int]:
