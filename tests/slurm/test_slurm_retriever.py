@@ -30,7 +30,7 @@ def test_runs_join_a_server_of_another_node_and_wait_for_it(request: pytest.Fixt
     words = [f"INDEX={tmp_path / 'index'}", f"MEMBERS={members}", "ARGS=--ranking bm25", f"SLURM={own}"]
     env = os.environ | slurm.env
     made = subprocess.run(["make", "retriever", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    job = made.stdout.split("Submitted batch job ")[1].strip()
+    job = made.stdout.split("Submitted batch job ")[1].split()[0]  # make inside make says more
 
     async def ask(query: str) -> tuple[str, int]:
         async with RetrievalClient(members=members, patience_s=300) as client:
