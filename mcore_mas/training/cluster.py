@@ -322,35 +322,41 @@ def ray_over(nodes: int, cpus: int, log: Path) -> Iterator[str | None]:
         log: file for what Ray says.
 
     Raises:
-        TrainingError: the machines have not all joined within five minutes.
+        TrainingError: Ray makes no token, or the machines have not all joined within five minutes.
     """
     if nodes == 1:
         yield None
         return
-    os.environ["RAY_AUTH_MODE"] = "token"  # the head makes one in the home folder, which the machines share
+    os.environ["RAY_AUTH_MODE"] = "token"
+    ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
+    token = [*ray_command, "get-auth-token", "--generate"]  # in the home folder, which the machines share
+    done = subprocess.run(token, capture_output=True, text=True, check=False, umask=0o077)
+    if done.returncode:
+        raise TrainingError(f"Ray makes no token in ~/.ray: {done.stderr.strip()[-200:]}")
     import ray
 
     here = ray.util.get_node_ip_address()
     address = f"{here}:{free_port(here)}"
-    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    start += [f"--num-cpus={cpus}"]
+    start = [*ray_command, "start", "--block", "--disable-usage-stats", f"--num-cpus={cpus}"]
     head = [*start, "--head", f"--node-ip-address={here}", f"--port={address.rpartition(':')[2]}"]
     others = ["srun", "--overlap", "--relative=1", f"--nodes={nodes - 1}", f"--ntasks={nodes - 1}"]
     others += ["--ntasks-per-node=1", f"--cpus-per-task={cpus}", *start, f"--address={address}"]
     with ExitStack() as stack:
         for command, joined in (([*head, "--include-dashboard=false"], 1), (others, nodes)):
-            stack.callback(stop_group, start_group(command, log=log))
-            _wait_for_machines(address, joined, log)
+            child = start_group(command, log=log)
+            stack.callback(stop_group, child)
+            _wait_for_machines(child, address, joined, log)
         yield address
 
 
-def _wait_for_machines(address: str, nodes: int, log: Path) -> None:
+def _wait_for_machines(child: subprocess.Popen[bytes], address: str, nodes: int, log: Path) -> None:
     import ray
 
     deadline, joined = time.monotonic() + _JOIN_S, 0
     while joined < nodes:
-        if time.monotonic() > deadline:
-            raise TrainingError(f"{joined} of {nodes} machines joined Ray at {address} in {_JOIN_S:.0f} s; see {log}")
+        if child.poll() is not None or time.monotonic() > deadline:
+            why = f" in {_JOIN_S:.0f} s" if child.returncode is None else ", and what starts them has ended"
+            raise TrainingError(f"{joined} of {nodes} machines joined Ray at {address}{why}; see {log}")
         try:
             ray.init(address=address, log_to_driver=False)
             joined = sum(node["Alive"] for node in ray.nodes())
