@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -277,9 +278,9 @@ def queued_again(folder: Path, saved: str = "step_*") -> Iterator[None]:
     are to save. So both signals are blocked before any child is started, children inherit that, and the stage lets
     them in when it can listen: what comes while models are loaded is not lost.
 
-    A job that has saved something asks for its place in the queue. One that has not waits for what Slurm has in mind,
-    which queues a preempted job itself and ends one whose time is up: else too short a limit would be tried for ever.
-    One that is ended by `scancel` is left alone: Slurm would queue it again too, and whoever cancels wants its end.
+    A job asks for its place in the queue if it has saved something, or has most of its time before it. Another one
+    ends: else too short a limit would be tried for ever. One that is ended by `scancel` is left alone: Slurm would
+    queue it again too, and whoever cancels wants its end.
 
     Args:
         folder: what has the stage's checkpoints, or its trajectories.
@@ -297,17 +298,27 @@ def queued_again(folder: Path, saved: str = "step_*") -> Iterator[None]:
     try:
         yield
     except Stopped as stopped:
-        if set(folder.glob(saved)) - before:
-            asked = ["squeue", "--noheader", "--jobs", job, "--format", "%T %r"]
-            if subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split() == _CANCELLED:
-                raise
-            command = ["scontrol", "requeue", job]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode and "completing" not in done.stderr:  # that one is queued again by somebody else
-                raise Stopped(f"{stopped}; Slurm does not queue it again: {done.stderr.strip()}") from stopped
+        asked = ["squeue", "--noheader", "--jobs", job, "--format", "%M %L %T %r"]
+        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+        used, left, *state = said.split() or ["", "UNLIMITED"]
+        if state == _CANCELLED:
+            raise
+        ahead = left == "UNLIMITED" or _seconds(used) < _seconds(left)
+        if not ahead and not set(folder.glob(saved)) - before:
+            raise Stopped(f"{stopped}; not queued again, as this job's time (runtime) did not suffice") from stopped
+        command = ["scontrol", "requeue", job]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode and "completing" not in done.stderr:  # that one is queued again by somebody else
+            raise Stopped(f"{stopped}; Slurm does not queue it again: {done.stderr.strip()}") from stopped
         print(f"{stopped}; waiting for Slurm to end this job", flush=True)
         time.sleep(_PATIENCE_S)
         raise
+
+
+def _seconds(clock: str) -> int:
+    """Of squeue's `3:04`, up to `1-02:03:04`."""
+    numbers = reversed(re.findall(r"\d+", clock))
+    return sum(int(number) * unit for number, unit in zip(numbers, (1, 60, 3600, 86400), strict=False))
 
 
 @contextmanager

@@ -1,23 +1,28 @@
-"""A stage in a job of Slurm, whose commands are stand-ins here: a Ray over its machines."""
+"""A stage in a job of Slurm, whose commands are stand-ins here: queued again or ended, and a Ray over its machines."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from mcore_mas.training import cluster
+from mcore_mas.training.cluster import queued_again
+from mcore_mas.training.joblog import STOP_SIGNALS, Stopped
 
 Stand = Callable[[str, str], None]
 
 
 @pytest.fixture
-def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stand:
+def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     """Puts a shell script in the place of a command."""
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
@@ -26,7 +31,53 @@ def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stand:
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "bin" / name).chmod(0o755)
 
-    return put
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield put
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@pytest.mark.parametrize(
+    ("squeue", "saves", "queued"),
+    [
+        ("2:03 57:57 RUNNING None", False, True),  # while models are loaded, or before the end of the first step
+        ("1-02:00:00 UNLIMITED RUNNING None", False, True),
+        ("55:03 4:57 RUNNING None", False, False),
+        ("1-00:00:00 23:59:59 RUNNING None", False, False),
+        ("2:00:10 INVALID RUNNING None", False, False),  # Slurm lets some jobs exceed their limit
+        ("55:03 4:57 RUNNING None", True, True),
+        ("2:03 57:57 COMPLETING None", True, False),  # by `scancel`
+        ("2:03 57:57 COMPLETING None", False, False),
+    ],
+)
+def test_a_job_is_queued_again_if_something_was_saved_or_most_of_its_time_is_left(
+    squeue: str, saves: bool, queued: bool, stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand("squeue", f'[ "$*" = "--noheader --jobs 12 --format %M %L %T %r" ] && echo {squeue}')
+    stand("scontrol", f'echo "$@" >> {tmp_path}/asked')
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setattr(cluster, "_PATIENCE_S", 0.01)
+    (tmp_path / "step_000001").mkdir()  # of before this start
+    with pytest.raises(Stopped) as caught, queued_again(tmp_path):
+        assert set(STOP_SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        if saves:
+            (tmp_path / "step_000002").mkdir()
+        raise Stopped("stopped by SIGURG")
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == ("requeue 12\n" if queued else "")
+    ended = queued or "COMPLETING" in squeue
+    told = "" if ended else "; not queued again, as this job's time (runtime) did not suffice"
+    assert str(caught.value) == f"stopped by SIGURG{told}"
+
+
+def test_a_job_that_slurm_does_not_queue_again_says_why(
+    stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand("squeue", "echo 2:03 57:57 RUNNING None")
+    stand("scontrol", "echo 'Access/permission denied for job 12' >&2; exit 1")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    with pytest.raises(Stopped) as caught, queued_again(tmp_path):
+        raise Stopped("stopped by SIGURG")
+    assert str(caught.value) == "stopped by SIGURG; Slurm does not queue it again: Access/permission denied for job 12"
 
 
 OVER_TWO = """
