@@ -19,21 +19,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from transformers.utils import logging as transformers_logging
 
+from mcore_mas.retrieval import wire
 from mcore_mas.retrieval.batcher import Batcher, Overloaded, prometheus
 from mcore_mas.retrieval.encoder import open_encoder
 from mcore_mas.retrieval.index import Index, Searcher, check_canary, read_manifest
-from mcore_mas.retrieval.wire import (
-    DEFAULT_TOPK,
-    MAX_BODY_BYTES,
-    BadRequest,
-    PassagesRequest,
-    SearchRequest,
-    check_topk,
-    check_where,
-    openapi,
-    parse_request,
-    render_response,
-)
+from mcore_mas.retrieval.wire import DEFAULT_TOPK, BadRequest
 from mcore_mas.rollout.base.http import DIGEST_HEADER, Result, content_digest
 from mcore_mas.rollout.base.http_server import BodyTooLarge, TooLargeResponse, bears, read_body
 
@@ -60,15 +50,8 @@ def load_app(args: argparse.Namespace, token: str | None) -> Starlette:
     if encoder:
         check_canary(index, encoder)
     searcher = Searcher(index, encoder, args.ranking)
-    batcher = Batcher(
-        searcher.encode,
-        searcher.search,
-        max_batch=args.max_batch,
-        max_wait_s=args.max_wait_ms / 1000,
-        max_queue=args.max_queue,
-        cache_size=args.cache_size,
-        deadline_s=args.deadline_s,
-    )
+    limits = {name: getattr(args, name) for name in ("max_batch", "max_queue", "cache_size", "deadline_s")}
+    batcher = Batcher(searcher.encode, searcher.search, max_wait_s=args.max_wait_ms / 1000, **limits)
     return build_app(searcher, batcher, token)
 
 
@@ -81,18 +64,18 @@ def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starle
     async def retrieve_route(request: HttpRequest) -> Response:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise BadRequest("the content type is not application/json")
-        wanted = parse_request(SearchRequest, await read_body(request, MAX_BODY_BYTES))
-        where = check_where(wanted.where)
+        wanted = wire.parse_request(wire.SearchRequest, await read_body(request, wire.MAX_BODY_BYTES))
+        where = wire.check_where(wanted.where)
         if where:  # what is wrong with a filter fails no others of its batch
             await asyncio.to_thread(index.rows_with, where)
-        found = batcher.submit(wanted.asked, check_topk(wanted.topk), where=where)
+        found = batcher.submit(wanted.asked, wire.check_topk(wanted.topk), where=where)
         results = await while_connected(request, found)
-        return JSONResponse(render_response(results, wanted.return_scores))
+        return JSONResponse(wire.render_response(results, wanted.return_scores))
 
     async def passages_route(request: HttpRequest) -> Response:
-        wanted = parse_request(PassagesRequest, await read_body(request, MAX_BODY_BYTES))
+        wanted = wire.parse_request(wire.PassagesRequest, await read_body(request, wire.MAX_BODY_BYTES))
         found = await asyncio.to_thread(lambda: [index.corpus.around(id, wanted.around) for id in wanted.ids])
-        return JSONResponse(render_response(found, return_scores=False))
+        return JSONResponse(wire.render_response(found, return_scores=False))
 
     async def health(_: HttpRequest) -> Response:
         return JSONResponse({"status": "alive"})
@@ -107,7 +90,7 @@ def build_app(searcher: Searcher, batcher: Batcher, token: str | None) -> Starle
     async def metrics(_: HttpRequest) -> Response:
         return PlainTextResponse(prometheus(batcher), media_type="text/plain; version=0.0.4")
 
-    document = openapi()
+    document = wire.openapi()
 
     async def describe(_: HttpRequest) -> Response:
         return JSONResponse(document)

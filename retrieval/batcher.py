@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from itertools import accumulate
 from typing import TypeVar
 
@@ -58,6 +58,7 @@ LATENCIES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
+@dataclass(eq=False)
 class Batcher:
     """Two queues with a thread each, and a least-recently-used cache; `run` must be running for `submit` to finish.
 
@@ -66,24 +67,17 @@ class Batcher:
     smaller k a prefix of a larger one's answer: requests of different k share a batch.
     """
 
-    def __init__(
-        self,
-        encode: EncodeFunction,
-        search: SearchFunction,
-        *,
-        max_batch: int = 64,
-        max_wait_s: float = 0.002,
-        max_queue: int = 4096,
-        cache_size: int = 16384,
-        deadline_s: float = 30.0,
-    ) -> None:
+    encode: EncodeFunction
+    search: SearchFunction
+    _: KW_ONLY
+    max_batch: int = 64
+    max_wait_s: float = 0.002
+    max_queue: int = 4096
+    cache_size: int = 16384
+    deadline_s: float = 30.0
+
+    def __post_init__(self) -> None:
         self.counts = Counts()
-        self._encode, self._search = encode, search
-        self._max_batch = max_batch
-        self._max_wait_s = max_wait_s
-        self._max_queue = max_queue
-        self._cache_size = cache_size
-        self._deadline_s = deadline_s
         self._cache: OrderedDict[QueryKey, list[Passage]] = OrderedDict()
         self.latency_s = Histogram(LATENCIES_S)  # of requests that were answered
         self.batches = Histogram(BATCHES)  # pairs in each search
@@ -112,9 +106,9 @@ class Batcher:
                 self._cache.move_to_end(key)
         missing = [key for key in dict.fromkeys(keys) if key not in answers]
         new = [key for key in missing if key not in self._pending]
-        if self.queued + len(new) > self._max_queue:
+        if self.queued + len(new) > self.max_queue:
             self.counts.rejected += 1
-            raise Overloaded(f"{self.queued} queries are waiting, at most {self._max_queue} may")
+            raise Overloaded(f"{self.queued} queries are waiting, at most {self.max_queue} may")
         for key in new:
             self._pending[key] = asyncio.get_running_loop().create_future()
             self._queue.append(key)
@@ -124,10 +118,10 @@ class Batcher:
         try:
             if futures:
                 # wait, unlike gather, leaves the futures alone when this caller is cancelled: others may share them.
-                _, late = await asyncio.wait(futures.values(), timeout=self._deadline_s)
+                _, late = await asyncio.wait(futures.values(), timeout=self.deadline_s)
                 if late:
                     self.counts.late += 1
-                    raise Overloaded(f"no answer within {self._deadline_s:g} s")
+                    raise Overloaded(f"no answer within {self.deadline_s:g} s")
         finally:
             for key in missing:
                 self._wanted[key] -= 1
@@ -144,17 +138,17 @@ class Batcher:
             stages.create_task(self._search_all())
 
     async def _encode_all(self) -> None:
-        some = max(1, self._max_batch // 4)  # the search need not wait for all
+        some = max(1, self.max_batch // 4)  # the search need not wait for all
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as thread:
             while True:
                 await self._wake.wait()
                 if len(self._queue) < some:
-                    await asyncio.sleep(self._max_wait_s)
+                    await asyncio.sleep(self.max_wait_s)
                 keys = [key for key in _taken(self._queue, some) if self._is_wanted(key)]
                 if not self._queue:
                     self._wake.clear()
                 queries = list(dict.fromkeys(query for (query, _), _ in keys))
-                vectors = await self._made(keys, thread, self._encode, queries)
+                vectors = await self._made(keys, thread, self.encode, queries)
                 if vectors is not None:
                     rows = dict(zip(queries, vectors, strict=True))
                     self._encoded.extend((key, rows[key[0][0]]) for key in keys)
@@ -164,7 +158,7 @@ class Batcher:
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="search") as thread:
             while True:
                 await self._wake_search.wait()
-                taken = [one for one in _taken(self._encoded, self._max_batch) if self._is_wanted(one[0])]
+                taken = [one for one in _taken(self._encoded, self.max_batch) if self._is_wanted(one[0])]
                 if not self._encoded:
                     self._wake_search.clear()
                 if taken:
@@ -195,14 +189,14 @@ class Batcher:
         self.counts.searched += len(keys)
         self.batches.add(len(keys))
         most = max(k for _, k in keys)
-        found = await self._made(keys, thread, self._search, list(rows), np.stack([*rows.values()]), most)
+        found = await self._made(keys, thread, self.search, list(rows), np.stack([*rows.values()]), most)
         if found is None:
             return
         passages = dict(zip(rows, found, strict=True))
         for key in keys:
             self._cache[key] = passages[key[0]][: key[1]]
             self._pending.pop(key).set_result(self._cache[key])
-        while len(self._cache) > self._cache_size:
+        while len(self._cache) > self.cache_size:
             self._cache.popitem(last=False)
 
 
@@ -217,10 +211,8 @@ def prometheus(batcher: Batcher) -> str:
         lines += [f"# TYPE retriever_{name}_total counter", f"retriever_{name}_total {count}"]
     for name, made in (("latency_seconds", batcher.latency_s), ("batch_size", batcher.batches)):
         below = list(accumulate(made.counts))
-        lines += [f"# TYPE retriever_{name} histogram"]
-        bounds = [*(f"{bound:g}" for bound in made.bounds), "+Inf"]
-        lines += [
-            f'retriever_{name}_bucket{{le="{bound}"}} {count}' for bound, count in zip(bounds, below, strict=True)
-        ]
+        lines.append(f"# TYPE retriever_{name} histogram")
+        for bound, count in zip([*(f"{bound:g}" for bound in made.bounds), "+Inf"], below, strict=True):
+            lines.append(f'retriever_{name}_bucket{{le="{bound}"}} {count}')
         lines += [f"retriever_{name}_sum {made.total:g}", f"retriever_{name}_count {below[-1]}"]
     return "\n".join(lines) + "\n"

@@ -93,15 +93,13 @@ def shard_rows(total: int, number: int, shards: int) -> range:
     return range(*(min(total, chunks * edge // shards * CHUNK) for edge in (number, number + 1)))
 
 
-def encode_shard(
-    corpus_path: Path | str, folder: Path | str, encoder: Encoder, number: int = 0, shards: int = 1
-) -> Path:
+def encode_shard(corpus_path: Path, folder: Path, encoder: Encoder, number: int = 0, shards: int = 1) -> Path:
     """Encode the rows of one shard into `folder`; what an earlier try of the same has finished is kept.
 
     Raises:
         RetrievalError: a line of the corpus is malformed (file:line), or a vector is not finite.
     """
-    corpus, path = Corpus(Path(corpus_path)), Path(folder) / shard_name(number, shards)
+    corpus, path = Corpus(corpus_path), folder / shard_name(number, shards)
     rows, line = shard_rows(len(corpus), number, shards), 4 * encoder.identity.dim
     of = {"encoder": asdict(encoder.identity), "corpus_sha256": known_sha256(corpus.path)}
     partial, about = path.with_suffix(".partial"), path.with_suffix(".json")
@@ -133,17 +131,11 @@ def encode_shard(
 
 
 def build_index(
-    corpus_path: Path | str,
-    out_dir: Path | str,
-    encoder: Encoder | None,
-    kind: str = "flat",
-    *,
-    shards: int = 1,
-    lexical: bool = False,
+    passages: Path, out: Path, encoder: Encoder | None, kind: str = "flat", *, shards: int = 1, lexical: bool = False
 ) -> Manifest:
     """Write `vectors.faiss`, then `index.json`; an unfinished folder does not open.
 
-    Shards that are in `out_dir`/shards are taken from there, the others encoded first.
+    Shards that are in `out`/shards are taken from there, the others encoded first.
 
     Args:
         encoder: None makes an index of words alone.
@@ -153,17 +145,16 @@ def build_index(
     Raises:
         RetrievalError: a line of the corpus is malformed (file:line), or a vector is not finite.
     """
-    corpus_path, out_dir = Path(corpus_path), Path(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    (out_dir / MANIFEST).unlink(missing_ok=True)
-    corpus = Corpus(corpus_path)
-    index = _vectors(corpus, out_dir, encoder, kind, shards) if encoder else None
-    manifest = _manifest(out_dir / VECTORS, corpus, index, encoder, INDEX_TYPES[kind].tolerance)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MANIFEST).unlink(missing_ok=True)
+    corpus = Corpus(passages)
+    index = _vectors(corpus, out, encoder, kind, shards) if encoder else None
+    manifest = _manifest(out / VECTORS, corpus, index, encoder, INDEX_TYPES[kind].tolerance)
     if lexical or not encoder:
-        manifest = replace(manifest, lexical_sha256=Lexical.build(corpus, out_dir))
-    write_json(out_dir / MANIFEST, sealed(asdict(manifest)))
+        manifest = replace(manifest, lexical_sha256=Lexical.build(corpus, out))
+    write_json(out / MANIFEST, sealed(asdict(manifest)))
     if shards == 1:  # else they are the files of other jobs
-        shutil.rmtree(out_dir / "shards", ignore_errors=True)
+        shutil.rmtree(out / "shards", ignore_errors=True)
     return manifest
 
 

@@ -6,34 +6,24 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mcore_mas.retrieval import wire
 from mcore_mas.retrieval.corpus import Passage, RetrievalError
 from mcore_mas.retrieval.endpoints import Balance, EndpointPool, Parsed
-from mcore_mas.retrieval.wire import (
-    DEFAULT_TOPK,
-    MAX_AROUND,
-    MAX_BODY_BYTES,
-    BadRequest,
-    Where,
-    check_query,
-    check_topk,
-    check_where,
-    parse_passages,
-    parse_response,
-)
+from mcore_mas.retrieval.wire import DEFAULT_TOPK, BadRequest, Where
 from mcore_mas.rollout.base.http import Refused, Unanswered, retried
 from mcore_mas.rollout.base.processes import say
+from mcore_mas.rollout.base.task_group import settle
 
 __all__ = ["BadRequest", "NoRetriever", "Passage", "RetrievalClient", "RetrievalError", "RetrievalUnavailable"]
 
 POLL_S = 2.0  # between two looks for a server when none answers, about
 POSTED = 256  # queries in one request; more go to several servers
-BODY_ROOM = MAX_BODY_BYTES - 1024  # bytes of queries in one request
+BODY_ROOM = wire.MAX_BODY_BYTES - 1024  # bytes of queries in one request
 
 
 class RetrievalUnavailable(RetrievalError):
@@ -94,7 +84,7 @@ class RetrievalClient:
         RetrievalUnavailable when there is no answer in time: never an empty list, unless no passage is as `where` says.
         Servers of others know no `where`.
         """
-        key = (check_query(query), check_topk(k), check_where(where))
+        key = (wire.check_query(query), wire.check_topk(k), wire.check_where(where))
         loop = self._enter_loop()
         if not self._waiting:
             loop.call_soon(self._flush)
@@ -107,8 +97,8 @@ class RetrievalClient:
 
         Raises BadRequest and RetrievalUnavailable like `search`. Servers of others have no passages by id.
         """
-        body = {"ids": [check_query(id, "id")], "around": min(max(around, 0), MAX_AROUND)}
-        return await self._request("POST", "/passages", body, parse_passages)
+        body = {"ids": [wire.check_query(id, "id")], "around": min(max(around, 0), wire.MAX_AROUND)}
+        return await self._request("POST", "/passages", body, wire.parse_passages)
 
     async def info(self) -> dict[str, Any]:
         """What the server says about its index: encoder, ntotal, sha256 and counts."""
@@ -141,16 +131,15 @@ class RetrievalClient:
     async def _deliver(self, waiting: dict[str, list[asyncio.Future[list[Passage]]]], k: int, where: Where) -> None:
         body = {"queries": list(waiting), "topk": k, "return_scores": True}
         body |= {"where": dict(where)} if where else {}
-        parse = partial(parse_response, queries=len(waiting), topk=k, least=int(not where))
+        parse = partial(wire.parse_response, queries=len(waiting), topk=k, least=int(not where))
+        results: Sequence[list[Passage] | Exception]
         try:
             results = await self._request("POST", "/retrieve", body, parse)
         except Exception as error:  # raised where each caller awaits
-            for future in (future for futures in waiting.values() for future in futures if not future.done()):
-                future.set_exception(error)
-            return
-        for futures, passages in zip(waiting.values(), results, strict=True):
-            for future in (future for future in futures if not future.done()):
-                future.set_result(list(passages))
+            results = [error] * len(waiting)
+        for futures, found in zip(waiting.values(), results, strict=True):
+            for future in futures:
+                settle(future, list(found) if isinstance(found, list) else found)
 
     async def _request(self, method: str, path: str, body: object, parse: Callable[[bytes], Parsed]) -> Parsed:
         """The parsed reply; raises RetrievalError if refused (4xx), RetrievalUnavailable if time or retries ran out.
@@ -158,41 +147,37 @@ class RetrievalClient:
         A failure while servers answer /health is the request's own: it is tried once more, and given up.
         """
         self._enter_loop()
-        failures = 0
+        failures, trouble = 0, ""
+
+        async def ask_each() -> Parsed:
+            """The answer of the first server that gives one; each has its share of the time."""
+            nonlocal trouble
+            order = self._pool.order()
+            failure = Unanswered("no server is known")
+            for endpoint in order:
+                self.posts += 1
+                try:
+                    return await endpoint.ask(method, path, body, parse, timeout_s=self._timeout_s / len(order))
+                except Unanswered as error:
+                    failure, trouble = error, str(error)
+            raise failure
+
         while True:
-            trouble = _Trouble()
+            trouble = "no reply"
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await retried(
-                        partial(self._round, method, path, body, parse, trouble),
-                        retries=self._retries,
-                        note=self._count,
-                    )
+                    return await retried(ask_each, retries=self._retries, note=self._count)
             except Refused as refusal:
                 raise RetrievalError(f"{self._pool}: {path} refused the request, {refusal}") from None
             except TimeoutError:
-                trouble.text = f"deadline of {self._timeout_s:g} s passed, last trouble: {trouble.text}"
+                trouble = f"deadline of {self._timeout_s:g} s passed, last trouble: {trouble}"
             except Unanswered:
                 pass
-            if await self._waited_out(trouble.text):
+            if await self._waited_out(trouble):
                 continue
             failures += 1
             if failures == 2:
-                raise RetrievalUnavailable(f"retriever at {self._pool} is unavailable ({trouble.text})")
-
-    async def _round(
-        self, method: str, path: str, body: object, parse: Callable[[bytes], Parsed], trouble: _Trouble
-    ) -> Parsed:
-        """The answer of the first server that gives one; each has its share of the time."""
-        order = self._pool.order()
-        failure = Unanswered("no server is known")
-        for endpoint in order:
-            self.posts += 1
-            try:
-                return await endpoint.ask(method, path, body, parse, timeout_s=self._timeout_s / len(order))
-            except Unanswered as error:
-                failure, trouble.text = error, str(error)
-        raise failure
+                raise RetrievalUnavailable(f"retriever at {self._pool} is unavailable ({trouble})")
 
     async def _waited_out(self, trouble: str) -> bool:
         """Whether no server answered, and now one does.
@@ -219,13 +204,6 @@ class RetrievalClient:
 
     def _count(self) -> None:
         self.retried += 1
-
-
-@dataclass(slots=True)
-class _Trouble:
-    """What went wrong last in a request."""
-
-    text: str = "no reply"
 
 
 def _bodies(queries: list[str]) -> Iterator[list[str]]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -59,6 +59,9 @@ class EncoderIdentity:
     max_tokens: int  # longer texts are cut
 
 
+_PLAIN: dict[str, Any] = {"query_prefix": "", "passage_prefix": "", "normalise": True, "max_tokens": 256}
+
+
 class Encoder:
     """A loaded encoder: `encode_passages` for indexing, `encode_queries` for searching, both `[N, dim]` float32.
 
@@ -67,18 +70,12 @@ class Encoder:
     """
 
     def __init__(
-        self,
-        folder: Path | str,
-        *,
-        name: str,
-        pooling: Pooling,
-        query_prefix: str = "",
-        passage_prefix: str = "",
-        normalise: bool = True,
-        max_tokens: int = 256,
-        sha256: str | None = None,
+        self, folder: Path | str, *, name: str, pooling: Pooling, sha256: str | None = None, **asked: Any
     ) -> None:
-        """Loads a local folder, never the network; raises RetrievalError if weights are missing or not `sha256`."""
+        """Loads a local folder, never the network; raises RetrievalError if weights are missing or not `sha256`.
+
+        Of its identity `asked` may say query_prefix, passage_prefix, normalise and max_tokens.
+        """
         folder = Path(folder)
         if pooling not in ("mean", "cls"):
             raise RetrievalError(f"encoder {name!r}: unknown pooling {pooling!r}; known: cls, mean")
@@ -87,16 +84,8 @@ class Encoder:
         self._model = AutoModel.from_pretrained(
             folder, local_files_only=True, use_safetensors=True, dtype=torch.float32
         ).eval()
-        self.identity = EncoderIdentity(
-            name=name,
-            sha256=found,
-            dim=int(self._model.config.hidden_size),
-            pooling=pooling,
-            query_prefix=query_prefix,
-            passage_prefix=passage_prefix,
-            normalise=normalise,
-            max_tokens=max_tokens,
-        )
+        dim = int(self._model.config.hidden_size)
+        self.identity = EncoderIdentity(name=name, sha256=found, dim=dim, pooling=pooling, **(_PLAIN | asked))
 
     @classmethod
     def minilm(cls) -> Encoder:

@@ -100,25 +100,16 @@ def read_manifest(index_dir: Path | str) -> Manifest:
     return manifest
 
 
+@dataclass(slots=True, eq=False)
 class Index:
     """An opened index: unit vectors by row, and the corpus those rows come from."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        vectors: faiss.Index | None,
-        corpus: Corpus,
-        *,
-        scan: Scan | None = None,
-        lexical: Lexical | None = None,
-        facets: Facets | None = None,
-    ) -> None:
-        """`scan` finds candidates in place of `vectors`."""
-        self.manifest = manifest
-        self.corpus = corpus
-        self.lexical = lexical
-        self._facets = facets
-        self._vectors, self._scan = vectors, scan
+    manifest: Manifest
+    _vectors: faiss.Index | None
+    corpus: Corpus
+    scan: Scan | None = None  # finds candidates in place of the vectors
+    lexical: Lexical | None = None
+    facets: Facets | None = None
 
     @classmethod
     def open(
@@ -154,15 +145,14 @@ class Index:
         index = cls(manifest, None, corpus)
         if manifest.encoder is not None:
             index._vectors = _checked_vectors(index_dir / manifest.vectors, manifest, verify)
-            index._scan = open_scan(index._vectors, backend, device)
+            index.scan = open_scan(index._vectors, backend, device)
         if manifest.lexical_sha256:
             expect(index_dir / LEXICAL, "sha256", lexical_digest(index_dir, again=verify), manifest.lexical_sha256)
             index.lexical = Lexical(index_dir / LEXICAL)
         if manifest.facets_sha256:
             path = index_dir / FACETS
-            digest = known_sha256(path, again=verify) if path.is_file() else None
-            expect(path, "sha256", digest, manifest.facets_sha256)
-            index._facets = Facets(path)
+            expect(path, "sha256", known_sha256(path, again=verify) if path.is_file() else None, manifest.facets_sha256)
+            index.facets = Facets(path)
         return index
 
     def rows_with(self, where: Where) -> np.ndarray | None:
@@ -171,9 +161,9 @@ class Index:
         Raises:
             BadRequest: there are too many, or the index is older than filters.
         """
-        if where and self._facets is None:
+        if where and self.facets is None:
             raise BadRequest("where: the index knows nothing to filter by; build it again")
-        return self._facets.rows(where) if where and self._facets else None
+        return self.facets.rows(where) if where and self.facets else None
 
     def vector(self, row: int) -> np.ndarray:
         """`[dim]` float32, the stored vector of a corpus row."""
@@ -208,7 +198,7 @@ class Index:
             for row, vector in enumerate(vectors):
                 ids[row], scores[row] = self._best(vector, k, among)
         elif len(vectors) and k:
-            rough_scores, rough_ids = self._rough(vectors, k + (SPARE if self._scan is None else SPARE_HALF))
+            rough_scores, rough_ids = self._rough(vectors, k + (SPARE if self.scan is None else SPARE_HALF))
             for row, vector in enumerate(vectors):
                 ids[row], scores[row] = self._rank(
                     vector, k, *self._enough(vector, k, rough_ids[row], rough_scores[row])
@@ -218,8 +208,8 @@ class Index:
     def _rough(self, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Scores and rows of about the k best, from the scan where it can."""
         k = min(k, self.manifest.ntotal)
-        if self._scan is not None and k <= self._scan.most:
-            return self._scan.search(vectors, k)
+        if self.scan is not None and k <= self.scan.most:
+            return self.scan.search(vectors, k)
         scores, ids = self._stored.search(vectors, k)
         return np.asarray(scores), np.asarray(ids)
 
@@ -231,10 +221,7 @@ class Index:
                 whole = _FAISS.SearchParametersIVF(nprobe=self._vectors.nlist)
             elif isinstance(self._vectors, faiss.IndexHNSW):
                 whole = _FAISS.SearchParametersHNSW(efSearch=self.manifest.ntotal)
-            found_scores, found_ids = self._stored.search(
-                vector[None], min(k + SPARE, self.manifest.ntotal), params=whole
-            )
-            ids, scores = found_ids[0], found_scores[0]
+            (scores,), (ids,) = self._stored.search(vector[None], min(k + SPARE, self.manifest.ntotal), params=whole)
         found = ids >= 0
         if found.sum() < k:
             raise RetrievalError(f"the index reaches {found.sum()} of {k} passages for a query; ask for fewer")
@@ -245,13 +232,11 @@ class Index:
     ) -> tuple[np.ndarray, np.ndarray]:
         # Whatever could still tie with the k-th must be among the candidates before ids can break ties.
         margin = 2 * 10.0**-SCORE_DECIMALS * max(1.0, float(np.abs(rough_scores[0])))
-        if self._scan is not None:  # whose score of a row outside may be too low, and that of the k-th too high
-            margin += 2 * self._scan.error * float(np.linalg.norm(vector))
+        if self.scan is not None:  # whose score of a row outside may be too low, and that of the k-th too high
+            margin += 2 * self.scan.error * float(np.linalg.norm(vector))
         exact_scan = not isinstance(self._vectors, faiss.IndexIVF | faiss.IndexHNSW)
         while exact_scan and len(rough_ids) < self.manifest.ntotal and rough_scores[k - 1] - rough_scores[-1] <= margin:
-            wider = min(4 * len(rough_ids), self.manifest.ntotal)
-            found_scores, found_ids = self._rough(vector[None], wider)
-            rough_ids, rough_scores = found_ids[0], found_scores[0]
+            (rough_scores,), (rough_ids,) = self._rough(vector[None], 4 * len(rough_ids))
         return self._best(vector, k, np.sort(rough_ids))
 
     def _best(self, vector: np.ndarray, k: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

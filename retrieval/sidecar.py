@@ -69,14 +69,14 @@ class RetrieverSidecar:
     def __enter__(self) -> str:
         """Starts the server, returns its URL; raises RetrievalError with the server's last line if it cannot start."""
         self._folder = tempfile.TemporaryDirectory(prefix="retriever-")
-        ready_file = Path(self._folder.name) / "ready.json"
-        log_path = self._log_path or Path(self._folder.name) / "server.log"
-        log_path.unlink(missing_ok=True)
+        self._ready = Path(self._folder.name, "ready.json")
+        self._log = self._log_path or self._ready.with_name("server.log")
+        self._log.unlink(missing_ok=True)
         try:
-            self._start(0, ready_file, log_path)
-            self.url = self._wait(ready_file, log_path)
+            self._start(0)
+            self.url = self._wait()
         except BaseException:
-            self._stop()
+            self.__exit__()
             raise
         return self.url
 
@@ -97,34 +97,29 @@ class RetrieverSidecar:
         happened = "does not answer" if running else f"ended with code {self._child.returncode}"
         say(f"retrieval server for {self.index_dir} {happened}; it is started again")
         self._missed = now
-        folder = Path(str(self._folder and self._folder.name))
-        self._start(int(self.url.rpartition(":")[2]), folder / "ready.json", self._log_path or folder / "server.log")
+        self._start(int(self.url.rpartition(":")[2]))
 
-    def _start(self, port: int, ready_file: Path, log_path: Path) -> None:
+    def _start(self, port: int) -> None:
         command = [*self._python, "-m", "mcore_mas.retrieval.server", "--index", str(self.index_dir)]
-        command += ["--port", str(port), "--ready-file", str(ready_file), *self._options]
+        command += ["--port", str(port), "--ready-file", str(self._ready), *self._options]
         # in the folder where `-m mcore_mas.retrieval.server` is found, installed or not
-        self._child = start_group(command, log=log_path, cwd=Path(__file__).absolute().parents[2])
+        self._child = start_group(command, log=self._log, cwd=Path(__file__).absolute().parents[2])
         self.pid = self._child.pid
 
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def _wait(self, ready_file: Path, log_path: Path) -> str:
+    def _wait(self) -> str:
         assert self._child is not None
         deadline = time.monotonic() + self._timeout_s
-        while not ready_file.exists():
+        while not self._ready.exists():
             code = self._child.poll()
             if code is not None or time.monotonic() > deadline:
                 happened = f"ended with code {code}" if code is not None else f"not ready after {self._timeout_s:g} s"
-                lines = log_path.read_text(errors="replace").strip().splitlines()
-                last = lines[-1] if lines else "nothing"
-                kept = f" (log: {log_path})" if self._log_path else ""
+                last = (self._log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+                kept = f" (log: {self._log_path})" if self._log_path else ""
                 raise RetrievalError(f"retrieval server for {self.index_dir} {happened}; it last said: {last}{kept}")
             time.sleep(0.02)
-        return str(json.loads(ready_file.read_bytes())["url"])
+        return str(json.loads(self._ready.read_bytes())["url"])
 
-    def _stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._child is not None:
             stop_group(self._child)
         if self._folder is not None:
