@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, astuple, dataclass
 
 from mcore_mas.config.credit import cut_off
 from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.choose import Cluster, describe, transport
 from mcore_mas.planning.estimate import Placement, RunEstimate
+from mcore_mas.reports.pages import render_page
 
 
-def plan_lines(config: RunConfig, cluster: Cluster, placement: Placement, estimate: RunEstimate) -> Iterator[str]:
+def plan_lines(config: RunConfig, cluster: Cluster, placement: Placement, estimate: RunEstimate) -> list[str]:
     """What a run gets, in lines."""
-    seconds = ", ".join(f"{part} {s:.0f}" for part, s in estimate.seconds.items())
-    yield f"{config.run} on {cluster}: {describe(placement)}; transport {transport(placement)}"
-    fullest = f"{_gb(estimate.update)} in an update, {_gb(estimate.rollout)} in a rollout"
-    yield f"  fullest GPU: {fullest}, of {cluster.gpu.memory:.0f} GB"
-
-    for (policy, part), memory in estimate.trainers.items():
-        parts: dict[str, Any] = asdict(memory)
-        yield f"  {policy} {part}: " + ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
-    weights = ", ".join(f"{policy} {_gb(size)}" for policy, size in estimate.weights.items())
-    yield f"  engines: weights {weights}; keys and values {_gb(estimate.kv)} each"
-    yield f"  step: at most {estimate.tokens / 1e6:.2f} M tokens, {estimate.step_s:.0f} s ({seconds})"
-    sizes = f"disk {_gb(estimate.disk)}; host memory {_gb(estimate.host)}"
-    yield f"  {config.trainer.steps} steps: {estimate.hours:.1f} h; {sizes}"
-    if config.retriever and config.retriever.gpus:
-        yield "  retriever: a GPU more, the last of the first machine"
-    yield from (f"  {line}" for line in cut_off(config.agents))
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
+    trainers = {key: asdict(memory) for key, memory in estimate.trainers.items()}
+    own = {"placement": describe(placement), "transport": transport(placement), "cut_off": cut_off(config.agents)}
+    page = render_page("plan_run.md.jinja", config=config, cluster=cluster, estimate=estimate, trainers=trainers, **own)
+    return page.splitlines()
 
 
 PASSAGE_BYTES = 660  # of a passage in JSON lines: wiki-18 has 13.9 GB for 21,015,324
@@ -81,14 +64,5 @@ def index_lines(passages: int, dim: int, rate: float) -> list[str]:
     """A table of all kinds, and what its hours rest on."""
     from mcore_mas.retrieval.build import INDEX_TYPES
 
-    lines = [f"{passages:,} passages of {dim} dimensions, {rate:g} encoded a second by all jobs:"]
-    lines += ["index   memory GB  disk GB  disk while built GB  hours to encode  hours to add"]
-    for kind in INDEX_TYPES:
-        need = index_needs(kind, passages, dim, rate)
-        lines.append(
-            f"{kind:<6} {need.memory_gb:>10.1f} {need.disk_gb:>8.1f} {need.building_gb:>20.1f}"
-            f" {need.encoding_h:>16.1f} {need.adding_h:>13.1f}"
-        )
-    half = passages * 2 * dim / 1e9
-    lines += [f"A flat index on GPUs, or scanned by torch, takes {half:.1f} GB of the device besides."]
-    return [*lines, "Hours to add are scaled from 1,000,000 passages on one core; more cores divide them."]
+    needs = {kind: astuple(index_needs(kind, passages, dim, rate)) for kind in INDEX_TYPES}
+    return render_page("plan_index.md.jinja", passages=passages, dim=dim, rate=rate, needs=needs).splitlines()
