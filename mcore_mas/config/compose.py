@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache, reduce
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TextIO
 
 import yaml
@@ -41,7 +40,6 @@ from mcore_mas.rollout.tasks.splits import SPLITS
 CONFIGS = SHIPPED / "configs"
 CHOICES = "choices.yaml"  # of a folder of configs: a table of small ones by group and name
 GROUPS = ("team", "advantage", "loss", "engine", "coach", "cluster", "tracking", "experiment", "recipe")
-NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 _GLOBAL = ("team", "experiment", "recipe")  # groups whose files set any section, not the one of their name
 
 
@@ -50,7 +48,7 @@ class CompositionError(ValueError):
 
 
 def resolve(
-    overrides: Sequence[str], folder: Path | None = None, scale: str = "paper", own: Mapping[str, Any] = NO_SECTIONS
+    overrides: Sequence[str], folder: Path | None = None, scale: str = "paper", own: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Compose the configs of `folder`, if any, and the shipped ones with Hydra overrides, at a scale.
 
@@ -62,7 +60,7 @@ def resolve(
     folders = [CONFIGS] if folder is None else [folder.resolve(), CONFIGS]
     where = f"run '{own['run']}'" if own else f"configs/ with {' '.join(overrides) or 'no overrides'}"
     try:
-        values = scaled(_located(_shared(_merged(_composed(overrides, folders), own))), scale)
+        values = scaled(_located(_shared(_merged(_composed(overrides, folders), own or {}))), scale)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not YAML ({' '.join(str(error).split())})") from error
     except (HydraException, OmegaConfBaseException) as error:
@@ -100,8 +98,7 @@ def _composed(overrides: Sequence[str], folders: Sequence[Path]) -> dict[str, An
     composed = OmegaConf.create(_merged(*parts))
     OmegaConf.set_struct(composed, True)
     loader._apply_overrides_to_config(defaults.config_overrides, composed)
-    values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    return values
+    return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
 
 
 def _in_package(default: ResultDefault, repository: ConfigRepository) -> dict[str, Any]:

@@ -32,13 +32,17 @@ def located(model: str) -> str:
     return str(Path(found).parent) if isinstance(found, str) else model
 
 
-def cold_started(base: BaseModelConfig, where: str) -> Architecture:
-    """The sizes of the model that a cold start makes."""
+def made_sizes(base: BaseModelConfig) -> dict[str, Any]:
+    """The sizes of the model that a cold start makes, as its config.json has them."""
     keys = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
     keys |= {"kv_heads": "num_key_value_heads", "ffn": "intermediate_size", "vocab": "vocab_size"}
-    values = {key: getattr(base, name) for name, key in keys.items()}
-    values |= {"model_type": "qwen2", "max_position_embeddings": base.positions, "tie_word_embeddings": True}
-    return architecture_of(values, where)
+    keys |= {"positions": "max_position_embeddings"}
+    return {key: getattr(base, name) for name, key in keys.items()} | {"tie_word_embeddings": True}
+
+
+def cold_started(base: BaseModelConfig, where: str) -> Architecture:
+    """The architecture of the model that a cold start makes."""
+    return architecture_of({"model_type": "qwen2", **made_sizes(base)}, where)
 
 
 def check_layouts(config: RunConfig) -> None:

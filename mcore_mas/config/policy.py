@@ -149,17 +149,13 @@ class PolicyConfig(RateConfig):
         return self.tp * self.pp * self.cp * self.dp
 
     @model_validator(mode="after")
-    def _one_voice(self) -> PolicyConfig:
+    def _goes_together(self) -> PolicyConfig:
         if bool(self.model) == (self.remote is not None):
             raise ValueError("a policy has either a model (a folder) or a remote (an API); set one of them")
         if self.remote is not None and self.max_in_flight is not None:
             raise ValueError("max_in_flight bounds an engine of ours; of a remote model set remote.concurrency")
         if self.remote is not None and (self.chat_template or self.chat_template_kwargs):
             raise ValueError("chat_template and chat_template_kwargs are of a model folder; leave them out of a remote")
-        return self
-
-    @model_validator(mode="after")
-    def _exchanges(self) -> PolicyConfig:
         if self.overlap and self.dp * self.cp == 1:
             raise ValueError("overlap: one data-parallel rank exchanges nothing; use overlap: false, or dp: 2")
         return self
@@ -251,13 +247,9 @@ class TrainerConfig(Section):
     agreement: dict[Figure, PositiveFloat] = Field(default_factory=dict)  # bounds in place of the precision's
 
     @model_validator(mode="after")
-    def _cut_in_one_way(self) -> TrainerConfig:
+    def _goes_together(self) -> TrainerConfig:
         if self.minibatch is not None and self.updates_per_step > 1:
             raise ValueError("minibatch and updates_per_step both cut a step's samples; leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _best_is_kept(self) -> TrainerConfig:
         if self.final == "best" and not self.keep_best:
             raise ValueError("final 'best' needs a kept best: set trainer.keep_best to 1 or more")
         return self

@@ -10,6 +10,7 @@ from zlib import crc32
 
 from mcore_mas import SHIPPED
 from mcore_mas.rollout.base.files import read_yaml
+from mcore_mas.rollout.base.options import merged
 from mcore_mas.rollout.records.trajectory import Turn
 from mcore_mas.rollout.tasks.splits import SPLITS
 
@@ -34,11 +35,7 @@ def scaled(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
     if scale == "paper":
         return dict(values)
     rule = _rule(scale)
-    made = {
-        key: {**value, **rule["merged"].get(key, {})} if key in rule["merged"] else value
-        for key, value in values.items()
-    }
-    made |= rule["replaced"]
+    made: dict[str, Any] = merged(values, rule["merged"]) | rule["replaced"]
     for section, limits in rule["most"].items():
         made[section] = _capped(made[section], limits)
     made["policies"] = {name: _policy(own, rule["policies"], values) for name, own in values["policies"].items()}
@@ -57,8 +54,7 @@ def scaled(values: Mapping[str, Any], scale: str) -> dict[str, Any]:
 
 @cache
 def _rule(scale: str) -> dict[str, Any]:
-    found: dict[str, Any] = read_yaml(SHIPPED / "workflow" / "scales" / f"{scale}.yaml")
-    return found
+    return read_yaml(SHIPPED / "workflow" / "scales" / f"{scale}.yaml")  # type: ignore[no-any-return]
 
 
 def drawn_reward(turn: Turn) -> float:
@@ -105,10 +101,7 @@ def _data(data: Mapping[str, Any], results: Path) -> dict[str, Any]:
         keys = entry if isinstance(entry, Mapping) else {"path": entry}
         if keys.get("format", data.get("format")) == "search":  # a file of many sources, each a row of some table
             return {**keys, "limit": None, "limit_per_source": 1, "path": str(results / keys["path"])}
-        return {
-            **keys,
-            "limit": min(keys.get("limit") or _FILE_LIMIT, _FILE_LIMIT),
-            "path": str(results / keys["path"]),
-        }
+        limit = min(keys.get("limit") or _FILE_LIMIT, _FILE_LIMIT)
+        return {**keys, "limit": limit, "path": str(results / keys["path"])}
 
     return {**data, **{split: moved(data[split]) for split in SPLITS}}

@@ -237,8 +237,6 @@ def _singletons(b: GroupStatistics, advantages: Tensor, lone: Lone) -> Tensor:
 
 Across = Literal["turn", "agent"]
 Whitened = Literal["batch", "policy", "agent"]
-# whose tokens are whitened together
-_WHITEN: dict[str, tuple[str, ...]] = {"batch": (), "policy": ("policy",), "agent": ("agent",)}
 
 
 def whiten(values: Tensor, group: Tensor, eps: float = 1e-8) -> Tensor:
@@ -250,7 +248,7 @@ def whiten(values: Tensor, group: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def _whitened(turns: Turns, values: Tensor, over: Whitened) -> Tensor:
-    return whiten(values, turns.by_token(turns.key(*_WHITEN[over])))
+    return whiten(values, turns.by_token(turns.key(*(() if over == "batch" else (over,)))))
 
 
 def reinforce_pp(turns: Turns, *, gamma: Share = 1.0, whitened: Whitened = "policy") -> Advantages:

@@ -47,7 +47,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat
@@ -189,18 +189,8 @@ def mis(
     return torch.where((weights < low) | (weights > high), 0.0, weights)
 
 
-def icepop(
-    log_ratio: Tensor,
-    sequences: Tensor,
-    *,
-    low: NonNegativeFloat = 0.5,
-    high: AboveLow = 5.0,
-    level: Level = "token",
-    veto: NonNegativeFloat = 0.0,
-) -> Tensor:
-    """IcePop: masked importance sampling of single tokens on both sides [N]."""
-    return mis(log_ratio, sequences, low=low, high=high, level=level, veto=veto)
-
+icepop = partial(mis, low=0.5, high=5.0, level="token")
+icepop.__doc__ = "IcePop: masked importance sampling of single tokens on both sides [N]."
 
 CORRECTIONS: dict[str, Correction] = {"none": none, "importance": importance, "tis": tis, "mis": mis, "icepop": icepop}
 

@@ -84,13 +84,7 @@ def _best_groups(value: Tensor, group: Tensor, ratio: float) -> Tensor:
 
 Filter = Callable[..., Tensor]
 
-FILTERS: dict[str, Filter] = {
-    "informative": informative,
-    "mean_range": mean_range,
-    "lowest_mean": lowest_mean,
-    "lowest_spread": lowest_spread,
-    "outliers": outliers,
-}
+FILTERS: dict[str, Filter] = {f.__name__: f for f in (informative, mean_range, lowest_mean, lowest_spread, outliers)}
 _OF_CONTRASTS = ("informative", "lowest_spread", "outliers")
 
 

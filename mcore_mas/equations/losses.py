@@ -146,37 +146,27 @@ class Objective:
             ValueError: a token has a KL coefficient and there is no reference. Where only its own reference is NaN,
                 its loss is.
         """
-        old = self._old(tokens)
+        old = tokens.behaviour if self.correction == "none" else tokens.logprobs.detach()
+        if self.correction != "none" and tokens.proximal is not None:
+            old = torch.where(tokens.proximal.isnan(), old, tokens.proximal)
         loss, statistics = LOSSES[self.loss](tokens, old, **self.options)
         if self.correction != "none":
             log_ratio = (old - tokens.behaviour).detach()
             weight = CORRECTIONS[self.correction](log_ratio, tokens.sequences, **self.correction_options)
             loss = loss * weight
-            statistics |= {
-                "correction_weight": weight,
-                "correction_weight_max": weight,
-                "correction_masked": (weight == 0).float(),
-            }
+            statistics |= {"correction_weight": weight, "correction_weight_max": weight}
+            statistics |= {"correction_masked": (weight == 0).float()}
         if tokens.reference is not None and tokens.kl_coef is not None:
-            kl, known = self._reference_kl(tokens.logprobs, tokens.reference, tokens.kl_coef)
+            known = ~tokens.reference.isnan()
+            # the policy stands in where no reference is wanted: a NaN would get into the gradient even at coefficient 0
+            stand_in = ~known & (tokens.kl_coef == 0)
+            reference = torch.where(stand_in, tokens.logprobs.detach(), tokens.reference)
+            kl = KL_ESTIMATES[self.kl](tokens.logprobs, reference)
             loss = loss + tokens.kl_coef * kl
             statistics |= {"reference_kl": torch.where(known, kl.detach(), math.nan)}
         elif tokens.kl_coef is not None and bool(tokens.kl_coef.any()):
             raise ValueError("objective: kl_coef is not zero, but no token has reference log-probabilities; add them")
         return loss - tokens.entropy_coef * tokens.entropy, statistics
-
-    def _old(self, tokens: Tokens) -> Tensor:
-        if self.correction == "none":
-            return tokens.behaviour
-        current = tokens.logprobs.detach()
-        return current if tokens.proximal is None else torch.where(tokens.proximal.isnan(), current, tokens.proximal)
-
-    def _reference_kl(self, logprobs: Tensor, reference: Tensor, kl_coef: Tensor) -> tuple[Tensor, Tensor]:
-        known = ~reference.isnan()
-        # the policy stands in where no reference is wanted: a NaN would get into the gradient even at coefficient 0
-        stand_in = ~known & (kl_coef == 0)
-        reference = torch.where(stand_in, logprobs.detach(), reference)
-        return KL_ESTIMATES[self.kl](logprobs, reference), known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from mcore_mas.rollout.tasks.splits import SPLITS, find_leaks, tokenise
 
 _RAW = Path("data/raw")
 _BATCH = 256  # rows written together
+Drawn = Mapping[str, tuple[Mapping[str, Any], int]]  # what tasks are drawn by: data section and seed of each run
 
 
 @dataclass(slots=True)
@@ -243,17 +244,11 @@ def _append(stream: Any, target: IO[bytes], part: Path) -> None:
                 shutil.copyfileobj(content, target, 1 << 24)
 
 
-def report_inputs(
-    receipts: Sequence[Path],
-    runs: Mapping[str, tuple[Mapping[str, Any], int]],
-    out: Path,
-    *,
-    by_hand: Sequence[str] = (),
-) -> None:
+def report_inputs(receipts: Sequence[Path], runs: Drawn, out: Path, *, by_hand: Sequence[str] = ()) -> None:
     """Write a page on what was acquired: origin, rows and why some were dropped, and what leaks between splits.
 
     Args:
-        runs: by name the data section and the seed of every run.
+        runs: all of a suite.
         by_hand: lines on what is missing and can only be put there by hand.
 
     Raises:
@@ -266,7 +261,7 @@ def report_inputs(
     write_text(out, render_page("inputs.md.jinja", found=list(zip(found, sizes, strict=True)), leaks=_leaks(runs)))
 
 
-def _leaks(runs: Mapping[str, tuple[Mapping[str, Any], int]]) -> list[str]:
+def _leaks(runs: Drawn) -> list[str]:
     names: dict[str, list[str]] = {}
     for run, (data, seed) in runs.items():
         if data.get("generator"):

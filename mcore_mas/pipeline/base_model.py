@@ -9,6 +9,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from mcore_mas.config.models import made_sizes
 from mcore_mas.config.policy import BaseModelConfig, ColdStartConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.retrieval.corpus import Corpus
@@ -126,15 +127,7 @@ def init_model(tokenizer: Any, base: BaseModelConfig, seed: int, family: str = "
     own = {"head_dim": base.hidden // base.heads} if family == "Qwen3" else {}  # it is not hidden / heads by itself
     return getattr(transformers, f"{family}ForCausalLM")(
         getattr(transformers, f"{family}Config")(
-            **own,
-            vocab_size=len(tokenizer),
-            hidden_size=base.hidden,
-            num_hidden_layers=base.layers,
-            num_attention_heads=base.heads,
-            num_key_value_heads=base.kv_heads,
-            intermediate_size=base.ffn,
-            max_position_embeddings=base.positions,
-            tie_word_embeddings=True,
+            **{**made_sizes(base), **own, "vocab_size": len(tokenizer)},
             initializer_range=_INIT_STD,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             eos_token_id=tokenizer.eos_token_id,

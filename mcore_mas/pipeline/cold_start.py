@@ -60,7 +60,19 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
         make_env = stack.enter_context(world(config, "bootstrap/retriever"))
         reporter = stack.enter_context(Reporter(f"{config.run} bootstrap", cold_start.max_steps))
         measure = _measurement(config, cold_start, base_dir, renderer, make_env)
-        history = _train(config, cold_start, trainer, _batches(config, cold_start, renderer), measure, reporter)
+        history: list[dict[str, float]] = []
+        started = time.monotonic()
+        for step, batch in enumerate(_batches(config, cold_start, renderer), start=1):
+            metrics = trainer.update(pack(batch, config.trainer.microbatch_tokens))
+            if (step % cold_start.check_every and step < cold_start.max_steps) or step < cold_start.first_check:
+                continue
+            accuracy, legal = measure(trainer, step)
+            loss = sum(value for name, value in metrics.items() if name.endswith("/loss"))
+            shown = {"loss": loss, "accuracy": accuracy, "legal": legal}
+            history.append({"step": step, "seconds": time.monotonic() - started, **shown})
+            reporter.step(step, shown)
+            if legal >= cold_start.stop_legal and accuracy >= cold_start.stop_accuracy:
+                break
         trainer.model.write(out_dir / "model")
     write_json(out_dir / "bootstrap.json", {"model": str(out_dir / "model"), "history": history})
 
@@ -80,30 +92,6 @@ def _measurement(
         return success(await collect(tasks, team, make_env, orchestra, group_size=1, seed=config.seed, step=step))
 
     return lambda trainer, step: asyncio.run(measure(trainer, step))
-
-
-def _train(
-    config: RunConfig,
-    cold_start: ColdStartConfig,
-    trainer: MegatronTrainer,
-    batches: Iterator[list[Sample]],
-    measure: _Measure,
-    reporter: Reporter,
-) -> list[dict[str, float]]:
-    history: list[dict[str, float]] = []
-    started = time.monotonic()
-    for step, batch in enumerate(batches, start=1):
-        metrics = trainer.update(pack(batch, config.trainer.microbatch_tokens))
-        if (step % cold_start.check_every and step < cold_start.max_steps) or step < cold_start.first_check:
-            continue
-        accuracy, legal = measure(trainer, step)
-        loss = sum(value for name, value in metrics.items() if name.endswith("/loss"))
-        shown = {"loss": loss, "accuracy": accuracy, "legal": legal}
-        history.append({"step": step, "seconds": time.monotonic() - started, **shown})
-        reporter.step(step, shown)
-        if legal >= cold_start.stop_legal and accuracy >= cold_start.stop_accuracy:
-            break
-    return history
 
 
 def _batches(config: RunConfig, cold_start: ColdStartConfig, renderer: Renderer) -> Iterator[list[Sample]]:

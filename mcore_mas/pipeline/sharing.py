@@ -33,17 +33,17 @@ _NOT_INDEXED = (*_ASKED, "threads", "shards", "backend", "device", "python")
 
 def same_tasks(runs: Runs) -> dict[str, str]:
     """run -> the first run with the same tasks, and the same passages and index if it searches."""
-    return _first((run, [_of_tasks(config), config.get("retriever")]) for run, config in runs.items())
+    return first_alike((run, [_of_tasks(config), config.get("retriever")]) for run, config in runs.items())
 
 
 def same_starts(runs: Runs) -> dict[str, str]:
     """run -> the first run with the same cold start; none for those that bring their models."""
-    return _first((run, _of_start(config)) for run, config in runs.items() if config.get("cold_start") is not None)
+    return first_alike((run, _of_start(config)) for run, config in runs.items() if config.get("cold_start") is not None)
 
 
 def same_bases(runs: Runs) -> dict[str, str]:
     """run -> the first run whose untrained team is the same, on the same tasks."""
-    return _first((run, _of_score(config)) for run, config in runs.items())
+    return first_alike((run, _of_score(config)) for run, config in runs.items())
 
 
 def started_from(config: Mapping[str, Any], owner: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def started_from(config: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
 def settings_digest(config: Mapping[str, Any], stage: str) -> str:
     """A number that changes with the settings that a stage depends on: tasks, start, training or score."""
-    return sha256(_text(_STAGES[stage](config)).encode()).hexdigest()[:16]
+    return _digest(_STAGES[stage](config))[:16]
 
 
 def _of_tasks(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,14 +100,10 @@ def _unrewarded(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: {**agent, "advantage": None, "loss_weight": 1} for name, agent in config["agents"].items()}
 
 
-def _first(keys: Iterable[tuple[str, Any]]) -> dict[str, str]:
+def first_alike(keys: Iterable[tuple[str, Any]]) -> dict[str, str]:
     """Each run with the first run of an equal key."""
     first: dict[str, str] = {}
-    return {run: first.setdefault(_text(key), run) for run, key in keys}
-
-
-def _text(key: Any) -> str:
-    return json.dumps(key, sort_keys=True)
+    return {run: first.setdefault(_digest(key), run) for run, key in keys}
 
 
 _PACKAGES = ("mcore_mas", "rollout", "retrieval")

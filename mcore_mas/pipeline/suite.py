@@ -16,23 +16,16 @@ import yaml
 from mcore_mas import SHIPPED
 from mcore_mas.config.compose import experiments, resolve
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
-from mcore_mas.pipeline import sharing
+from mcore_mas.pipeline import sharing, suite_file
 from mcore_mas.pipeline.sharing import ConfigCache
-from mcore_mas.pipeline.suite_file import (
-    SuiteError,
-    check_schema,
-    check_writable,
-    combinations,
-    make_importable,
-    own_configs,
-)
-from mcore_mas.planning.jobs import JobNeeds, Stage, job_needs
+from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import write_text
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.tasks.splits import SPLITS
 
 SNAKEFILE = SHIPPED / "workflow" / "Snakefile"
+Seats = Mapping[str, Mapping[str, Mapping[str, Any]]]  # run -> evaluation beside base and trained -> seats by agent
 _BY_SUITE = ("tables", "figures", "reports")  # folders of results whose files have a suite's name
 
 
@@ -45,11 +38,11 @@ class Suite:
     """The runs of a suite by name, each with its resolved config."""
 
     name: str
-    runs: Mapping[str, Mapping[str, Any]]  # run -> resolved config
+    runs: sharing.Runs
     experiments: Mapping[str, str]  # run -> experiment; runs that differ only in their seed share one
     overrides: Mapping[str, list[str]]  # run -> Hydra overrides that the suite gives it
     starts: Mapping[str, str]  # run -> the run whose cold start its policies begin with; others bring their models
-    cells: Mapping[str, Mapping[str, Mapping[str, Any]]]  # run -> evaluation beside base and trained -> seats by agent
+    cells: Seats
     bases: Mapping[str, str]  # run -> the first run whose untrained team is measured in the same way
     tasks: Mapping[str, str]  # run -> the first run with the same tasks, and the same index if it has one
     scale: str = "paper"  # or tiny
@@ -67,12 +60,12 @@ class Suite:
             SuiteError: a key is unknown or of the wrong type, an override does not compose, or a folder is not there
                 or cannot be written.
         """
-        check_schema(suite)
-        configs = own_configs(suite, folder)
+        suite_file.check_schema(suite)
+        configs = suite_file.own_configs(suite, folder)
         code = [path.resolve() for path in (folder, configs and configs.parent) if path]
-        make_importable(*code)
-        check_writable(Path(suite.get("results", "results")))
-        own = {**suite.get("experiments", {}), **combinations(suite.get("grid"))}
+        suite_file.make_importable(*code)
+        suite_file.check_writable(Path(suite.get("results", "results")))
+        own = {**suite.get("experiments", {}), **suite_file.combinations(suite.get("grid"))}
         overrides = {run: [*items, *suite.get("overrides", [])] for run, items in own.items()}
         known = ConfigCache(cache / f"{suite['suite']}.json", configs, code) if cache else None
         runs = {run: _composed(suite, run, own, configs, known) for run, own in overrides.items()}
@@ -82,7 +75,8 @@ class Suite:
         if suite.get("share_cold_starts"):
             starts = sharing.same_starts(runs)
             runs = {run: sharing.started_from(config, starts.get(run, run)) for run, config in runs.items()}
-        named = _experiments(overrides)
+        recipes = {run: [i for i in items if i.partition("=")[0] != "seed"] for run, items in overrides.items()}
+        named = sharing.first_alike(recipes.items())
         return cls(
             name=suite["suite"],
             runs={run: _tagged(config, suite=suite["suite"], experiment=named[run]) for run, config in runs.items()},
@@ -178,10 +172,6 @@ class Suite:
             found |= {str(file.path): file.format or data.format for split in SPLITS for file in data.files(split)}
         return found
 
-    def job_needs(self, run: str, stage: Stage, node_gpus: int) -> JobNeeds:
-        """What a stage of `run` asks of a cluster whose machines have `node_gpus` GPUs."""
-        return job_needs(self.checked(run), stage, node_gpus)
-
     def checked(self, run: str) -> RunConfig:
         """The config of `run`, read once."""
         if run not in self._checked:
@@ -247,9 +237,7 @@ def _tagged(config: dict[str, Any], **tags: str) -> dict[str, Any]:
     return {**config, "tracking": {**tracking, "tags": {**tags, **tracking.get("tags", {})}}}
 
 
-def _cells(
-    cells: Mapping[str, Mapping[str, Mapping[str, Any]]], runs: Mapping[str, Mapping[str, Any]]
-) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+def _cells(cells: Seats, runs: sharing.Runs) -> Seats:
     """The evaluations of a suite by run, in which all that is named is there."""
     for run, own in cells.items():
         if run not in runs:
@@ -321,15 +309,6 @@ def suite_of_experiment(name: str) -> dict[str, Any]:
 
 def _pattern(names: Sequence[str]) -> str:
     return "|".join(map(re.escape, names)) or "(?!)"  # (?!) matches no run
-
-
-def _experiments(overrides: Mapping[str, list[str]]) -> dict[str, str]:
-    first: dict[tuple[str, ...], str] = {}
-    experiments = {}
-    for run, items in overrides.items():
-        recipe = tuple(item for item in items if item.partition("=")[0] != "seed")
-        experiments[run] = first.setdefault(recipe, run)
-    return experiments
 
 
 def make_report(suite: Mapping[str, Any], targets: Sequence[str], out: Path) -> None:

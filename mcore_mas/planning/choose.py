@@ -14,7 +14,7 @@ import yaml
 
 from mcore_mas.config.models import cold_started, layout_of
 from mcore_mas.config.run import RunConfig
-from mcore_mas.planning.estimate import PASSES, Placement, RunEstimate, estimate_run, fits, gangs, workloads
+from mcore_mas.planning.estimate import PASSES, Models, Placement, RunEstimate, estimate_run, fits, gangs, workloads
 from mcore_mas.planning.memory import GPU, GPUS
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture, planned_architecture
@@ -119,9 +119,7 @@ def choose_placement(config: RunConfig, cluster: Cluster) -> tuple[Placement, Ru
     raise PlanError(f"{config.run}: nothing fits {cluster}; {why}; {nearest}")
 
 
-def _best(
-    config: RunConfig, models: Mapping[str, Architecture], cluster: Cluster
-) -> tuple[Placement, RunEstimate] | None:
+def _best(config: RunConfig, models: Models, cluster: Cluster) -> tuple[Placement, RunEstimate] | None:
     """The fastest placement that fits, or the one that lacks least; None where nothing divides."""
     found: tuple[Placement, RunEstimate] | None = None
     works = workloads(config)
@@ -141,7 +139,7 @@ def _best(
     return found
 
 
-def _placements(config: RunConfig, models: Mapping[str, Architecture], cluster: Cluster) -> Iterator[Placement]:
+def _placements(config: RunConfig, models: Models, cluster: Cluster) -> Iterator[Placement]:
     """What uses all GPUs of the cluster: shared by all parts, or split evenly among trainers and among engines."""
     trained = {policy: models[policy] for policy in config.trained}
     trainers = len(gangs(config, trained))
@@ -160,7 +158,7 @@ def _placements(config: RunConfig, models: Mapping[str, Architecture], cluster: 
                     yield made(pool="split", layouts=layouts, replicas=replicas)
 
 
-def _layouts(models: Mapping[str, Architecture], ranks: int, node: int) -> Iterator[dict[str, ParallelLayout]]:
+def _layouts(models: Models, ranks: int, node: int) -> Iterator[dict[str, ParallelLayout]]:
     """The same number of ranks for every policy, each cut by tensor as far as it and a common bound allow."""
     seen: list[dict[str, ParallelLayout]] = []
     for bound, pp in itertools.product([tp for tp in _CUTS if tp <= node], (1, 2, 4)):

@@ -23,6 +23,7 @@ from mcore_mas.rollout.models.architecture import Architecture
 from mcore_mas.rollout.models.layout import ParallelLayout, Recompute
 
 _GB = 1e9
+Models = Mapping[str, Architecture]  # of policies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +147,7 @@ def _own(own: object, runs: int) -> int:
     return own if isinstance(own, int) else runs
 
 
-def memory_of_trainers(
-    config: RunConfig, models: Mapping[str, Architecture], placement: Placement
-) -> dict[tuple[str, str], TrainerMemory]:
+def memory_of_trainers(config: RunConfig, models: Models, placement: Placement) -> dict[tuple[str, str], TrainerMemory]:
     """What one rank of each trainer and critic holds, by policy and part."""
     return {
         (policy, part): trainer_memory(models[policy], placement.layouts[policy], kind)
@@ -169,11 +168,7 @@ def gangs(config: RunConfig, policies: Collection[str]) -> list[list[tuple[str, 
 
 
 def estimate_run(
-    config: RunConfig,
-    models: Mapping[str, Architecture],
-    placement: Placement,
-    gpu: GPU,
-    works: Mapping[str, Workload] | None = None,
+    config: RunConfig, models: Models, placement: Placement, gpu: GPU, works: Mapping[str, Workload] | None = None
 ) -> RunEstimate:
     """What a run takes in a placement on GPUs of one kind, with `models` of these shapes by policy.
 
@@ -203,14 +198,14 @@ def estimate_run(
     )
 
 
-def fits(config: RunConfig, models: Mapping[str, Architecture], placement: Placement, gpu: GPU) -> bool:
+def fits(config: RunConfig, models: Models, placement: Placement, gpu: GPU) -> bool:
     """Whether a placement has room on GPUs of one kind: `estimate_run` without what takes long."""
     _, _, (_, update, rollout) = _held(config, models, placement, gpu)
     return max(update, rollout) <= ASSUMED.usable * gpu.memory * _GB
 
 
 def _held(
-    config: RunConfig, models: Mapping[str, Architecture], placement: Placement, gpu: GPU
+    config: RunConfig, models: Models, placement: Placement, gpu: GPU
 ) -> tuple[dict[tuple[str, str], TrainerMemory], dict[str, float], tuple[float, float, float]]:
     """(memory of each trainer's rank, weights of each engine's GPU, sizes of the phases).
 
@@ -256,20 +251,13 @@ def host_bytes(config: RunConfig, placement: Placement, trainers: Mapping[tuple[
 
 
 def step_seconds(
-    config: RunConfig,
-    models: Mapping[str, Architecture],
-    placement: Placement,
-    gpu: GPU,
-    *,
-    kv: float,
-    works: Mapping[str, Workload] | None = None,
+    config: RunConfig, models: Models, placement: Placement, gpu: GPU, kv: float, works: Mapping[str, Workload]
 ) -> dict[str, float]:
     """Seconds of a step by part; tools, validations and waiting for a slow environment are not in it.
 
     Policies on GPUs of their own work side by side, those that share them one after the other. What staleness hides
     is not taken off.
     """
-    works = works or workloads(config)
     joined = max if placement.pool == "split" else sum
     acting = joined(_rollout_s(config, models[p], works[p], placement, gpu, kv) for p in models)
     depth = sum(works[p].depth * _turn_s(models[p], works[p], placement, gpu) for p in models)

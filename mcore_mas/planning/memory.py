@@ -204,10 +204,8 @@ def kv_bytes(a: Architecture, tp: int) -> int:
 
 def checkpoint_bytes(a: Architecture, kinds: Mapping[str, TrainerKind]) -> float:
     """One checkpoint of a policy's trainer and critic: float32 weights and moments of what is trained."""
-    total = 0.0
-    for kind in kinds.values():
-        lora = kind.lora
-        total += 12 * (
-            adapter_parameters(a, ParallelLayout(), lora) if lora else count_parameters(a, value_head=kind.value_head)
-        )
-    return total
+    trained = (
+        adapter_parameters(a, ParallelLayout(), k.lora) if k.lora else count_parameters(a, value_head=k.value_head)
+        for k in kinds.values()
+    )
+    return 12 * sum(trained)

@@ -13,6 +13,7 @@ from mcore_mas.pipeline import sharing
 from mcore_mas.pipeline.check import check_suite
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
+from mcore_mas.planning.jobs import job_needs
 
 try:
     folders = [Path(file).resolve().parent for file in workflow.configfiles[-1:]]
@@ -55,7 +56,7 @@ def needs_of(stage):
     node_gpus = machine["node_gpus"].raw if "node_gpus" in machine else 8
     if not isinstance(node_gpus, int) or node_gpus < 1:
         raise SystemExit(f"error: default-resources, node_gpus: {node_gpus}; expected the GPUs of a machine, such as 8")
-    needs = functools.cache(lambda run: SUITE.job_needs(run, stage, node_gpus))
+    needs = functools.cache(lambda run: job_needs(SUITE.checked(run), stage, node_gpus))
     return {
         "mem_mb": lambda wildcards, attempt: needs(wildcards.run).memory_mb * attempt,
         "cpus_per_task": lambda wildcards: needs(wildcards.run).cpus,

@@ -49,14 +49,14 @@ def test_turns_by_hand() -> None:
 def test_seconds_of_an_update_by_hand() -> None:
     run = config("marti_single_llama")  # 32 turns, two updates, no reference
     (a,) = shapes_of(run).values()
-    seconds = step_seconds(run, {"shared": a}, alone(), GPUS["H100"], kv=1e12)
+    seconds = step_seconds(run, {"shared": a}, alone(), GPUS["H100"], kv=1e12, works=workloads(run))
     tokens = 1024 + 1536  # half of 2048, and a quarter of 6144
     # per token 2 flops for each parameter, and 2 for each of 24 heads of 128, 28 layers and token before it
     forward = 32 * tokens * (2 * 3_212_749_824 + 2 * 28 * 24 * 128 * tokens)
     gradients = 2 * 4 * 3_212_749_824 * 2 / 200e9  # two updates, there and back
     assert seconds["update"] == pytest.approx(forward * 4 / 0.25 / (2 * 989e12) + gradients)
     assert seconds["copies"] == pytest.approx(2 * 3_212_749_824 / 20e9)
-    plain = step_seconds(run, {"shared": a}, alone(recompute="none"), GPUS["H100"], kv=1e12)
+    plain = step_seconds(run, {"shared": a}, alone(recompute="none"), GPUS["H100"], kv=1e12, works=workloads(run))
     assert (plain["update"] - gradients) / (seconds["update"] - gradients) == pytest.approx(3 / 4)
 
 
@@ -65,7 +65,9 @@ def test_mini_batches_and_passes_are_updates() -> None:
 
     def updating(*overrides: str) -> float:
         run = config("drmas_t1_4b_shared_drmas", *overrides)
-        return step_seconds(run, {"shared": shapes_of(run)["shared"]}, alone(), GPUS["H100"], kv=1e12)["update"]
+        return step_seconds(
+            run, {"shared": shapes_of(run)["shared"]}, alone(), GPUS["H100"], kv=1e12, works=workloads(run)
+        )["update"]
 
     once, parameters = updating(), count_parameters(shapes_of(config("drmas_t1_4b_shared_drmas"))["shared"])
     exchange = 4 * parameters * 2 / 200e9  # of gradients, there and back
