@@ -325,7 +325,9 @@ def entropy(
             hidden.clone().requires_grad_(),
             padded.chunk(dist.get_world_size())[rank].clone().requires_grad_(),
         )
-        found, entropies = decoder.logprobs_and_entropy(mine, shard, labels, temperatures, vocab)
+        found, entropies = decoder.logprobs_and_entropy(
+            mine, shard, labels, temperatures, vocab, embeds=False, exact=False
+        )
         factor = torch.arange(1.0, len(labels) + 1)
         (factor * (found + 2 * entropies)).sum().backward()
         numbers = {"hidden": mine.grad, "weight": shard.grad, "logprobs": found.detach(), "entropy": entropies.detach()}

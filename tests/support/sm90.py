@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model import layer_ops
-from mcore_mas.megatron.model.layer_ops import KernelRotation, KernelSwiGLU
+from mcore_mas.megatron.model.layer_ops import rotated, swiglu
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 from mcore_mas.rollout.models.hash_kernel import sum_of_tiles
 
@@ -104,8 +104,8 @@ def layer_kernels() -> list[dict[str, int]]:
     def compute() -> None:
         angles, given = torch.zeros(8, 1, 1, 128), {"dtype": torch.bfloat16, "requires_grad": True}
         for out in (
-            KernelSwiGLU.apply(torch.zeros(8, 1, 2 * 9728, **given)),
-            KernelRotation.apply(torch.zeros(8, 1, 32, 128, **given), angles),
+            swiglu(torch.zeros(8, 1, 2 * 9728, **given)),
+            rotated(torch.zeros(8, 1, 32, 128, **given), angles),
         ):
             out.backward(torch.zeros_like(out))
         sum_of_tiles(torch.zeros(40_000, dtype=torch.int32), (0x243F6A88, 0xDEADBEEF))

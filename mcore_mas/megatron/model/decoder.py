@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.device import add_product, added, kernels_run
 from mcore_mas.megatron.model.attention import TreeRotary
-from mcore_mas.megatron.model.layer_ops import KernelHead, KernelSwiGLU
+from mcore_mas.megatron.model.layer_ops import KernelHead, swiglu
 from mcore_mas.rollout.models.exact import row_product
 
 LAYER = re.compile(r"(?<=layers\.)\d+")  # the layer's number in a parameter's name
@@ -86,11 +86,8 @@ class PackedGPTModel(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         # of a weight that embeds here too, that use will pass on the gradient
-        embeds = tied and self.pre_process
-        exact = self.config.deterministic_mode
-        return logprobs_and_entropy(
-            rows, weight, self.asked.labels, self.asked.temperatures, self._vocab, embeds=embeds, exact=exact
-        )
+        how = {"embeds": tied and self.pre_process, "exact": self.config.deterministic_mode}
+        return logprobs_and_entropy(rows, weight, self.asked.labels, self.asked.temperatures, self._vocab, **how)
 
 
 class ValueHead(torch.nn.Module):
@@ -99,10 +96,8 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         # small and seeded: values start near 0, whatever the width, and equal on all ranks
-        weight = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(0)) / (
-            config.hidden_size + 1
-        )
-        self.value = torch.nn.Parameter(weight.to(config.params_dtype))
+        drawn = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(0))
+        self.value = torch.nn.Parameter((drawn / (config.hidden_size + 1)).to(config.params_dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values [N] in float32 of hidden states [N, hidden]."""
@@ -117,14 +112,7 @@ _CACHED_BYTES, _CACHED_ROWS = 4 << 20, 128
 
 
 def logprobs_and_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperatures: Tensor,
-    vocab: int,
-    *,
-    embeds: bool = False,
-    exact: bool = False,
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, vocab: int, *, embeds: bool, exact: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `labels`, and the entropy, of softmax(hidden · weightᵀ / temperature), in float32.
 
@@ -163,7 +151,9 @@ class _Head(torch.autograd.Function):
         group = parallel_state.get_tensor_model_parallel_group()
         peak, log_z, expected, label = torch.zeros(4, len(labels), device=hidden.device)
         parts = list(_chunks(len(labels), weight))
-        kept: deque[Tensor] = deque(maxlen=_kept(parts, weight))
+        rows = max((part.stop - part.start for part in parts), default=1)
+        # of the chunks' logits as many as may exist at a time
+        kept: deque[Tensor] = deque(maxlen=max(1, _chunk_bytes(weight) // (4 * len(weight) * rows)))
         for part in parts:
             if len(kept) == kept.maxlen:
                 kept.popleft()  # before the next is made
@@ -173,13 +163,8 @@ class _Head(torch.autograd.Function):
             shifted.sub_(peak[part, None])
             mine, column = _mine(labels[part], len(weight))
             weights = shifted.exp()
-            sums = torch.stack(
-                [
-                    weights.sum(-1),
-                    torch.linalg.vecdot(weights, shifted),
-                    torch.where(mine, shifted.gather(1, column)[:, 0], 0.0),
-                ]
-            )
+            said = torch.where(mine, shifted.gather(1, column)[:, 0], 0.0)
+            sums = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, shifted), said])
             del weights
             dist.all_reduce(sums, group=group)
             log_z[part], expected[part], label[part] = sums[0].log(), sums[1] / sums[0], sums[2]
@@ -232,12 +217,6 @@ def _chunks(rows: int, weight: Tensor) -> Iterator[slice]:
         size = min(size, max(_CACHED_ROWS, _CACHED_BYTES // row))
     for first in range(0, rows, size):
         yield slice(first, min(first + size, rows))
-
-
-def _kept(parts: Sequence[slice], weight: Tensor) -> int:
-    """How many of the chunks' logits may exist at a time."""
-    rows = max((part.stop - part.start for part in parts), default=1)
-    return max(1, _chunk_bytes(weight) // (4 * len(weight) * rows))
 
 
 def _chunk_bytes(weight: Tensor) -> int:
@@ -351,7 +330,7 @@ class GatedMLP(MLP):
 def gated(wide: Tensor, scale: Tensor | None = None) -> Tensor:
     """silu(gate) · up [..., f] of `wide` [..., 2 f], gate first; times the `scale` of each row, if there is one."""
     if kernels_run(wide.device):
-        out: Tensor = KernelSwiGLU.apply(wide)
+        out: Tensor = swiglu(wide)
     else:
         gate, up = wide.chunk(2, dim=-1)
         out = F.silu(gate) * up

@@ -6,7 +6,7 @@ SwiGLU, the rotation by position, and two passes over each chunk of the head's l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,14 @@ LAYER_BLOCK, _LAYER_WARPS = 1024, 4  # columns of a row that a program of SwiGLU
 
 
 @torch.library.custom_op("mcore_mas::swiglu", mutates_args=())
-def _swiglu(wide: Tensor) -> Tensor:
+def swiglu(wide: Tensor) -> Tensor:
+    """silu(gate) · up [..., f] of contiguous `wide` [..., 2 f], gate first (arXiv 2002.05202)."""
     from mcore_mas.megatron.model import layer_kernels as kernels
 
     width = wide.shape[-1] // 2
     out = wide.new_empty(*wide.shape[:-1], width)
     kernels.swiglu_kernel[_grid(out)](wide, out, width, LAYER_BLOCK, num_warps=_LAYER_WARPS)
     return out
-
-
-@_swiglu.register_fake
-def _(wide: Tensor) -> Tensor:
-    return wide.new_empty(*wide.shape[:-1], wide.shape[-1] // 2)
 
 
 @torch.library.custom_op("mcore_mas::swiglu_gradient", mutates_args=())
@@ -43,28 +39,16 @@ def _swiglu_gradient(wide: Tensor, of_out: Tensor) -> Tensor:
     return of_wide
 
 
-@_swiglu_gradient.register_fake
-def _(wide: Tensor, of_out: Tensor) -> Tensor:
-    return torch.empty_like(wide)
-
-
 def _grid(narrow: Tensor) -> tuple[int, int]:
     return narrow.numel() // narrow.shape[-1], -(-narrow.shape[-1] // LAYER_BLOCK)
 
 
-class KernelSwiGLU(torch.autograd.Function):
-    """`apply(wide)`: silu(gate) · up [..., f] of contiguous `wide` [..., 2 f], gate first (arXiv 2002.05202)."""
-
-    @staticmethod
-    def forward(ctx: Any, wide: Tensor) -> Tensor:
-        ctx.save_for_backward(wide)
-        out: Tensor = _swiglu(wide)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, of_out: Tensor) -> Tensor:
-        of_wide: Tensor = _swiglu_gradient(*ctx.saved_tensors, of_out.contiguous())
-        return of_wide
+swiglu.register_fake(lambda wide: wide.new_empty(*wide.shape[:-1], wide.shape[-1] // 2))
+swiglu.register_autograd(
+    lambda ctx, of_out: _swiglu_gradient(*ctx.saved_tensors, of_out.contiguous()),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+_swiglu_gradient.register_fake(lambda wide, of_out: torch.empty_like(wide))
 
 
 @torch.library.custom_op("mcore_mas::rotate", mutates_args=())
@@ -80,31 +64,17 @@ def _rotate(x: Tensor, angles: Tensor, back: bool) -> Tensor:
     return out
 
 
-@_rotate.register_fake
-def _(x: Tensor, angles: Tensor, back: bool) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-class KernelRotation(torch.autograd.Function):
-    """`apply(x, angles)`: queries or keys [T, 1, heads, d] rotated by angles [T, 1, 1, d] (RoPE, arXiv 2104.09864)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
-        ctx.save_for_backward(angles)
-        out: Tensor = _rotate(x, angles, False)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, None]:
-        of_x: Tensor = _rotate(of_out.contiguous(), *ctx.saved_tensors, True)
-        return of_x, None
+_rotate.register_fake(lambda x, angles, back: x.new_empty(x.shape))
+_rotate.register_autograd(
+    lambda ctx, of_out: (_rotate(of_out.contiguous(), *ctx.saved_tensors, True), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
 
 
 def rotated(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
-    """`KernelRotation`, called as Transformer Engine's."""
+    """Queries or keys [T, 1, heads, d] by angles [T, 1, 1, d] (RoPE, arXiv 2104.09864), as Transformer Engine's."""
     assert not interleaved, "no supported model pairs neighbouring elements"
-    out: Tensor = KernelRotation.apply(x, angles)
-    return out
+    return cast(Tensor, _rotate(x, angles, False))
 
 
 _HEAD_BLOCK, _HEAD_WARPS = 4096, 8  # columns that a program reads at a time
@@ -120,9 +90,7 @@ def _rows(logits: Tensor, labels: Tensor, temperatures: Tensor, columns: int) ->
     return found
 
 
-@_rows.register_fake
-def _(logits: Tensor, labels: Tensor, temperatures: Tensor, columns: int) -> Tensor:
-    return logits.new_empty(4, len(logits), dtype=torch.float32)
+_rows.register_fake(lambda logits, *_: logits.new_empty(4, len(logits), dtype=torch.float32))
 
 
 @torch.library.custom_op("mcore_mas::head_gradient", mutates_args=())
@@ -138,9 +106,7 @@ def _gradient(logits: Tensor, labels: Tensor, numbers: Tensor, columns: int, dty
     return gradient
 
 
-@_gradient.register_fake
-def _(logits: Tensor, labels: Tensor, numbers: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    return logits.new_empty(logits.shape, dtype=dtype)
+_gradient.register_fake(lambda logits, labels, numbers, columns, dtype: logits.new_empty(logits.shape, dtype=dtype))
 
 
 class KernelHead(torch.autograd.Function):

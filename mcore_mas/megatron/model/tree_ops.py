@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_mas.megatron.layout import BlockPlan, TileSizes
+from mcore_mas.megatron.layout import BlockPlan
 
 _LOG2_E = 1.4426950408889634
 WARPS, STAGES, STAGES_BACKWARD = 8, 3, 2  # of each program, and of the pipelines that fetch tiles
@@ -39,20 +40,14 @@ def _attention(
 
     out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:2], dtype=torch.float32)
     group, rows, keys, *_ = sizes
+    tensors, shape = [_pointer(x) for x in (q, k, v, out)], _shape(q.shape[2], group, rows, keys)
     kernels.forward_kernel[len(plan[3]), k.shape[1]](
-        *(_pointer(x) for x in (q, k, v, out)),
-        lse,
-        _plan(q, plan, scale),
-        _shape(q.shape[2], group, rows, keys),
-        num_warps=WARPS,
-        num_stages=STAGES,
+        *tensors, lse, _plan(q, plan, scale), shape, num_warps=WARPS, num_stages=STAGES
     )
     return out, lse
 
 
-@_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, plan: list[Tensor], sizes: list[int], scale: float) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+_attention.register_fake(lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)))
 
 
 @torch.library.custom_op("mcore_mas::tree_attention_backward", mutates_args=())
@@ -78,12 +73,7 @@ def _attention_backward(
     return of_q, of_k, of_v
 
 
-@_attention_backward.register_fake
-def _(
-    of_out: Tensor, forward: list[Tensor], plan: list[Tensor], sizes: list[int], scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, *_ = forward
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+_attention_backward.register_fake(lambda of_out, forward, *_: tuple(x.new_empty(x.shape) for x in forward[:3]))
 
 
 class KernelAttention(torch.autograd.Function):
@@ -95,7 +85,7 @@ class KernelAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
         out: Tensor
-        out, lse = _attention(q, k, v, _tensors(plan), _numbers(plan.sizes), scale)
+        out, lse = _attention(q, k, v, _tensors(plan), list(astuple(plan.sizes)), scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
         return out
@@ -104,14 +94,10 @@ class KernelAttention(torch.autograd.Function):
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
         plan: BlockPlan = ctx.plan
         gradients = _attention_backward(
-            of_out.contiguous(), list(ctx.saved_tensors), _tensors(plan), _numbers(plan.sizes), ctx.scale
+            of_out.contiguous(), list(ctx.saved_tensors), _tensors(plan), list(astuple(plan.sizes)), ctx.scale
         )
         return *gradients, None, None
 
 
 def _tensors(plan: BlockPlan) -> list[Tensor]:
     return [plan.ends, plan.seen, plan.begin, plan.masked, plan.nearest, plan.farthest]
-
-
-def _numbers(sizes: TileSizes) -> list[int]:
-    return [sizes.group, sizes.rows, sizes.keys, sizes.rows_kv, sizes.keys_kv]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from mcore_mas.megatron.model.layer_ops import LAYER_BLOCK, KernelRotation, KernelSwiGLU
+from mcore_mas.megatron.model.layer_ops import LAYER_BLOCK, rotated, swiglu
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
 interpreted = pytest.mark.skipif(
@@ -32,7 +32,7 @@ def results(compute: object, x: Tensor, slope: Tensor) -> list[Tensor]:
 def test_swiglu_by_hand() -> None:
     # σ(ln 3) = 3/4, so silu(ln 3) = 3/4 ln 3 and its slope 3/4 (1 + 1/4 ln 3); silu(0) = 0 with slope 1/2
     ln3 = math.log(3)
-    out, of_wide = results(KernelSwiGLU.apply, torch.tensor([[ln3, 0.0, 2.0, 5.0]]), torch.tensor([[1.0, 10.0]]))
+    out, of_wide = results(swiglu, torch.tensor([[ln3, 0.0, 2.0, 5.0]]), torch.tensor([[1.0, 10.0]]))
     assert out[0].tolist() == pytest.approx([1.5 * ln3, 0.0])
     assert of_wide[0].tolist() == pytest.approx([1.5 * (1 + 0.25 * ln3), 25.0, 0.75 * ln3, 0.0])
 
@@ -47,9 +47,9 @@ def test_swiglu_is_torchs(width: int) -> None:
         gate, up = x.double().chunk(2, dim=-1)
         return silu(gate) * up
 
-    for mine, theirs in zip(results(KernelSwiGLU.apply, x, slope), results(exact, x, slope), strict=True):
+    for mine, theirs in zip(results(swiglu, x, slope), results(exact, x, slope), strict=True):
         assert float((mine - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max())
-    half = results(KernelSwiGLU.apply, x.bfloat16(), slope.bfloat16())
+    half = results(swiglu, x.bfloat16(), slope.bfloat16())
     for mine, theirs in zip(half, results(exact, x.bfloat16(), slope.bfloat16()), strict=True):
         assert mine.dtype == torch.bfloat16  # the interpreter truncates: 2^-7 of each number at most, read or written
         assert float((mine - theirs).abs().max()) <= 2**-7 * float(theirs.abs().max())
@@ -60,7 +60,7 @@ def test_a_quarter_turn_by_hand() -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
     angles = torch.tensor([0.0, math.pi / 2, 0.0, math.pi / 2]).view(1, 1, 1, 4)
     # the pairs are (1, 3), which stays, and (2, 4), which becomes (-4, 2); backwards (2, 4) becomes (4, -2)
-    out, of_x = results(lambda x: KernelRotation.apply(x, angles), x, x)
+    out, of_x = results(lambda x: rotated(x, angles), x, x)
     assert out.flatten().tolist() == pytest.approx([1.0, -4.0, 3.0, 2.0])
     assert of_x.flatten().tolist() == pytest.approx([1.0, 4.0, 3.0, -2.0])
 
@@ -76,7 +76,7 @@ def test_a_rotation_is_megatrons(heads: int, dim: int) -> None:
     part = qkv[:, :, 1:-1]  # strides as where keys lie between queries and values
     angles = torch.arange(tokens)[:, None] * 10_000 ** -torch.linspace(0, 1, dim // 2)
     angles = torch.cat([angles, angles], dim=1).view(tokens, 1, 1, dim)
-    found = [part.detach() for part in results(lambda x: KernelRotation.apply(x[:, :, 1:-1], angles), qkv, slope)]
+    found = [part.detach() for part in results(lambda x: rotated(x[:, :, 1:-1], angles), qkv, slope)]
     want = results(lambda x: _apply_rotary_pos_emb_bshd(x.double(), angles.double()), part, slope)
     assert float((found[0] - want[0]).abs().max()) <= 2e-6
     assert float((found[1][:, :, 1:-1] - want[1]).abs().max()) <= 2e-6
@@ -100,5 +100,5 @@ def test_they_compute_the_same_on_a_gpu() -> None:
     draw = torch.Generator().manual_seed(0)
     x, slope = torch.randn(300, 1, 2 * 9728, generator=draw), torch.randn(300, 1, 9728, generator=draw)
     want = results(lambda x: silu(x[..., :9728]) * x[..., 9728:], x.double(), slope)
-    for mine, theirs in zip(results(KernelSwiGLU.apply, x.cuda(), slope.cuda()), want, strict=True):
+    for mine, theirs in zip(results(swiglu, x.cuda(), slope.cuda()), want, strict=True):
         assert float((mine.cpu() - theirs).abs().max()) <= 2e-6 * float(theirs.abs().max())
