@@ -83,14 +83,16 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             replica = _route(prompt_ids, sampling.session, self._replicas, self._settings.rows)
             end = partial(tell_server, replica, "/abort_request", {"rid": body["rid"]}, self._tasks)
             stream = StreamedReply(hear, end) if hear else None
+            replica.busy += 1
             try:
-                with replica.decoding():
-                    reply = await self._fleet.call(replica, "/generate", body, weighed=True, stream=stream)
+                reply = await self._fleet.call(replica, "/generate", body, weighed=True, stream=stream)
             except Left:
                 continue  # another one is asked
             except asyncio.CancelledError:
                 end()
                 raise
+            finally:
+                replica.busy -= 1
             return completion_of(reply, self.version)
 
     async def begin_update(self) -> SyncRoute:
@@ -184,12 +186,16 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
             await self._lost.restored(self._transport)
 
     async def _apply(self, replica: Replica, handover: WeightUpdate) -> None:
-        if handover.transport in PUSHED:
-            await replica.client.call("/continue_generation", {})
-        else:
+        if handover.transport not in PUSHED:  # without a pause it would wait for the last request; with it they go on
+            await replica.client.call("/pause_generation", {"mode": "retract"})
             body = {"model_path": handover.place, "weight_version": str(handover.version), "flush_cache": True}
-            async with replica.paused():
+            try:
                 await replica.client.call("/update_weights_from_disk", body)
+            except EngineError:
+                if not replica.stale:
+                    await replica.client.call("/continue_generation", {})
+                raise
+        await replica.client.call("/continue_generation", {})
         replica.stale = False
         await self._checks.check(replica, handover)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +206,7 @@ class Replica:
         Raises:
             EngineError: it ended, with what it said last; or `start_s` have passed.
         """
-        async with contextlib.AsyncExitStack() as turns:
+        async with AsyncExitStack() as turns:
             for seat in sorted(self._seats):
                 await turns.enter_async_context(of_loop(("GPU", seat), asyncio.Lock))
             if self._client is None:
@@ -225,15 +224,6 @@ class Replica:
                 raise EngineError(f"SGLang at {self.client.url}: not ready within {start_s:g} s")
             await asyncio.sleep(_LOOK_S)
 
-    @contextlib.contextmanager
-    def decoding(self) -> Iterator[None]:
-        """Count a completion for the block."""
-        self.busy += 1
-        try:
-            yield
-        finally:
-            self.busy -= 1
-
     async def ended(self) -> str:
         """Why the server is gone; "" while its process runs."""
         if self._host is None:
@@ -246,18 +236,6 @@ class Replica:
             return str(await self._host.ended.remote())
         except ray.exceptions.RayActorError:
             return f"the server at {self.client.url} is gone with its actor"
-
-    @contextlib.asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        """Hold its requests: without it an update waits for the last of them, with it they go on afterwards."""
-        await self.client.call("/pause_generation", {"mode": "retract"})
-        try:
-            yield
-        except EngineError:
-            if not self.stale:
-                await self.client.call("/continue_generation", {})
-            raise
-        await self.client.call("/continue_generation", {})
 
     async def pid(self) -> int | None:
         """The server's process, None where it is not ours."""
@@ -276,7 +254,7 @@ class Replica:
             return
         import ray
 
-        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # ends with its actor
+        with suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):  # ends with its actor
             ray.get(host.stop.remote(), timeout=30)
         for actor in (host, *self._fellows):
             ray.kill(actor)
