@@ -92,25 +92,44 @@ class Decoding:
     adapters: np.ndarray  # number of the one that each row is computed with; 0: none
 
 
-class RowBlock:
+class _Window:
+    """Neighbouring rows of the cache; idle ones look at position 0 only, and what they compute is dropped."""
+
+    def __init__(self, batch: Decoding, part: slice, first: int, window: int, device: torch.device) -> None:
+        """The `part` of a batch is in the `window` rows from `first` on."""
+        self.part, self._rows = part, slice(first, first + window)
+        places = batch.rows[part] - first
+        self._inside = None if window == len(places) else torch.from_numpy(places).to(device)  # None: all are live
+        self._at = np.zeros(window, dtype=np.int64)  # position of each row
+        self._at[places] = batch.positions[part]
+
+    def _spread(self, q: Tensor) -> Tensor:
+        """Queries [n, H, D] where their rows are in the window [window, H, D]."""
+        if self._inside is None:
+            return q
+        spread = q.new_zeros(len(self._at), *q.shape[1:])
+        spread[self._inside] = q
+        return spread
+
+    def _live(self, mixed: Tensor) -> Tensor:
+        """Of what all rows have computed [window, H D] what the live ones have [n, H D]."""
+        return mixed if self._inside is None else mixed[self._inside]
+
+
+class RowBlock(_Window):
     """Neighbouring rows as wide as their longest sequence."""
 
     def __init__(self, batch: Decoding, part: slice, device: torch.device) -> None:
         """Of the `part` of a batch."""
-        self.part = part
-        rows, positions = batch.rows[part], batch.positions[part]
-        self._rows = slice(int(rows[0]), int(rows[-1]) + 1)
-        self._width = COLUMNS * -(-(int(positions.max()) + 1) // COLUMNS)
-        window = self._rows.stop - self._rows.start
-        self._inside = _inside(rows - rows[0], window, device)
-        # Idle rows in the window look at position 0 only; what they compute is dropped.
-        at = _spread(positions, rows - rows[0], window)
-        self._mask = _mask(np.arange(self._width) <= at[:, None], device)[:, None]
+        first, last = int(batch.rows[part][0]), int(batch.rows[part][-1])
+        super().__init__(batch, part, first, last - first + 1, device)
+        self._width = COLUMNS * -(-(int(self._at.max()) + 1) // COLUMNS)
+        self._mask = _mask(np.arange(self._width) <= self._at[:, None], device)[:, None]
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False) -> Tensor:
         """Attention of queries [n, H, D] over a layer's keys [S, KV, D, M] and values [S, KV, M, D]; [n, H D]."""
         kv_heads, (heads, dim), window = keys.shape[1], q.shape[1:], len(self._mask)
-        folded = _windowed(q, self._inside, window).reshape(window * kv_heads, heads // kv_heads, dim)
+        folded = self._spread(q).reshape(window * kv_heads, heads // kv_heads, dim)
         near, far = keys[self._rows].flatten(0, 1)[..., : self._width], values[self._rows].flatten(0, 1)
         if exact:
             mixed = row_attention(folded, near, far[:, : self._width], self._mask)
@@ -118,28 +137,24 @@ class RowBlock:
             scores = torch.bmm(folded, near)
             scores.view(window, heads, self._width).add_(self._mask)
             mixed = torch.bmm(scores.softmax(-1), far[:, : self._width])
-        mixed = mixed.reshape(window, heads * dim)
-        return mixed if self._inside is None else mixed[self._inside]
+        return self._live(mixed.reshape(window, heads * dim))
 
 
-class GroupBlock:
+class GroupBlock(_Window):
     """Groups in a grid of rows, some idle: what a group has in common is read once, the rest of each row by itself."""
 
     def __init__(self, batch: Decoding, runs: Sequence[slice], most: int, keys: Tensor, values: Tensor) -> None:
         """Of the `runs` of a batch, a group each, with the `keys` and `values` that it has in common."""
-        self.part = slice(runs[0].start, runs[-1].stop)
-        self._prefix = keys, values
-        rows, positions = batch.rows[self.part], batch.positions[self.part]
+        part, self._prefix = slice(runs[0].start, runs[-1].stop), (keys, values)
         homes = [int(batch.groups[run.start]) % most for run in runs]
         first, apart = homes[0], homes[1] - homes[0] if len(runs) > 1 else 0
         if not apart:
-            first, apart = int(rows[0]), int(rows[-1] - rows[0]) + 1
-        self._grid, window = (len(runs), apart), len(runs) * apart
-        self._rows = slice(first, first + window)
+            first, apart = int(batch.rows[part][0]), int(np.ptp(batch.rows[part])) + 1
+        self._grid = len(runs), apart
+        super().__init__(batch, part, first, len(runs) * apart, keys.device)
         common = np.repeat([int(batch.common[run].min()) for run in runs], apart)
-        self._own = slice(int(common.min()), int(positions.max()) + 1)
-        self._inside = _inside(rows - first, window, keys.device)
-        at, column = _spread(positions, rows - first, window)[:, None], np.arange(self._own.start, self._own.stop)
+        self._own = slice(int(common.min()), int(self._at.max()) + 1)
+        at, column = self._at[:, None], np.arange(self._own.start, self._own.stop)
         seen = np.arange(keys.shape[-1]) < common[:, None], (common[:, None] <= column) & (column <= at)
         self._mask = _mask(np.concatenate(seen, 1), keys.device).view(*self._grid, 1, 1, -1).transpose(1, 2)
 
@@ -147,7 +162,7 @@ class GroupBlock:
         """Attention as in `RowBlock`, never exact."""
         kv_heads, (heads, dim) = keys.shape[1], q.shape[1:]
         (groups, apart), shared = self._grid, heads // kv_heads
-        q = _windowed(q, self._inside, groups * apart).reshape(groups, apart, kv_heads, shared, dim)
+        q = self._spread(q).reshape(groups, apart, kv_heads, shared, dim)
         common, common_values = self._prefix[0][layer], self._prefix[1][layer]
         tokens, own = common.shape[-1], self._own.stop - self._own.start
         scores = q.new_empty(groups, kv_heads, apart, shared, tokens + own)
@@ -159,8 +174,7 @@ class GroupBlock:
         mixed = torch.bmm(weights.view_as(folded)[..., :tokens], common_values).view(*scores.shape[:-1], dim)
         alone = weights[..., tokens:].transpose(1, 2).reshape(-1, shared, own)
         rest = torch.bmm(alone, values[self._rows].flatten(0, 1)[:, self._own])
-        mixed = rest.view(q.shape).add_(mixed.transpose(1, 2)).view(groups * apart, heads * dim)
-        return mixed if self._inside is None else mixed[self._inside]
+        return self._live(rest.view(q.shape).add_(mixed.transpose(1, 2)).view(groups * apart, heads * dim))
 
 
 def _grids(batch: Decoding, most: int) -> Iterator[list[slice]]:
@@ -195,26 +209,6 @@ def _fits(batch: Decoding, runs: Sequence[slice], most: int) -> bool:
     return inside and adjacent and apart * sum(ragged) <= _SHARED_COST
 
 
-def _inside(places: np.ndarray, window: int, device: torch.device) -> Tensor | None:
-    """Which rows of a window are live; None: all."""
-    return None if window == len(places) else torch.from_numpy(places).to(device)
-
-
-def _spread(positions: np.ndarray, places: np.ndarray, window: int) -> np.ndarray:
-    at = np.zeros(window, dtype=np.int64)
-    at[places] = positions
-    return at
-
-
 def _mask(seen: np.ndarray, device: torch.device) -> Tensor:
     """0 where something is seen, else -inf."""
     return torch.from_numpy(np.where(seen, np.float32(0), np.float32("-inf"))).to(device)
-
-
-def _windowed(q: Tensor, inside: Tensor | None, window: int) -> Tensor:
-    """Queries [n, H, D] where their rows are in the window [window, H, D]."""
-    if inside is None:
-        return q
-    spread = q.new_zeros(window, *q.shape[1:])
-    spread[inside] = q
-    return spread
