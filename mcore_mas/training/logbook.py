@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +21,7 @@ from mcore_mas.credit.samples import Sample
 from mcore_mas.reports.pages import drawing
 from mcore_mas.rollout.base.failpoints import failpoint
 from mcore_mas.rollout.base.files import check_owner, epoch_of, json_lines, write_text
-from mcore_mas.rollout.base.text import shown_line
+from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.records.trajectory import Group
 from mcore_mas.training.joblog import Stopped, terminal
 from mcore_mas.training.traces import Traces, chosen
@@ -117,7 +117,8 @@ class Reporter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._bar:
-            self._bar.stop()
+            with suppress(OSError):  # of a terminal that is gone
+                self._bar.stop()
 
     def step(self, done: int, metrics: Mapping[str, float]) -> None:
         """`done` steps are finished; `metrics` are shown as they are named."""
@@ -130,20 +131,17 @@ class Reporter:
             seconds = (time.monotonic() - self._started) / (done - self._first) * (self._total - done)
             left = f"  left {int(seconds // 60)}:{int(seconds % 60):02d}"
         line = f"{self._what}: {done}/{self._total}  {status}{left}"
-        print(line, file=sys.stderr, flush=True, end="\n" if done == self._total else self._end)
+        say(line, end="\n" if done == self._total else self._end)
         if self._shared and (done == self._total or time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES):
             self._last_line = time.monotonic()
-            print(line, file=self._shared, flush=True)
+            say(line, self._shared)
 
     def note(self, text: str) -> None:
         """One line of text."""
-        line = shown_line(f"{self._what}: {text}")
-        if self._bar:
-            self._bar.console.print(line, highlight=False, markup=False)
-            return
-        print(line, file=sys.stderr, flush=True)
+        line = f"{self._what}: {text}"
+        say(line)  # above the bar, where one is drawn
         if self._shared:
-            print(line, file=self._shared, flush=True)
+            say(line, self._shared)
 
 
 def _of_owners(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 import psutil
 
@@ -189,9 +189,13 @@ def interface_of(address: str) -> str:
     raise LookupError(f"no network interface of this machine has the address {address}")
 
 
-def say(line: str) -> None:
-    """Print `line` where the progress of a run goes, and nothing in it that commands a terminal."""
-    print(shown_line(line), file=sys.stderr, flush=True)
+def say(line: str, file: TextIO | None = None, end: str = "\n") -> None:
+    """Print `line` where the progress of a run goes, and nothing in it that commands a terminal.
+
+    A log on a full disk, or a terminal that is gone, ends no run.
+    """
+    with suppress(OSError):
+        print(shown_line(line), file=file or sys.stderr, flush=True, end=end)
 
 
 _HOUR_S = 3600.0

@@ -1,5 +1,7 @@
 """A training on a disk of its own that is full after its first step, for some seconds, and one on a disk that is not.
 
+A third one's log lies on the full disk too.
+
 `unshare --user --map-root-user --mount python -m tests.faults.full FOLDER` mounts a file system in memory on FOLDER.
 """
 
@@ -24,7 +26,7 @@ MIB, FULL_S = 48, 5.0
 
 def main(results: Path) -> None:
     """Raises AssertionError if the full disk ends the training, or changes what comes of it."""
-    ballast, log = results / "ballast", results.with_name("log")
+    ballast, beside, inside = results / "ballast", results.with_name("log"), results / "log"
 
     def work(run: Path, full: bool) -> None:
         async def after(number: int, _: StepMetrics) -> bool:
@@ -39,15 +41,16 @@ def main(results: Path) -> None:
             train.train(run / "config.yaml", after_step=after)
 
     found = []
-    for full in (False, True):
-        assert forked(lambda: run_folder(results), log) == 0, log.read_text()
+    for full, log in ((False, beside), (True, beside), (True, inside)):
+        assert forked(lambda: run_folder(results), beside) == 0, beside.read_text()
         (run,) = (path for path in results.iterdir() if path.is_dir())
         assert forked(lambda run=run, full=full: work(run, full), log) == 0, log.read_text()
         found.append(fingerprint(run))
         assert (run / "train").stat().st_mode & 0o777 == 0o700  # weights are this user's alone
         shutil.rmtree(run)
-    assert found[0] == found[1], [name for name in found[0] if found[0][name] != found[1].get(name)]
-    print(*(line for line in log.read_text().splitlines() if "is full" in line), len(found[0]), sep="\n")
+    for other in found[1:]:
+        assert found[0] == other, [name for name in found[0] if found[0][name] != other.get(name)]
+    print(*(line for line in beside.read_text().splitlines() if "is full" in line), len(found[0]), sep="\n")
 
 
 if __name__ == "__main__":

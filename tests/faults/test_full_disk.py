@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import pty
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
+from mcore_mas.rollout.teams.journal import CollectionJournal
+from mcore_mas.training import joblog
 from mcore_mas.training.full_disk import ROOM_S, until_room
+from mcore_mas.training.logbook import Journal, Reporter
 from tests.support.virtual_time import run_virtually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +49,62 @@ def test_what_is_no_full_disk_is_not_waited_for(tmp_path: Path) -> None:
 
     with pytest.raises(PermissionError):
         run_virtually(until_room(write, tmp_path / "file"))
+
+
+def told(folder: Path, gone: Callable[[], None] = lambda: None) -> None:
+    """A run's lines and warnings go to stderr; `gone`: what happens to it on the way."""
+    tries: list[int] = []
+
+    async def write() -> int:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return 7
+
+    with Reporter("run train", 3) as reporter:
+        metrics, journal = Journal(folder / "metrics", 0, reporter.note), CollectionJournal(folder / "replies", {})
+        reporter.step(1, {"reward": 0.5})
+        gone()
+        reporter.note("n" * 99_999)  # more than waits in memory
+        for name in ("metrics", "replies"):
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).symlink_to("/dev/full")
+        metrics.log(1, {"x": 1.0})
+        journal.add("key", 1)
+        assert run_virtually(until_room(write, folder / "file")) == 7
+        reporter.step(3, {"reward": 0.5})
+
+
+@contextmanager
+def closed(stream: TextIO) -> Iterator[TextIO]:
+    """Closed in the end, whatever it says then."""
+    try:
+        yield stream
+    finally:
+        with suppress(OSError):
+            stream.close()
+
+
+def test_a_log_on_the_full_disk_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closed(Path("/dev/full").open("w")) as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        told(tmp_path)
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space left"):
+            print("n" * 99_999, file=log, flush=True)
+
+
+@pytest.mark.parametrize("bar", [False, True])
+def test_a_terminal_that_is_gone_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bar: bool) -> None:
+    """A bar is drawn there, or lines go there while all goes into a log."""
+    monkeypatch.setenv("TERM", "xterm")
+    master, slave = pty.openpty()
+    with closed(os.fdopen(slave, "w")) as stream:
+        monkeypatch.setattr(*((sys, "stderr") if bar else (joblog, "_terminal")), stream)
+        told(tmp_path, lambda: os.close(master))
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="Input/output error"):
+            os.write(slave, b"x")
 
 
 @pytest.mark.slow
