@@ -13,6 +13,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError, safe_open
+
 from mcore_mas.rollout.base.failpoints import failpoint
 from mcore_mas.rollout.base.files import Digest, epoch_of, sealed, sha256, sync_folder, unsealed, write_json
 from mcore_mas.rollout.base.processes import ProcessLost
@@ -274,6 +277,24 @@ class _BadManifest(ValueError):
     """Why a manifest cannot be used."""
 
 
+class _File(BaseModel):
+    bytes: int
+    sha256: str
+
+
+class _Manifest(BaseModel):
+    """What a manifest has, whoever sealed it."""
+
+    run: str
+    models: dict[str, dict[str, Any]]
+    recipe: dict[str, Any] = {}
+    inputs: dict[str, str] = {}
+    step: int
+    metric: float | None
+    state: dict[str, Any]
+    files: dict[str, _File]
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     """A manifest that is what was written.
 
@@ -291,9 +312,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if version != CHECKPOINT_FORMAT:
         raise _BadManifest(f"written in format {version}, this version reads format {CHECKPOINT_FORMAT}")
     try:
-        return dict(unsealed(manifest))
+        _Manifest.model_validate(whole := dict(unsealed(manifest)), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _BadManifest(f"{_MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except ValueError as error:
         raise _BadManifest(f"{_MANIFEST}: {error}") from None
+    return whole
 
 
 def _foreign(manifest: Mapping[str, Any], identity: Identity) -> str:
@@ -372,4 +397,11 @@ def _damage(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str:
         ):
             if found != expected["sha256"]:
                 return f"{name} is not what was written"
+    for name in files:
+        try:
+            if name.endswith(".safetensors"):
+                with safe_open(str(folder / name), "np"):
+                    pass
+        except SafetensorError as error:
+            return f"{name}: not a safetensors file ({error})"
     return ""

@@ -325,6 +325,9 @@ def bad_manifests() -> dict[str, Callable[[dict[str, Any]], str | bytes]]:
     def changed(**values: object) -> Callable[[dict[str, Any]], str]:
         return lambda good: json.dumps(good | values)
 
+    def resealed(**values: object) -> Callable[[dict[str, Any]], str]:
+        return lambda good: json.dumps(sealed(good | values))
+
     return {
         "another step": changed(step=99),
         "another state": changed(state={"kl": {"solver": {"coefficient": 99.0}}}),
@@ -340,6 +343,14 @@ def bad_manifests() -> dict[str, Callable[[dict[str, Any]], str | bytes]]:
         "deep": lambda _: "[" * 100_000,
         "bytes": lambda _: b"\xff\xfe\x00",
         "huge": lambda _: b" " * (65 << 20),
+        # by somebody who can seal
+        "sealed: next to nothing": lambda _: json.dumps(sealed({"format": 2, "run": "r", "step": 2})),
+        "sealed: a list of files": resealed(files=[1]),
+        "sealed: files without digests": resealed(files={"policy/weights": {"bytes": 17}}),
+        "sealed: a model that is none": resealed(models={"policy": 1}),
+        "sealed: a step of letters": resealed(step="2"),
+        "sealed: a state that is none": resealed(state=[]),
+        "sealed: a metric of letters": resealed(metric="0.75"),
     }
 
 
@@ -359,6 +370,25 @@ def test_with_a_fault_in_a_manifest_the_older_checkpoint_is_used(tmp_path: Path,
     assert found is not None and found.step == 1
     assert len(told) == 1 and "manifest.json" in told[0] and "step_000001 is used" in told[0]
     assert names(tmp_path) == ["refused_step_000002", "step_000001"]
+
+
+def header(length: int, end: int) -> bytes:
+    """A safetensors file of eight bytes, by a header that says how long it is and where its tensor ends."""
+    told = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, end]}}).encode()
+    return (length or len(told)).to_bytes(8, "little") + told + bytes(8)
+
+
+@pytest.mark.parametrize("shard", [header(1 << 62, 8), header(99 << 20, 8), header(0, 1 << 40), b"short"])
+def test_a_shard_with_a_hostile_header_is_not_opened_though_its_digest_is_right(tmp_path: Path, shard: bytes) -> None:
+    """Lengths and offsets outside the file, from somebody who can seal manifests."""
+    save(open_(tmp_path), 1, 2)
+    name, folder = "policy/rank_00000.safetensors", tmp_path / "step_000002"
+    for content, step in ((header(0, 8), 2), (shard, 1)):
+        edit(folder, files={name: write_chunks(folder / name, [content])})
+        told: list[str] = []
+        found = open_(tmp_path).newest(told.append)
+        assert found is not None and found.step == step
+    assert re.search(rf"{name}: not a safetensors file \(.+\); kept as refused_step_000002", told[0])
 
 
 def test_a_run_whose_checkpoints_are_all_refused_does_not_start_over(tmp_path: Path) -> None:
