@@ -14,7 +14,7 @@ from mcore_mas.config.credit import cut_off
 from mcore_mas.config.models import check_layouts
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
-from mcore_mas.rollout.base.files import epoch_of, owned, writable, write_json
+from mcore_mas.rollout.base.files import check_owner, epoch_of, owned, writable, write_json
 from mcore_mas.rollout.base.processes import ProcessLost, Restarts
 from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.config.data import prepared_tasks
@@ -227,6 +227,7 @@ async def _train(session: TrainingSession, found: Saved | None, *, again: bool) 
         await _restore(session, best)
     for policy, trainer in session.trainers.items():
         model, group = _model(session.config, policy), trainer.groups[policy]
+        check_owner(model)  # who has taken the folder over may have written it
         await until_room(partial(group.write_model, model), model)
     return best
 

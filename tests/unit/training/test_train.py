@@ -1,18 +1,22 @@
 """What a run does before its processes start."""
 
 import asyncio
+import json
 import os
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.retrieval.corpus import RetrievalError
+from mcore_mas.rollout.base.files import FolderError, owned
 from mcore_mas.rollout.engines import remote as keys
+from mcore_mas.training import train as training
 from mcore_mas.training.engine_factory import world
 from mcore_mas.training.train import train
 from tests.support.run_folder import make_run
@@ -89,3 +93,37 @@ def test_a_retriever_inherits_no_key_even_where_no_coach_is_asked(monkeypatch: p
     assert seen
     assert VARIABLE not in seen
     assert keys.read_key(VARIABLE, None).reveal() == "sk-0123456789abcdef"  # kept for a later use
+
+
+def test_who_has_lost_the_folder_while_it_trained_does_not_write_its_models_over_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+    config = RunConfig.check(resolve(["experiment=demo_math", f"results={tmp_path}"]), "a test")
+
+    async def write_model(folder: Path) -> None:
+        written.append(folder)
+
+    async def nothing(*_: object, **__: object) -> None:
+        pass
+
+    group = SimpleNamespace(write_model=write_model)
+    session = SimpleNamespace(
+        config=config, trainers={"solver": SimpleNamespace(groups={"solver": group})}, weight_sync={}
+    )
+    session.stop = SimpleNamespace(unless=lambda work: work)
+    monkeypatch.setattr(training, "_load", nothing)
+    lock = config.folder / "train" / "lock.json"
+
+    async def train_steps(*_: object) -> None:
+        if written:  # the second time somebody else comes while it trains
+            lock.write_text(json.dumps({"host": "far", "pid": 7, "since": "2026", "epoch": 1 << 60}))
+
+    monkeypatch.setattr(training, "train_steps", train_steps)
+    lock.parent.mkdir(parents=True)
+    with owned(lock.parent):
+        asyncio.run(training._train(session, None, again=False))
+        assert written == [lock.parent / "models" / "solver"]
+        with pytest.raises(FolderError, match=r"taken over by process 7 on 'far' since 2026; this process, of epoch"):
+            asyncio.run(training._train(session, None, again=False))
+    assert len(written) == 1
