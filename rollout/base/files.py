@@ -241,7 +241,8 @@ def owned(folder: Path) -> Iterator[None]:
     The lock holds between hosts and containers where their file systems are one. Who has it stands in lock.json, with
     the owner's epoch, which is later than those of all owners before, so that `check_owner` can refuse one that has
     lost the folder. Otherwise what it says decides nothing. While the owner lives, its time of change does not grow old
-    by more than `BEAT_S`, which tells others of one that is stopped. What a killed owner was writing is removed.
+    by more than `BEAT_S`, which tells others of one that is stopped, or of one on another host whose lock holds there
+    alone (NFS with `local_lock`): a start waits for its next sign of life. What a killed owner was writing is removed.
 
     Raises:
         FolderError: somebody else owns it, or its file system has no locks.
@@ -258,6 +259,7 @@ def owned(folder: Path) -> Iterator[None]:
             raise FolderError(
                 f"{folder}: its file system has no locks ({error.strerror}); choose another results folder"
             ) from error
+        _refuse_living(path)
         # later than that of an owner whose record is gone, too
         epoch = max(_record(path).get("epoch", 0) + 1, time.time_ns() // 1_000_000)
         file.truncate(0)
@@ -281,6 +283,25 @@ def owned(folder: Path) -> Iterator[None]:
             if _record(path).get("epoch") == epoch:
                 file.truncate(0)
                 json.dump({"epoch": epoch}, file)
+
+
+def _refuse_living(path: Path) -> None:
+    """Refuse a folder that this host could lock while its owner, on another one, goes on to show signs of life."""
+
+    def latest() -> float:
+        with path.open() as file:  # which has NFS ask its server
+            return os.fstat(file.fileno()).st_mtime
+
+    record, last = _record(path), latest()
+    if record.get("host", here := socket.gethostname()) == here or time.time() - last > 3 * BEAT_S:
+        return
+    deadline = time.monotonic() + 1.5 * BEAT_S
+    while time.monotonic() < deadline:
+        time.sleep(BEAT_S / 20)
+        if latest() != last:
+            raise FolderError(
+                f"{path.parent}: in use by {_owner(record)}, whom no lock keeps others from; stop it first"
+            )
 
 
 def _beat(lock: int, ended: threading.Event) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,39 @@ def test_an_owner_shows_signs_of_life_and_one_without_is_told_of(
         with pytest.raises(FolderError, match=r"in use by process .*, which shows no sign of life for 60[0-9] s; stop"):
             owned(tmp_path).__enter__()
         assert json.loads(lock.read_text())["epoch"] == epoch_of(tmp_path)  # not taken over: it is alive
+
+
+@pytest.mark.parametrize(
+    ("host", "beats", "age_s"), [("far", True, 0), ("far", False, 0), ("far", False, 600), ("", 0, 0)]
+)
+def test_an_owner_on_another_host_keeps_its_folder_though_this_host_could_lock_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, beats: bool, age_s: float
+) -> None:
+    """As NFS with `local_lock` has it: flock is granted on each host. One that shows no sign of life is replaced."""
+    monkeypatch.setattr(files, "BEAT_S", 0.4)
+    lock, ended = tmp_path / "lock.json", threading.Event()
+    lock.write_text(json.dumps({"host": host or socket.gethostname(), "pid": 7, "since": "2026", "epoch": 5}))
+    os.utime(lock, (time.time() - age_s,) * 2)
+
+    def beat() -> None:
+        while not ended.wait(0.1):
+            os.utime(lock)
+
+    owner = threading.Thread(target=beat)
+    began = time.monotonic()
+    if beats:
+        owner.start()
+        with pytest.raises(FolderError) as refused:
+            owned(tmp_path).__enter__()
+        ended.set()
+        owner.join()
+        by = "process 7 on 'far' since 2026, whom no lock keeps others from"
+        assert str(refused.value) == f"{tmp_path}: in use by {by}; stop it first"
+        assert json.loads(lock.read_text())["epoch"] == 5
+    with owned(tmp_path):
+        assert epoch_of(tmp_path) > 5
+    waited = time.monotonic() - began
+    assert waited >= 0.6 if host and not age_s else waited < 0.5
 
 
 def test_a_write_leaves_nothing_beside_it(tmp_path: Path) -> None:
