@@ -1,18 +1,25 @@
-"""`python -m mcore_mas`."""
+"""`mcore-mas`, also `python -m mcore_mas`."""
 
 from __future__ import annotations
 
 import sys
 
+from mcore_mas.rollout.base.processes import say
 from mcore_mas.training.joblog import Stopped, stop_at_start
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Run a command; what stops a training is heard before what takes long to import."""
     try:
         if "train" in sys.argv:
-            stop_at_start()  # before what takes long to import
-        from mcore_mas.cli.main import main
+            stop_at_start()
+        from mcore_mas.cli.main import main as run
 
-        main()
+        run()
     except Stopped as stop:
-        print(stop, file=sys.stderr)
+        say(str(stop))
         sys.exit(143)
+
+
+if __name__ == "__main__":
+    main()

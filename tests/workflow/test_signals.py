@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,25 @@ def test_a_signal_to_stop_is_heard_while_the_process_imports(number: signal.Sign
         143,
         f"stopped by {number.name}; the same command goes on from what is saved\n",
     )
+
+
+STARTED = """
+import sys
+from mcore_mas.training import joblog
+def heard(*numbers):
+    print(sorted({"typer", "rich", "yaml", "numpy"} & set(sys.modules)))
+    raise joblog.Stopped("stopped")
+joblog.stop_at_start = heard
+"""
+
+
+def test_the_installed_script_hears_signals_before_it_imports_the_commands() -> None:
+    """As `python -m mcore_mas` does: what pip makes of pyproject.toml, up to where it listens."""
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    module, function = scripts["mcore-mas"].split(":")
+    script = f"{STARTED}from {module} import {function}\n{function}()"
+    done = subprocess.run([sys.executable, "-c", script, "train"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "[]\n", "stopped\n")
 
 
 @pytest.fixture
