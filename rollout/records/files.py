@@ -180,6 +180,8 @@ def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
     what, advice = "not a readable parquet file", "; name another, or make it again"
     with arrow_errors(path, what, advice), pq.ParquetFile(path, page_checksum_verification=True) as file:
         table = pa.Table.from_batches(_bounded(path, file), file.schema_arrow)
+        if table.num_rows != file.metadata.num_rows:  # a page's header, which has no checksum, can hide its page
+            raise ValueError(f"{table.num_rows} of {file.metadata.num_rows} rows are here")
     return _rows_of(path, table, schema)
 
 
