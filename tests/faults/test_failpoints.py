@@ -61,6 +61,7 @@ def test_killed_at_a_boundary_of_every_kind_a_pipeline_comes_to_the_same_bits() 
     assert made.returncode == 0, made.stdout + made.stderr
     said = [line for line in made.stdout.splitlines() if ": the same " in line]
     assert len(said) >= 30
+    assert len([line for line in said if line.startswith("50 ms more for each of ")]) == 2  # a slow disk, in both parts
     for kind in ("chunks.written:rank", "file.written:manifest.json", "metrics.written", "file.written:done.json"):
         assert any(line.startswith("killed") and kind in line for line in said), kind
     for kind in ("chunks.begun:rank", "checkpoint.begun", "metrics.begun", "file.begun:step", "file.begun:part"):
