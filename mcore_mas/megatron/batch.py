@@ -87,15 +87,12 @@ class Microbatch:
             name: column[tokens if name in _BY_TOKEN else kept] for name, column in self._columns()
         }
         columns["predictors"] = (tokens.cumsum(0) - 1)[columns["predictors"]]
-        return replace(
-            self,
-            segments=tuple(
-                replace(segment, parent=numbers[segment.parent] if segment.parent >= 0 else -1)
-                for segment, stays in zip(self.segments, needed.tolist(), strict=True)
-                if stays
-            ),
-            **columns,
+        segments = (
+            replace(segment, parent=numbers[segment.parent] if segment.parent >= 0 else -1)
+            for segment, stays in zip(self.segments, needed.tolist(), strict=True)
+            if stays
         )
+        return replace(self, segments=tuple(segments), **columns)
 
     def padded(self, tokens: int) -> Microbatch:
         """The same with T = `tokens`: those that are added are a sequence of their own and train nothing."""
@@ -152,13 +149,8 @@ class CostModel:
     @classmethod
     def of(cls, spec: TrainerSpec, architecture: Architecture | None = None) -> CostModel:
         """The cost model of a trainer, whose `architecture` is read if it is not given."""
-        return cls(
-            dp=spec.dp,
-            pp=spec.pp,
-            vpp=spec.vpp,
-            architecture=architecture or read_architecture(spec.model),
-            value_head=spec.head == "value",
-        )
+        a = architecture or read_architecture(spec.model)
+        return cls(dp=spec.dp, pp=spec.pp, vpp=spec.vpp, architecture=a, value_head=spec.head == "value")
 
     @property
     def spread(self) -> bool:

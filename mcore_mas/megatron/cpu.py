@@ -10,9 +10,9 @@ import contextlib
 import importlib
 import types
 import warnings
-from functools import partialmethod
+from functools import partial, partialmethod
 from importlib import metadata
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,18 +39,14 @@ class _TorchOnCpu(types.ModuleType):
         super().__init__("torch")
         self.cuda = _CudaAtRest()
         for name in ("zeros", "ones", "tensor", "empty"):
-            setattr(self, name, self._on_cpu(getattr(torch, name)))
-
-    @staticmethod
-    def _on_cpu(factory: Any) -> Any:
-        def make(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-            made: torch.Tensor = factory(*args, device=_DEVICE if str(device).startswith("cuda") else device, **kwargs)
-            return made
-
-        return make
+            setattr(self, name, partial(_on_cpu, getattr(torch, name)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+def _on_cpu(factory: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    return factory(*args, device=_DEVICE if str(device).startswith("cuda") else device, **kwargs)
 
 
 class _CudaAtRest(types.ModuleType):
@@ -117,10 +113,10 @@ def _as_asked(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
 def _unequally(equal: Any, unequal: Any) -> Any:
     """Megatron's exchange of equal parts, with another where it is told the sizes of unequal ones."""
 
-    def exchange(x: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+    def exchange(x: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if sizes is None or group.size() == 1:
-            return cast(torch.Tensor, equal(x, group, sizes, use_global_buffer))
-        return cast(torch.Tensor, unequal(x, group, [int(size) for size in sizes]))
+            return equal(x, group, sizes, use_global_buffer)
+        return unequal(x, group, [int(size) for size in sizes])
 
     return exchange
 

@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -53,7 +55,10 @@ def patch_fallbacks() -> None:
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     if not layers._grad_accum_fusion_available:
         layers._grad_accum_fusion_available = True
-        layers.fused_weight_gradient_mlp_cuda = _WeightGradient
+        # Apex' module of that name
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=lambda inputs, of_out, total: add_product(total, of_out.t(), inputs)
+        )
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -70,14 +75,6 @@ def added(weight: Tensor) -> Tensor:
     """A gradient that says nothing: Megatron asks for one, but it is in its buffer already."""
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)
-
-
-class _WeightGradient:
-    """Apex' module of that name."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(inputs: Tensor, of_out: Tensor, total: Tensor) -> None:
-        add_product(total, of_out.t(), inputs)
 
 
 def _norm(_chunk: int, _flag: Tensor, tensors: Sequence[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
@@ -133,8 +130,7 @@ def upload(value: _T, device: torch.device) -> _T:
         there: Tensor = places[id(tensor)][: tensor.nbytes]
         return there.view(tensor.dtype).view(tensor.shape)
 
-    result: _T = _replaced(value, moved)
-    return result
+    return _replaced(value, moved)  # type: ignore[no-any-return]
 
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -147,12 +143,7 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def ahead(values: Iterable[_T]) -> Iterator[_T]:
     """Each value once the one after it has been made as well."""
-    waiting: list[_T] = []
-    for value in values:
-        waiting.append(value)
-        if len(waiting) > 1:
-            yield waiting.pop(0)
-    yield from waiting
+    return (value for value, _ in pairwise(chain(values, [None])))  # type: ignore[misc]
 
 
 def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -215,14 +206,8 @@ class WatchFiles:
         for rank in range(ranks):
             text = self.of(rank).read_text() if self.of(rank).is_file() else ""
             phase, _, dump = text.partition("\n")
-            if _LATE in dump:
-                what = f"stands in {phase} at {_place(dump)}"
-            else:
-                what = (
-                    f"does not answer in {phase} (is it stopped?)"
-                    if phase
-                    else "has not begun, or has ended (is it stopped?)"
-                )
+            what = f"does not answer in {phase}" if phase else "has not begun, or has ended"
+            what = f"stands in {phase} at {_place(dump)}" if _LATE in dump else f"{what} (is it stopped?)"
             found.setdefault(what, []).append(rank)
         return dict(sorted(found.items()))
 

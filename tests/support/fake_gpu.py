@@ -414,7 +414,7 @@ def main(cases: list[str]) -> None:
     from mcore_mas.megatron.state import weight_import
     from mcore_mas.megatron.step import trainer
 
-    weight_import.RandomTensors._draw = lambda self, name: torch.empty(self._shapes[name])  # type: ignore[method-assign]
+    weight_import.RandomTensors._draw = lambda self, name: torch.empty(self.shapes[name])  # type: ignore[method-assign]
     meter = Meter()
     for module, name, methods, region in (
         (attention, "_TreeAttention", ("forward", "backward"), "attention"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,21 +42,14 @@ class TreeAttention(torch.nn.Module):
         self.fused, self.exact = fused, config.deterministic_mode
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: object = None,
-        attention_bias: object = None,
-        packed_seq_params: PackedTrees | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: PackedTrees, **__: object
     ) -> Tensor:
         """Attend within each tree.
 
         Args:
             query: [T, 1, heads, head_dim] of this rank.
             key, value: [T, 1, kv_heads, head_dim] of this rank.
-            packed_seq_params: the layout; required.
+            packed_seq_params: the layout.
 
         Returns:
             [T, 1, heads * head_dim]
@@ -76,34 +69,19 @@ class TreeAttention(torch.nn.Module):
     def _whole_sequences(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
         """[T, heads * head_dim] by Transformer Engine, every sequence causally over itself."""
         kernel = _fused_kernel(q.shape[1], k.shape[1], q.shape[2], self.scale)
-        out: Tensor = kernel(
-            q,
-            k,
-            v,
-            qkv_format="thd",
-            attn_mask_type="padding_causal",
-            cu_seqlens_q=starts,
-            cu_seqlens_kv=starts,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-        return out
+        sizes = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+        return cast(Tensor, kernel(q, k, v, **_THD, **sizes))
+
+
+_THD = {"qkv_format": "thd", "attn_mask_type": "padding_causal"}  # sequences end to end, each causally over itself
 
 
 @cache
 def _fused_kernel(heads: int, kv_heads: int, head_dim: int, scale: float) -> torch.nn.Module:
     from transformer_engine.pytorch import DotProductAttention  # only where it is installed and asked for
 
-    kernel: torch.nn.Module = DotProductAttention(
-        num_attention_heads=heads,
-        kv_channels=head_dim,
-        num_gqa_groups=kv_heads,
-        attention_dropout=0.0,
-        qkv_format="thd",
-        attn_mask_type="padding_causal",
-        softmax_scale=scale,
-    )
-    return kernel
+    sizes = {"num_attention_heads": heads, "kv_channels": head_dim, "num_gqa_groups": kv_heads}
+    return cast(torch.nn.Module, DotProductAttention(**sizes, **_THD, attention_dropout=0.0, softmax_scale=scale))
 
 
 def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, paths: Sequence[Sequence[slice]], scale: float) -> Tensor:
@@ -201,8 +179,7 @@ class TreeRotary(RotaryEmbedding):
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: object = None) -> Tensor:
         """Angles [T, 1, 1, head_dim] of the current micro-batch."""
-        angles: Tensor = self.get_emb(self.positions)[self.position_ids]
-        return angles
+        return cast(Tensor, self.get_emb(self.positions)[self.position_ids])
 
 
 _aten = torch.ops.aten
@@ -233,14 +210,12 @@ def attend_backward(
 ) -> Gradients:
     """Gradients of q, k and v from that of the output; `out` and `lse` are those over all keys of the queries."""
     if q.device.type == "cpu":
-        gradients: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            of_out, q, k, v, out, lse, 0.0, causal, scale=scale
-        )
-        return gradients
-    expanded_k, expanded_v = _per_head(q, k), _per_head(q, v)
+        on_cpu = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return cast(Gradients, on_cpu(of_out, q, k, v, out, lse, 0.0, causal, scale=scale))
     backward = _efficient_backward if q.dtype == torch.float32 else _flash_backward
-    of_q, of_k, of_v = backward(of_out, q, expanded_k, expanded_v, out, lse, causal, scale)
-    return of_q, _summed(of_k, k), _summed(of_v, v)
+    of_q, *of_kv = backward(of_out, q, _per_head(q, k), _per_head(q, v), out, lse, causal, scale)
+    of_k, of_v = (of_expanded.unflatten(1, (k.shape[1], -1)).sum(dim=2) for of_expanded in of_kv)
+    return of_q, of_k, of_v
 
 
 def _efficient_backward(
@@ -260,22 +235,14 @@ def _flash_backward(
 ) -> Gradients:
     none = torch.zeros(2, dtype=torch.uint64, device=q.device)
     lengths = (None, None, q.shape[2], k.shape[2])
-    gradients: Gradients = _aten._scaled_dot_product_flash_attention_backward(
-        of_out, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, none, none[0], scale=scale
-    )
-    return gradients
+    given = (of_out, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, none, none[0])
+    return cast(Gradients, _aten._scaled_dot_product_flash_attention_backward(*given, scale=scale))
 
 
 def _per_head(q: Tensor, k: Tensor) -> Tensor:
     """[B, heads, K, d] of keys or values, each repeated for the heads that share it."""
     shared = q.shape[1] // k.shape[1]
     return k if shared == 1 else k.repeat_interleave(shared, dim=1)
-
-
-def _summed(of_expanded: Tensor, k: Tensor) -> Tensor:
-    """Gradient of keys or values from that of `_per_head`."""
-    summed: Tensor = of_expanded.unflatten(1, (k.shape[1], -1)).sum(dim=2)
-    return summed
 
 
 class ContextAttention(TreeAttention):
@@ -298,9 +265,8 @@ class ContextAttention(TreeAttention):
         whole = _AllToAll.apply(torch.cat(parts, dim=2).transpose(0, 1)).flatten(0, 1)  # [T, heads / cp, head_dim]
         heads = whole.split([part.shape[2] for part in parts], dim=1)
         attended = super().forward(*(x[:, None] for x in heads), *args, **kwargs)  # [T, 1, heads / cp · head_dim]
-        back: Tensor = _AllToAll.apply(
-            attended.squeeze(1).unflatten(0, (ranks, -1))
-        )  # [cp, T / cp, heads / cp · head_dim]
+        # [cp, T / cp, heads / cp · head_dim]
+        back: Tensor = _AllToAll.apply(attended.squeeze(1).unflatten(0, (ranks, -1)))
         return back.transpose(0, 1).reshape(query.shape[0], 1, -1)
 
 

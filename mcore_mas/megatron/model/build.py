@@ -50,8 +50,7 @@ def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = _core_attention(config)
     attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
@@ -59,8 +58,7 @@ def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
         mlp = layer.submodules.mlp.submodules
         mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
     if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
 
 

@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_attributes
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -85,19 +79,15 @@ class Adapter(torch.nn.Module):
         parts = self._exchange(low).chunk(len(self._held), dim=-1)
         return self._fuse({name: F.linear(part, b) for (name, b), part in zip(self.b.items(), parts, strict=True)})
 
-    def _exchange(self, low: Tensor) -> Tensor:
+    def _exchange(self, low: Tensor) -> Any:
         """A x over the tokens that B is to see; backward, every rank's part of its gradient is summed."""
-        seen: Tensor
-        if self._inputs_cut:  # each rank has A x of its inputs: the sum is A x
-            if self._sequence_parallel:
-                seen = reduce_scatter_to_sequence_parallel_region(low)
-            else:
-                seen = reduce_from_tensor_model_parallel_region(low)
-        elif self._sequence_parallel:
-            seen = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
-        else:
-            seen = copy_to_tensor_model_parallel_region(low)
-        return seen
+        if self._inputs_cut and self._sequence_parallel:  # each rank has A x of its inputs: the sum is A x
+            return mappings.reduce_scatter_to_sequence_parallel_region(low)
+        if self._inputs_cut:
+            return mappings.reduce_from_tensor_model_parallel_region(low)
+        if self._sequence_parallel:
+            return mappings.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+        return mappings.copy_to_tensor_model_parallel_region(low)
 
     def _fuse(self, parts: Mapping[str, Tensor]) -> Tensor:
         """[..., rows of the layer] from projections' [..., rows], in the layer's order, zero where there is none."""
@@ -169,16 +159,9 @@ def initial_adapter(architecture: Architecture, lora: LoraSpec, name: str) -> Te
 _PLAIN: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "use_qalora": (False, None),
-    "lora_bias": (False, None),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
+    **dict.fromkeys(("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out"), (False, None)),
+    **dict.fromkeys(("target_parameters", "trainable_token_indices", "modules_to_save"), (None, [])),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
     "layers_to_transform": (None, []),
 }
 
@@ -196,20 +179,15 @@ class AdapterFolder(SafeTensors):
         for file in (config, tensors):
             if not file.is_file():
                 raise ModelError(f"{folder}: no adapter here ({file.name} is missing); expected a folder as PEFT saves")
-        _check(config, json.loads(config.read_text()), lora)
+        said = json.loads(config.read_text())
+        for key, plain in _PLAIN.items():
+            if said.get(key, plain[0]) not in plain:
+                raise ModelError(f"{config}: {key} {said[key]!r} is not supported; expected {plain[0]!r}")
+        if isinstance(said.get("target_modules"), list):
+            said["target_modules"] = sorted(str(module).rpartition(".")[2] for module in said["target_modules"])
+        targets = sorted(f"{target}_proj" for target in lora.targets)
+        for key, want in {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": targets}.items():
+            if (got := said.get(key)) != want:
+                told = f"{key} is {got}, but the policy's lora section says {want}"
+                raise ModelError(f"{config}: {told}; make them equal")
         super().__init__([tensors])
-
-
-def _check(path: Path, config: dict[str, Any], lora: LoraSpec) -> None:
-    for key, plain in _PLAIN.items():
-        if config.get(key, plain[0]) not in plain:
-            raise ModelError(f"{path}: {key} {config[key]!r} is not supported; expected {plain[0]!r}")
-    targets = config.get("target_modules")
-    named = sorted(str(module).rpartition(".")[2] for module in targets) if isinstance(targets, list) else targets
-    for key, got, want in (
-        ("r", config.get("r"), lora.rank),
-        ("lora_alpha", config.get("lora_alpha"), lora.alpha),
-        ("target_modules", named, sorted(f"{target}_proj" for target in lora.targets)),
-    ):
-        if got != want:
-            raise ModelError(f"{path}: {key} is {got}, but the policy's lora section says {want}; make them equal")

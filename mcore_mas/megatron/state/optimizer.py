@@ -104,8 +104,8 @@ class OptimizerState:
         # without a parameter on this rank has nothing inside
         self._chained = [own for own in optimizer.chained_optimizers if own.optimizer is not None]
         self._distributed = any(hasattr(own, "model_param_group_index_map") for own in self._chained)
-        self._owners = {
-            id(stepped): own
+        self._adam = {
+            id(stepped): own.optimizer
             for own in self._chained
             for group in own.optimizer.param_groups
             for stepped in group["params"]
@@ -116,10 +116,9 @@ class OptimizerState:
         """What this rank steps of its parameters, by Megatron name."""
         found = {}
         for name, parameter in self._parameters.items():
-            stepped = self._stepped(parameter)
-            if stepped is not None:
-                held = self._adam(stepped)
-                first, last = self._span(parameter)
+            if here := self._stepped(parameter):
+                stepped, first, last = here
+                held = self._adam[id(stepped)].state
                 moments = {moment: held[stepped][moment] for moment in MOMENTS if stepped in held}
                 tensors = {WEIGHT: stepped, **moments}
                 flat = {kind: tensor.detach().reshape(-1) for kind, tensor in tensors.items()}
@@ -147,44 +146,34 @@ class OptimizerState:
             for group in own.optimizer.param_groups:
                 group["step"] = steps  # Transformer Engine's Adam counts here, torch's by tensor
         for name, parameter in self._parameters.items():
-            stepped = self._stepped(parameter)
+            here = self._stepped(parameter)
             weight = read(name, WEIGHT, 0, parameter.numel())
             with torch.no_grad():
                 parameter.copy_(weight.view(parameter.shape))
-                if stepped is None:
+                if here is None:
                     continue
-                first, last = self._span(parameter)
+                stepped, first, last = here
                 stepped.copy_(weight[first:last].view(stepped.shape))
             if steps:
                 # one step tensor for each: Adam counts up in place
                 device = _HOST if self._host_moments else stepped.device
-                self._adam(stepped)[stepped] = {"step": torch.tensor(float(steps), device=stepped.device)} | {
+                self._adam[id(stepped)].state[stepped] = {"step": torch.tensor(float(steps), device=stepped.device)} | {
                     moment: read(name, moment, first, last).view(stepped.shape).to(device) for moment in MOMENTS
                 }
 
-    def _adam(self, stepped: Tensor) -> Any:
-        """The inner optimizer's state, by tensor, where this one is."""
-        return self._owners[id(stepped)].optimizer.state
+    def _stepped(self, parameter: Tensor) -> tuple[Tensor, int, int] | None:
+        """The tensor that an inner optimizer steps for elements [first, last) of a parameter's flat shard, and these.
 
-    def _stepped(self, parameter: Tensor) -> Tensor | None:
-        """The tensor that an inner optimizer steps for a parameter; None where another rank does."""
+        None where another rank does.
+        """
         if not self._distributed:
-            return getattr(parameter, "main_param", parameter)
+            return getattr(parameter, "main_param", parameter), 0, parameter.numel()
         for own in self._chained:
             if parameter in own.model_param_group_index_map:
                 group, order = own.model_param_group_index_map[parameter]
-                stepped: Tensor = own.optimizer.param_groups[group]["params"][order]
-                return stepped
+                span = own._get_model_param_range_map(parameter)["param"]
+                return own.optimizer.param_groups[group]["params"][order], span.start, span.end
         return None
-
-    def _span(self, parameter: Tensor) -> tuple[int, int]:
-        """Which elements of the flat shard the inner optimizer steps here."""
-        if not self._distributed:
-            return 0, parameter.numel()
-        stepped = self._stepped(parameter)
-        assert stepped is not None, "asked for the span of what another rank steps"
-        own = self._owners[id(stepped)]._get_model_param_range_map(parameter)["param"]
-        return own.start, own.end
 
     def _gradient(self, parameter: Any) -> Tensor:
         """The whole shard's, from the parts of all data- and context-parallel ranks."""
@@ -192,16 +181,14 @@ class OptimizerState:
         if not self._distributed:
             return mine
         whole = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-        if self._stepped(parameter) is not None:
-            own = slice(*self._span(parameter))
+        if here := self._stepped(parameter):
+            own = slice(*here[1:])
             whole.view(-1)[own] = mine.reshape(-1)[own]
         # every element is one rank's, and zero on the others: the sum is exact
-        shared_out = not getattr(parameter, "allreduce", True)  # an expert's
-        group = (
-            parallel_state.get_expert_data_parallel_group()
-            if shared_out
-            else parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
+        if getattr(parameter, "allreduce", True):
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        else:  # an expert's
+            group = parallel_state.get_expert_data_parallel_group()
         dist.all_reduce(whole, group=group)
         return whole
 

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,6 @@ class ShardedCheckpoint:
         self._state = state
         self._parameters = parameters
         self._architecture = architecture
-        self._mine: dict[str, list[TensorBlock]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._write: Callable[[], dict[str, Digest]] | None = None  # the files of the last save
         self._writing: Future[dict[str, Digest]] | None = None
@@ -148,12 +147,19 @@ class ShardedCheckpoint:
         Every rank must call it. Rank 0 writes `record` too.
         """
         assert self._writing is None, "the last save's files are still being written"
-        if self._mine is None:
-            self._mine = self._assigned()
         blocks = [block for own in self._mine.values() for block in own]
-        rank = dist.get_rank()
-        self._write = partial(_write, folder, rank, blocks, self._copied(), None if rank else record)
-        self._writing = self._thread.submit(self._write)
+        rank, copies = dist.get_rank(), self._copied()
+
+        def write() -> dict[str, Digest]:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = f"rank_{rank:05d}"
+            index = [{"tensor": p.tensor, "shape": p.shape, "start": p.start, "size": p.size} for p in blocks]
+            files = {f"{name}.safetensors": _safetensors(copies), f"{name}.json": [json.dumps(index).encode()]}
+            if rank == 0:
+                files[_RECORD] = [json.dumps(record).encode()]
+            return {file: write_chunks(folder / file, chunks) for file, chunks in files.items()}
+
+        self._write, self._writing = write, self._thread.submit(write)
 
     def written(self) -> dict[str, Digest]:
         """Wait until what `save` copied is on disk; size and digest of this rank's files by name.
@@ -187,7 +193,6 @@ class ShardedCheckpoint:
 
     def _copied(self) -> dict[str, Tensor]:
         """This rank's blocks by kind and place, one after the other in host memory that the next save uses again."""
-        assert self._mine is not None
         own = {
             f"{kind}/{block.key}": block.of(tensor, part.first)
             for name, part in self._state.parts().items()
@@ -209,7 +214,8 @@ class ShardedCheckpoint:
         tp, rank = tensor_parallel(entry)
         return tensor_blocks(entry, self._parameters[name].shape, self._architecture, tp, rank, span)
 
-    def _assigned(self) -> dict[str, list[TensorBlock]]:
+    @cached_property
+    def _mine(self) -> dict[str, list[TensorBlock]]:
         """The blocks by Megatron name that this rank writes.
 
         What several ranks hold is one's: the largest blocks first, each to the holder with the least so far.
@@ -238,7 +244,7 @@ class _Saved:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[Path, Any] = {}
+        self._open = cache(lambda path: safe_open(str(path), "pt"))
         self._blocks: dict[str, list[tuple[Path, TensorBlock]]] = {}
         for index in sorted(folder.glob("rank_*.json")):
             for row in json.loads(index.read_text()):
@@ -261,27 +267,6 @@ class _Saved:
                 filled += read.numel()
             if filled != block.numel:
                 raise ModelError(f"{self._folder}: {kind} of {block.key}: {filled} of {block.numel} elements are here")
-
-    def _open(self, path: Path) -> Any:
-        if path not in self._files:
-            self._files[path] = safe_open(str(path), "pt")
-        return self._files[path]
-
-
-def _write(
-    folder: Path,
-    rank: int,
-    blocks: Sequence[TensorBlock],
-    copies: Mapping[str, Tensor],
-    record: Mapping[str, Any] | None,
-) -> dict[str, Digest]:
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"rank_{rank:05d}"
-    index = [{"tensor": p.tensor, "shape": p.shape, "start": p.start, "size": p.size} for p in blocks]
-    files = {f"{name}.safetensors": _safetensors(copies), f"{name}.json": [json.dumps(index).encode()]}
-    if record is not None:
-        files[_RECORD] = [json.dumps(record).encode()]
-    return {file: write_chunks(folder / file, chunks) for file, chunks in files.items()}
 
 
 def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

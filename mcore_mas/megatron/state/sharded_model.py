@@ -18,25 +18,9 @@ from mcore_mas.megatron.device import beat, exchange, rank_device
 from mcore_mas.megatron.model.build import build_model
 from mcore_mas.megatron.model.decoder import EXPERT, PackedGPTModel, renumbered
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.state.lora import (
-    Adapter,
-    AdapterFolder,
-    adapters,
-    attach_adapters,
-    initial_adapter,
-)
-from mcore_mas.megatron.state.weight_import import (
-    VALUE_HEAD,
-    LazyTensor,
-    RandomTensors,
-    SafeTensors,
-    WeightMapping,
-    full_shapes,
-    import_weights,
-    is_adapter,
-    weight_mappings,
-    write_folder,
-)
+from mcore_mas.megatron.state import weight_import
+from mcore_mas.megatron.state.lora import Adapter, AdapterFolder, adapters, attach_adapters, initial_adapter
+from mcore_mas.megatron.state.weight_import import RandomTensors, SafeTensors, WeightMapping, weight_mappings
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture, read_architecture
 from mcore_mas.rollout.models.fused_weights import write_peft
@@ -72,8 +56,8 @@ class ShardedModel:
         self.tensors = {name: p for stage in self.stages for name, p in stage.numbered_parameters().items()}
         # what is trained, and so what has gradients, moments and a place in checkpoints
         self.parameters = {name: p for name, p in self.tensors.items() if p.requires_grad}
-        self._base = {name: p for name, p in self.tensors.items() if not is_adapter(name)}
-        self._low_rank = {name: p for name, p in self.parameters.items() if is_adapter(name)}
+        self._base = {name: p for name, p in self.tensors.items() if not weight_import.is_adapter(name)}
+        self._low_rank = {name: p for name, p in self.parameters.items() if weight_import.is_adapter(name)}
         self._frozen: dict[str, Tensor] = {}  # the reference's parameters, once they are needed
         self._plans: dict[str, ExportPlan] = {}  # how what is exported is gathered, by what it is
         frozen = base._base.items() if base else ()
@@ -91,7 +75,7 @@ class ShardedModel:
         """
         if self._spec.lora is None and not self._frozen:
             frozen = {name: torch.empty_like(p, device="cpu") for name, p in self.parameters.items()}
-            import_weights(frozen, self.architecture, self._start())
+            weight_import.import_weights(frozen, self.architecture, self._start())
             self._frozen = frozen
         trained = {name: self.parameters[name].detach().to("cpu", copy=True) for name in self._frozen}
         try:
@@ -111,26 +95,24 @@ class ShardedModel:
         """The weights that training starts from."""
         if self._spec.init == "folder":
             return SafeTensors.of_folder(Path(self._spec.model))
-        drawn = {name: parameter for name, parameter in self._base.items() if name != VALUE_HEAD}
+        drawn = {name: parameter for name, parameter in self._base.items() if name != weight_import.VALUE_HEAD}
         return RandomTensors(
-            full_shapes(drawn, self.architecture), std=self.architecture.init_std, seed=self._spec.seed
+            weight_import.full_shapes(drawn, self.architecture), std=self.architecture.init_std, seed=self._spec.seed
         )
 
     def _load(self, source: SafeTensors | RandomTensors, held: Collection[str]) -> None:
         """Weights that are not `held`, from full tensors; a critic's head keeps its fresh start where there is none."""
-        missing = {
-            name: parameter
-            for name, parameter in self._base.items()
-            if name not in held and (name != VALUE_HEAD or weight_mappings([name])[0].tensors[0] in source)
-        }
-        import_weights(missing, self.architecture, source)
+        (head,) = weight_mappings([weight_import.VALUE_HEAD])
+        there = {*held} if head.tensors[0] in source else {*held, head.parameter}
+        missing = {name: parameter for name, parameter in self._base.items() if name not in there}
+        weight_import.import_weights(missing, self.architecture, source)
         if (lora := self._spec.lora) is not None:
-            import_weights(
+            weight_import.import_weights(
                 self._low_rank,
                 self.architecture,
                 AdapterFolder(Path(lora.adapter), lora)
                 if lora.adapter
-                else lambda name: LazyTensor.of(initial_adapter(self.architecture, lora, name)),
+                else lambda name: weight_import.LazyTensor.of(initial_adapter(self.architecture, lora, name)),
             )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -175,7 +157,7 @@ class ShardedModel:
         full = _keep(self.weights())
         try:
             if dist.get_rank() == 0:
-                write_folder(Path(self._spec.model), folder, full)
+                weight_import.write_folder(Path(self._spec.model), folder, full)
         finally:  # one that fails leaves nobody waiting, and can be asked again
             dist.barrier()
         if self._spec.lora is not None:

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -57,10 +57,6 @@ def _share(size: int, tp: int, rank: int) -> slice:
     return slice(size // tp * rank, size // tp * (rank + 1))
 
 
-def _fill_columns(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
-    shard.copy_(full[0].read(slice(None), _share(full[0].shape[1], tp, rank)))
-
-
 def _fill_rows(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
     for part, source in zip(shard.chunk(len(full)), full, strict=True):
         part.copy_(source.read(_share(source.shape[0], tp, rank)))
@@ -90,10 +86,6 @@ def _fill_vocab(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: 
     shard[held:].zero_()
 
 
-def _join_columns(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
-    return [[shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1)]]
-
-
 def _join_vocab(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
     ends = accumulate((len(shard) for shard in shards), initial=0)
     blocks = [shard[: max(a.vocab - first, 0)] for shard, first in zip(shards, ends, strict=False)]
@@ -101,7 +93,10 @@ def _join_vocab(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]
 
 
 WHOLE = Sharding(fill=lambda shard, full, *_: shard.copy_(full[0].read()), join=lambda shards, a: [[shards[0]]])
-BY_COLUMNS = Sharding(fill=_fill_columns, join=_join_columns)
+BY_COLUMNS = Sharding(
+    fill=lambda shard, full, _, tp, rank: shard.copy_(full[0].read(slice(None), _share(full[0].shape[1], tp, rank))),
+    join=lambda shards, a: [[shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1)]],
+)
 BY_ROWS = Sharding(fill=_fill_rows, join=lambda shards, a: [list(shards)])
 VOCAB = Sharding(fill=_fill_vocab, join=_join_vocab)
 QKV = Sharding(fill=_fill_qkv, join=_join_qkv)
@@ -150,19 +145,11 @@ LINEARS: dict[str, tuple[str, tuple[Projection, ...], bool]] = {
     "mlp.linear_fc2": (_MLP, ("down",), True),
 }
 
-
-def _adapters() -> dict[str, tuple[Sharding, tuple[str, ...]]]:
-    """The rows of adapters, each under its name in Hugging Face's PEFT."""
-    rows: dict[str, tuple[Sharding, tuple[str, ...]]] = {}
-    for linear, (place, projections, inputs_cut) in LINEARS.items():
-        for x in projections:
-            megatron, peft = f"decoder.layers.{{}}.{linear}.adapter", f"base_model.model.{place}{x}_proj.lora"
-            rows[f"{megatron}.a_{x}"] = (BY_COLUMNS if inputs_cut else WHOLE, (f"{peft}_A.weight",))
-            rows[f"{megatron}.b_{x}"] = (WHOLE if inputs_cut else BY_ROWS, (f"{peft}_B.weight",))
-    return rows
-
-
-WEIGHT_MAP |= _adapters()
+for _linear, (_at, _projections, _inputs_cut) in LINEARS.items():  # adapters, each under its name in PEFT
+    for _x in _projections:
+        _own, _peft = f"decoder.layers.{{}}.{_linear}.adapter", f"base_model.model.{_at}{_x}_proj.lora"
+        WEIGHT_MAP[f"{_own}.a_{_x}"] = (BY_COLUMNS if _inputs_cut else WHOLE, (f"{_peft}_A.weight",))
+        WEIGHT_MAP[f"{_own}.b_{_x}"] = (WHOLE if _inputs_cut else BY_ROWS, (f"{_peft}_B.weight",))
 
 
 def is_adapter(parameter: str) -> bool:
@@ -306,29 +293,29 @@ def _place(stack: LazyTensor, expert: int, projection: str) -> LazyTensor:
     return LazyTensor(shape=(rows, stack.shape[2]), part=part)
 
 
+@dataclass(frozen=True)
 class RandomTensors:
     """Weights nobody has trained: normal matrices, norms of 1, biases of 0; a tensor is its name, shape and seed.
 
     So every layout starts from the same model, at the price of each rank drawing what it then cuts.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, std: float, seed: int) -> None:
-        """`shapes` by Hugging Face name; `std` of the matrices."""
-        self._shapes = shapes
-        self._std = std
-        self._seed = seed
+    shapes: Mapping[str, tuple[int, ...]]  # by Hugging Face name
+    _: KW_ONLY
+    std: float  # of the matrices
+    seed: int
 
     def __contains__(self, name: str) -> bool:
-        return name in self._shapes
+        return name in self.shapes
 
     def __call__(self, name: str) -> LazyTensor:
         """The tensor of this name, drawn when it is read."""
-        return LazyTensor(shape=self._shapes[name], part=lambda index: self._draw(name)[index])
+        return LazyTensor(shape=self.shapes[name], part=lambda index: self._draw(name)[index])
 
     def _draw(self, name: str) -> Tensor:
-        shape = self._shapes[name]
+        shape = self.shapes[name]
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+        digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return torch.randn(shape, generator=generator) * self._std
+        return torch.randn(shape, generator=generator) * self.std

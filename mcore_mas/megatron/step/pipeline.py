@@ -95,6 +95,9 @@ class _Input:
     kl: bool  # whether a row may have a KL term
 
 
+_Judge: TypeAlias = Callable[[_Output, _Input], tuple[Tensor, TokenStatistics]]
+
+
 def _tiles(spec: TrainerSpec, a: Architecture, device: torch.device) -> TileSizes | None:
     """Those of Triton's attention, or None where torch's kernels attend."""
     if spec.attention == "torch" or not kernels_run(device):
@@ -192,12 +195,7 @@ class Pipeline:
         # about their lengths, unlike those with the data, do not keep the two apart: there all have one length.
         return [max(lengths)] * len(lengths) if self._spec.vpp > 1 else lengths
 
-    def _step(
-        self,
-        judge: Callable[[_Output, _Input], tuple[Tensor, TokenStatistics]],
-        batches: Iterator[_Input],
-        model: torch.nn.Module,
-    ) -> tuple[Tensor | _Output, Any]:
+    def _step(self, judge: _Judge, batches: Iterator[_Input], model: torch.nn.Module) -> tuple[Tensor | _Output, Any]:
         """What the head says of this rank's part of a micro-batch, or what the next stage is sent; and what follows."""
         beat()
         given = next(batches)

@@ -25,7 +25,6 @@ from mcore_mas.megatron.state.optimizer import Offload, OptimizerState, gathers_
 from mcore_mas.megatron.state.sharded import ShardedCheckpoint
 from mcore_mas.megatron.state.sharded_model import ShardedModel
 from mcore_mas.megatron.step.pipeline import Pipeline, speaks, summarise
-from mcore_mas.rollout.base.files import Digest
 
 _POLICY = ""  # the spike monitor of the whole gradient, beside those of the agents
 
@@ -56,6 +55,7 @@ class MegatronTrainer:
         self._schedule = LearningRateSchedule(self._optimizer, spec)
         self._state = OptimizerState(self._optimizer, self._parameters, host_moments=spec.host_moments)
         self._checkpoint = ShardedCheckpoint(self._state, self._parameters, self._model.architecture)
+        self.written = self._checkpoint.written  # waits until what `save` copied is on disk; digests by file
         self._pipeline = Pipeline(self._stages, spec, self._model.architecture)
         self._offload = Offload(
             (buffer.grad_data for stage in self._stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)),
@@ -179,16 +179,6 @@ class MegatronTrainer:
         self._check_awake()
         spikes = {of: monitor.state() for of, monitor in self._spikes.items()}
         self._checkpoint.save(folder, {"updates": self.updates, "spikes": spikes})
-
-    def written(self) -> dict[str, Digest]:
-        """Wait until what `save` copied is on disk; size and digest of this rank's files by name.
-
-        Asked again, it is written again.
-
-        Raises:
-            OSError: it could not be written.
-        """
-        return self._checkpoint.written()
 
     def restore(self, folder: Path) -> None:
         """Continue from what `save` wrote, in whatever layout it was written.

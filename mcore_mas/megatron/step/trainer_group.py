@@ -61,17 +61,13 @@ class _Rank:
         if self._watched:
             self._watch = RankWatch(self._watched.of(rank), self._watched.hang_s)
         with self._phase("join"):
-            self._join(rank, place, specs)
-
-    def _join(self, rank: int, place: tuple[str, int], specs: Mapping[str, TrainerSpec]) -> None:
-        own = str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else _LOOPBACK
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # else that of the host's name, if it has an address
-            os.environ.setdefault(name, interface_of(own))
-        store = self._store or TCPStore(*place, is_master=False)
-        init_process_groups(next(iter(specs.values())), rank=rank, threads=self._threads, store=store)
-        for policy, spec in specs.items():
-            base = next(iter(self._trainers.values()), None)
-            self._trainers[policy] = MegatronTrainer(spec, base)
+            own = str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else _LOOPBACK
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # else that of the host's name, if it has one
+                os.environ.setdefault(name, interface_of(own))
+            store = self._store or TCPStore(*place, is_master=False)
+            init_process_groups(next(iter(specs.values())), rank=rank, threads=self._threads, store=store)
+            for policy, spec in specs.items():
+                self._trainers[policy] = MegatronTrainer(spec, next(iter(self._trainers.values()), None))
 
     def call(self, policy: str, method: str, *arguments: Any) -> Any:
         """Call the `method` of a policy's trainer, as all ranks do."""
