@@ -156,10 +156,13 @@ class CodeEnv(SandboxedEnv):
             step = await self._try(program, answers.visible, "There are no visible tests.")
             rate = 1.0 if not answers.visible else step.metrics["check_rate"]
             return replace(step, metrics={"runs": float(self._runs + 1), "visible_rate": rate})
-        return await self._score(last_program(action), _hardest(answers.hidden or answers.visible, self.max_tests))
+        tests = answers.hidden or answers.visible
+        if self.max_tests:  # the hardest; of equals in their order
+            tests = sorted(tests, key=lambda test: -len(_input(test)))[: self.max_tests]
+        return await self._score(last_program(action), tests)
 
     async def check(self, program: str, cases: Sequence[Case]) -> Step:
-        """Run a program on an agent's tests (see `Testing`); a test that is not of the task's form does not pass."""
+        """Run a program on an agent's tests (see `PlayedEnv`); a test that is not of the task's form does not pass."""
         tests = _Answers.of(self.task).read(cases)
         step = await self._try(program, tests, "None of the tests can be used.")
         rate = step.metrics["check_rate"] * len(tests) / max(len(cases), 1)
@@ -195,10 +198,6 @@ class CodeEnv(SandboxedEnv):
 
 def _passed(judged: Sequence[Judged]) -> int:
     return sum(one.verdict is Verdict.OK for one in judged)
-
-
-def _hardest(tests: Sequence[Test], count: int) -> Sequence[Test]:
-    return sorted(tests, key=lambda test: -len(_input(test)))[:count] if count else tests  # stable: equals in order
 
 
 def _input(test: Test) -> str:

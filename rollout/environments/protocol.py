@@ -47,35 +47,11 @@ class Env(Protocol):
 
 
 @runtime_checkable
-class Previewing(Protocol):
-    """What an environment without side effects can do besides."""
-
-    async def preview(self, action: str) -> Step:
-        """What `step` would answer, with the world left as it is.
-
-        Raises:
-            EnvError: a tool failed for good; `Undecided` when it is not known what the action is worth.
-        """
-
-
-@runtime_checkable
 class Stateful(Protocol):
     """What an environment can do besides whose agents may stand in the same state twice."""
 
     def state(self) -> str:
         """The state as it is now, from `reset` on, without history: equal texts, equal states."""
-
-
-@runtime_checkable
-class Comparing(Protocol):
-    """What an environment can do besides whose answers may be equal and not look alike."""
-
-    async def same(self, answer: str, other: str) -> bool:
-        """Whether two answers are known to be equal.
-
-        Raises:
-            EnvError: answers cannot be compared on this machine.
-        """
 
 
 @runtime_checkable
@@ -105,9 +81,30 @@ class Living(Protocol):
         """Let go of it, however the trajectory ended; also when `open` failed or was never called."""
 
 
-@runtime_checkable
-class Keeping(Protocol):
-    """What an environment can do besides whose agents leave files for each other."""
+Case = tuple[str, str]  # what a program is given, and what it should answer, as an agent writes them
+
+
+class PlayedEnv(Env, Running, Protocol):
+    """An environment as orchestras have it, in an episode, with what one may do besides, without a step.
+
+    Where it lacks an ability, that raises EnvError. It previews where it has no side effects, says whether answers are
+    the `same` where equal ones need not look alike, keeps `files` that agents leave for each other, and `check`s
+    programs with tests that agents write.
+    """
+
+    async def preview(self, action: str) -> Step:
+        """What `step` would answer, with the world left as it is.
+
+        Raises:
+            EnvError: a tool failed for good; `Undecided` when it is not known what the action is worth.
+        """
+
+    async def same(self, answer: str, other: str) -> bool:
+        """Whether two answers are known to be equal.
+
+        Raises:
+            EnvError: answers cannot be compared on this machine.
+        """
 
     async def files(self) -> Mapping[str, int]:
         """Size in bytes of every file, by path.
@@ -118,14 +115,6 @@ class Keeping(Protocol):
 
     async def forget(self) -> None:
         """End the process that programs share: its variables are gone, the files stay."""
-
-
-Case = tuple[str, str]  # what a program is given, and what it should answer, as an agent writes them
-
-
-@runtime_checkable
-class Testing(Protocol):
-    """What an environment of programs can do besides with tests that agents write, without a step."""
 
     async def check(self, program: str, cases: Sequence[Case]) -> Step:
         """Run an agent's program on an agent's tests.
@@ -144,10 +133,6 @@ class Testing(Protocol):
         Raises:
             EnvError: the sandbox failed.
         """
-
-
-class PlayedEnv(Env, Previewing, Comparing, Running, Keeping, Testing, Protocol):
-    """An environment as orchestras have it, in an episode: where it lacks an ability, that raises EnvError."""
 
 
 def last_tag(text: str, name: str) -> str | None:

@@ -37,13 +37,9 @@ def exact_match(answer: str, references: Iterable[str]) -> float:
 
 def token_f1(answer: str, references: Iterable[str]) -> float:
     """The best F1 in [0, 1] of the answer's normalised words against a reference's, as bags of words."""
-    return max((_f1(normalise(answer).split(), normalise(reference).split()) for reference in references), default=0.0)
-
-
-def _f1(got: list[str], expected: list[str]) -> float:
+    got, *expected = (Counter(normalise(text).split()) for text in (answer, *references))
     # F1 = 2 P R / (P + R) with P = shared / |got|, R = shared / |expected|
-    shared = sum((Counter(got) & Counter(expected)).values())
-    return 2 * shared / (len(got) + len(expected)) if shared else 0.0
+    return max((2 * (got & one).total() / max(got.total() + one.total(), 1) for one in expected), default=0.0)
 
 
 PassageStyle = Literal["search_r1", "verl", "text", "id"]
