@@ -38,6 +38,11 @@ class Bytes:
     def extend(self, before: Turn, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         return before.prompt_ids + before.completion_ids + self.render(messages[len(before.messages) + 1 :])
 
+    def go_on(
+        self, before: Turn | None, messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> tuple[tuple[int, ...], bool]:
+        return self.extend(before, messages, tools) if before else self.render(messages, tools), False
+
     def decode_raw(self, token_ids: tuple[int, ...]) -> str:
         return self.decode(token_ids)
 
