@@ -270,6 +270,11 @@ def slurm_job() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
+def machines_here() -> str:
+    """The machines of this job as Slurm lists them; outside Slurm this one's name."""
+    return os.environ.get("SLURM_JOB_NODELIST") or socket.gethostname()
+
+
 @contextmanager
 def queued_again(folder: Path, saved: str = "step_*") -> Iterator[None]:
     """Have a stage that is told to stop saved and queued again, in a job of Slurm; elsewhere this does nothing.

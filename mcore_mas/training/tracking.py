@@ -22,7 +22,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.rollout.base.files import json_lines, sha256, write_json
 from mcore_mas.rollout.base.options import leaves
 from mcore_mas.rollout.records.files import read_tasks, tasks_digest
-from mcore_mas.training.cluster import slurm_job
+from mcore_mas.training.cluster import machines_here, slurm_job
 from mcore_mas.training.tracking_store import PARENT, MetricRow, Store, key_of, metric_name, one_line
 
 CLOCK = "time/unix_s"  # in metrics.jsonl: when the step ended; no metric
@@ -101,10 +101,10 @@ class Tracker:
         self.store, self._run, self._journal, self._warn, self._child_of = store, run, journal, warn, child_of
         self._before = _read_record(journal)
         written = self._before.get("tags", {})
-        self._tags = written if run.ended and written else run.tags
         # at its start once more, of the same code and config: it ended before its first checkpoint
         again = bool(written) and all(written.get(name) == run.tags.get(name) for name in ("config_sha256", "commit"))
         self._known = [run_id for run_id in (run.id, self._before.get("run") if run.first or again else None) if run_id]
+        self._tags = written if run.ended and written else _also(run.tags, written if self._known else {})
         self.run_id: str | None = next(iter(self._known), None)
         self.sink = Sink("mlflow")
         self._key = uuid.uuid4().hex  # of a run that is to be made
@@ -210,6 +210,12 @@ class Tracker:
                 self._save()
 
 
+def _also(tags: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
+    """`tags`, with jobs and machines that the run had before in front of those of now."""
+    had = {name: [*before.get(name, "").split(), tags[name]] for name in ("slurm_job", "machines") if name in tags}
+    return {**tags, **{name: " ".join(dict.fromkeys(values)) for name, values in had.items()}}
+
+
 def _read_record(journal: Path) -> dict[str, Any]:
     """What mlflow.json beside it says, {} where it says nothing."""
     try:
@@ -285,9 +291,9 @@ def tags_of(config: RunConfig, config_path: Path, inputs: Mapping[str, tuple[str
 
 
 def made_here() -> dict[str, str]:
-    """The code that this process runs and, if it is in one, its job of Slurm, as tags."""
+    """The code that this process runs, on which machines and, if it is in one, its job of Slurm, as tags."""
     job = slurm_job()
-    return {"commit": code_commit()} | ({"slurm_job": job} if job else {})
+    return {"commit": code_commit(), "machines": machines_here()} | ({"slurm_job": job} if job else {})
 
 
 def inputs_of(config: RunConfig, *splits: str) -> dict[str, tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,8 @@ def test_a_runs_steps_traces_and_end_come_to_mlflow_over_a_restart(
     client = MlflowClient(tracking_uri=uri)
     first = book.tracking_run
     assert client.get_run(str(first)).info.status == "KILLED"
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[0-1]")
     with open_logbook(config, path, 1, first) as book:  # from the checkpoint after one step
         for step in (1, 2):
             book.report(step, {"reward/mean": step / 2})
@@ -93,7 +96,8 @@ def test_a_runs_steps_traces_and_end_come_to_mlflow_over_a_restart(
     run = client.get_run(str(first))
     assert (run.info.status, run.data.params["run"]) == ("FINISHED", "r")
     tags = run.data.tags
-    assert (tags["seed"], tags["stage"], tags["slurm_job"]) == ("1", "train", "77")
+    assert (tags["seed"], tags["stage"], tags["slurm_job"]) == ("1", "train", "77 78")
+    assert tags["machines"] == f"{platform.node()} n[0-1]"
     assert tags["model.solver"] == config.models["solver"]
     assert tags["commit"] == code_commit()
     (given,) = (entry.dataset for entry in run.inputs.dataset_inputs)
