@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,15 +17,24 @@ from mcore_mas.training.tracking import Sink, inputs_of, open_tracker, store_of,
 from mcore_mas.training.tracking_store import Store, key_of, one_line
 
 LOCAL_PAGES = "http://127.0.0.1:5000"  # of a local store, by `make ui`
-_PATIENCE_S = 30.0  # at the end of an evaluation
+_PATIENCE_S = 30.0  # at the end of an evaluation, or for a run of a report
 
 
 def publish_evaluated(config_path: Path, warn: Callable[[str], None] = print) -> None:
     """Send MLflow what it lacks of a run that was evaluated; after 30 s that is left to the report, or `track`."""
-    config, sink = RunConfig.load(config_path), Sink("mlflow")
-    sink.put(lambda: publish(config.results, [config.run], [], warn, means=False))
-    if not sink.close(_PATIENCE_S):
-        warn(f"MLflow hangs; `mcore-mas track {config.results}` sends it the scores later")
+    config = RunConfig.load(config_path)
+    publish_in_time(config.results, [config.run], [], warn, means=False)
+
+
+def publish_in_time(
+    results: Path, runs: Collection[str], tables: Iterable[str], warn: Callable[[str], None] = print, **options: bool
+) -> str | None:
+    """As `publish`, for 30 s for each run at most; what is not sent by then is left to `mcore-mas track`."""
+    sink, links = Sink("mlflow"), list[str | None]()
+    sink.put(lambda: links.append(publish(results, runs, tables, warn, **options)))
+    if not sink.close(_PATIENCE_S * len(runs)):
+        warn(f"MLflow hangs; `mcore-mas track {results}` sends it the scores later")
+    return next(iter(links), None)
 
 
 def publish(

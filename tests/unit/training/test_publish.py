@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from mlflow.tracking import MlflowClient
 
-from mcore_mas.rollout.base.files import write_text
+from mcore_mas.rollout.base.files import sha256, write_json, write_text
+from mcore_mas.rollout.records.files import tasks_digest, write_tasks, write_trajectories
 from mcore_mas.training import publish as publishing
-from mcore_mas.training.publish import publish, publish_evaluated
+from mcore_mas.training.publish import publish, publish_evaluated, publish_in_time
 from mcore_mas.training.tracking import CLOCK
 from tests.support.finished import finished
+from tests.support.played import TASK, trajectory, turn
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -34,7 +37,7 @@ def test_runs_of_two_seeds_and_two_suites_have_their_parents(tmp_path: Path) -> 
         config = finished(tmp_path, run, seed, suite)
         assert config.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
     write_text(tmp_path / "tables" / "one.md", "| a |")
-    link = publish(tmp_path, ["duo", "duo_s2", "other"], ["one"], said.append)
+    link = publish_in_time(tmp_path, ["duo", "duo_s2", "other"], ["one"], said.append)
     client, runs = tracked(tmp_path)
     assert sorted(runs) == [
         "one: duo evaluate trained, evaluate", "one: duo train, train", "one: duo, experiment",
@@ -83,6 +86,60 @@ def test_two_at_once_send_old_results_that_have_no_times_once(tmp_path: Path) ->
     assert sorted(model.name for model in models) == ["solver", "verifier"]  # once each
 
 
+def of_two_sources(results: Path) -> Path:
+    """The folder of a run of a paper's table, evaluated on two sources with the turns of an answer."""
+    folder = finished(results, "duo", 1, "one").folder
+    config, journal = folder / "config.yaml", folder / "train" / "metrics.jsonl"
+    values = yaml.safe_load(config.read_text())
+    values["tracking"]["tags"]["table"] = "drmas_1 marti_ttrl"
+    write_text(config, yaml.safe_dump(values))
+    for split in ("train", "validation", "test"):
+        write_tasks(folder / "tasks" / f"{split}.parquet", [TASK])
+    *rows, last = journal.read_text().splitlines()
+    last = json.dumps(json.loads(last) | {"validation/gsm8k/accuracy": 0.5, "validation/math/accuracy": 0.25})
+    write_text(journal, "\n".join([*rows, last, ""]))
+    scores = {
+        (name, metric): n / 10 for n, name in enumerate(("all", "gsm8k", "math")) for metric in ("avg@4", "pass@4")
+    }
+    rows = [{"dataset": name, "metric": metric, "value": value} for (name, metric), value in scores.items()]
+    made = {"commit": "0123456789", "slurm_job": "12", "machines": "n0"}
+    head = {"k": 4, "replies": 8, "overlong": 0, "cut": 0, "failed": {}, "made": made}
+    write_json(folder / "evaluation" / "trained.json", {**head, "rows": rows})
+    of_three = {"completion_ids": (1, 2, 3), "logprobs": (0.0,) * 3}
+    answer = [turn(0, started_s=1.0, took_s=2.0, **of_three), turn(1, "verifier", started_s=4.0, took_s=0.5)]
+    write_trajectories(folder / "evaluation" / "trained" / "part_00000.parquet", [trajectory(*answer)])
+    write_text(results / "tables" / "one.csv", "a")
+    write_text(results / "figures" / "one" / "charts.html", "<html>")
+    return folder
+
+
+def test_what_runs_are_found_and_compared_by_is_there(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = of_two_sources(tmp_path)
+    assert publish(tmp_path, ["duo"], ["one"], said.append)
+    client, runs = tracked(tmp_path)
+    train, evaluation = runs["one: duo train, train"].data, runs["one: duo evaluate trained, evaluate"].data
+    digest = tasks_digest([TASK])
+    for tags in (train.tags, evaluation.tags):
+        assert (tags["table"], tags["config_sha256"]) == ("drmas_1 marti_ttrl", sha256(folder / "config.yaml"))
+    assert [train.tags[f"data.{split}"] for split in ("train", "validation")] == [digest] * 2
+    assert evaluation.tags["data.test"] == digest
+    assert [evaluation.tags[name] for name in ("commit", "slurm_job", "machines")] == ["0123456789", "12", "n0"]
+    assert train.metrics["validation/gsm8k/accuracy"] == 0.5
+    assert train.metrics["validation/math/accuracy"] == 0.25
+    scores = {
+        f"{metric}_at_4/{name}": n / 10 for n, name in enumerate(("all", "gsm8k", "math")) for metric in ("avg", "pass")
+    }
+    solver = {"agent/solver/calls": 1.0, "agent/solver/tokens": 3.0, "agent/solver/seconds": 2.0}
+    verifier = {"agent/verifier/calls": 1.0, "agent/verifier/tokens": 1.0, "agent/verifier/seconds": 0.5}
+    counts = {"replies/replies": 8.0, "replies/overlong": 0.0, "replies/cut": 0.0, "replies/failed": 0.0}
+    answer = {"answer/tokens": 4.0, "answer/seconds": 3.5}
+    assert evaluation.metrics == pytest.approx({**scores, **solver, **verifier, **counts, **answer})
+    report = runs["one: one, report"].info.run_id
+    assert sorted(file.path for file in client.list_artifacts(report)) == ["charts.html", "one.csv"]
+    assert said == []
+
+
 def test_an_evaluation_sends_its_scores_and_what_its_training_has_cost(tmp_path: Path) -> None:
     said: list[str] = []
     config = finished(tmp_path, "duo", 1)
@@ -98,14 +155,17 @@ def test_an_evaluation_sends_its_scores_and_what_its_training_has_cost(tmp_path:
     assert said == []
 
 
-def test_an_evaluation_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_an_evaluation_nor_a_report_waits_for_a_store_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     config, let_go = finished(tmp_path, "duo", 1), threading.Event()
     monkeypatch.setattr(publishing, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(publishing, "publish", lambda *_, **__: let_go.wait(60))
     publish_evaluated(config.folder / "config.yaml", said.append)
+    assert publish_in_time(tmp_path, ["duo"], ["one"], said.append) is None
     let_go.set()
-    assert said == [f"MLflow hangs; `mcore-mas track {tmp_path}` sends it the scores later"]
+    assert said == [f"MLflow hangs; `mcore-mas track {tmp_path}` sends it the scores later"] * 2
 
 
 def test_a_run_of_another_version_is_told_of_and_passed_over(tmp_path: Path) -> None:
