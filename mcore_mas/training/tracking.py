@@ -183,8 +183,9 @@ class Tracker:
         from mlflow.entities import Param
 
         rows = [Param(metric_name(key), str(value)[:_LONGEST_PARAM]) for key, value in leaves(self._run.params)]
-        for first in range(0, len(rows), _PARAMS_PER_CALL):
-            self.store.client.log_batch(run_id, params=rows[first : first + _PARAMS_PER_CALL])
+        with self.store.alone():  # MLflow takes the same twice, but not at once
+            for first in range(0, len(rows), _PARAMS_PER_CALL):
+                self.store.client.log_batch(run_id, params=rows[first : first + _PARAMS_PER_CALL])
 
     def _log_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send what MLflow lacks of these steps, in as few calls as it allows."""

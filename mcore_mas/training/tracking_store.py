@@ -48,7 +48,7 @@ class Store:
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
 
-        with self._alone():  # the first client of a new sqlite store writes its tables
+        with self.alone():  # the first client of a new sqlite store writes its tables
             client = MlflowClient(tracking_uri=self.uri)
             found = client.get_experiment_by_name(self.experiment)
             path = _sqlite(self.uri)  # artifacts of a local store lie beside it, not where the process was started
@@ -74,7 +74,7 @@ class Store:
     ) -> str:
         """The run with this key, with these tags; made where there is none, as of `began`, by default now."""
         tags = {**tags, "key": key} | ({PARENT: parent} if parent else {})
-        with self._alone():
+        with self.alone():
             found = self.client.search_runs([self.experiment_id], f"tags.key = '{key}'", max_results=1)
             start = None if began is None else int(began * 1000)
             run = found[0] if found else self.client.create_run(self.experiment_id, start, run_name=name)
@@ -114,7 +114,7 @@ class Store:
         from mlflow.entities import LoggedModelOutput, LoggedModelStatus
         from mlflow.exceptions import MlflowException
 
-        with self._alone():
+        with self.alone():
             try:
                 found = self.client.search_logged_models([self.experiment_id], f"source_run_id = '{run_id}'")
             except MlflowException as error:
@@ -146,7 +146,7 @@ class Store:
         if data or models:
             self.client.log_inputs(run_id, datasets=data, models=[LoggedModelInput(model) for model in models])
 
-    def _alone(self) -> AbstractContextManager[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Exclusive access, across processes: to a local sqlite store, or to what runs of these results make."""
         return waited_for(_sqlite(self.uri) or self._results / "mlflow")
 
