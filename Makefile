@@ -86,8 +86,9 @@ chaos: kills ## kill, stop, starve and deceive runs, at every write boundary and
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.slope
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.deaths
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.chaos --out results/chaos.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --junitxml results/chaos.xml $$($(BIN)/python -m tests.faults.page --list)
-	$(BIN)/python -m tests.faults.page results/chaos.xml results/chaos.json
+	status=0; OMP_NUM_THREADS=1 $(BIN)/python -m pytest --junitxml results/chaos.xml $$($(BIN)/python -m tests.faults.page --list) || status=$$?; \
+	$(BIN)/python -m tests.faults.page results/chaos.xml results/chaos.json; \
+	exit $$status
 
 test-nodes: $(STAMP) ## run trainings on several nodes, network namespaces of this machine (as root)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nodes tests/workflow/test_nodes.py

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,8 +16,11 @@ from typing import Any
 
 import yaml
 
+from mcore_mas import code_commit
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE, ROWS, RESULTS = DOCS / "reliability.md", DOCS / "reliability.yaml", DOCS / "reliability.json"
+_WORST = ("failure", "error", "passed", "skipped")  # of the cases of a test, the one that counts
 BEGIN, END = "<!-- begin faults -->", "<!-- end faults -->"
 
 
@@ -24,6 +28,7 @@ def read(paths: list[str]) -> dict[str, Any]:
     """Results by test and by fault of the chaos: what came of it, and after how many seconds."""
     found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
     found |= {"chaos": {"seeds": [], "recovered_s": {}}} if any(path.endswith(".json") for path in paths) else {}
+    of = f"{time.strftime('%Y-%m-%d')} {code_commit()[:10]}"
     for path in paths:
         if path.endswith(".json"):
             own, chaos = json.loads(Path(path).read_text(encoding="utf-8")), found["chaos"]
@@ -39,7 +44,8 @@ def read(paths: list[str]) -> dict[str, Any]:
                 continue  # what was found where it can run, such as on Slurm
             before = here.get(name, {})
             took = round(float(case.get("time", 0)) + before.get("s", 0.0), 1)
-            here[name] = {"result": bad[0] if bad else before.get("result", "passed"), "s": took}
+            result = min(bad[0] if bad else "passed", before.get("result", "skipped"), key=_WORST.index)
+            here[name] = {"result": result, "s": took, "of": of}
         found["tests"] |= here
     return found
 
@@ -57,7 +63,9 @@ def render(rows: Mapping[str, list[dict[str, Any]]], results: Mapping[str, Any])
             shown = "; ".join(dict.fromkeys(outcome))
             most = [f"{max(s for s in seconds if s is not None):.1f}"] if any(s is not None for s in seconds) else [""]
             lines.append(f"| {row['fault']} | {row['expected']} | {', '.join(names)} | {shown} | {most[0]} |")
-    return "\n".join(lines)
+    of = sorted(found["of"] for found in results["tests"].values() if "of" in found)
+    when = [f"\nResults of {of[0]} to {of[-1]}, by date and commit."] if of else []
+    return "\n".join(lines + when)
 
 
 def _results(row: Mapping[str, Any], results: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from tests.faults import proxy
-from tests.faults.page import PAGE, ROWS, page
+from tests.faults.page import PAGE, ROWS, page, read
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,3 +34,21 @@ def test_every_fault_has_a_test_or_says_why_not() -> None:
             known = said in chaos or re.sub("rank|engine|driver", "{part}", said) in chaos  # in an f-string
             assert known or fault in ("all", "clock -1 h", "clock +1 h") or said.split(": ")[-1] in proxy.NAMES, fault
     assert len([row for row in rows if "untested" in row]) <= 4
+
+
+def test_of_a_tests_cases_the_worst_counts_and_a_skipped_one_does_not(tmp_path: Path) -> None:
+    """Table: what came of the cases, in their order -> the test's result."""
+    kinds = {"passed": "", "failure": "<failure/>", "skipped": "<skipped/>", "error": "<error/>"}
+    table = {
+        ("failure", "skipped"): "failure",
+        ("skipped", "failure", "passed"): "failure",
+        ("passed", "skipped"): "passed",
+        ("passed", "error"): "error",
+        ("skipped", "skipped"): "skipped",
+    }
+    for cases, result in table.items():
+        rows = [
+            f'<testcase classname="tests.x" name="test_a[{kind}]" time="1">{kinds[kind]}</testcase>' for kind in cases
+        ]
+        (path := tmp_path / "junit.xml").write_text(f"<testsuite>{''.join(rows)}</testsuite>")
+        assert read([str(path)])["tests"]["tests/x.py::test_a"]["result"] == result, cases
