@@ -116,14 +116,15 @@ class Run:
         self.wait(lambda: False)
 
     def left(self) -> list[str]:
-        """What is still there of it: processes, of which each would hold its ports, files, and control groups."""
+        """What is still there of it: processes, where they listen, paths, and control groups."""
         deadline = time.monotonic() + 30
         while (alive := list(ours())) and time.monotonic() < deadline:
             time.sleep(0.5)
-        files = [str(path) for folder in (self._temporary, MEMORY) for path in folder.rglob("*") if path.is_file()]
+        shared = MEMORY / f"mcore_mas-{os.getuid()}"  # of all of this user's runs, and empty after each
+        paths = [str(path) for folder in (self._temporary, MEMORY) for path in folder.rglob("*") if path != shared]
         for driver in self._drivers:
-            files += map(str, Path("/sys/fs/cgroup").rglob(f"{PREFIX}{driver}-*"))
-        return [f"process {process.pid} {process.name()}" for process in alive] + files
+            paths += map(str, Path("/sys/fs/cgroup").rglob(f"{PREFIX}{driver}-*"))
+        return [f"process {process.pid} {process.name()} at ports {list(ports(process))}" for process in alive] + paths
 
     def wait(self, happened: Callable[[], bool]) -> bool:
         """Wait until something has happened, starting what has died; False once the run has finished."""
@@ -186,6 +187,14 @@ def ours() -> Iterator[psutil.Process]:
                 yield process
 
 
+def ports(process: psutil.Process) -> Iterator[int]:
+    """Where a process listens."""
+    with suppress(psutil.Error):
+        for own in process.net_connections("inet"):
+            if own.status == psutil.CONN_LISTEN:
+                yield own.laddr.port
+
+
 def faults(run: Run, retriever: Retriever) -> dict[str, Callable[[], bool]]:
     """What can happen, by name; each says whether it did."""
     kills = {
@@ -228,14 +237,14 @@ def alone() -> None:
 
 
 @contextmanager
-def stage(base: Path) -> Iterator[tuple[Path, Retriever, proxy.FaultProxy]]:
-    """A run's folder, ready to train, and the retriever and the proxy that it asks."""
+def stage(base: Path, more: Sequence[str]) -> Iterator[tuple[Path, Retriever, proxy.FaultProxy]]:
+    """A run's folder, ready to train with `more` settings, and the retriever and the proxy that it asks."""
     bert = bare_folder(base) / "bert"
     write_corpus(base / "passages.jsonl", PASSAGES)
     build_index(base / "passages.jsonl", base / "index", Encoder.of("bge", bert))
     sidecar = RetrieverSidecar(base / "index", log_path=base / "retriever.log", encoder_folder=bert)
     with sidecar as url, proxy.FaultProxy(url).running() as web:
-        run = make_run(base, *SETTINGS, f"retriever.urls=[{web.url}]", experiment="demo_search")
+        run = make_run(base, *SETTINGS, *more, f"retriever.urls=[{web.url}]", experiment="demo_search")
         yield run, Retriever(sidecar), web
 
 
@@ -264,11 +273,11 @@ def disturbed(seed: int, number: int, run: Run, retriever: Retriever, total: int
     return recovered
 
 
-def main(number: int, seeds: Sequence[int], out: Path | None, only: str) -> None:
+def main(number: int, seeds: Sequence[int], out: Path | None, only: str, more: Sequence[str]) -> None:
     """Raises AssertionError if a run comes to other bits, or leaves something behind."""
     base = Path(tempfile.mkdtemp(prefix="ch"))  # a short path: Ray has sockets in it
     recovered: dict[str, list[float]] = {}
-    with stage(base) as (folder, retriever, web):
+    with stage(base, more) as (folder, retriever, web):
         pristine = folder.with_name("pristine")
         shutil.copytree(folder, pristine)
         calm = Run(folder, web, base / "t0")
@@ -304,6 +313,7 @@ if __name__ == "__main__":
     parser.add_argument("seeds", type=int, nargs="*", default=(1, 2, 3))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="faults whose names have this in them")
+    parser.add_argument("--set", action="append", default=[], help="a setting of the run, such as trainer.staleness=1")
     given = parser.parse_args()
     alone()
-    main(given.faults, given.seeds, given.out, given.only)
+    main(given.faults, given.seeds, given.out, given.only, given.set)
