@@ -125,6 +125,11 @@ class TimedProtocol(H11Protocol):
         if str(self.conn.their_state) not in ("IDLE", "SEND_BODY"):  # h11's names: nothing of it is there yet, or part
             self._cancel()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if str(self.conn.their_state) == "SEND_BODY":  # the next request came with the one before, in part
+            self._wait()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel()
         super().connection_lost(exc)

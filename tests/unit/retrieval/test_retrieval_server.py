@@ -331,7 +331,8 @@ def test_the_server_dies_with_its_parent(index_dir: Path) -> None:
         parent.wait()
 
 
-HALF = (b"", b"POST /retr", b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+LACKING = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+HALF = (b"", b"POST /retr", LACKING, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + LACKING)
 
 
 def test_a_request_that_is_never_finished_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +341,8 @@ def test_a_request_that_is_never_finished_loses_its_connection(monkeypatch: pyte
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
+            while (await receive()).get("more_body"):
+                pass
             await asyncio.sleep(2.0)  # longer than a request may take to be read
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
@@ -349,7 +352,7 @@ def test_a_request_that_is_never_finished_loses_its_connection(monkeypatch: pyte
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(text)
         with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
+            assert (await reader.read()).endswith(b"ok" if text.startswith(b"GET") else b"")
         writer.close()
         return time.monotonic() - began
 
@@ -370,7 +373,7 @@ def test_a_request_that_is_never_finished_loses_its_connection(monkeypatch: pyte
         while not server.started:
             await asyncio.sleep(0.01)
         port = listener.getsockname()[1]
-        *seconds, _ = await asyncio.gather(*(ended(port, text) for text in HALF * 100), answered(port))
+        *seconds, _ = await asyncio.gather(*(ended(port, text) for text in HALF * 75), answered(port))
         assert len(seconds) == 300 and max(seconds) < 10
         server.should_exit = True
         await serving
