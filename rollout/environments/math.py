@@ -50,7 +50,8 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
     A given answer that cannot be understood, or that asks for too much before it is read, is different. Undecided is
     what the truth itself makes too much, and what ran into a limit of the comparing process. Four rules are stricter
     than math-verify: every side of an equation that is a number has to be the truth; of two units of length, mass, time
-    or angle both are the same; a set is no tuple; a decimal is an exact truth only if 15 digits of it are.
+    or angle, or powers and quotients of them, both are the same; a set is no tuple; a decimal is an exact truth only
+    if 15 digits of it are.
 
     Raises:
         EnvError: the process that compares mathematics cannot be started.
@@ -67,7 +68,7 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
         return AnswerComparison.EQUAL if same else AnswerComparison.DIFFERENT
     if _unit(given) != _unit(truth) and _unit(given) and _unit(truth):
         return AnswerComparison.DIFFERENT
-    if given.startswith("\\{") and _TUPLE.fullmatch(truth):
+    if given.rpartition("=")[2].startswith("\\{") and _TUPLE.fullmatch(truth):
         return AnswerComparison.DIFFERENT
     if "=" not in truth:
         for side in _EQUATION.split(given)[:-1]:
@@ -93,15 +94,26 @@ _UNITS = {
     )
     for name in names
 }
-_UNIT = re.compile(r"(?:\\(?:text|textrm|mathrm|mbox)\{([a-zA-Z]+)\}|(?<=\d)([a-zA-Z]+))$")
+_MARKED = re.compile(r"\\(?:text|textrm|mathrm|mbox)\{([^{}]*)\}")
+_QUOTIENT = re.compile(r"\\frac\{(~[^{}]*)\}\{(~[^{}]*)\}$")
+_PARTS = r"(?:[~/]*[a-zA-Z]+(?:\^\{?-?\d\}?)?)+$"
+_UNIT = re.compile(rf"~{_PARTS}|(?<=\d){_PARTS}")
+_PART = re.compile(r"([~/]*)(square|sq|cubic)?([a-zA-Z]+)(?:\^\{?(-?\d))?")
 
 
-def _unit(normalised: str) -> str:
-    """The unit that an answer ends with, "" without one that is known."""
-    if end := _UNIT.search(normalised):
-        word = (end[1] or end[2]).lower().replace("metre", "meter")
-        return _UNITS.get(word) or _UNITS.get(word.removesuffix("s"), "")
-    return ""
+def _unit(normalised: str) -> dict[str, int]:
+    """The units that an answer ends with, each with its power; {} without one, or where one is not known."""
+    text = _MARKED.sub(lambda found: "~" + found[1].replace("per", "/"), normalised).replace("\\cdot~", "~")
+    end = _UNIT.search(_QUOTIENT.sub(r"\1/\2", text).replace("²", "^2").replace("³", "^3"))
+    powers: dict[str, int] = {}
+    for before, area, name, power in _PART.findall(end[0]) if end else ():
+        word = name.lower().replace("metre", "meter")
+        unit = _UNITS.get(word) or (power[:1] != "-" and _UNITS.get(word.removesuffix("s")))  # `m s^{-1}` is no plural
+        if not unit:
+            return {}
+        size = int(power or {"": 1, "cubic": 3}.get(area, 2))
+        powers[unit] = powers.get(unit, 0) + (-size if "/" in before else size)
+    return powers
 
 
 class MathEnv(CalculatingEnv):
@@ -168,5 +180,6 @@ def _refused(normalised: str) -> bool:
 
 def _normalise(answer: str) -> str:
     text = answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("**", "^")
+    text = text.replace("\\lbrace", "\\{").replace("\\rbrace", "\\}")
     text = _SPACING.sub(lambda found: f"{command} " if (command := found["command"]) else "", text)
     return text.rstrip(".").removeprefix("+")
