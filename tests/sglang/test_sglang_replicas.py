@@ -44,7 +44,8 @@ def pair(sglang: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
     try:
         ask(owner, [([1], Sampling(max_tokens=1, session=session)) for session in SESSIONS])
         urls = [replica.client.url for replica in owner._replicas]
-        guest = SGLangEngine(folder / "model", max_length=160, urls=urls, weights_folder=folder / "guest")
+        there = {"urls": urls, "key": owner._settings.own_key}
+        guest = SGLangEngine(folder / "model", max_length=160, weights_folder=folder / "guest", **there)
         yield Pair(owner, guest, model)
     finally:
         owner.close()

@@ -31,11 +31,17 @@ class Server:
     """A process that serves one replica; runs in a Ray actor where GPUs are placed, in this process otherwise."""
 
     def __init__(
-        self, python: str, arguments: Sequence[str], log: str, environment: Mapping[str, str], key: str | None = None
+        self,
+        python: str,
+        arguments: Sequence[str],
+        log: str,
+        environment: Mapping[str, str],
+        key: str | None = None,
+        far: bool = False,
     ) -> None:
         """Name what `start` will run: `python -m sglang.launch_server *arguments`.
 
-        With a `key` it listens at the address of its node, and answers who has the key; else at the loopback.
+        With a `key` it answers who has the key. It listens at the loopback, or `far` at the address of its node.
 
         Raises:
             EngineError: there is no such interpreter.
@@ -45,7 +51,7 @@ class Server:
         # not resolved: a virtual environment is told by the link that was followed
         self._command = [str(Path(python).absolute()), "-m", "sglang.launch_server", *arguments]
         self._log = Path(log)
-        self._environment, self._key = dict(environment), key
+        self._environment, self._key, self._far = dict(environment), key, far
         self._process: subprocess.Popen[bytes] | None = None
 
     def devices(self) -> list[str]:
@@ -60,26 +66,32 @@ class Server:
         It sees the GPUs `devices`, or without any all that this process sees.
         """
         self.stop()
-        address, secret, network = ("127.0.0.1", [], {}) if self._key is None else self._at_its_node(self._key)
+        address, network = self._at_its_node() if self._far else ("127.0.0.1", {})
         port = free_port(address)
         inherited = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         seen = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-        command = [*self._command, *secret, "--host", address, "--port", str(port)]
+        command = [*self._command, *self._secret(), "--host", address, "--port", str(port)]
         self._process = start_group(command, log=self._log, env=inherited | seen | network | self._environment)
         return f"http://{address}:{port}"
 
-    def _at_its_node(self, key: str) -> tuple[str, list[str], dict[str, str]]:
-        """Address, arguments and environment of a server that other nodes reach; its key is not on the command line."""
+    def _at_its_node(self) -> tuple[str, dict[str, str]]:
+        """Address and environment of a server that other nodes reach."""
         import ray
 
         address = str(ray.util.get_node_ip_address())
+        name = interface_of(address)
+        return address, {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+    def _secret(self) -> list[str]:
+        """Arguments that name a file with the key, which is not on the command line."""
+        if self._key is None:
+            return []
         self._log.parent.mkdir(parents=True, exist_ok=True)
         secret = self._log.with_suffix(".key.yaml").absolute()
         secret.unlink(missing_ok=True)
         with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f'api-key: "{key}"\n')
-        name = interface_of(address)
-        return address, ["--config", str(secret)], {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+            file.write(f'api-key: "{self._key}"\n')
+        return ["--config", str(secret)]
 
     def ended(self) -> str:
         """Why the server is gone, with the end of its log; "" while it runs."""
@@ -150,7 +162,7 @@ class Replica:
         if actors is not None:
             self._host, *self._fellows = actors()
         self._settings: dict[str, Any] = {"timeout_s": settings.timeout_s, "connections": settings.rows + 8}
-        self._key = settings.node_key  # of a server of ours that listens at its node's address
+        self._key = settings.own_key  # of a server of ours
         self.starts = 0
         self.busy = 0  # completions that it was asked for
         self.ready = False
@@ -275,7 +287,8 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
         EngineError: no interpreter at `settings.python`.
     """
     log = str(Path(settings.log).with_suffix(f".{number}.log"))
-    told = (settings.python or "", server_arguments(settings), log, settings.variables, settings.node_key)
+    words = server_arguments(settings)
+    told = (settings.python or "", words, log, settings.variables, settings.own_key, settings.far)
     server = Server(*told)  # complains here rather than in an actor
     if not _ray_runs():
         return Replica(settings, server, gpus=settings.gpus[number] if settings.gpus else ())

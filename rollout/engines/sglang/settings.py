@@ -49,7 +49,7 @@ class SGLangSettings:
     python: str | None = None  # interpreter of SGLang's environment, or ...
     urls: Sequence[str] = ()  # ... servers that run already
     key: str | None = None  # of those
-    far: bool = False  # servers of our own may be on other nodes: they listen at their node's address, with a key
+    far: bool = False  # servers of our own may be on other nodes: they listen at their node's address
     members: Path | str | None = None  # file with the URLs of servers that join and leave, one a line
     replicas: int = 1  # servers of our own
     tp: int = 1  # GPUs of each server
@@ -110,9 +110,9 @@ class SGLangSettings:
         return own | dict(self.environment)
 
     @cached_property
-    def node_key(self) -> str | None:
-        """What servers of our own at their node's address ask of callers, made up here; None: they are on loopback."""
-        return secrets.token_hex(32) if self.far else None
+    def own_key(self) -> str:
+        """What servers of our own ask of callers, also on loopback: they take weights, as pickles too."""
+        return self.key or secrets.token_hex(32)
 
     @property
     def vocab(self) -> int:

@@ -153,9 +153,9 @@ def test_what_a_server_refuses_is_told_and_the_version_before_stays(make: Make) 
 
     async def play() -> None:
         await engine.load_weights(adapter(), 1)
-        url = engine.host._replicas[0].client.url
+        there = {"urls": [engine.host._replicas[0].client.url], "key": engine.host._settings.own_key}
         bare = [(name, torch.cat([tensor, tensor], dim=name.count(".lora_B."))) for name, tensor in adapter()]
-        (larger,) = make(shape(rank=2 * RANK), urls=[url])
+        (larger,) = make(shape(rank=2 * RANK), **there)
         with pytest.raises(
             EngineError, match=r"/load_lora_adapter: status 400: adapter 1-v2-\S+ with rank 6 is incompa"
         ):
@@ -185,7 +185,7 @@ def test_a_server_without_adapters_says_so(make: Make, folder: Path, tmp_path: P
 
     async def play() -> None:
         await plain.generate([1], Sampling(max_tokens=1))
-        (engine,) = make(shape(), urls=[plain._replicas[0].client.url])
+        (engine,) = make(shape(), urls=[plain._replicas[0].client.url], key=plain._settings.own_key)
         with pytest.raises(EngineError, match=r"status 400: LoRA is not enabled. Please set `--enable-lora`"):
             await engine.load_weights(adapter(), 1)
 

@@ -392,7 +392,7 @@ def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file
 ) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     words = server_arguments(SGLangSettings(folder=folder, tp=2, max_length=64, rows=4))
-    server = Server(str(FAKE), words, str(tmp_path / "sglang.0.log"), {"OMP_NUM_THREADS": "3"}, "8" * 64)
+    server = Server(str(FAKE), words, str(tmp_path / "sglang.0.log"), {"OMP_NUM_THREADS": "3"}, "8" * 64, far=True)
     url = server.start(["4", "6"])
     try:
         said = asyncio.run(asked(url, "8" * 64))["arguments"]
@@ -405,6 +405,26 @@ def test_a_server_that_other_nodes_reach_is_told_its_address_and_a_key_in_a_file
     own = {"CUDA_VISIBLE_DEVICES=4,6", "GLOO_SOCKET_IFNAME=lo", "NCCL_SOCKET_IFNAME=lo", "OMP_NUM_THREADS=3"}
     assert own <= set(environment)
     assert not [entry for entry in environment if entry.startswith("PYTHONPATH=")]
+
+
+def test_a_server_on_this_machine_asks_for_a_key_too(make: Make) -> None:
+    """Whoever is on the machine could give it weights, and pickles to load."""
+    engine = make()
+
+    async def refused(key: str | None) -> None:
+        client = SGLangClient(engine._replicas[0].client.url, timeout_s=20, connections=1, key=key)
+        with pytest.raises(EngineError, match="/update_weights_from_tensor: status 401"):
+            await client.call("/update_weights_from_tensor", {})
+
+    async def play() -> None:
+        assert len((await ask(engine, [1])).token_ids) == 3
+        await refused(None)
+        await refused("guessed")
+        pid = await engine._replicas[0].pid()
+        assert engine._settings.own_key not in Path(f"/proc/{pid}/cmdline").read_text()
+
+    asyncio.run(play())
+    assert [file.stat().st_mode & 0o777 for file in Path(engine._settings.log).parent.glob("*.key.yaml")] == [0o600]
 
 
 async def asked(url: str, key: str | None = None) -> dict[str, Any]:
