@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -94,21 +95,36 @@ def running_ray(
 
     # read by Ray when it starts: a run neither joins another's cluster nor reports its use
     os.environ.pop("RAY_ADDRESS", None)
+    os.environ.pop("RAY_AUTH_MODE", None)  # then Ray asks for its token, which `disabled` would leave out
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (by default Ray's workers give way to all else)
+    _private_token()
     context = _started(cpus, gpus, object_store_mb)
     session = Path(context.address_info["session_dir"])
-    session.chmod(
-        0o700
-    )  # Ray lets everybody in, and its token, of any age, lets whoever reads it run code as this user
-    token = Path.home() / ".ray" / "auth_token"
-    if token.is_file() and token.stat().st_uid == os.getuid():
-        token.chmod(0o600)
+    session.chmod(0o700)  # Ray lets everybody in
     with reaped(session, logs):
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def _private_token() -> None:
+    """Make Ray's token, which lets whoever reads it run code as this user, if there is none; it is this user's alone.
+
+    Ray would make it readable by all.
+    """
+    token = Path.home() / ".ray" / "auth_token"
+    token.parent.mkdir(mode=0o700, exist_ok=True)
+    if not token.is_file():
+        made = token.with_name(f".auth_token.{os.getpid()}")
+        made.touch(0o600)
+        made.write_text(secrets.token_hex(32))
+        with suppress(FileExistsError):  # another process was first
+            os.link(made, token)
+        made.unlink()
+    if token.stat().st_uid == os.getuid():
+        token.chmod(0o600)
 
 
 def _started(cpus: int, gpus: int, object_store_mb: int) -> Any:
@@ -172,6 +188,9 @@ def joined_ray(address: str, file: Path) -> Iterator[list[Node]]:
             f"cluster.address: {address}: this machine cannot join a Ray there ({why}); start one with `ray start` on "
             "every node, this one too, or use cluster.address: local"
         ) from error
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        said = "asks for no token, so whoever reaches it runs programs as you; start it as docs/nodes.md says"
+        print(f"warning: cluster.address: the Ray at {address} {said}", file=sys.stderr, flush=True)
     try:
         nodes = alive_nodes()
         _check_files(nodes, file.resolve())

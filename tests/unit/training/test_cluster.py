@@ -58,6 +58,39 @@ with mock.patch.object(services, "get_node", get_node), running_ray(1, 100):
 print(len(tries), sessions())
 """
 
+_OPENED = """
+import json, os, subprocess, sys
+from pathlib import Path
+import psutil, ray
+from ray._raylet import AuthenticationMode, get_authentication_mode
+from mcore_mas.training.cluster import running_ray
+
+with running_ray(1, 100):
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    mode = ray.get(ray.remote(lambda: os.environ["RAY_AUTH_MODE"]).remote())
+    children = psutil.Process().children(recursive=True)
+    doors = {c.name().partition(":")[0] for c in children for d in c.net_connections() if d.status == "LISTEN"}
+    modes = [oct(path.stat().st_mode & 0o777) for path in (session, Path.home() / ".ray/auth_token")]
+    joining = [sys.executable, "-c", f"import ray; ray.init(address='{ray.get_runtime_context().gcs_address}')"]
+    stranger = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    said = subprocess.run(joining, env=stranger, capture_output=True, text=True).stderr.splitlines()[-1]
+    print(json.dumps([get_authentication_mode() == AuthenticationMode.TOKEN, mode, *modes, sorted(doors), said]))
+"""
+
+
+@pytest.mark.slow
+def test_a_ray_of_a_runs_own_asks_for_a_token_whatever_the_environment_says() -> None:
+    """Ray listens at all addresses of the machine: `RAY_AUTH_MODE=disabled` would let everybody in."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:
+        environment = os.environ | {"RAY_TMPDIR": folder, "HOME": folder, "RAY_AUTH_MODE": "disabled"}
+        command = [sys.executable, "-c", _OPENED]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *found, doors, said = json.loads(done.stdout.splitlines()[-1])
+    assert found == [True, "token", "0o700", "0o600"]
+    assert doors == ["gcs_server", "ray", "raylet"]  # no dashboard
+    assert said.startswith("ConnectionError: Failed to connect to Ray cluster")
+
 
 def test_a_ray_that_did_not_start_in_time_leaves_neither_folder_nor_process() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as folder:  # a short path: Ray has sockets in it
