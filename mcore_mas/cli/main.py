@@ -86,13 +86,11 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
     Raises:
         SuiteError: there is no such suite or experiment.
     """
-    import yaml
-
-    from mcore_mas.pipeline.suite import SNAKEFILE, suite_of_experiment
+    from mcore_mas.pipeline.suite import SNAKEFILE, suite_values
 
     overrides = list(takewhile(lambda word: word.startswith("~") or ("=" in word and word[0] != "-"), arguments))
     rest, file = list(arguments[len(overrides) :]), Path(suite).is_file()
-    values = yaml.safe_load(Path(suite).read_text(encoding="utf-8")) if file else suite_of_experiment(suite)
+    values = suite_values(suite)
     own = [] if file else [f"{key}={json.dumps(value)}" for key, value in values.items()]
     if overrides:  # in place of the file's, which come first
         earlier = values.get("overrides", []) if isinstance(values, dict) else []

@@ -30,6 +30,7 @@ from mcore_mas.config.policy import (
 from mcore_mas.equations.advantages import NEEDS, compared
 from mcore_mas.equations.divergence import Precision
 from mcore_mas.equations.filters import contrasted
+from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.options import Section, UnknownName, lookup
 from mcore_mas.rollout.base.schema_words import invalid
 from mcore_mas.rollout.config.data import DataConfig
@@ -231,7 +232,7 @@ class RunConfig(Section):
                 "writes before the first job of the run"
             )
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            values = read_yaml(path)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())}); make it again") from error
         if not isinstance(values, dict):

@@ -26,7 +26,7 @@ from mcore_mas.equations.statistics import pass_at
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.paper_results import MadeFrom, make_paper_table
 from mcore_mas.reports.paper_tables import PaperTable, TableError, tables_of
-from mcore_mas.rollout.base.files import atomic_path, sha256
+from mcore_mas.rollout.base.files import atomic_path, read_yaml, sha256
 from mcore_mas.rollout.config.data import DataConfig
 
 METADATA = "ro-crate-metadata.json"
@@ -183,7 +183,7 @@ def _inputs(runs: Sequence[Path]) -> list[dict[str, Any]]:
     """Digest and size of the data, models, tasks and indexes that the runs began with."""
     paths: dict[Path, None] = {}
     for run in runs:
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        config = read_yaml(run / "config.yaml")
         folders = [policy["model"] for policy in config["policies"].values() if policy["model"]]
         passages = (config.get("retriever") or {}).get("passages")
         data = [*DataConfig.model_validate(config["data"]).paths, *([Path(passages)] if passages else [])]

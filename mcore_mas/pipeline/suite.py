@@ -20,7 +20,7 @@ from mcore_mas.pipeline import sharing, suite_file
 from mcore_mas.pipeline.sharing import ConfigCache
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.base.files import write_text
+from mcore_mas.rollout.base.files import read_yaml, write_text
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.tasks.splits import SPLITS
 
@@ -285,13 +285,25 @@ def load_suite(suite: str, overrides: Sequence[str] = ()) -> Suite:
     Raises:
         SuiteError: there is neither, or the suite cannot be used.
     """
-    path = Path(suite)
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else suite_of_experiment(suite)
+    path, values = Path(suite), suite_values(suite)
     if not isinstance(values, dict):
         raise SuiteError(f"{path}: a suite is a mapping of keys (docs/configuration.md)")
     if overrides:
         values["overrides"] = [*values.get("overrides", []), *overrides]
     return Suite.load(values, path.parent.resolve() if path.is_file() else None)
+
+
+def suite_values(suite: str) -> Any:
+    """What is in a suite's file, or the suite of the experiment of that name alone.
+
+    Raises:
+        SuiteError: there is neither, or the file is no YAML.
+    """
+    path = Path(suite)
+    try:
+        return read_yaml(path) if path.is_file() else suite_of_experiment(suite)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
 
 
 def suite_of_experiment(name: str) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import yaml
 
 from mcore_mas import SHIPPED
+from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.text import nearest
 
 SUITE_SCHEMA = SHIPPED / "workflow" / "schemas" / "suite.schema.json"
@@ -40,7 +42,7 @@ def check_command(arguments: Sequence[str]) -> None:
     """`check_suite_files` for a command line of Snakemake, which its profile calls before Snakemake reads any file.
 
     Raises:
-        SystemExit: with the error in one line.
+        SystemExit: with the error in one line; also for a file that would fill memory.
     """
     files, taken = [], False
     for word in arguments:
@@ -54,6 +56,11 @@ def check_command(arguments: Sequence[str]) -> None:
         raise SystemExit(f"error: {error}") from None
     if missing := [file for file in files if not Path(file).is_file()]:
         raise SystemExit(f"error: --configfile {missing[0]}: no such suite file")
+    for file in files:
+        try:
+            read_yaml(Path(file))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise SystemExit(f"error: --configfile {file}: not YAML ({' '.join(str(error).split())})") from None
 
 
 def own_configs(suite: Mapping[str, Any], folder: Path | None) -> Path | None:

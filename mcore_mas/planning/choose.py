@@ -17,6 +17,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.estimate import PASSES, Models, Placement, RunEstimate, estimate_run, fits, gangs, workloads
 from mcore_mas.planning.memory import GPU, GPUS
 from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.models.architecture import Architecture, planned_architecture
 from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
 
@@ -59,7 +60,7 @@ class Cluster:
             PlanError: the file cannot be read, or has other keys.
         """
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            values = read_yaml(path)
         except (OSError, yaml.YAMLError) as error:
             raise PlanError(f"{path}: {' '.join(str(error).split())}") from error
         own = {"memory", "flops", "bandwidth"}

@@ -12,12 +12,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import yaml
 from markupsafe import Markup
 
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import drawing, framed, render_page, trajectory_page
-from mcore_mas.rollout.base.files import FolderError, json_lines, write_text
+from mcore_mas.rollout.base.files import FolderError, json_lines, read_yaml, write_text
 from mcore_mas.rollout.base.options import leaves
 from mcore_mas.rollout.records.files import read_tasks, read_trajectories
 from mcore_mas.rollout.records.trajectory import Trajectory
@@ -88,7 +87,7 @@ def _config(run: Path) -> dict[str, Any]:
     file = run / "config.yaml"
     if not file.is_file():
         raise FolderError(f"{file}: no such file; expected a run's folder, such as results/demo_math")
-    values: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    values: dict[str, Any] = read_yaml(file)
     return values
 
 

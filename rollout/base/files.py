@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -76,19 +77,50 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+_MOST_YAML, _MOST_DEPTH = 4 << 20, 100  # characters of a file with its aliases written out, and levels in each other
+
+
 def read_yaml(path: Path, reader: Any = _YAML) -> Any:
     """The content of a YAML file of plain values, parsed in C where PyYAML has that, or by another safe reader.
 
     Raises:
         OSError: it cannot be read.
-        yaml.YAMLError: it is none.
+        yaml.YAMLError: it is none, or far too large or deep, also by what its aliases stand for.
     """
     with path.open(encoding="utf-8") as stream:  # whose name stands in errors
+        if os.fstat(stream.fileno()).st_size > _MOST_YAML:
+            raise yaml.YAMLError(f"more than {_MOST_YAML} bytes")
+        _check_size(yaml.parse(stream, reader))
+        stream.seek(0)
         loader = reader(stream)
         try:
             return loader.get_single_data()
         finally:
             loader.dispose()
+
+
+def _check_size(events: Iterable[yaml.Event]) -> None:
+    """Refuse what would fill memory, or the stack of a reader in C."""
+    known: dict[str | None, float] = {}  # size by anchor; what is not closed yet would be endless
+    under_way: list[tuple[str | None, float]] = [(None, 0)]
+    for event in events:
+        anchor, size = getattr(event, "anchor", None), 1.0
+        if isinstance(event, yaml.CollectionStartEvent):
+            known[anchor] = math.inf
+            under_way.append((anchor, size))
+        elif isinstance(event, yaml.NodeEvent | yaml.CollectionEndEvent):
+            if isinstance(event, yaml.AliasEvent):
+                size = known.get(anchor, size)
+            elif isinstance(event, yaml.ScalarEvent):
+                size += len(event.value)
+            else:
+                anchor, size = under_way.pop()
+            around, so_far = under_way.pop()
+            known[anchor] = size
+            under_way.append((around, so_far + size))
+        if len(under_way) > _MOST_DEPTH or under_way[-1][1] > _MOST_YAML:
+            most = f"{_MOST_YAML} characters with its aliases written out, or {_MOST_DEPTH} levels"
+            raise yaml.YAMLError(f"more than {most}")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -14,10 +14,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import JsonValue, PositiveFloat, PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.environments.protocol import Step
 from mcore_mas.rollout.records.trajectory import Task
 
@@ -278,7 +278,7 @@ def _games(config: str) -> Any:
     path = Path(config)
     if not path.is_file():
         raise EnvError(f"{config}: no such file; expected ALFWorld's configs/base_config.yaml")
-    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    settings = read_yaml(path)
     # without the handcoded expert, whom only the split `train` has
     return get_environment("AlfredTWEnv")(settings, train_eval="eval_out_of_distribution")
 
