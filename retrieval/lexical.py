@@ -34,7 +34,7 @@ class Lexical:
         index = bm25s.BM25()
         index.index(bm25s.tokenize([passage.contents for passage in corpus], **_QUIET), **_QUIET)
         shutil.rmtree(out_dir / FOLDER, ignore_errors=True)
-        with atomic_folder(out_dir / FOLDER) as folder:
+        with atomic_folder(out_dir / FOLDER, 0o755) as folder:
             index.save(str(folder), **_QUIET)
         return lexical_digest(out_dir)
 

@@ -49,10 +49,14 @@ class Store:
             logging.getLogger(name).setLevel(logging.WARNING)
 
         with self.alone():  # the first client of a new sqlite store writes its tables
+            place = None
+            if path := _sqlite(self.uri):  # artifacts lie beside it, not where the process was started; they have chats
+                artifacts = path.absolute().parent / "mlflow-artifacts"
+                artifacts.mkdir(0o700, parents=True, exist_ok=True)
+                path.touch(0o600)
+                place = str(artifacts / self.experiment)
             client = MlflowClient(tracking_uri=self.uri)
             found = client.get_experiment_by_name(self.experiment)
-            path = _sqlite(self.uri)  # artifacts of a local store lie beside it, not where the process was started
-            place = str(path.absolute().parent / "mlflow-artifacts" / self.experiment) if path else None
             self.experiment_id = (
                 found.experiment_id if found else client.create_experiment(self.experiment, artifact_location=place)
             )

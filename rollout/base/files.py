@@ -57,11 +57,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """A new folder beside `path` that takes its place when the block ends without an error."""
+def atomic_folder(path: Path, mode: int = 0o700) -> Iterator[Path]:
+    """A new folder beside `path`, this user's alone, that takes its place when the block ends without an error."""
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir(mode, parents=True)
     failpoint(f"folder.begun:{path.name}")
     yield partial
     failpoint(f"folder.written:{path.name}")

@@ -245,6 +245,7 @@ def write_folder(like: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
     weights = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin")
     with atomic_folder(folder) as partial:
         shutil.copytree(like, partial, ignore=weights, dirs_exist_ok=True)
+        partial.chmod(0o700)  # that of `like` was copied, too
         if "score.weight" in tensors:
             config = json.loads((partial / "config.json").read_text())
             names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
