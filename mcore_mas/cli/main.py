@@ -15,6 +15,7 @@ import typer
 
 from mcore_mas.cli.inspection import UsageError, inspection_commands
 from mcore_mas.cli.machine import RunFolder, machine_commands, run_commands, run_folder, run_names
+from mcore_mas.rollout.base.text import show_logs
 from mcore_mas.training.joblog import Stopped, cause, stop_at_start
 
 app = typer.Typer(
@@ -63,6 +64,7 @@ def options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
 ) -> None:
     """Reinforcement-learning post-training of teams of LLM agents on Megatron-core."""
+    show_logs()
 
 
 @app.command("run", rich_help_panel=_PANEL, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

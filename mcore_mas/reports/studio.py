@@ -166,7 +166,7 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
             except (FolderError, RecordError, ConfigError) as error:
                 raise HTTPException(404, str(error)) from None
             if not isinstance(found, Response):  # JSON has no number for what is not finite
-                found = Response(to_json(found, inf_nan_mode="null"), media_type="application/json")
+                found = Response(to_json(_shown(found), inf_nan_mode="null"), media_type="application/json")
             for name, value in safe.items():
                 found.headers.setdefault(name, value)
             return found
@@ -193,6 +193,15 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
         "/api/trajectories": listed,
     }
     return Starlette(routes=[Route(path, guarded(answer), methods=["GET"]) for path, answer in answers.items()])
+
+
+def _shown(value: Any) -> Any:
+    """A value of JSON whose texts are as `shown_text` has them."""
+    if isinstance(value, Mapping):
+        return {name: _shown(own) for name, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(own) for own in value]
+    return shown_text(value) if isinstance(value, str) else value
 
 
 def _admit(request: Request, token: str | None) -> None:

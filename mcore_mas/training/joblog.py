@@ -19,7 +19,7 @@ from typing import Any, TextIO, TypeVar
 
 from mcore_mas.rollout.base.processes import die_with_parent
 from mcore_mas.rollout.base.task_group import cancel_tasks
-from mcore_mas.rollout.base.text import shown_line, shown_text
+from mcore_mas.rollout.base.text import show_logs, shown_line, shown_text
 
 CAUSE = "error: "
 _AGAIN = "----- started again -----\n"
@@ -36,6 +36,7 @@ def logged(path: Path | str) -> Iterator[None]:
     """
     global _terminal
     die_with_parent()
+    show_logs()
     stop_at_start(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,9 +17,17 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mcore_mas.rollout.base.http import is_loopback
+from mcore_mas.rollout.base.text import ShownFormatter
 
 READ_S = 10.0  # for a whole request, from its first byte or the connection's start
 _MIN_TOKEN_CHARS = 16
+_LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"shown": {"()": ShownFormatter, "fmt": "%(levelname)s: %(message)s"}},
+    "handlers": {"shown": {"class": "logging.StreamHandler", "formatter": "shown"}},
+    "loggers": {"uvicorn": {"handlers": ["shown"], "propagate": False}},
+}
 
 
 class BodyTooLarge(Exception):
@@ -151,6 +159,7 @@ def server_config(app: Starlette, *, drain_s: int, lifespan: bool) -> uvicorn.Co
         http=TimedProtocol,
         ws="none",
         lifespan="on" if lifespan else "off",
+        log_config=_LOGGING,
         log_level="warning",
         access_log=False,
         timeout_keep_alive=75,

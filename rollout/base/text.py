@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -23,6 +24,19 @@ def shown_text(text: str) -> str:
 def shown_line(text: str) -> str:
     """`shown_text` on one line."""
     return shown_text(text).replace("\n", "\\n")
+
+
+class ShownFormatter(logging.Formatter):
+    """Records as `shown_text`: a traceback may quote what a model wrote."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown_text(super().format(record))
+
+
+def show_logs() -> None:
+    """Make harmless what is logged where nobody has said how, as asyncio's tracebacks are."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(ShownFormatter())
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

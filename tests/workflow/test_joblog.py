@@ -36,6 +36,21 @@ def test_a_failure_ends_the_log_with_its_cause(tmp_path: Path) -> None:
     assert log.read_text().splitlines()[-1] == "error: ValueError: first second"
 
 
+def test_tracebacks_of_libraries_command_no_terminal(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    body = (
+        "import asyncio, logging; from mcore_mas.rollout.base.http_server import server_config\n"
+        "    server_config(None, drain_s=1, lifespan=False)\n"
+        "    said = ValueError('\\x1b]0;owned\\x07 \\u202e')\n"
+        "    logging.getLogger('uvicorn.error').error('in the application', exc_info=said)\n"
+        "    asyncio.new_event_loop().call_exception_handler({'message': 'never retrieved', 'exception': said})"
+    )
+    assert run_job(log, body).returncode == 0
+    lines = log.read_text().splitlines()
+    assert lines[:2] == ["ERROR: in the application", r"ValueError: \x1b]0;owned\x07 \u202e"]
+    assert lines[-2:] == ["never retrieved", r"ValueError: \x1b]0;owned\x07 \u202e"]
+
+
 def test_nothing_in_a_log_of_a_failure_commands_a_terminal(tmp_path: Path) -> None:
     log, killed = tmp_path / "job.log", tmp_path / "killed.log"
     run_job(log, r"raise ValueError('\x1b]0;owned\x07 \x9b2J a\rb \u202eevil')")

@@ -135,6 +135,14 @@ def test_runs_files_and_a_log(results: Path) -> None:
     assert (found["scores"][0]["first"], found["scores"][0]["second"]) == (0.5, 1.0)
 
 
+def test_what_a_model_wrote_is_harmless_in_a_list_too(results: Path) -> None:
+    file = results / "a" / "train" / "trajectories" / "step_000001.parquet"
+    write_trajectories(file, [replace(failed(turn(0)), error="\x1b[2J\u202e"), played(7, answer=f"{HOSTILE}\u2066")])
+    rows = ask(results, "/api/trajectories", run="a", file="train/trajectories/step_000001.parquet").json()["rows"]
+    assert rows[0]["error"] == r"\x1b[2J\u202e"
+    assert rows[1]["answer"] == r"<img src=x onerror=alert(1)>\x1b]0;owned\x07\u2066"
+
+
 def test_a_step_that_ends_is_in_the_next_answer(results: Path) -> None:
     before = ask(results, "/api/metrics", run="a", start=0).json()
     assert [row["step"] for row in before["rows"]] == [-1, 0, 1]
