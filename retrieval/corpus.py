@@ -13,6 +13,7 @@ from typing import Any
 
 from mcore_mas.rollout.base.files import atomic_path, file_stamp
 
+MOST_LINE = 16 << 20  # bytes of a passage
 KEPT_FROM = 1 << 26  # bytes of a corpus from which it takes a while to find its rows
 
 
@@ -88,6 +89,8 @@ class Corpus:
             raise IndexError(f"{self.path}: row {row} of {len(self)}")
         first, end = self._starts[row : row + 2]
         where = f"{self.path}:{row + 1}"
+        if end - first > MOST_LINE:
+            raise RetrievalError(f"{where}: a line of {end - first} bytes; expected at most {MOST_LINE}")
         try:
             said = json.loads(self._bytes[first:end])
         except (ValueError, RecursionError) as error:
@@ -161,9 +164,15 @@ def copy_corpus(source: Path, path: Path) -> int:
         return write_corpus(path, Corpus(source))
     import pyarrow.parquet
 
+    from mcore_mas.rollout.base.parquet import bounded_batches
+
     with pyarrow.parquet.ParquetFile(source) as file:
         columns, there = ["id", "contents"], file.schema_arrow.names
         if missing := [column for column in columns if column not in there]:
             raise RetrievalError(f"{source}: no column {' or '.join(missing)}; found {', '.join(there)}")
-        rows = enumerate(row for batch in file.iter_batches() for row in batch.to_pylist())
-        return write_corpus(path, (parse_row({**row, "id": str(row["id"])}, f"{source}: row {n}") for n, row in rows))
+        rows = enumerate(row for batch in bounded_batches(source, file, rows=4096) for row in batch.to_pylist())
+        passages = (parse_row({**row, "id": str(row["id"])}, f"{source}: row {n}") for n, row in rows)
+        try:
+            return write_corpus(path, passages)
+        except (OSError, ValueError) as error:  # pyarrow's, too
+            raise RetrievalError(f"{source}: cannot be read ({' '.join(str(error).split())})") from error

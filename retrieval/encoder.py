@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -186,7 +185,10 @@ def _checked_sha256(folder: Path, name: str, expected: str | None) -> str:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise RetrievalError(f"encoder {name!r}: no *.safetensors in {folder}; give a local Hugging Face folder")
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config = files.read_json(folder / "config.json")
+    except (OSError, ValueError) as error:
+        raise RetrievalError(f"encoder {name!r}: {folder}/config.json is not readable ({error})") from error
     if "auto_map" in config:
         raise RetrievalError(f"encoder {name!r}: {folder}/config.json wants to run its own code (auto_map); refused")
     found = files.known_sha256(*weights)

@@ -18,7 +18,7 @@ from mcore_mas.retrieval.lexical import DEPTH, FACETS, Facets, Lexical, fused, l
 from mcore_mas.retrieval.lexical import FOLDER as LEXICAL
 from mcore_mas.retrieval.scan import Scan, open_scan
 from mcore_mas.retrieval.wire import BadRequest, Ranking, Where
-from mcore_mas.rollout.base.files import known_sha256, unsealed
+from mcore_mas.rollout.base.files import known_sha256, read_json, unsealed
 
 _FAISS: Any = faiss  # whose stubs lack parameters of a search
 MANIFEST = "index.json"
@@ -62,6 +62,8 @@ def read_vectors(path: Path) -> faiss.Index:
     if not path.is_file():
         raise RetrievalError(f"{path} does not exist; build the index again")
     try:
+        # nothing in the file is larger than the file, whatever it says of itself
+        faiss.set_deserialization_vector_byte_limit(path.stat().st_size)
         index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     except RuntimeError as error:
         reason = str(error).splitlines()[0].rpartition("Error: ")[2]
@@ -88,7 +90,7 @@ def read_manifest(index_dir: Path | str) -> Manifest:
     """The manifest of an index folder; raises RetrievalError if it is missing, damaged or of another format."""
     path = Path(index_dir) / MANIFEST
     try:
-        manifest = TypeAdapter(Manifest).validate_json(json.dumps(unsealed(json.loads(path.read_bytes()))))
+        manifest = TypeAdapter(Manifest).validate_json(json.dumps(unsealed(read_json(path))))
     except FileNotFoundError:
         raise RetrievalError(f"{path} does not exist: no index was finished there; build it") from None
     except (ValueError, RecursionError) as error:

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mcore_mas.rollout.base.files import json_lines
+from mcore_mas.rollout.base.parquet import bounded_table
 
 _OF_TURNS = ("agent", "completion_ids.list.element", "started_s", "took_s")
 
@@ -84,7 +85,9 @@ def answer_costs(folder: Path) -> dict[str, float]:
 
 def _turns(path: Path, number: int) -> pd.DataFrame:
     """A line for each turn of the completed trajectories of a shard: answer, agent, tokens, started, ended, took."""
-    table = pq.ParquetFile(path).read(columns=["status", *(f"turns.list.element.{name}" for name in _OF_TURNS)])
+    columns = ["status", *(f"turns.list.element.{name}" for name in _OF_TURNS)]
+    with pq.ParquetFile(path) as file:
+        table = bounded_table(path, file, columns)
     turns = table.filter(pc.equal(table["status"], "completed"))["turns"].combine_chunks()
     flat = pc.list_flatten(turns)
     started, took = pc.struct_field(flat, "started_s"), pc.struct_field(flat, "took_s")

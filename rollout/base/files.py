@@ -128,6 +128,21 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
+def read_json(path: Path, most: int = 64 << 20) -> Any:
+    """The content of a JSON file of at most `most` bytes.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is none, or larger, or too deep.
+    """
+    if path.stat().st_size > most:
+        raise ValueError(f"more than {most} bytes")
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("too many brackets in each other") from None
+
+
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
     """`value` as JSON keeps it, with a digest of all else that is in it."""
     plain = {name: own for name, own in json.loads(json.dumps(value)).items() if name != "sha256"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.base.files import read_json
 
 if TYPE_CHECKING:  # a config.json is read without torch
     from torch import Tensor
@@ -122,7 +122,7 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     """
     path = Path(folder) / "config.json"
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(read_json(path))
     except FileNotFoundError:
         raise ModelError(f"{folder}: no model here (config.json is missing); expected a Hugging Face folder") from None
     except (OSError, ValueError, TypeError) as error:

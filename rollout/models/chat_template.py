@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from mcore_mas.rollout.base.errors import ModelError, PromptTooLong
+from mcore_mas.rollout.base.files import read_json
 from mcore_mas.rollout.models.tool_calls import PYTHON_TAG, ToolSchema, in_words, tool_format_of
 from mcore_mas.rollout.records.trajectory import Message, Turn
 
@@ -42,7 +43,7 @@ def has_chat_template(model: Path | str) -> bool:
     """Whether a model folder brings one, by its files alone."""
     path = Path(model) / "tokenizer_config.json"
     try:
-        told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        told = read_json(path) if path.is_file() else {}
     except ValueError:
         return False
     return bool(told.get("chat_template")) or any(Path(model).glob("chat_template.*"))
@@ -271,7 +272,7 @@ def _ends(model: Path | str, *own: int | None) -> tuple[int, ...]:
     """
     path = Path(model) / "generation_config.json"
     try:
-        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        named = read_json(path).get("eos_token_id") if path.is_file() else None
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{path}: not readable ({error}); expected a JSON object") from error
     further = named if isinstance(named, list) else [named]

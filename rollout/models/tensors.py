@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError, ModelError
+from mcore_mas.rollout.base.files import read_json
 
 RowBlocks = Tensor | Sequence[Tensor]  # a full tensor, or blocks of its rows in their order
 WeightStream = Iterable[tuple[str, RowBlocks]]  # Hugging Face name and tensor, one at a time
@@ -76,7 +76,10 @@ class TensorFiles:
         """
         index = Path(folder) / "model.safetensors.index.json"
         if index.is_file():
-            files = {index.with_name(name) for name in json.loads(index.read_text())["weight_map"].values()}
+            try:
+                files = {index.with_name(name) for name in read_json(index)["weight_map"].values()}
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                raise ModelError(f"{index}: not readable ({error}); expected the files of a model's tensors") from error
         else:
             files = set(Path(folder).glob("*.safetensors"))
         if not files:

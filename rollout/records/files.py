@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
 from mcore_mas.rollout.base.files import atomic_path, epoch_of
+from mcore_mas.rollout.base.parquet import bounded_table
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
 
 
@@ -76,7 +77,6 @@ TRAJECTORY_SCHEMA = pa.schema(
 
 
 _ROW_GROUP = 256  # rows that are read together, where one is looked at
-_LEAST_BYTES, _MOST_TIMES = 1 << 30, 200  # that a file may become in memory, and of its size on disk
 
 
 def write_tasks(path: Path, tasks: Sequence[Task]) -> None:
@@ -179,7 +179,7 @@ def _read(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
         raise RecordError(f"{path}: no such file; expected a parquet file with columns {', '.join(schema.names)}")
     what, advice = "not a readable parquet file", "; name another, or make it again"
     with arrow_errors(path, what, advice), pq.ParquetFile(path, page_checksum_verification=True) as file:
-        table = pa.Table.from_batches(_bounded(path, file), file.schema_arrow)
+        table = bounded_table(path, file)
         if table.num_rows != file.metadata.num_rows:  # a page's header, which has no checksum, can hide its page
             raise ValueError(f"{table.num_rows} of {file.metadata.num_rows} rows are here")
     return _rows_of(path, table, schema)
@@ -192,16 +192,6 @@ def arrow_errors(path: Path, problem: str, advice: str = "") -> Iterator[None]:
         yield
     except (pa.ArrowException, ValueError, OSError) as error:
         raise RecordError(f"{path}: {problem} ({' '.join(str(error).split())}){advice}") from error
-
-
-def _bounded(path: Path, file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
-    """What a file has, unless that is absurdly more than it takes on disk: a few bytes can stand for any text."""
-    size, most = 0, max(_LEAST_BYTES, _MOST_TIMES * path.stat().st_size)
-    for batch in file.iter_batches(_ROW_GROUP):
-        size += batch.nbytes
-        if size > most:
-            raise ValueError(f"its {path.stat().st_size} bytes become more than {most}")
-        yield batch
 
 
 def _rows_of(path: Path, table: pa.Table, schema: pa.Schema) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from mcore_mas.rollout.base.parquet import bounded_table
 from mcore_mas.rollout.records.files import RecordError, arrow_errors, trajectory_of
 from mcore_mas.rollout.records.trajectory import Trajectory
 
@@ -103,7 +104,7 @@ def _groups(file: pq.ParquetFile, first: int) -> Iterator[tuple[int, int]]:
 def _rows(path: Path, file: pq.ParquetFile, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
     for group, start in _groups(file, first):
         with arrow_errors(path, "a damaged file"):
-            table = file.read_row_group(group, columns=[*_LIGHT, *_OF_TURNS])
+            table = bounded_table(path, file, [*_LIGHT, *_OF_TURNS], [group])
         if missing := {*_LIGHT, "turns"} - set(table.column_names):
             raise RecordError(f"{path}: no column {', '.join(sorted(missing))}; expected a file of trajectories")
         batches = table.slice(max(0, first - start)).to_batches(max_chunksize=1024)  # a page needs few of them
@@ -131,5 +132,7 @@ def trajectory_at(path: Path, index: int) -> Trajectory:
     with _open(path) as file:
         if 0 <= index < file.metadata.num_rows:
             group, start = next(_groups(file, index))
-            return trajectory_of(path, file.read_row_group(group).slice(index - start, 1))
+            with arrow_errors(path, "a damaged file"):
+                table = bounded_table(path, file, groups=[group])
+            return trajectory_of(path, table.slice(index - start, 1))
         raise RecordError(f"{path}: no trajectory {index}; it holds {file.metadata.num_rows}, counted from 0")

@@ -14,8 +14,9 @@ from typing import Any
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
-from mcore_mas.rollout.base.files import read_yaml
+from mcore_mas.rollout.base.files import read_json, read_yaml
 from mcore_mas.rollout.base.options import lookup
+from mcore_mas.rollout.base.parquet import bounded_batches
 from mcore_mas.rollout.records.files import RecordError, read_tasks
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.tasks.fields import BadRow, Fields, Format, Problem
@@ -30,6 +31,7 @@ FORMATS: dict[str, Format] = {
 
 _BATCH_ROWS = 256
 _MAX_CELL_CHARS = 1 << 24
+_MOST_JSON, _MOST_LINE = 2 << 30, 64 << 20  # bytes of a file that is read whole, characters of a line
 
 
 def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
@@ -56,12 +58,12 @@ def read_rows(path: Path, suffix: str = "") -> Iterator[Mapping[str, Any]]:
 
 def _parquet(path: Path) -> Iterator[Any]:
     with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+        for batch in bounded_batches(path, file, rows=_BATCH_ROWS):
             yield from batch.to_pylist()
 
 
 def _json(path: Path) -> Iterator[Any]:
-    value = json.loads(path.read_text(encoding="utf-8"))
+    value = read_json(path, _MOST_JSON)
     if isinstance(value, Mapping):
         value = next((value[key] for key in ("data", "Data") if isinstance(value.get(key), list)), value)
     if not isinstance(value, list):
@@ -71,11 +73,13 @@ def _json(path: Path) -> Iterator[Any]:
 
 def _json_lines(path: Path) -> Iterator[Any]:
     with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(lambda: lines.readline(_MOST_LINE + 1), ""), start=1):
+            if len(line) > _MOST_LINE:
+                raise RecordError(f"{path}: line {number} has more than {_MOST_LINE} characters")
             if line.strip():
                 try:
                     yield json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise RecordError(f"{path}: line {number} cannot be read ({error})") from error
 
 

@@ -1,10 +1,19 @@
 """Files made to fill memory, or a stack, are refused in one line, by a process of bounded memory."""
 
+import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import faiss
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+
+from mcore_mas.rollout.records.files import TRAJECTORY_SCHEMA
 
 LIMITED = """
 import resource, sys
@@ -47,3 +56,114 @@ def test_a_config(tmp_path: Path) -> None:
     file.write_text(LAUGHS)
     said = refused("from mcore_mas.config.run import RunConfig; RunConfig.load(Path(sys.argv[1]))", file)
     assert said.startswith(f"mcore_mas.config.run.ConfigError: {file}: not YAML (more than 4194304 characters with its")
+
+
+def many(path: Path, schema: pa.Schema, columns: dict[str, pa.Array], rows: int = 1 << 19) -> Path:
+    """A file of many rows that are all the same, and on disk once."""
+    first = pa.table({name: columns.get(name, pa.nulls(1, schema.field(name).type)) for name in schema.names})
+    table = pa.concat_tables([pa.concat_tables([first] * 256).combine_chunks()] * (rows // 256))
+    pq.write_table(table, path, compression="zstd", row_group_size=rows)
+    return path
+
+
+def hollow(path: Path, content: str, size: int = 200 << 30) -> Path:
+    """A file that is `size` bytes to those who ask, and next to nothing on disk."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    os.truncate(path, size)
+    return path
+
+
+def index_that_says_more(path: Path) -> Path:
+    """One of FAISS whose header names a million million floats."""
+    index = faiss.IndexIDMap(faiss.IndexFlatIP(4))
+    index.add_with_ids(np.ones((2, 4), np.float32), np.arange(2))
+    faiss.write_index(index, str(path))
+    content = bytearray(path.read_bytes())
+    content[-24:-16] = (1 << 36).to_bytes(8, "little")  # before the two ids of 8 bytes, how many they are
+    path.write_bytes(content)
+    return path
+
+
+READ_CONFIG = "from mcore_mas.rollout.models.architecture import read_config; read_config(sys.argv[1])"
+READ_ROWS = "from mcore_mas.rollout.tasks.files import read_rows; [*read_rows(Path(sys.argv[1]))]"
+LONG = "x" * 4096
+ROW = {"id": pa.array(["x"]), "contents": pa.array([LONG])}
+CASES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
+    "a model's config.json is large": (
+        lambda folder: hollow(folder / "m" / "config.json", "{}").parent,
+        READ_CONFIG,
+        "ModelError: .*config.json: not readable .more than 67108864 bytes",
+    ),
+    "it is deep": (
+        lambda folder: written(folder / "m" / "config.json", "[" * 500_000).parent,
+        READ_CONFIG,
+        "ModelError: .*config.json: not readable .too many brackets in each other",
+    ),
+    "an index of tensors is large": (
+        lambda folder: hollow(folder / "m" / "model.safetensors.index.json", "{}").parent,
+        "from mcore_mas.rollout.models.tensors import TensorFiles; TensorFiles.of_folder(sys.argv[1])",
+        "ModelError: .*index.json: not readable .more than",
+    ),
+    "a data file is large": (lambda folder: hollow(folder / "d.json", "[]"), READ_ROWS, "RecordError: .*more than"),
+    "it is deep, too": (
+        lambda folder: written(folder / "d.json", "[" * 500_000),
+        READ_ROWS,
+        "RecordError: .*too many brackets",
+    ),
+    "a line of it is deep": (
+        lambda folder: written(folder / "d.jsonl", "[" * 500_000 + "\n"),
+        READ_ROWS,
+        "RecordError: .*line 1 cannot be read",
+    ),
+    "a line of it is long": (
+        lambda folder: hollow(folder / "d.jsonl", "{}\n"),
+        READ_ROWS,
+        "RecordError: .*line 2 has more than",
+    ),
+    "rows of it are one row": (
+        lambda folder: many(folder / "d.parquet", pa.schema([("contents", pa.string())]), ROW),
+        "from collections import deque; from mcore_mas.rollout.tasks.files import read_rows; "
+        "deque(read_rows(Path(sys.argv[1])), 0)",
+        "RecordError: .*cannot be read .its .* bytes become more than",
+    ),
+    "rows of a corpus are": (
+        lambda folder: many(folder / "c.parquet", pa.schema([("id", pa.string()), ("contents", pa.string())]), ROW),
+        "from mcore_mas.retrieval.corpus import copy_corpus; copy_corpus(Path(sys.argv[1]), Path(sys.argv[1] + '.l'))",
+        "RetrievalError: .*cannot be read .its .* bytes become more than",
+    ),
+    "a corpus has a long line": (
+        lambda folder: written(folder / "c.jsonl", '{"id": "1", "contents": "' + "x" * (17 << 20) + '"}\n'),
+        "from mcore_mas.retrieval.corpus import Corpus; Corpus(Path(sys.argv[1]))[0]",
+        "RetrievalError: .*c.jsonl:1: a line of 17825820 bytes; expected at most 16777216",
+    ),
+    "trajectories in the studio are one": (
+        lambda folder: many(folder / "t.parquet", TRAJECTORY_SCHEMA, {"answer": pa.array([LONG])}),
+        "from mcore_mas.rollout.records.trajectory_list import TrajectoryFilter, list_trajectories; "
+        "list_trajectories(Path(sys.argv[1]), TrajectoryFilter())",
+        "RecordError: .*a damaged file .its .* bytes become more than",
+    ),
+    "the same in `show`": (
+        lambda folder: many(folder / "t.parquet", TRAJECTORY_SCHEMA, {"answer": pa.array([LONG])}),
+        "from mcore_mas.rollout.records.trajectory_list import trajectory_at; trajectory_at(Path(sys.argv[1]), 1)",
+        "RecordError: .*a damaged file .its .* bytes become more than",
+    ),
+    "an index of FAISS says that it is large": (
+        lambda folder: index_that_says_more(folder / "index.faiss"),
+        "from mcore_mas.retrieval.index import read_vectors; read_vectors(Path(sys.argv[1]))",
+        "RetrievalError: .*index.faiss: no index of FAISS, or damaged",
+    ),
+}
+
+
+def written(path: Path, content: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_file(case: str, tmp_path: Path) -> None:
+    make, code, expected = CASES[case]
+    assert re.search(expected, refused(code, make(tmp_path), mb=8192))

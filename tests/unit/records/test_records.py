@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mcore_mas.rollout.base import parquet
 from mcore_mas.rollout.base.files import epoch_of, owned
-from mcore_mas.rollout.records import files
 from mcore_mas.rollout.records.files import (
     TASK_SCHEMA,
     RecordError,
@@ -277,7 +277,7 @@ def test_a_small_file_of_endless_tasks_is_refused_before_it_fills_memory(tmp_pat
     pq.write_table(again, path, compression="zstd", row_group_size=rows)
     size = path.stat().st_size
     assert size < 1 << 20
-    monkeypatch.setattr(files, "_LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet, "_LEAST_BYTES", 1 << 20)
     before = pa.default_memory_pool().max_memory()
     with pytest.raises(RecordError, match=rf"train.parquet: not a readable.*its {size} bytes become more"):
         read_tasks(path)

@@ -78,13 +78,13 @@ def test_only_the_rows_of_a_page_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     file = tmp_path / "many.parquet"
     write_trajectories(file, [played(n) for n in range(600)])  # in groups of 256 rows
     asked: list[tuple[int, bool]] = []
-    read = pq.ParquetFile.read_row_group
+    read = pq.ParquetFile.iter_batches
 
-    def watched(self: pq.ParquetFile, group: int, columns: list[str] | None = None):
-        asked.append((group, columns is None))
-        return read(self, group, columns=columns)
+    def watched(self: pq.ParquetFile, rows: int, *, columns: list[str] | None, row_groups: list[int]):
+        asked.extend((group, columns is None) for group in row_groups)
+        return read(self, rows, columns=columns, row_groups=row_groups)
 
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", watched)
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", watched)
     assert [row.index for row in list_trajectories(file, TrajectoryFilter(), first=300, limit=2)] == [300, 301]
     assert trajectory_at(file, 599).task_id == "t599"
     assert asked == [(1, False), (2, True)]  # of a list without texts and tokens, of one trajectory its own group
