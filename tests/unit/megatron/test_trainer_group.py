@@ -1,11 +1,16 @@
 """A trainer spread over Ray actors does what it does in one process."""
 
 import asyncio
+from collections.abc import Generator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from mcore_mas.megatron.step import trainer_group
 from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.packing.pack import pack, unpack
 from mcore_mas.rollout.models.tensors import read_tensors
@@ -38,3 +43,53 @@ def test_two_data_parallel_actors_score_train_and_export(running_ray: None, tmp_
     (step,) = expected.steps
     assert metrics["grad_norm"] == pytest.approx(step["norm"], rel=precision.bound(expected.own.norm))
     assert precision.gap(weights, step["parameters"]) <= precision.bound(expected.own.parameters)
+
+
+SEATS = [("10.0.0.2", [10]), ("10.0.0.1", [7]), ("10.0.0.2", [2]), ("10.0.0.1", [0])]  # as Ray may have started them
+
+
+class Answer:
+    """What a call of a rank gives, at once."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def future(self) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(self._value)
+        return done
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self.future()).__await__()
+
+
+class Seated:
+    """A rank that says where it is, and is told its number."""
+
+    def __init__(self, seat: tuple[str, list[int]]) -> None:
+        self.rank: int | None = None
+        self.met: Any = None
+        self.seat, self.host, self.join = MagicMock(), MagicMock(), MagicMock()
+        self.seat.remote.side_effect = lambda: Answer(seat)
+        self.host.remote.side_effect = lambda address: Answer((address, 29500))
+        self.join.remote.side_effect = self._joined
+
+    def _joined(self, rank: int, place: tuple[str, int], _: object) -> Answer:
+        self.rank, self.met = rank, place
+        return Answer(None)
+
+
+def test_ranks_are_numbered_by_node_and_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_there = [Seated(seat) for seat in SEATS]
+    unborn = iter(ranks_there)
+    actor = MagicMock()
+    actor.options.return_value.remote.side_effect = lambda *_: next(unborn)
+    monkeypatch.setattr(trainer_group.ray, "remote", lambda **_: lambda _: actor)
+    reference.make_model("qwen2", tmp_path / "model")
+    spec = ranks.spec_of(str(tmp_path / "model"), dp=4)
+    group = TrainerGroup("p", spec, threads=1, places=[{"num_gpus": 1}] * 4)
+    asyncio.run(group.ready())
+    # by node, then by the number of the GPU: 2 is before 10
+    assert [rank.rank for rank in ranks_there] == [3, 1, 2, 0]
+    assert {rank.met for rank in ranks_there} == {("10.0.0.1", 29500)}
+    assert group._ranks == sorted(ranks_there, key=lambda rank: rank.rank)

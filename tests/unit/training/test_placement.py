@@ -15,9 +15,17 @@ from mcore_mas.megatron.step.trainer_group import meeting_address
 from mcore_mas.planning.jobs import Tenant, needed, tenants_of
 from mcore_mas.rollout.engines.sglang import settings
 from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
-from mcore_mas.training import cluster
+from mcore_mas.training import cluster, placement
 from mcore_mas.training.cluster import Node
-from mcore_mas.training.placement import PlacementError, check_fits, devices_here, room_for, strategies
+from mcore_mas.training.placement import (
+    DevicePlacement,
+    PlacementError,
+    Room,
+    check_fits,
+    devices_here,
+    room_for,
+    strategies,
+)
 
 LAYOUT = [
     "policies.solver.tp=2",
@@ -249,3 +257,23 @@ def test_processes_that_work_at_a_time_share_the_cores(tmp_path: Path, monkeypat
 def test_ranks_meet_on_the_loopback_unless_they_are_on_several_nodes() -> None:
     assert meeting_address(["10.0.0.7", "10.0.0.7"]) == "127.0.0.1"
     assert meeting_address(["10.0.0.7", "10.0.0.8", "10.0.0.7"]) == "10.0.0.7"
+
+
+@pytest.mark.parametrize(("nodes", "fits"), [("bbaa", True), ("baba", True), ("aaab", False), ("aaaa", True)])
+def test_ranks_that_share_tensors_are_never_given_two_nodes(
+    nodes: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "_group", lambda *_: "group")
+    monkeypatch.setattr(placement, "placement_group_table", lambda _: {"bundles_to_node_id": dict(enumerate(nodes))})
+    solver = Tenant(policy="solver", part="trainer", devices=4, unit=2)
+    places = DevicePlacement(Room(kind="GPU", pool="shared", tenants=[solver], nodes={"a": 4, "b": 4}))
+    if fits:
+        places.fill()
+        assert places.nodes["solver", "trainer"] == sorted(nodes)
+        bundles = [
+            own["scheduling_strategy"].placement_group_bundle_index for own in places.options["solver", "trainer"]
+        ]
+        assert [nodes[bundle] for bundle in bundles] == sorted(nodes)
+        return
+    with pytest.raises(PlacementError, match=r"solver: trainer needs every 2 GPUs on one node \(tp\), and the nodes'"):
+        places.fill()
