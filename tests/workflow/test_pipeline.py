@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from mlflow.tracking import MlflowClient
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +35,15 @@ def test_the_tiny_suite_runs_to_its_report_and_then_has_nothing_to_do(tmp_path: 
     assert {row["policy_state"] for row in rows} == {"base", "trained", "trained-base"}
     assert {row["n"] for row in rows if row["dataset"] == "all"} == {"8"}
     page = (results / "reports/tiny.html").read_text()
+    store = MlflowClient(f"sqlite:///{results}/mlflow.db")
+    runs = store.search_runs([experiment.experiment_id for experiment in store.search_experiments()])
+    stages = [run.data.tags["stage"] for run in runs]
+    # the rule `report` has sent the table, and links to the two trainings side by side
+    assert {stage: stages.count(stage) for stage in sorted(stages)} == {
+        "evaluate": 4, "experiment": 2, "report": 1, "train": 2,
+    }  # fmt: skip
+    assert "Compare the trainings in MLflow" in page and "compare-runs?runs=" in page
+    assert all(run.info.run_id in page for run in runs if run.data.tags["stage"] == "train")
     assert "</html>" in page and "tiny_math: cold start</text>" in page and "tiny_search: index</text>" in page
 
     for run, agents in {"tiny_math": {"solver", "verifier"}, "tiny_search": {"verifier"}}.items():
