@@ -14,6 +14,9 @@ from mcore_mas.pipeline.sources import known_sources
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.rollout.base.errors import ModelError
+from mcore_mas.rollout.base.options import UnknownName
+from mcore_mas.rollout.base.text import nearest
+from mcore_mas.rollout.config.data import check_envs, make_tasks
 from mcore_mas.rollout.models.architecture import Architecture, read_architecture
 from mcore_mas.rollout.models.chat_template import has_chat_template
 from mcore_mas.rollout.records.files import RecordError
@@ -36,7 +39,8 @@ def complaints(suite: Suite, *, files: bool = True) -> list[str]:
     runs: dict[str, list[str]] = {}
     for run in suite.runs:
         config = suite.checked(run)
-        for line in (*_models(suite, config, files), *_machine(config), *(_files(suite, run) if files else ())):
+        own = (*_files(suite, run), *_tasks(suite, config)) if files else ()
+        for line in (*_models(suite, config, files), *_machine(config), *own):
             runs.setdefault(line, []).append(run)
     more = {line: f" and {len(own) - 1} more" if len(own) > 1 else "" for line, own in runs.items()}
     return [f"run '{own[0]}'{more[line]}: {line}" for line, own in runs.items()]
@@ -61,13 +65,20 @@ def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:
                         "or chatml, or take the instruct model"
                     )
             elif files and suite.scale == "paper" and not start:
-                yield f"policies.{name}: {model}: no model here (config.json is missing); {_from(model)}"
+                yield f"policies.{name}: {no_model(model)}"
             if architecture is not None:
                 check_layout(config, name, architecture)
         except ModelError as error:
             yield str(error)
         if policy.lora is not None and policy.lora.adapter and not Path(policy.lora.adapter).is_dir():
             yield f"policies.{name}.lora.adapter: {policy.lora.adapter}: no such folder; expected one in PEFT's format"
+
+
+def no_model(model: str) -> str:
+    """That a model is not there, and where it can be had."""
+    beside = [str(file.parent) for file in Path(model).parent.glob("*/config.json")]
+    near = nearest(model, beside)
+    return f"{model}: no model here (config.json is missing); {near.removeprefix('; ') or _from(model)}"
 
 
 def _from(path: str) -> str:
@@ -100,6 +111,25 @@ def _files(suite: Suite, run: str) -> Iterator[str]:
     for where, file in own:
         if not Path(file).exists():
             yield f"{where}: {file}: not here; {_from(file) if file in known_sources() else not_downloaded(file)}"
+
+
+_READ_AT_ONCE = 2**24  # bytes of data files; larger ones are read when the tasks are made
+
+
+def _tasks(suite: Suite, config: RunConfig) -> Iterator[str]:
+    """What is wrong with a run's tasks, where making them costs next to nothing."""
+    data, need, train = config.data, config.trainer.tasks_per_step, config.data.train
+    own = ":" in data.generator if data.generator else suite.scale == "paper" and all(map(Path.is_file, data.paths))
+    if suite.tasks[config.run] == config.run and own and sum(p.stat().st_size for p in data.paths) < _READ_AT_ONCE:
+        try:
+            tasks = make_tasks(data, config.seed)
+            train = len(tasks["train"])
+            check_envs(task for split in tasks.values() for task in split)
+        except (RecordError, UnknownName, ValueError) as error:
+            yield f"data: {error}"
+            return
+    if isinstance(train, int) and train < need:
+        yield f"data.train: {train} tasks are fewer than trainer.tasks_per_step {need}; add tasks, or lower it"
 
 
 def has_gpu() -> bool:

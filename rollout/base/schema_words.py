@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import ErrorDetails
 from pydantic_core.core_schema import CoreSchema
 
 from mcore_mas.rollout.base.text import nearest
@@ -130,8 +131,14 @@ def _object(schema: Schema, definitions: Schema) -> str:
 
 
 def invalid(error: ValidationError, model: type[BaseModel]) -> str:
-    """The first of pydantic's complaints about values for `model`; a misspelt key comes before a missing one."""
-    first = min(error.errors(), key=lambda details: details["type"] != "extra_forbidden")
+    """Pydantic's complaints about values for `model`: every misspelt key, or else the first of the others."""
+    errors = error.errors()
+    misspelt = [_wrong(details, model) for details in errors if details["type"] == "extra_forbidden"]
+    return "; ".join(dict.fromkeys(misspelt)) or _wrong(errors[0], model)
+
+
+def _wrong(first: ErrorDetails, model: type[BaseModel]) -> str:
+    """A complaint in plain words."""
     place = ".".join(map(str, first["loc"])) or "the config"
     if first["type"] == "missing":
         return f"'{place}' is missing"

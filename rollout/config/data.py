@@ -14,7 +14,7 @@ from mcore_mas.rollout.base.options import STRICT, OptionsError, Section, Unknow
 from mcore_mas.rollout.environments import ENVS
 from mcore_mas.rollout.records.files import RecordError, read_tasks
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.tasks import GENERATORS
+from mcore_mas.rollout.tasks import GENERATORS, Generator
 from mcore_mas.rollout.tasks.datasets import dataset_files
 from mcore_mas.rollout.tasks.files import OWN, READABLE, Placed, distinct, read_task_file
 from mcore_mas.rollout.tasks.splits import SPLITS, Split
@@ -63,7 +63,12 @@ class DataConfig(Section):
     @classmethod
     def _known(cls, generator: str | None) -> str | None:
         if generator is not None:
-            lookup("task generator", generator, GENERATORS)
+            found = lookup("task generator", generator, GENERATORS)
+            if not isinstance(found, Generator):
+                raise ValueError(
+                    f"'{generator}' is of type {type(found).__name__}; expected a Generator, "
+                    "such as LETTERS = Generator(tasks=letters)"
+                )
         return generator
 
     @field_validator("options")
@@ -164,12 +169,21 @@ def prepared_tasks(folder: Path, split: Split) -> list[Task]:
     twice = [name for name, times in Counter(task.id for task in tasks).items() if times > 1]
     if twice:
         raise RecordError(f"{path}: task {twice[0]!r} is there twice; make the file again")
-    for env in sorted({task.env for task in tasks}):
-        try:
-            lookup("env", env, ENVS)
-        except UnknownName as error:
-            raise RecordError(f"{path}: {error}") from None
+    try:
+        check_envs(tasks)
+    except UnknownName as error:
+        raise RecordError(f"{path}: {error}") from None
     return tasks
+
+
+def check_envs(tasks: Iterable[Task]) -> None:
+    """Refuse an environment that a task names and that is not there.
+
+    Raises:
+        UnknownName: it cannot be found.
+    """
+    for env in sorted({task.env for task in tasks}):
+        lookup("env", env, ENVS)
 
 
 def _task_options(generator: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

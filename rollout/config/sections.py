@@ -27,7 +27,7 @@ from mcore_mas.rollout.orchestras.program import check_program
 from mcore_mas.rollout.records.trajectory import Group, Sampling, Task, Turn
 from mcore_mas.rollout.rewards import ALLOCATORS
 from mcore_mas.rollout.rewards.penalties import PENALTIES, apply_penalties
-from mcore_mas.rollout.teams.roles import ROLES, Agent, ChatRules, Role, filled_slots, template_slots
+from mcore_mas.rollout.teams.roles import ROLES, Agent, ChatRules, Role, asked_agents, filled_slots, template_slots
 from mcore_mas.rollout.teams.team import Team
 
 
@@ -108,6 +108,12 @@ class OrchestraConfig(Choice):
         if self.name == "graph":
             self.arguments["graph"].check_agents(templates)
             return
+        asked = asked_agents(self.registry.find(self.name)) if self.name not in ORCHESTRAS else frozenset()
+        for name in sorted(asked - team.keys()):
+            raise ValueError(
+                f"orchestra '{self.name}' asks agent '{name}', who is not in the team; agents: {', '.join(team)}"
+                f"{nearest(name, team)}"
+            )
         for name, template in templates.items():
             if name in summing or (filled := filled_slots(self.registry.find(self.name), name)) is None:
                 continue
@@ -146,6 +152,12 @@ class EnvConfig(Choice):
     def _reachable(self) -> EnvConfig:
         if self.name in ENVS:
             check_url("server", self.options.get("server"), secret=False)
+        made = self.registry.find(self.name)
+        if isinstance(made, type) and not hasattr(made, "__getattr__"):  # what a function makes is seen when it does
+            step = inspect.unwrap(getattr(made, "step", print))
+            if not hasattr(made, "reset") or not inspect.iscoroutinefunction(step):
+                what = "a step that is `async def`" if hasattr(made, "reset") else "a method reset"
+                raise ValueError(f"env '{self.name}' lacks {what}; expected reset(task) and async step(action)")
         return self
 
 
@@ -277,6 +289,8 @@ class CollectionConfig(Section):
 def build_role(name: str, config: AgentConfig) -> Role:
     """The agent's role with the config's prompts in place of the role's own."""
     role = lookup("agent role", config.role or name, ROLES)
+    if not isinstance(role, Role):  # a parser alone, whose prompts the config has
+        role = Role(name=name, system="", user="", parse=role)
     system = role.system if config.system is None else config.system
     return replace(role, system=system, user=role.user if config.user is None else config.user)
 

@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -127,7 +128,7 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
     """The slots that an orchestra may fill for an agent, by the source of its module: too many rather than too few.
 
     Where a call names the agent and writes every slot out, these are its slots. Else it is every keyword and every text
-    of the module. None where that says nothing: there is no source, or slots come from another module.
+    of the module. None where that says nothing: there is no source, or slots come from another module or a `**`.
     """
     module = inspect.getmodule(inspect.unwrap(getattr(orchestra, "func", orchestra)))
     try:
@@ -143,9 +144,35 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
         return frozenset(name for name in written if name)
     words = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg}
     words |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    imported = any(isinstance(node, ast.ImportFrom) and not _ours(node) for node in nodes)
+    elsewhere = any(isinstance(node, ast.ImportFrom) and not _ours(node) for node in nodes)
+    elsewhere |= any(k.arg is None and not isinstance(k.value, ast.Dict) for call in calls for k in call.keywords)
     ours = (module.__name__ if module else "").startswith("mcore_mas.rollout.")
-    return frozenset(filter(str.isidentifier, words)) if ours or not imported else None
+    return frozenset(filter(str.isidentifier, words)) if ours or not elsewhere else None
+
+
+@lru_cache(maxsize=256)
+def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
+    """The agents that an orchestra asks by name whatever happens: those outside `if` and the like in its source."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(orchestra)))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return frozenset()
+    found: set[str] = set()
+    nodes = [*ast.iter_child_nodes(tree)]
+    while nodes:
+        match nodes.pop():
+            case ast.If() | ast.IfExp() | ast.BoolOp() | ast.Try() | ast.Match() | ast.While():
+                continue
+            case ast.Lambda() | ast.FunctionDef() | ast.AsyncFunctionDef():  # which nobody may call
+                continue
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="team"), attr="act" | "chat"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                found.add(name)
+            case node:
+                nodes += ast.iter_child_nodes(node)
+    return frozenset(found)
 
 
 def _ours(node: ast.ImportFrom) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from mcore_mas.config.models import located
 from mcore_mas.pipeline.check import check_suite, complaints
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
-from mcore_mas.rollout.teams.roles import filled_slots, template_slots
+from mcore_mas.rollout.teams.roles import asked_agents, filled_slots, template_slots
 from tests.support import reference
 
 NO_START = ["cold_start=null", "engine.max_length=256"]
@@ -117,6 +118,110 @@ def test_the_slots_of_an_orchestra_are_read_from_its_source() -> None:
     assert template_slots("a", "{problem} {draft.text} {{no}}") == ["problem", "draft"]
     with pytest.raises(ValueError, match="a slot without a name"):
         template_slots("a", "{}")
+
+
+def test_slots_that_come_from_a_call_may_be_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spread.py").write_text(
+        "async def relay(task, team, env):\n"
+        "    await team.act('writer', **env.slots(task))\n"
+        "    for _ in range(2):\n"
+        "        reply = await team.act('editor', **{'problem': task.prompt})\n"
+        "    if reply.value is None:\n"
+        "        await team.act('rescuer')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import spread
+
+    assert [filled_slots(spread.relay, agent) for agent in ("writer", "editor")] == [None, None]
+    assert asked_agents(spread.relay) == {"writer", "editor"}  # the rescuer may be left out of a team
+    assert filled_slots(spread, "writer") is None  # no function, so no source
+
+
+WORLD = """
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.tasks import Generator
+
+
+class Letters:
+    def __init__(self, task): ...
+    def reset(self, task): ...
+    async def step(self, action): ...
+
+
+class Unset:
+    def __init__(self, task): ...
+    async def step(self, action): ...
+
+
+class Waits(Letters):
+    def step(self, action): ...
+
+
+async def relay(task, team, env, *, max_loops):
+    await team.act("solvr", problem=task.prompt)
+
+
+def tasks(seed, sizes, *, env="own_world:Letters"):
+    own = {"answers": (), "env": env, "source": "own"}
+    return [Task(id=f"{s}{n}", prompt="?", split=s, **own) for s, size in sizes.items() for n in range(size)]
+
+
+MADE = Generator(tasks=tasks)
+"""
+
+
+@pytest.fixture
+def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_world.py").write_text(WORLD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_world", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("env.name='own_world:Unset'", "env: env 'own_world:Unset' lacks a method reset; expected reset(task) and"),
+        ("env.name='own_world:Waits'", "env: env 'own_world:Waits' lacks a step that is `async def`; expected reset"),
+        (
+            "orchestra.name='own_world:relay'",
+            "orchestra 'own_world:relay' asks agent 'solvr', who is not in the team; agents: solver, verifier"
+            "; nearest: solver",
+        ),
+        ("data.generator='own_world:tasks'", "data.generator: 'own_world:tasks' is of type function; expected a Gen"),
+    ],
+)
+def test_code_of_ones_own_that_cannot_play_is_refused(own_world: None, override: str, words: str) -> None:
+    with pytest.raises(SuiteError) as refused:
+        load_suite("demo_math", [override, "agents.solver.user='{problem}'", "agents.verifier.user='{problem}'"])
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_tasks_that_are_too_few_or_of_an_environment_that_is_not_there(own_world: None, tmp_path: Path) -> None:
+    own = ["cold_start=null", *(f"policies.{n}.model={tmp_path}" for n in ("solver", "verifier"))]
+    (tmp_path / "config.json").write_text("{}")
+
+    def lines(*overrides: str) -> list[str]:
+        found = complaints(load_suite("demo_math", [*own, "data.generator='own_world:MADE'", *overrides]))
+        return [line.partition("data")[2] for line in found if ": data" in line]
+
+    sizes = "data={{generator: 'own_world:MADE', train: {}, validation: 1, test: 1, options: {{env: '{}'}}}}"
+    assert lines("~data", "+" + sizes.format(40, "own_world:Letters")) == []
+    assert lines("~data", "+" + sizes.format(5, "own_world:Letters"), "trainer.tasks_per_step=6") == [
+        ".train: 5 tasks are fewer than trainer.tasks_per_step 6; add tasks, or lower it"
+    ]
+    (line,) = lines("~data", "+" + sizes.format(40, "own_world:Leters"))
+    assert line.startswith(": env 'own_world:Leters' cannot be imported: module 'own_world' has no attribute 'Leters'")
+
+
+def test_every_misspelt_key_is_said_at_once() -> None:
+    with pytest.raises(SuiteError) as refused:
+        load_suite("demo_math", ["trainer.stepz=3", "engine.slotz=2"])
+    assert "unknown key 'trainer.stepz'" in str(refused.value) and "unknown key 'engine.slotz'" in str(refused.value)
+
+
+def test_a_model_whose_folder_is_misspelt_has_a_nearest_one(model: Path) -> None:
+    missing = of(model.with_name(f"{model.name}x"))[0]
+    assert f"x: no model here (config.json is missing); nearest: {model}" in missing
 
 
 def test_the_command_lists_everything(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -86,7 +87,7 @@ def test_a_run_with_models_of_its_own_needs_no_cold_start(tmp_path: Path) -> Non
 
 
 def test_data_files_are_inputs(tmp_path: Path) -> None:
-    overrides = ["cold_start=null", "data.generator=null", "+data.format=math"]
+    overrides = ["cold_start=null", "data.generator=null", "+data.format=math", "trainer.tasks_per_step=5"]
     overrides += [f"data.{split}=[{{path: {split}.jsonl, limit: 5}}]" for split in ("train", "validation", "test")]
     suite = {**DEMO, "experiments": {"real": ["experiment=demo_math", *overrides]}}
     describe_model(tmp_path / "results/real/bootstrap/model")
@@ -95,7 +96,8 @@ def test_data_files_are_inputs(tmp_path: Path) -> None:
     said = done.stdout + done.stderr
     assert all(f"data: {split}.jsonl: not here" in said for split in ("train", "validation", "test"))
     for split in ("train", "validation", "test"):
-        (tmp_path / f"{split}.jsonl").touch()
+        rows = ({"question": f"{split} {n}?", "answer": n} for n in range(5))
+        (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert planned(tmp_path, suite)["prepare_tasks"] == 1
 
 
