@@ -62,6 +62,9 @@ def recorded(named: Path) -> Path:
         UsageError: there is neither.
     """
     steps = [file for run in (named, "results" / named) for file in sorted(run.glob("train/trajectories/*.parquet"))]
+    is_run = any(run.is_dir() for run in (named, "results" / named)) and not any(named.glob("*.parquet"))
+    if not steps and is_run:
+        raise UsageError(f"{named}: no trajectories here; a run that was not trained has none (mcore-mas run SUITE)")
     if not steps and not named.exists():
         near = nearest(str(named), run_names())
         raise UsageError(f"{named}: no such file or run; expected a parquet file of trajectories, or a run{near}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -82,6 +82,23 @@ def run_suite(
     os.execv(command[0], command)  # noqa: S606
 
 
+# options of Snakemake that take words such as NAME=VALUE
+_PAIRS = "--batch --config -C --consider-ancient --default-resources --default-res --group-components --groups"
+_PAIRS += " --res --resources --set-resource-scopes --set-resources --set-scatter --set-threads"
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(Hydra's overrides, what is Snakemake's) of a command line, in any order."""
+    overrides: list[str] = []
+    rest: list[str] = []
+    option = ""
+    for word in arguments:
+        option = word if word.startswith("-") else option
+        own = re.match(r"~|\+{0,2}\w[^/=]*=", word) and option not in _PAIRS.split()
+        (overrides if own else rest).append(word)
+    return overrides, rest
+
+
 def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | None) -> list[str]:
     """The command that runs a suite: its own config goes into the one `--config` that Snakemake heeds.
 
@@ -90,8 +107,7 @@ def snakemake_command(suite: str, arguments: Sequence[str], config_dir: Path | N
     """
     from mcore_mas.pipeline.suite import SNAKEFILE, suite_values
 
-    overrides = list(takewhile(lambda word: word.startswith("~") or ("=" in word and word[0] != "-"), arguments))
-    rest, file = list(arguments[len(overrides) :]), Path(suite).is_file()
+    (overrides, rest), file = split_overrides(arguments), Path(suite).is_file()
     values = suite_values(suite)
     own = [] if file else [f"{key}={json.dumps(value)}" for key, value in values.items()]
     if overrides:  # in place of the file's, which come first
@@ -110,7 +126,7 @@ def new_team(name: Annotated[str, typer.Argument(help="Of the project, and of it
     from mcore_mas.pipeline.base_model import new_project
 
     folder = new_project(name, Path())
-    print(f"{folder}/  next: cd {folder}; mcore-mas run {name}.yaml  (README.md says what each file has)")
+    print(f"{folder}/  next: cd {folder}; mcore-mas check {name}.yaml; mcore-mas run {name}.yaml")
 
 
 @app.command("check", rich_help_panel=_PANEL)

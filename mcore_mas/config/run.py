@@ -249,7 +249,7 @@ class RunConfig(Section):
         try:
             return _corrected(cls.model_validate_json(to_json(values, inf_nan_mode="constants"), strict=True))
         except ValidationError as error:
-            raise ConfigError(f"{where}: {invalid(error, cls)}") from error
+            raise ConfigError(f"{where}: {invalid(error, cls).removeprefix('the config: ')}") from error
         except UnknownName as error:
             raise ConfigError(f"{where}: {error}") from error
 

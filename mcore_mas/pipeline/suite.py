@@ -223,10 +223,11 @@ def _composed(
 
     def compose() -> dict[str, Any]:
         try:
-            values = resolve(settings, configs, scale)
+            values = resolve(settings, configs, scale, own={"run": run})
             return _placed(values) if scale == "paper" else values
         except (ConfigError, SuiteError) as error:
-            raise SuiteError(f"suite '{suite['suite']}', run '{run}': {error}") from error
+            where = f"run '{run}': "
+            raise SuiteError(f"{where}{str(error).removeprefix(where)} ({' '.join(overrides)})") from error
 
     return cache.get({"overrides": settings, "scale": scale}, compose) if cache else compose()
 

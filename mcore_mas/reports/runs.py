@@ -103,16 +103,17 @@ def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
-    """The metrics of evaluations that both runs have, on the tasks that both were asked."""
+    """The metrics of evaluations that both runs have, on the tasks that both were asked.
+
+    Raises:
+        FolderError: an evaluation says nothing of its tasks.
+    """
     found = []
     for file in sorted((first / "evaluation").glob("*.json")):
         other = second / "evaluation" / file.name
         if not other.is_file():
             continue
-        tasks = [
-            {task["task_id"]: task["metrics"] for task in json.loads(path.read_text(encoding="utf-8"))["tasks"]}
-            for path in (file, other)
-        ]
+        tasks = [_by_task(path) for path in (file, other)]
         both = [(own, tasks[1][name]) for name, own in tasks[0].items() if name in tasks[1]]
         for metric in dict.fromkeys(name for own, _ in both for name in own):
             pairs = [(own[metric], theirs[metric]) for own, theirs in both if metric in own and metric in theirs]
@@ -123,6 +124,13 @@ def score_differences(first: Path, second: Path) -> list[ScoreDifference]:
             row = ScoreDifference(state=file.stem, metric=metric, low=low, high=high, tasks=len(pairs), **means)
             found.append(row)
     return found
+
+
+def _by_task(evaluation: Path) -> dict[str, dict[str, float]]:
+    values = json.loads(evaluation.read_text(encoding="utf-8"))
+    if "tasks" not in values:
+        raise FolderError(f"{evaluation}: it lacks the scores by task; remove it and evaluate again")
+    return {task["task_id"]: task["metrics"] for task in values["tasks"]}
 
 
 _STAGES = ("prepare_tasks", "make_base_model", "bootstrap", "evaluate_base", "train", "evaluate_trained")

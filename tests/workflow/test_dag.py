@@ -107,8 +107,8 @@ def test_a_typo_is_one_line_before_anything_runs(tmp_path: Path) -> None:
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if not line.startswith("Using workflow specific profile")]
     assert len(lines) == 1
-    assert lines[0].startswith("error: suite 'demo', run 'demo_math': ")
-    assert "stepz" in lines[0]
+    assert lines[0].startswith("error: run 'demo_math': unknown key 'trainer.stepz'; known here: steps, ")
+    assert lines[0].endswith("; nearest: steps (experiment=demo_math trainer.stepz=3)")
     assert not (tmp_path / "results").exists()
 
 

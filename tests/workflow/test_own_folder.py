@@ -132,7 +132,7 @@ def test_a_mistake_ends_the_command_with_one_line_before_any_job(installed: Path
     done = run(installed, project, "my_suite.yaml")
     lines = [line for line in done.stderr.splitlines() if not line.startswith("Using workflow specific profile")]
     assert done.returncode != 0
-    assert len(lines) == 1 and lines[0].startswith("error: suite 'mine', run 'my_relay': "), lines
+    assert len(lines) == 1 and lines[0].startswith("error: run 'my_relay': "), lines
     assert not (project / "results").exists()
 
 

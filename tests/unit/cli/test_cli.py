@@ -61,7 +61,7 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             "my_suit.yaml: no such file, and no experiment of this name (docs/experiments.md); near",
         ),
         ("show {missing}", "missing: no such file or run; expected a parquet file of trajectories, or a run"),
-        ("show {folder}", "no such file; expected a parquet file"),
+        ("show {folder}", ": no trajectories here; a run that was not trained has none"),
         ("show {text}", "text: not a readable parquet file"),
         ("explain {missing}", "missing: no such file or run; expected a parquet file"),
         ("explain {text} --option lone", "--option lone: expected key=value, for example --option lone=raw"),
@@ -146,8 +146,36 @@ def test_a_suite_is_run_with_overrides_and_one_config(tmp_path: Path) -> None:
     own = ['overrides=["seed=3", "a.b=1", "~c"]', f"config_dir={tmp_path.resolve()}"]
     assert said[2:] == [f"--configfile={file}", "x/y.json", "--config", *own, "scale=tiny", "-n"]
     assert snakemake_command(str(file), ["-n"], None)[5:] == [f"--configfile={file}", "-n"]
+    after = ["-n", "a.b=1", "--cores", "2", "~c", "--config", "scale=tiny", "--quiet", "rules", "+d=2", "x/y=1.json"]
+    kept = ["-n", "--cores", "2", "--config", 'overrides=["seed=3", "a.b=1", "~c", "+d=2"]', "scale=tiny"]
+    assert snakemake_command(str(file), after, None)[6:] == [*kept, "--quiet", "rules", "x/y=1.json"]
     by_name = snakemake_command("demo_math", ["-n"], None)[5:]
     assert by_name == ["-n", "--config", 'suite="demo_math"', 'experiments={"demo_math": ["experiment=demo_math"]}']
+
+
+def test_a_run_that_was_not_trained_has_nothing_to_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "my_team").mkdir()  # the code, beside which there are no results yet
+    (tmp_path / "results" / "other" / "tasks").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for named in ("my_team", "other", "results/other"):
+        assert called(monkeypatch, "show", named) == 1
+        assert f"error: {named}: no trajectories here; a run that was not trained has none" in capsys.readouterr().err
+
+
+def test_evaluations_without_tasks_cannot_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for run in ("a", "b"):
+        file = tmp_path / run / "evaluation" / "trained.json"
+        file.parent.mkdir(parents=True)
+        file.write_text('{"rows": []}')
+        (tmp_path / run / "config.yaml").write_text(f"run: {run}")
+    monkeypatch.chdir(tmp_path)
+    assert called(monkeypatch, "compare", "a", "b") == 1
+    said = "error: a/evaluation/trained.json: it lacks the scores by task; remove it and evaluate again"
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_stands_for_the_trajectories_of_its_newest_step(

@@ -232,7 +232,7 @@ def test_a_suite_has_what_was_chosen(tmp_path: Path, run: str) -> None:
     plain["tracking"]["tags"] = {"suite": "s", "experiment": "a"}  # of MLflow's runs
     assert placed(plain) == made.model_dump(mode="json")
     suite["experiments"]["a"].append("cluster.gpus=1xH100")
-    with pytest.raises(SuiteError, match=r"suite 's', run 'a': a: nothing fits 1xH100; .* nearest that fits: \dxH100"):
+    with pytest.raises(SuiteError, match=r"^run 'a': a: nothing fits 1xH100; .* nearest that fits: \dxH100"):
         Suite.load(suite)
     file = tmp_path / "suite.yaml"
     file.write_text(yaml.safe_dump({"suite": "s", "experiments": {"b": [f"experiment={run}"]}}))
