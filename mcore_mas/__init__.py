@@ -1,6 +1,7 @@
 """Reinforcement-learning post-training of teams of LLM agents on Megatron-core."""
 
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ def code_commit() -> str:
 
 def __getattr__(name: str) -> Any:
     """The public names are those of `mcore_mas.api`, which is imported when the first of them is used."""
+    if name == "__version__":
+        return version("mcore-mas")
     api = None if name.startswith("_") else import_module("mcore_mas.api")
     if api is None or name not in api.__all__:
         raise AttributeError(f"module 'mcore_mas' has no attribute '{name}'; see docs/api.md")
     return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), "__version__", *import_module("mcore_mas.api").__all__]

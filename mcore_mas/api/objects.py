@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,13 +14,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mcore_mas.rollout.base.options import HERE, checked
+from mcore_mas.rollout.base.options import HERE, checked, lookup
 from mcore_mas.rollout.base.schema_words import invalid
 from mcore_mas.rollout.config.data import TaskFile, placed_tasks
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
 from mcore_mas.rollout.tasks.datasets import located_dataset, not_downloaded
 from mcore_mas.rollout.tasks.files import distinct
-from mcore_mas.rollout.teams.roles import Parser, Role
+from mcore_mas.rollout.teams.roles import Parser
 
 PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question", "problem"), ("answer", "answers", "solution", "target")
 
@@ -55,8 +56,7 @@ class AgentSpec:
 
     def section(self, run: str) -> dict[str, Any]:
         """Its section of the config of a run."""
-        role = Role(name=self.name, system=self.system, user=self.user, parse=self.parse)
-        own = {"role": known_here(role, f"{run}.{self.name}"), "policy": self.policy}
+        own = {"role": known_here(self.parse, f"{run}.{self.name}"), "policy": self.policy}
         return {**own, "system": self.system, "user": self.user, **self.settings}
 
 
@@ -65,10 +65,39 @@ def known_here(thing: Any, label: str) -> str:
     if isinstance(thing, str):
         return thing
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
-    if module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is thing:
-        return f"{module}:{name}"
-    HERE[f"here:{label}"] = thing
-    return f"here:{label}"
+    path = _script() if module == "__main__" else module
+    if not path or getattr(sys.modules.get(str(module)), name, None) is not thing:
+        path, name = "here", label
+    if path == "here" or module == "__main__":
+        HERE[f"{path}:{name}"] = thing
+    return f"{path}:{name}"
+
+
+def _script() -> str:
+    """The import path of this process's script; "" where an import would run it again, and of a notebook."""
+    main = sys.modules["__main__"]
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if not file or not re.search(r"^if __name__ ==", Path(file).read_text(encoding="utf-8"), re.MULTILINE):
+        return ""
+    return spec.name if spec else Path(file).stem
+
+
+def reward_section(reward: Callable[..., Any] | str, label: str) -> dict[str, Any]:
+    """The section `reward` of a config.
+
+    Raises:
+        TaskError: it is neither a name nor a function.
+    """
+    if not isinstance(reward, str) and not callable(reward):
+        raise TaskError(f"reward is {reward!r}; expected a function of a trajectory or a group, or an allocator's name")
+    if isinstance(reward, str) or allocator_of(reward) is reward:
+        return {"name": known_here(reward, label)}
+    return {"name": f"{__name__}:by_trajectory", "options": {"reward": known_here(reward, label)}}
+
+
+def by_trajectory(group: Group, *, reward: str) -> Group:
+    """The allocator of a reward of one trajectory, by its import path."""
+    return allocator_of(lookup("reward", reward, {}))(group)
 
 
 def allocator_of(reward: Callable[..., Any]) -> Callable[[Group], Group]:

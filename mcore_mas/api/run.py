@@ -6,6 +6,7 @@ import asyncio
 import json
 import queue
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from html import escape
@@ -14,10 +15,11 @@ from typing import Any, TypeVar
 
 import yaml
 
-from mcore_mas.api.objects import AgentSpec, Conversation, TaskError, allocator_of, known_here, split_tasks
+from mcore_mas.api.objects import AgentSpec, Conversation, TaskError, known_here, reward_section, split_tasks
 from mcore_mas.config.compose import GROUPS, resolve
 from mcore_mas.config.policy import PolicyConfig, TrainerConfig
 from mcore_mas.config.run import RunConfig
+from mcore_mas.pipeline.check import no_model
 from mcore_mas.pipeline.prepare import prepare_tasks
 from mcore_mas.rollout.base.files import json_lines, write_text
 from mcore_mas.rollout.base.options import merged
@@ -68,13 +70,13 @@ class Run:
         self.folder = Path(folder)
         name = self.folder.name
         world = known_here(env, f"{name}.env")
-        allocator = reward if isinstance(reward, str) else allocator_of(reward)
+        _check_names(agents)
         own = {
             "run": name,
             "agents": {agent.name: agent.section(name) for agent in agents},
             "orchestra": {"name": known_here(orchestra, f"{name}.orchestra")},
             "env": {"name": world},
-            "reward": {"name": known_here(allocator, f"{name}.reward")},
+            "reward": reward_section(reward, f"{name}.reward"),
             "evaluation": {},
             "policies": _policies(agents, policies),
         }
@@ -85,7 +87,7 @@ class Run:
         chosen, sections = _settings(settings, most)
         overrides = ["~experiment", f"results={json.dumps(str(self.folder.parent))}", *chosen]
         self._values = resolve(overrides, own=merged(own, sections))
-        self.config = RunConfig.check(self._values, f"run '{name}'")
+        self.config = _checked(self._values, f"run '{name}'")
 
     def _given(self, split: str) -> Path:
         return self.folder / "given" / f"{split}.parquet"
@@ -229,6 +231,20 @@ class Run:
         metrics = self.metrics
         steps = f"{sum(row['step'] >= 0 for row in metrics)} of {self.config.trainer.steps} steps"
         return f"<p>{escape(str(self.folder))}: {steps}</p>{key_curves({self.config.run: metrics}) if metrics else ''}"
+
+
+def _check_names(agents: Sequence[AgentSpec]) -> None:
+    for name, times in Counter(agent.name for agent in agents).items():
+        if times > 1:
+            raise TaskError(f"agents: '{name}' is there twice; expected different names")
+
+
+def _checked(values: Mapping[str, Any], where: str) -> RunConfig:
+    config = RunConfig.check(values, where)
+    for policy, model in config.models.items():
+        if not Path(model, "config.json").is_file():
+            raise TaskError(f"policies.{policy}: {no_model(model)}")
+    return config
 
 
 def _policies(agents: Iterable[AgentSpec], given: str | Path | Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import keyword
 import os
+import sys
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -53,8 +55,9 @@ def make_base_model(config_path: Path, tasks_dir: Path, out_dir: Path) -> None:
     init_model(tokenizer, base, derive_seed(config.seed, "base model") % 2**63).save_pretrained(str(out_dir))
 
 
-def make_tiny_model(out_dir: Path) -> None:
+def make_tiny_model(out_dir: str | Path) -> None:
     """Write a small random model of the family that `out_dir` is named after, for the scale `tiny`."""
+    out_dir = Path(out_dir)
     family = next((family for prefix, family in _FAMILIES if out_dir.name.startswith(prefix)), "Qwen2")
     texts = [text for role in ROLES.values() for text in (role.system, role.user)]
     tasks = arithmetic_tasks(1, {"train": 100})
@@ -149,10 +152,12 @@ def new_project(name: str, parent: Path) -> Path:
     """Write a project called `name` into a folder of that name, with a small random model.
 
     Raises:
-        ScaffoldError: the name is none of a Python package, one is taken, or the folder holds something.
+        ScaffoldError: the name is none of a Python package or is taken, or the folder holds something.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name in ("mcore_mas", "tests"):
         raise ScaffoldError(f"'{name}' cannot be a Python package; expected letters, digits and _, such as my_team")
+    if name in sys.stdlib_module_names or name in packages_distributions():
+        raise ScaffoldError(f"'{name}' is a Python module that is installed here; take another name, such as my_{name}")
     folder = parent / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ScaffoldError(f"{folder}: something is there already; name another project, or remove it")

@@ -96,6 +96,11 @@ def lookup(kind: str, name: str, known: Mapping[str, _T], *, own: bool = True) -
         return known[name]
     if own and name in HERE:
         return HERE[name]  # type: ignore[no-any-return]
+    if name.startswith("here:"):
+        raise UnknownName(
+            f"{kind} '{name}' is an object of the script or notebook that made this run; use the run there, such as "
+            "run.chat(), or have the script import the object from a module of its own"
+        )
     if own and ":" not in name:
         name = next((entry.value for entry in offered(kind) if entry.name == name), name)
     module, separator, attribute = name.partition(":")

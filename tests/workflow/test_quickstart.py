@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import psutil
@@ -54,6 +55,63 @@ def test_every_block_of_the_quickstart_runs_and_the_team_learns(tmp_path: Path) 
         assert one.outcome == pytest.approx(sum(letter in word for word in words) / max(1, len(words)))
         assert [t.reward for t in one.turns] == [one.outcome] * 2
     assert (tmp_path / "exported" / "config.json").is_file()
+    shown = command(tmp_path, "show", "letters")
+    assert (shown.returncode, shown.stderr) == (0, "") and "64 trajectories" in shown.stdout, shown
+    refused = command(tmp_path, "chat", "letters")  # this script would train again if it were imported
+    assert refused.returncode == 1 and len(refused.stderr.splitlines()) == 1
+    assert "is an object of the script or notebook that made this run; use the run there, such as run.chat()" in (
+        refused.stderr
+    )
+
+
+def command(folder: Path, *words: str, said: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "mcore_mas", *words],
+        cwd=folder,
+        env=environment,
+        input=said,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_the_command_line_plays_a_team_whose_script_can_be_imported(tmp_path: Path) -> None:
+    model, team, world, train, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/quickstart.md").read_text(), re.S)
+    made = f"{model}{train.partition('for row in run:')[0].replace('steps=40', 'steps=2')}run.train()"
+    reward = "def paid(trajectory):\n    return trajectory.outcome"
+    guarded = textwrap.indent(made.replace("env=Letters,", "env=Letters, reward=paid,"), "    ")
+    script = tmp_path / "mine.py"
+    script.write_text(f'import mcore_mas as mm\n{team}{world}{reward}\nif __name__ == "__main__":\n{guarded}\n')
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    config = (tmp_path / "results/letters/config.yaml").read_text()
+    assert "mine:Letters" in config and "mine:relay" in config and "reward: mine:paid" in config
+    assert ": here:" not in config
+    for words, said in ((("chat", "letters"), "Write words with e."), (("evaluate", "letters", "--state", "base"), "")):
+        found = command(tmp_path, *words, said=f"{said}\n\n")
+        assert found.returncode == 0, found.stderr
+    exported = command(tmp_path, "export", "letters", "shared", "--to", "out")
+    assert exported.returncode == 0 and (tmp_path / "out" / "config.json").is_file(), exported.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(block.replace("lr=1e-3,", "lr=1e-3, steps=2,"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "'avg@4': 0.0" in done.stdout and "Conversation(" in done.stdout  # the model knows nothing
 
 
 @pytest.mark.slow

@@ -103,5 +103,9 @@ def test_a_name_that_is_no_package_or_is_taken_is_refused(project: Path) -> None
     for name in ("my-team", "class", "mcore_mas", "../x", ""):
         with pytest.raises(ScaffoldError, match="cannot be a Python package"):
             new_project(name, project.parent)
+    for name in ("random", "torch", "yaml", "json"):
+        with pytest.raises(ScaffoldError, match=f"'{name}' is a Python module that is installed here; .* my_{name}$"):
+            new_project(name, project.parent)
+        assert not (project.parent / name).exists()
     with pytest.raises(ScaffoldError, match="something is there already"):
         new_project("poets", project.parent)

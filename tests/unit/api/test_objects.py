@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from docs.writers.api import API_PAGE, pages, public_methods
 from mcore_mas import api
 from mcore_mas.api.objects import TaskError, allocator_of, known_here, split_tasks
 from mcore_mas.config.run import ConfigError
-from mcore_mas.rollout.base.options import HERE
+from mcore_mas.rollout.base.options import HERE, UnknownName, lookup
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.rewards.allocation import shared_outcome
 from tests.support.played import group, trajectory, turn
@@ -28,7 +31,10 @@ async def relay(task, team, env):
 
 
 def made(tmp_path: Path, **settings: Any) -> mm.Run:
-    given = {"tasks": TASKS, "policies": "m", "folder": tmp_path / "own", "lr": 1e-3, **settings}
+    model = tmp_path / "m"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").touch()
+    given = {"tasks": TASKS, "policies": str(model), "folder": tmp_path / "own", "lr": 1e-3, **settings}
     return mm.Run(given.pop("agents", AGENTS), given.pop("orchestra", relay), **given)
 
 
@@ -38,7 +44,7 @@ def test_objects_are_the_sections_of_a_config(tmp_path: Path) -> None:
     assert (config.trainer.steps, config.trainer.group_size, config.trainer.tasks_per_step) == (3, 2, 8)
     assert {name: agent.policy for name, agent in config.agents.items()} == {"writer": "shared", "editor": "second"}
     assert {name: (p.model, p.lr) for name, p in config.policies.items()} == dict.fromkeys(
-        ("shared", "second"), ("m", 1e-3)
+        ("shared", "second"), (str(tmp_path / "m"), 1e-3)
     )
     assert config.orchestra.name == f"{__name__}:relay" and config.orchestra.call.func is relay
     assert (config.engine.max_length, config.engine.slots, config.advantage.name) == (300, 192, "grpo")
@@ -56,12 +62,16 @@ def test_objects_are_the_sections_of_a_config(tmp_path: Path) -> None:
         ({"env": lambda: None}, ConfigError, r"env 'here:own.env' must take \(task, \*, ...\)"),
         ({"orchestra": lambda task, team, env: None}, ConfigError, "must take .* as an async function"),
         ({"lr": 0}, ConfigError, "lr is missing"),
-        ({"agents": [mm.AgentSpec("writer", "{q}")]}, ConfigError, r"does not fill the slot \{q\}"),
+        ({"agents": AGENTS[:1]}, ConfigError, "asks agent 'editor', who is not in the team; agents: writer"),
+        ({"agents": [mm.AgentSpec("writer", "{q}"), AGENTS[1]]}, ConfigError, r"does not fill the slot \{q\}"),
         ({"policies": {"shared": "m"}}, ConfigError, "agent 'editor' plays policy 'second', which is not defined"),
         ({"tasks": TASKS[:2]}, TaskError, "2 tasks; expected 3 or more"),
         ({"tasks": [1, 2, 3]}, TaskError, r"tasks.train\[0\] is '1'; expected a Task, \(prompt, answer\)"),
         ({"tasks": {"train": TASKS, "tset": TASKS}}, TaskError, "tasks has keys train, tset; expected train, valid"),
         ({"folder": "results/a b"}, ConfigError, "run"),
+        ({"agents": [AGENTS[0], AGENTS[0]]}, TaskError, "agents: 'writer' is there twice; expected different names"),
+        ({"reward": 3}, TaskError, "reward is 3; expected a function of a trajectory or a group, or an allocator's"),
+        ({"policies": "models/none"}, TaskError, r"policies.shared: models/none: no model here \(config.json is miss"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, settings: dict[str, Any], error: type, words: str) -> None:
@@ -103,20 +113,48 @@ def test_an_object_has_its_import_path_or_a_name_of_this_process() -> None:
     own = [lambda: 1, lambda: 2]
     assert [known_here(thing, "run.reward") for thing in own] == ["here:run.reward"] * 2
     assert HERE["here:run.reward"] is own[1]  # as in a notebook, the last one counts
+    with pytest.raises(UnknownName, match=r"^env 'here:none.env' is an object of the script .* as run.chat\(\), or"):
+        lookup("env", "here:none.env", {})
+
+
+def test_a_script_whose_lines_are_guarded_is_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = ModuleType("__main__")
+    vars(main).update(world=lambda task: task, __file__=str(tmp_path / "mine.py"), __spec__=None)
+    main.world.__module__, main.world.__qualname__ = "__main__", "world"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    (tmp_path / "mine.py").write_text("run = 1\n")
+    assert known_here(main.world, "x.env") == "here:x.env"  # an import would run it again
+    (tmp_path / "mine.py").write_text('if __name__ == "__main__":\n    run = 1\n')
+    assert known_here(main.world, "x.env") == "mine:world"
+    assert lookup("env", "mine:world", {}) is main.world  # here it is not imported a second time
+    del main.__file__  # a notebook
+    assert known_here(main.world, "x.env") == "here:x.env"
 
 
 def test_the_public_names_stay() -> None:
     """Whoever takes a name away or renames an argument breaks programs of others: a line of the changelog."""
     names = (
-        "AgentSpec Conversation Group Run Step Task ToolCall Trajectory last_boxed last_tag load_tasks make_tiny_model"
+        "AgentSpec Conversation Env Generator Group Run Status Step Task TeamSession ToolCall Trajectory last_boxed "
+        "last_tag load_tasks make_tiny_model register_agent"
     )
     assert api.__all__ == names.split()
+    assert {"Run", "load_tasks", "__version__"} <= set(dir(mm)) and mm.__version__ == version("mcore-mas")
     assert all(getattr(mm, name) is getattr(api, name) for name in api.__all__)
     assert list(public_methods(mm.Run)) == [
         *("train", "arun", "metrics", "trajectories", "trajectories_of", "explain", "evaluate", "export", "chat"),
     ]
-    taken = ["self", "agents", "orchestra", "tasks", "policies", "env", "reward", "folder", "settings"]
-    assert list(inspect.signature(mm.Run.__init__).parameters) == taken
+    taken = {
+        mm.Run: "agents orchestra tasks policies env reward folder settings",
+        mm.Run.evaluate: "self k state",
+        mm.Run.export: "self to policy",
+        mm.Run.chat: "self prompts state",
+        mm.Run.explain: "self advantage step task options",
+        mm.AgentSpec: "name user system parse policy settings",
+        mm.load_tasks: "path split subset columns format limit",
+        mm.make_tiny_model: "out_dir",
+        mm.register_agent: "name system user",
+    }
+    assert {thing: " ".join(inspect.signature(thing).parameters) for thing in taken} == taken
     with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
         mm.Trainr  # noqa: B018
 
