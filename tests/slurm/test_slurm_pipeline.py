@@ -52,13 +52,13 @@ def snakemake(slurm: Slurm, folder: Path, *words: str) -> subprocess.CompletedPr
     return subprocess.CompletedProcess(pipeline.args, pipeline.returncode, *said)
 
 
-def begun(slurm: Slurm, folder: Path, *words: str) -> subprocess.Popen[str]:
-    """As `snakemake`, not waited for."""
+def begun(slurm: Slurm, folder: Path, *words: str, **own: str) -> subprocess.Popen[str]:
+    """As `snakemake`, not waited for; with environment variables of its own."""
     command = ["env", "--default-signal=INT"]  # which a shell's jobs in the background ignore
     command += [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
     command += ["--workflow-profile", "slurm", "--slurm-status-command", "sacct" if slurm.accounting else "squeue"]
     command += ["--slurm-init-seconds-before-status-checks", "2", "--latency-wait", "5", *words]
-    env = slurm.env | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    env = slurm.env | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **own}
     pipe = subprocess.PIPE
     pipeline = subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
     slurm.ends(pipeline)
@@ -109,6 +109,8 @@ def test_failing_runs_take_none_down_and_jobs_ask_for_what_their_plan_says(clust
     refused = "error: Slurm does not take the job: sbatch: error: Batch job submission failed: "
     assert f"{refused}More processors requested than permitted" in reasons
     assert any("bad/train/checkpoints" in reason for reason in reasons)
+    ended = "error: step 0: all 4 trajectories failed; the first: EngineError: SGLang: the server ended; results/gpus/"
+    assert any(reason.startswith(ended) and "No module named 'sglang'" in reason for reason in reasons)
 
     jobs = submitted(cluster)
     asked = {(job["Comment"].rpartition("_")[2], job["ReqTRES"]) for job in jobs if "rule_train" in job["Comment"]}
@@ -146,6 +148,28 @@ def test_a_job_of_two_machines_trains_over_both_to_the_same_bits(
     assert cluster.job(job)["NodeList"] == "n[0-1]"
     assert json.loads((run / "train" / "done.json").read_text())["devices"]["count"] == 8  # four of each machine
     assert_same(run, unbroken)
+
+
+def test_the_rule_trains_over_two_machines_and_is_queued_again_while_it_loads(cluster: Slurm, tmp_path: Path) -> None:
+    run, words = long_run(tmp_path, "trainer.steps=2")
+    two = ["train:nodes=2", "train:tasks=2", "train:cpus_per_task=4"]
+    pipeline = begun(cluster, tmp_path, *words, *two, HOME=str(tmp_path))  # a home without Ray's token
+    wait_until(lambda: (run / "train/ranks/solver-0.txt").is_file() or pipeline.poll() is not None, 300)
+    assert pipeline.poll() is None, pipeline.communicate()
+    queue = [line.split() for line in cluster.run("squeue", "-h", "-o", "%i %k").splitlines()]
+    [job] = [number for number, comment in queue if "rule_train" in comment]
+    cluster.run("scancel", "--signal=URG", job)
+    wait_until(lambda: cluster.job(job)["Restarts"] == "1" and cluster.job(job)["JobState"] == "PENDING", 120)
+    assert "stopped by SIGURG while it was loading" in (run / "logs/train.log").read_text()
+    [log] = (tmp_path / f"logs/slurm/rule_train/{run.name}").glob("*.log")
+    first = log.read_text()
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+5")
+    _, said = pipeline.communicate(timeout=600)
+    assert pipeline.returncode == 0, said
+    devices = json.loads((run / "train/done.json").read_text())["devices"]
+    assert (devices["kind"], devices["count"], devices["nodes"]) == ("CPU", 8, 2)
+    assert (tmp_path / ".ray/auth_token").stat().st_mode & 0o777 == 0o600
+    assert log.read_text().startswith(first) and len(log.read_text()) > len(first) > 0  # Slurm's own, appended to
 
 
 def test_a_training_and_an_evaluation_that_a_qos_preempts_go_on(cluster: Slurm, unbroken: Path, tmp_path: Path) -> None:
