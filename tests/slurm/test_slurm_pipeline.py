@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,9 @@ from tests.workflow.test_training import SETTINGS, assert_same, finished_steps, 
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
+# docs/cluster.md's block of commands, a line each without its comment
+[BLOCK] = re.findall(r"```sh\n(snakemake .*?)```", (ROOT / "docs/cluster.md").read_text(), re.DOTALL)
+[PLAN, SUITE, TABLE, QUEUE, FOLLOW, SAVE, END] = [line.partition(" #")[0].strip() for line in BLOCK.splitlines()]
 TINY = ["data.train=12", "data.validation=2", "data.test=2", "trainer.tasks_per_step=2", "trainer.group_size=2"]
 TINY += ["trainer.steps=2", "trainer.validate_every=100", "evaluation.samples=1", "cold_start=null"]
 
@@ -274,21 +278,27 @@ def test_a_job_that_is_killed_for_memory_is_submitted_again_with_twice_as_much(
 
 def test_a_person_saves_a_training_by_scancel_and_then_ends_it(cluster: Slurm, tmp_path: Path) -> None:
     run, words = long_run(tmp_path, "trainer.steps=500")
+    planned = snakemake(cluster, tmp_path, *words_of(PLAN))
+    assert planned.returncode == 0 and "demo_math: reinforcement learning of every policy" in planned.stdout, (
+        planned.stderr
+    )
+    assert not cluster.run("squeue", "-h").strip()
     pipeline = begun(cluster, tmp_path, *words)
     wait_until(lambda: 1 in finished_steps(run) or pipeline.poll() is not None, 300)
     assert pipeline.poll() is None, pipeline.communicate()
-    listed = cluster.run("squeue", "--me", "--format", "%i %T %r %k").splitlines()
+    listed = typed(cluster, tmp_path, QUEUE).splitlines()
     job, state, *_ = next(line for line in listed if "rule_train" in line).split()
     found = cluster.job(job)
     assert (state, found["MinMemoryNode"], found["TimeLimit"]) == ("RUNNING", "5000M", "10:00:00")
 
-    cluster.run("scancel", "--signal=URG", job)
+    assert "demo_math train: " in typed(cluster, tmp_path, f"timeout 2 {FOLLOW} || true")
+    typed(cluster, tmp_path, SAVE, job)
     wait_until(lambda: cluster.job(job)["Restarts"] == "1" and cluster.job(job)["JobState"] == "PENDING", 120)
     first = saved_by("SIGURG", run)
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+5")
     wait_until(lambda: max(finished_steps(run)) > first, 300)
 
-    cluster.run("scancel", job)
+    typed(cluster, tmp_path, END, job)
     assert cluster.ended(job, 120) == "CANCELLED"
     _, said = pipeline.communicate(timeout=300)
     assert pipeline.returncode == 1
@@ -311,13 +321,30 @@ def test_a_person_saves_a_training_by_scancel_and_then_ends_it(cluster: Slurm, t
 
 
 def long_run(folder: Path, *more: str) -> tuple[Path, list[str]]:
-    """A suite of one run in `folder`: where the run will be, and the pipeline's words that train it."""
+    """The page's suite, of one run in `folder`: where the run will be, and the page's words that train it."""
     model = make_run(folder, *SETTINGS) / "base"
     own = [*TINY, *SETTINGS, f"policies.solver.model={model}", f"policies.verifier.model={model}", *more]
-    suite = {"suite": "one", "experiments": {"long": ["experiment=demo_math", *own]}}
-    (folder / "one.yaml").write_text(yaml.safe_dump(suite))
-    words = ["results/long/train/done.json", "--configfile", "one.yaml", "--retries", "0"]
-    return folder / "results/long", [*words, "--set-resources", "train:mem_mb=5000", "train:runtime=600"]
+    suite = {"suite": "one", "experiments": {"demo_math": ["experiment=demo_math", *own]}}
+    (folder / "my_suite.yaml").write_text(yaml.safe_dump(suite))
+    words = ["results/demo_math/train/done.json", *words_of(SUITE), "--retries", "0"]
+    return folder / "results/demo_math", [*words, "--set-resources", "train:mem_mb=5000", "train:runtime=600"]
+
+
+def words_of(command: str) -> list[str]:
+    """What a command of the page gives Snakemake beyond its profile."""
+    profile = "snakemake --workflow-profile slurm "
+    assert command.startswith(profile)
+    return shlex.split(command.removeprefix(profile))
+
+
+def typed(slurm: Slurm, folder: Path, command: str, job: str = "") -> str:
+    """What a command of the page prints, with the number of a job of ours."""
+    command = re.sub(r"\b12\b", job, command)
+    done = subprocess.run(
+        ["bash", "-euc", command], cwd=folder, env=slurm.env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (command, done.stderr)
+    return done.stdout
 
 
 def saved_by(name: str, run: Path) -> int:
@@ -338,7 +365,7 @@ def test_ctrl_c_of_a_pipeline_cancels_its_jobs_and_the_same_command_goes_on(clus
     assert pipeline.returncode == 1, said
     wait_until(lambda: not cluster.run("squeue", "-h").strip(), 120)
     first = saved_by("SIGTERM", run)
-    trained = [job["State"] for job in submitted(cluster) if job["Comment"] == "rule_train_wildcards_long"]
+    trained = [job["State"] for job in submitted(cluster) if job["Comment"] == "rule_train_wildcards_demo_math"]
     assert trained and trained[-1].startswith("CANCELLED")
 
     done = snakemake(cluster, tmp_path, *words)
@@ -350,9 +377,9 @@ def test_ctrl_c_of_a_pipeline_cancels_its_jobs_and_the_same_command_goes_on(clus
 
 def test_a_papers_table_is_made_by_jobs(cluster: Slurm, tmp_path: Path) -> None:
     before = {job["JobID"] for job in submitted(cluster)}
-    planned = snakemake(cluster, tmp_path, "table_marti_ttrl", "--config", "scale=tiny", "--dry-run")
+    planned = snakemake(cluster, tmp_path, *words_of(TABLE), "--dry-run")
     assert (planned.returncode, {job["JobID"] for job in submitted(cluster)}) == (0, before)
-    done = snakemake(cluster, tmp_path, "table_marti_ttrl", "--config", "scale=tiny")
+    done = snakemake(cluster, tmp_path, *words_of(TABLE))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     table = (tmp_path / "results/tiny/tables/marti_ttrl.md").read_text()
     assert "|" in table
@@ -360,3 +387,24 @@ def test_a_papers_table_is_made_by_jobs(cluster: Slurm, tmp_path: Path) -> None:
     assert jobs
     assert {job["State"] for job in jobs} == {"COMPLETED"}
     print(table, *jobs, sep="\n")
+
+
+def test_the_pages_slurm_for_a_look_is_used_by_the_path_it_prints_and_leaves_nothing(
+    pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    if not pytestconfig.getoption("--slurm"):
+        pytest.skip("takes minutes; `make test-slurm` runs it")
+    [command] = re.findall(r"`(python -m tests\.slurm\.cluster FOLDER)`", (ROOT / "docs/cluster.md").read_text())
+    folder = tmp_path / "look"
+    words = [str(folder) if word == "FOLDER" else word for word in command.split()[1:]]
+    words = ["env", "--default-signal=INT", sys.executable, *words]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        path = process.stdout.readline()
+        seen = subprocess.check_output(
+            ["bash", "-euc", f"{path}sinfo --noheader --Node --format '%N %T %c %G'"], text=True
+        )
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 0
+    assert seen.splitlines() == [f"n{node} idle 12 gpu:fake:4" for node in (0, 1)]
+    assert not folder.exists()

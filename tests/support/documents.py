@@ -57,7 +57,7 @@ RUN_BY: dict[str, tuple[str, str]] = {
     r"conda .*|bash environment\.post-deploy\.sh": ("nothing", "conda, and kernels that are compiled for a GPU"),
     r"snakemake --workflow-profile slurm .*|squeue .*|scancel .*|tail -f .*": (
         SLURM,
-        "Slurm; runs and jobs of other names",
+        "Slurm; jobs of other numbers",
     ),
     r"make retriever .* SLURM=.*": (SLURM, "Slurm"),
     r"python3\.12 -m venv \.venv-sglang .*": (
