@@ -59,7 +59,7 @@ def unpacked(folder: Path, packages: Sequence[str]) -> Path:
         NoSlurm: there is no apt-get, or it cannot fetch them.
     """
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
-        raise NoSlurm("Slurm's packages come from Debian or Ubuntu, and there is no apt-get here")
+        raise NoSlurm("packages come from Debian or Ubuntu, and there is no apt-get here")
     debs = folder / "debs"
     debs.mkdir(parents=True)
     done = _apt(debs, "download", *packages)
@@ -70,7 +70,7 @@ def unpacked(folder: Path, packages: Sequence[str]) -> Path:
         _apt(debs, *own, "update")
         done = _apt(debs, *own, "download", *packages)
     if done.returncode:
-        raise NoSlurm(f"apt-get cannot fetch Slurm's packages: {(done.stderr.splitlines() or ['?'])[-1]}")
+        raise NoSlurm(f"apt-get cannot fetch {packages[0]} and others: {(done.stderr.splitlines() or ['?'])[-1]}")
     for deb in debs.iterdir():
         subprocess.run(["dpkg-deb", "-x", deb, folder / "root"], check=True)
     shutil.rmtree(debs)

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from mcore_mas.rollout.records.files import read_trajectories
-from tests.slurm.cluster import GPUS, NoSlurm, Slurm, wait_until
+from tests.slurm.cluster import GPUS, Slurm, wait_until
 from tests.support.run_folder import make_run
 from tests.workflow.test_training import SETTINGS, assert_same, finished_steps, start
 
@@ -34,11 +34,8 @@ TINY += ["trainer.steps=2", "trainer.validate_every=100", "evaluation.samples=1"
 def cluster(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Slurm]:
     if not pytestconfig.getoption("--slurm"):
         pytest.skip("takes minutes; `make test-slurm` runs it")
-    try:
-        with Slurm(folder=tmp_path_factory.mktemp("slurmdbd"), accounting=True) as slurm:
-            yield slurm
-    except NoSlurm as error:
-        pytest.skip(str(error))
+    with Slurm(folder=tmp_path_factory.mktemp("slurmdbd"), accounting=True) as slurm:
+        yield slurm
 
 
 @pytest.fixture(scope="module")

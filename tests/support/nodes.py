@@ -2,30 +2,61 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
+
+from tests.slurm.cluster import NoSlurm, unpacked
 
 _SECONDS = 900  # after which a node that was left behind ends by itself
 _INSIDE = "hostname {name}; mount -t tmpfs -o size=4g tmpfs /dev/shm; mount -t tmpfs tmpfs {ray}; exec sleep {seconds}"
 _RAY = Path("/tmp/ray")
 
 
+def _have_ip() -> None:
+    """Put `ip` onto this process's PATH where there is none, from Debian's packages, until this process ends.
+
+    Raises:
+        NoSlurm: they cannot be had.
+    """
+    if shutil.which("ip"):
+        return
+    folder = Path(tempfile.mkdtemp(prefix="iproute2-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    root = unpacked(
+        folder, ["iproute2", "libbpf1", "libelf1", "libmnl0", "libbsd0", "libmd0", "libcap2", "libxtables12"]
+    )
+    libraries = ":".join(sorted({str(file.parent) for file in root.rglob("*.so.*")}))
+    [program, *_] = [path for path in (root / "sbin/ip", root / "usr/sbin/ip", root / "bin/ip") if path.is_file()]
+    (folder / "bin").mkdir()
+    (folder / "bin/ip").write_text(f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {program} "$@"\n')
+    (folder / "bin/ip").chmod(0o755)
+    os.environ["PATH"] += f":{folder}/bin"
+
+
+@cache
 def missing() -> str:
     """Why there can be no nodes here; "" if there can."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
-    for tool in ("ip", "unshare", "nsenter"):
+    try:
+        _have_ip()
+    except NoSlurm as error:
+        return f"needs ip; {error}"
+    for tool in ("unshare", "nsenter"):
         if shutil.which(tool) is None:
-            return f"needs {tool} (iproute2, util-linux)"
+            return f"needs {tool} (util-linux)"
     probe = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "true"]
     done = subprocess.run(probe, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else f"namespaces are not allowed here ({done.stderr.strip()})"
