@@ -399,7 +399,7 @@ def test_the_pages_slurm_for_a_look_is_used_by_the_path_it_prints_and_leaves_not
         assert process.stdout
         path = process.stdout.readline()
         seen = subprocess.check_output(
-            ["bash", "-euc", f"{path}sinfo --noheader --Node --format '%N %T %c %G'"], text=True
+            ["bash", "-euc", f"{path}sinfo --noheader --Node --partition main --format '%N %T %c %G'"], text=True
         )
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0
