@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -23,7 +23,7 @@ from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
 from mcore_mas.rollout.base.http import check_url
 from mcore_mas.rollout.base.options import Section, imported, lookup
 from mcore_mas.rollout.base.task_group import CallRecord, LateCall, within
-from mcore_mas.rollout.models.chat_template import Renderer, WordStream, render_within
+from mcore_mas.rollout.models.chat_template import CUTS, Renderer, WordStream
 from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
 from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, Turn, changed
 from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, make_sender
@@ -345,3 +345,31 @@ class Listener:
             chat.hear(reply.text if reply.raw is None else reply.raw, reply.tool_format)
         self.heard[sampling.seed] = tuple(messages), reply
         return reply
+
+
+def render_within(
+    renderer: Renderer, messages: Sequence[Message], most: int | None, rule: str
+) -> tuple[Sequence[Message], tuple[int, ...]]:
+    """A chat and its token ids [P], at most `most` of them (None: any): one that is longer has its last message cut.
+
+    Args:
+        rule: a name in `CUTS`, the side of the message that is cut away; any other refuses.
+
+    Raises:
+        PromptTooLong: it is longer, and not to be cut or too long without the last message too.
+    """
+    ids = renderer.render(messages)
+    if most is None or len(ids) <= most:
+        return messages, ids
+    size = len(ids)
+    if rule in CUTS:
+        *before, last = messages
+        text = renderer.encode(last.content)
+        left = len(text) - (size - most)
+        while left > 0:
+            cut = (*before, replace(last, content=renderer.decode(CUTS[rule](text, left))))
+            ids = renderer.render(cut)
+            if len(ids) <= most:
+                return cut, ids
+            left -= len(ids) - most  # where the text was cut, other tokens may come about
+    raise PromptTooLong(f"prompt of {size} tokens, and there is room for {most}")

@@ -16,7 +16,7 @@ from mcore_mas.rollout.environments.math_equality import (
     ComparerError,
     check_answer,
 )
-from mcore_mas.rollout.environments.protocol import Step, after_thought
+from mcore_mas.rollout.environments.protocol import Step
 from mcore_mas.rollout.environments.running import CalculatingEnv
 from mcore_mas.rollout.records.trajectory import Task
 
@@ -32,7 +32,7 @@ def last_boxed(text: str) -> str | None:
 
     A last box that never closes is no answer, even when an earlier one closed.
     """
-    text = after_thought(text)
+    text = text.rpartition("</think>")[2]
     start = text.rfind(_BOX)
     if start < 0:
         return None

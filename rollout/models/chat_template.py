@@ -7,14 +7,13 @@ import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from mcore_mas.rollout.base.errors import ModelError, PromptTooLong
+from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import read_json
 from mcore_mas.rollout.models.tool_calls import PYTHON_TAG, ToolSchema, in_words, tool_format_of
 from mcore_mas.rollout.records.trajectory import Message, Turn
@@ -280,31 +279,3 @@ def _ends(model: Path | str, *own: int | None) -> tuple[int, ...]:
     if not ends:
         raise ModelError(f"{model}: nothing ends a reply; name eos_token in tokenizer_config.json")
     return ends
-
-
-def render_within(
-    renderer: Renderer, messages: Sequence[Message], most: int | None, rule: str
-) -> tuple[Sequence[Message], tuple[int, ...]]:
-    """A chat and its token ids [P], at most `most` of them (None: any): one that is longer has its last message cut.
-
-    Args:
-        rule: a name in `CUTS`, the side of the message that is cut away; any other refuses.
-
-    Raises:
-        PromptTooLong: it is longer, and not to be cut or too long without the last message too.
-    """
-    ids = renderer.render(messages)
-    if most is None or len(ids) <= most:
-        return messages, ids
-    size = len(ids)
-    if rule in CUTS:
-        *before, last = messages
-        text = renderer.encode(last.content)
-        left = len(text) - (size - most)
-        while left > 0:
-            cut = (*before, replace(last, content=renderer.decode(CUTS[rule](text, left))))
-            ids = renderer.render(cut)
-            if len(ids) <= most:
-                return cut, ids
-            left -= len(ids) - most  # where the text was cut, other tokens may come about
-    raise PromptTooLong(f"prompt of {size} tokens, and there is room for {most}")

@@ -27,9 +27,9 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     resolve = suites.resolve
 
-    def counted(overrides: Sequence[str], *rest: Any) -> dict[str, Any]:
+    def counted(overrides: Sequence[str], *rest: Any, **own: Any) -> dict[str, Any]:
         found.append(next(word.removeprefix("run=") for word in overrides if word.startswith("run=")))
-        return resolve(overrides, *rest)
+        return resolve(overrides, *rest, **own)
 
     monkeypatch.setattr(suites, "resolve", counted)
     return found

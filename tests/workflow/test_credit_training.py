@@ -18,6 +18,7 @@ from mcore_mas.rollout.records.files import read_trajectories
 from mcore_mas.rollout.records.trajectory import Turn
 from mcore_mas.training.evaluate import seated
 from mcore_mas.training.export import export
+from mcore_mas.training.measure import Scoreboard
 from mcore_mas.training.train import train
 from tests.support import precision
 from tests.support.chat_server import Response, chat_server, says
@@ -112,7 +113,8 @@ HERE = ("ppo", "gspo", "agents", "trees")
 def trained(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
     if request.param == "ahead":  # a random model gets nothing right: say that it was best after its first step
         measured = iter([0.0, 1.0, 0.5])
-        monkeypatch.setattr("mcore_mas.training.measure.Scoreboard.accuracy", lambda _: {"all": next(measured)})
+        metrics = Scoreboard.metrics
+        monkeypatch.setattr(Scoreboard, "metrics", lambda board: metrics(board) | {"accuracy": next(measured)})
 
     def judge(body: dict, number: int) -> Response:
         return says("I cannot say." if number % 3 == 2 else f"PROCESS_SCORE: {number % 10}")

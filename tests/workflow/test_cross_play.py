@@ -38,7 +38,7 @@ def test_a_cell_trains_what_it_needs_and_is_in_the_table(tmp_path: Path) -> None
 def test_each_agent_plays_the_model_of_its_seat(tmp_path: Path) -> None:
     base = make_run(tmp_path, "data.test=2") / "base"
     cells = ("from_alone", "without_verifier")
-    small = ["data.train=4", "data.validation=2", "data.test=2", "evaluation.samples=2"]
+    small = ["data.train=16", "data.validation=2", "data.test=2", "evaluation.samples=2"]
     models = [f"policies.{policy}.model={base}" for policy in ("solver", "verifier")]
     suite = suite_of(*small, *models)
     made = [f"results/{run}/tasks/test.parquet" for run in ("mas", "alone")]

@@ -30,6 +30,8 @@ def test_the_models_notebook_takes_a_gpu_where_there_is_one(tmp_path: Path, monk
     """Its cells as far as the training, on a machine that says that it has one."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.chdir(tmp_path)
+    Path("Qwen/Qwen2.5-0.5B-Instruct").mkdir(parents=True)
+    Path("Qwen/Qwen2.5-0.5B-Instruct/config.json").write_text("{}")
     (path,) = [path for path in NOTEBOOKS if path.stem == "own_model"]
     cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     Path("cells.py").write_text("\n".join(cells[:3]).removesuffix("await run.arun()"))

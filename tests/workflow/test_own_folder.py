@@ -37,8 +37,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
     for folder in SOURCES:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source)
+    (source / "docs").mkdir()
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "docs/published.yaml"):
+        shutil.copy(ROOT / file, source / file)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-compile", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", site, source], check=True)
     return site

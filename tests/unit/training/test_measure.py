@@ -13,9 +13,8 @@ import pytest
 
 from mcore_mas.equations.statistics import majority_score, pass_at
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.engines import EngineClient, render_within
 from mcore_mas.rollout.environments.protocol import Step
-from mcore_mas.rollout.models.chat_template import render_within
 from mcore_mas.rollout.records.trajectory import Message, Status, Trajectory
 from mcore_mas.rollout.teams.collect import CollectOptions, Collector
 from mcore_mas.training.measure import Scoreboard, measure, score_rows

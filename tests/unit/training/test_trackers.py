@@ -113,10 +113,9 @@ def test_a_tracker_that_breaks_has_every_step_once_it_works_again(
             time.sleep(0.01)
         flaky.down = False
     opened.close()
-    assert said[2:] == [
-        f"tracker tensorboard does not draw (OSError: disk full at 1); {path} has it for later",
-        "tracker tensorboard works again and has all steps before 6",
-    ]
+    assert said[2] == f"tracker tensorboard does not draw (OSError: disk full at 1); {path} has it for later"
+    works = [f"tracker tensorboard works again and has all steps before {step}" for step in (4, 5, 6)]
+    assert said[3] in works and len(said) == 4  # whichever step it meets first
     assert flaky.drawn == {step: {"reward/mean": step / 4} for step in range(6)}
     assert flaky.opened[-1] == 1  # opened anew at the step that it lacked
 
