@@ -368,8 +368,7 @@ def test_ctrl_c_of_a_pipeline_cancels_its_jobs_and_the_same_command_goes_on(clus
     done = snakemake(cluster, tmp_path, *words)
     assert done.returncode == 0, done.stderr[-5000:]
     assert finished_steps(run) == list(range(-1, 6)) and first < 6  # the first validation, then steps
-    log = (run / "logs/train.log").read_text()
-    assert (log.count("started again"), log.count("stopped by SIGTERM")) == (1, 1)
+    assert (run / "logs/train.log").read_text().count("started again") == 1
 
 
 def test_a_papers_table_is_made_by_jobs(cluster: Slurm, tmp_path: Path) -> None:
