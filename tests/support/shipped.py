@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from mcore_mas.config.compose import CONFIGS
+from mcore_mas.config.compose import CHOICES, CONFIGS
 from mcore_mas.rollout.config.sections import (
     AgentConfig,
     EnvConfig,
@@ -26,7 +26,10 @@ from mcore_mas.rollout.teams.collect import collect
 from tests.support.play import Bytes
 from tests.support.scripted_engine import ScriptedEngine
 
-TEAMS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CONFIGS / "team").glob("*.yaml"))}
+TEAMS = {
+    **{path.stem: yaml.safe_load(path.read_text()) for path in sorted((CONFIGS / "team").glob("*.yaml"))},
+    **yaml.safe_load((CONFIGS / CHOICES).read_text())["team"],
+}
 
 
 def sharings(team: str) -> list[str]:
@@ -49,9 +52,9 @@ class Library:
 def play_shipped(
     name: str, task: Task, replies: Sequence[str], *, sections: dict[str, Any] | None = None, **tools: Any
 ) -> Trajectory:
-    """The rewarded trajectory of `configs/team/<name>.yaml` on `task`, whose calls are answered by `replies` in order.
+    """The rewarded trajectory of the shipped team `name` on `task`, whose calls are answered by `replies` in order.
 
-    Every reply is used. `sections` replace options of the file by section, as `{"env": {"style": "text"}}`.
+    Every reply is used. `sections` replace options of the team by section, as `{"env": {"style": "text"}}`.
     """
     values = copy.deepcopy(TEAMS[name])
     for section, options in (sections or {}).items():
