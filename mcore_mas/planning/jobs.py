@@ -61,6 +61,12 @@ def needed(tenants: Sequence[Tenant], pool: Pool) -> int:
     return (sum if pool == "split" else max)(tenant.devices for tenant in tenants) if tenants else 0
 
 
+def server_gpus(config: RunConfig) -> dict[str, int]:
+    """GPUs of one server of each policy that has any of its own: an evaluation needs these on one machine."""
+    engines = {policy: for_policy(config, policy).engine for policy in config.models}
+    return {policy: engine.tp for policy, engine in engines.items() if engine.name == "sglang" and not engine.urls}
+
+
 Stage = Literal["train", "evaluate", "start", "retriever"]
 
 # MB. A process: torch and what it loads, on a GPU also what CUDA keeps in the host's memory; the driver: the collector,
@@ -97,7 +103,7 @@ def job_needs(config: RunConfig, stage: Stage, node_gpus: int) -> JobNeeds:
         return JobNeeds(nodes=1, gpus=on_gpu, cpus=1, memory_mb=1_000 + searched)
     tenants = tenants_of(config, kind)
     if stage == "evaluate":  # no trainers, and as many servers of each policy as the GPUs of training allow
-        one = sum(e.tp for e in engines if e.name == "sglang" and not e.urls)
+        one = sum(server_gpus(config).values())
         most = min(node_gpus, needed(tenants, config.cluster.pool))
         devices = max(one, most // one * one) if one else int(kind == "GPU")
         processes = max(len(engines), devices)

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from mcore_mas.rollout.base.processes import ProcessLost
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.training.full_disk import until_room
 from mcore_mas.training.joblog import TrainingError
+from mcore_mas.training.recipe import Identity, differences
 
 CHECKPOINT_FORMAT = 2  # of what a checkpoint's folder holds
 _MANIFEST = "manifest.json"
 _MANIFEST_BYTES = 64 << 20
 _REFUSED = "refused_"
-_LISTED = 8  # keys that are named of a recipe that differs
 
 Written = Callable[[], Awaitable[dict[str, Digest]]]
 Write = Callable[[Path], Awaitable[Written]]
@@ -35,17 +35,6 @@ Write = Callable[[Path], Awaitable[Written]]
 
 class CheckpointError(TrainingError):
     """A checkpoint cannot be written, or none can be used: one line that says what, where, what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Whose checkpoints these are."""
-
-    run: str
-    models: Mapping[str, Mapping[str, Any]]  # architecture as plain data, by policy and `<policy>.critic`
-    recipe: Mapping[str, Any] = field(default_factory=dict)  # what decides what is learnt, as JSON, by dotted key
-    inputs: Mapping[str, str] = field(default_factory=dict)  # digests of what is read and run, by name; {}: not known
-    may_change: bool = False  # whether a checkpoint of another recipe or of other inputs can be used, for a fork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +150,7 @@ class Checkpoints:
 
     def differs(self, saved: Saved) -> str:
         """What the run's recipe and inputs are other than a checkpoint's, "" if nothing."""
-        return _different(_read_manifest(saved.folder), self.identity)
+        return differences(_read_manifest(saved.folder), self.identity)
 
     def fork(self, saved: Saved, state: dict[str, Any], kept: str) -> Saved:
         """Make `saved` the only checkpoint, of this run's recipe and inputs and with `state`; `kept` has the others."""
@@ -334,33 +323,10 @@ def _foreign(manifest: Mapping[str, Any], identity: Identity) -> str:
                 return f"policy '{name}' has {what} {models[name][what]}, the run's model {value}"
     if extra := set(models) - set(identity.models):
         return f"has policy '{min(extra)}', which the run does not have"
-    different = "" if identity.may_change else _different(manifest, identity)
+    different = "" if identity.may_change else differences(manifest, identity)
     return (
         different and f"trained with {different}; fork it with --adopt (trainer.resume=changed), or name the run anew"
     )
-
-
-def _different(manifest: Mapping[str, Any], identity: Identity) -> str:
-    """What of the recipe, or else of the inputs, is other than it was, "" if nothing."""
-    inputs = manifest.get("inputs", {}) if identity.inputs else {}
-    return _changed(manifest.get("recipe", {}), identity.recipe) or _changed(inputs, identity.inputs)
-
-
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What of the recipe is other than it was, "" if nothing, or if the checkpoint is too old to say."""
-    changes = [
-        f"{key}={_said(before, key)}, and the config says {_said(now, key)}"
-        for key in sorted({*before, *now} if before else ())
-        if before.get(key) != now.get(key)
-    ]
-    if not changes:
-        return ""
-    more = f" (and {len(changes) - _LISTED} more keys)" if len(changes) > _LISTED else ""
-    return "; ".join(changes[:_LISTED]) + more
-
-
-def _said(recipe: Mapping[str, Any], key: str) -> str:
-    return json.dumps(recipe[key]) if key in recipe else "(default)"
 
 
 def _name(step: int) -> str:

@@ -24,7 +24,16 @@ from pydantic import ValidationError
 
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
-from mcore_mas.rollout.base.files import FolderError, check_owner, epoch_of, owned, sealed, writable, write_json
+from mcore_mas.rollout.base.files import (
+    FolderError,
+    check_owner,
+    check_tree,
+    epoch_of,
+    owned,
+    sealed,
+    writable,
+    write_json,
+)
 from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team
@@ -37,7 +46,7 @@ from mcore_mas.training.logbook import Reporter
 from mcore_mas.training.measure import Scoreboard, Shards, measure, score_rows
 from mcore_mas.training.placement import gpus_of_servers
 from mcore_mas.training.recipe import identity_of_play
-from mcore_mas.training.tracking import made_here
+from mcore_mas.training.tracking import noted
 
 _EVALUATION, _CHAT = -2, -3  # the step in the seeds of trajectories of an evaluation, and of a chat
 NO_SEATS: Mapping[str, Any] = MappingProxyType({})
@@ -67,7 +76,7 @@ def evaluate(run: RunConfig | Path, state: str, out_path: Path, seats: Mapping[s
     torch.set_num_threads(config.cluster.threads_per_process or 1)
     board = Scoreboard(prepared_tasks(config.folder / "tasks", "test"), config.evaluation.samples)
     folder = writable(out_path.with_suffix(""))
-    with owned(folder):
+    with owned(folder), noted(config.folder / "logs" / f"evaluate_{out_path.stem}.log"):
         _play(config, folder, board)
         epoch = epoch_of(folder)
         check_owner(folder / "scores")  # that nobody else evaluates here by now
@@ -78,7 +87,7 @@ def evaluate(run: RunConfig | Path, state: str, out_path: Path, seats: Mapping[s
         )
     tasks = board.tasks()
     head = {"run": config.run, "state": state, "k": board.k, "overlong_prompts": config.engine.overlong_prompts}
-    scores = {**head, **board.counts(), "made": made_here(), "epoch": epoch, "rows": score_rows(tasks), "tasks": tasks}
+    scores = {**head, **board.counts(), "epoch": epoch, "rows": score_rows(tasks), "tasks": tasks}
     write_json(out_path, sealed(scores))
     return scores
 
@@ -243,9 +252,11 @@ def _trained(config: RunConfig, policy: str) -> PolicyConfig:
     done = config.folder / "train" / "done.json"
     if not done.is_file():
         raise FolderError(f"{done}: no such file; train first (`mcore-mas train {config.folder}`)")
-    folder = json.loads(done.read_text())["policies"].get(policy)
-    own = config.policies[policy]
-    return own if folder is None else own.model_copy(update={"model": folder})
+    written, own = json.loads(done.read_text()), config.policies[policy]
+    if (folder := written["policies"].get(policy)) is None:
+        return own
+    check_tree(Path(folder), written.get("sha256", {}).get(policy, {}))
+    return own.model_copy(update={"model": folder})
 
 
 def replay(file: Path, config_path: Path) -> tuple[Trajectory, tuple[str, ...]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
-from mcore_mas.rollout.base.files import write_json, write_text
+from mcore_mas.rollout.base.files import check_tree, write_json, write_text
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.models.architecture import read_architecture, read_config
 from mcore_mas.rollout.models.chat_template import CHAT_TEMPLATES, Renderer, has_chat_template
@@ -41,13 +41,15 @@ def export(run: Path, policy: str, to: Path, note: Callable[[str], None], *, ada
         ExportError: there is no such policy or adapter, `to` holds something, nothing has been trained yet, or others
             would not read what was written as the run does.
         ConfigError, ModelError: the run's config or model is not there.
+        FolderError: a file of the finished model is not as training wrote it.
     """
     config = RunConfig.load(run / "config.yaml")
     _check(config, run, policy, adapter=adapter)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ExportError(f"{to}: something is there already; name a folder that is empty or not there")
     finished = run / "train" / "models" / policy
-    if (run / "train" / "done.json").is_file():
+    if (done := run / "train" / "done.json").is_file():
+        check_tree(finished, json.loads(done.read_text()).get("sha256", {}).get(policy, {}))
         source = finished / "adapter" if adapter else finished
         note(f"{policy} from {source}")
         shutil.copytree(source, to, dirs_exist_ok=True)

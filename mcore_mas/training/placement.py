@@ -16,7 +16,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_mas.config.run import RunConfig, engine_holder, for_policy
-from mcore_mas.planning.jobs import GroupKey, Kind, Pool, Tenant, needed, tenants_of
+from mcore_mas.planning.jobs import GroupKey, Kind, Pool, Tenant, needed, server_gpus, tenants_of
 from mcore_mas.rollout.engines.sglang.server import visible_gpus
 from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
 from mcore_mas.training.cluster import KEEP_PAGES, Node, cores_here
@@ -152,7 +152,7 @@ def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:
     """
     engines = {policy: for_policy(config, policy).engine for policy in config.models}
     elsewhere: dict[str, list[list[str]]] = {policy: [[]] * engine.servers for policy, engine in engines.items()}
-    sizes = {policy: engine.tp for policy, engine in engines.items() if engine.name == "sglang" and not engine.urls}
+    sizes = server_gpus(config)
     if not sizes or kind_here() != "GPU":
         return elsewhere
     gpus, one = visible_gpus(), sum(sizes.values())

@@ -1,4 +1,4 @@
-"""Identity of checkpoints (models, and the recipe: what decides what is learnt) and of what evaluations have played."""
+"""Identity of a run: its models, its recipe (what decides what is learnt), its inputs; and of an evaluation."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,12 +21,23 @@ from mcore_mas.rollout.base.files import FolderError, known_sha256, sha256
 from mcore_mas.rollout.base.options import leaves
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.records.files import read_tasks, tasks_digest
-from mcore_mas.training.checkpoint import Identity
 
+_LISTED = 8  # keys that are named of a recipe that differs
 _LARGE = 1 << 26  # bytes of a file that is not read at every start, but when it has changed
 _MANY = 10_000  # files of a folder, beyond which it is not read
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w-]*")  # or Gymnasium's `module:Name-v0`
 _DIGESTED = ("data.", "policies.", "retriever.")  # what these keys name has its digest already
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Whose checkpoints these are."""
+
+    run: str
+    models: Mapping[str, Mapping[str, Any]]  # architecture as plain data, by policy and `<policy>.critic`
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # what decides what is learnt, as JSON, by dotted key
+    inputs: Mapping[str, str] = field(default_factory=dict)  # digests of what is read and run, by name; {}: not known
+    may_change: bool = False  # whether a checkpoint of another recipe or of other inputs can be used, for a fork
 
 
 def identity_of(config: RunConfig) -> Identity:
@@ -124,6 +135,29 @@ def _module(name: str) -> Path | None:
 def lineage_of(identity: Identity) -> str:
     """The lineage of the weights that a run starts from: a digest of its identity."""
     return hashlib.sha256(json.dumps(asdict(replace(identity, may_change=False))).encode()).hexdigest()[:16]
+
+
+def differences(manifest: Mapping[str, Any], identity: Identity) -> str:
+    """What of the recipe, or else of the inputs, is other than it was, "" if nothing."""
+    inputs = manifest.get("inputs", {}) if identity.inputs else {}
+    return _changed(manifest.get("recipe", {}), identity.recipe) or _changed(inputs, identity.inputs)
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What of the recipe is other than it was, "" if nothing, or if the checkpoint is too old to say."""
+    changes = [
+        f"{key}={_said(before, key)}, and the config says {_said(now, key)}"
+        for key in sorted({*before, *now} if before else ())
+        if before.get(key) != now.get(key)
+    ]
+    if not changes:
+        return ""
+    more = f" (and {len(changes) - _LISTED} more keys)" if len(changes) > _LISTED else ""
+    return "; ".join(changes[:_LISTED]) + more
+
+
+def _said(recipe: Mapping[str, Any], key: str) -> str:
+    return json.dumps(recipe[key]) if key in recipe else "(default)"
 
 
 # sections, and what of them, that decide what is learnt; layouts, speeds, cadences and addresses may change

@@ -14,7 +14,7 @@ from mcore_mas.config.credit import cut_off
 from mcore_mas.config.models import check_layouts
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
-from mcore_mas.rollout.base.files import check_owner, epoch_of, owned, writable, write_json
+from mcore_mas.rollout.base.files import check_owner, epoch_of, owned, tree_sha256, writable, write_json
 from mcore_mas.rollout.base.processes import ProcessLost, Restarts
 from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.config.data import prepared_tasks
@@ -24,7 +24,7 @@ from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.rewards.coach import Coach
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
-from mcore_mas.training.checkpoint import Checkpoints, Identity, Saved
+from mcore_mas.training.checkpoint import Checkpoints, Saved
 from mcore_mas.training.cluster import joined_ray, running_ray
 from mcore_mas.training.crew import Crew
 from mcore_mas.training.engine_factory import make_players, make_renderers, open_remotes, world
@@ -35,7 +35,7 @@ from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.placement import room_for
 from mcore_mas.training.ray_client import train_at
-from mcore_mas.training.recipe import identity_of, input_digests, lineage_of
+from mcore_mas.training.recipe import Identity, identity_of, input_digests, lineage_of
 from mcore_mas.training.step import AfterStep, TrainingSession, goes_on
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
 
@@ -200,6 +200,7 @@ def _done(session: TrainingSession, written: Saved | None) -> dict[str, Any]:
     return {
         "policies": {**config.models, **{name: str(_model(config, name)) for name in session.trainers}},
         "steps": config.trainer.steps,
+        "sha256": {name: tree_sha256(_model(config, name)) for name in session.trainers},
         "policies_of_step": written.step if written else config.trainer.steps,
         "mlflow_run": session.logbook.tracking_run,
     }

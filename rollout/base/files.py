@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import socket
-import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -212,6 +211,23 @@ def sha256(*paths: Path) -> str:
     return digest.hexdigest()
 
 
+def tree_sha256(folder: Path) -> dict[str, str]:
+    """`sha256` of every file below a folder, by its path there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+
+
+def check_tree(folder: Path, written: Mapping[str, str]) -> None:
+    """Refuse a folder whose files are not those of an earlier `tree_sha256`; further ones are nobody's concern.
+
+    Raises:
+        FolderError: which is not there, or another.
+    """
+    for name, digest in written.items():
+        if not (folder / name).is_file() or sha256(folder / name) != digest:
+            raise FolderError(f"{folder / name}: not there, or not as it was written; train again or bring it back")
+
+
 def file_stamp(path: Path) -> list[int]:
     """Size, times and inode of a file: as long as they are the same, so is what it holds."""
     status = path.stat()
@@ -316,7 +332,7 @@ def owned(folder: Path) -> Iterator[None]:
         for partial in folder.rglob(".*.partial"):
             around = next((own for own in partial.parents if (own / "lock.json").exists()), folder)
             if around == folder:  # else a folder in this one has its own owner, who may be writing
-                _remove(partial)
+                remove_path(partial)
         _owned[folder.absolute()] = epoch
         ended = threading.Event()
         beats = threading.Thread(target=_beat, args=(file.fileno(), ended), name="heartbeat", daemon=True)
@@ -366,7 +382,7 @@ def waited_for(path: Path) -> Iterator[None]:
         yield
 
 
-def _remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file or a folder as far as can be."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -392,26 +408,3 @@ def _owner(record: Mapping[str, Any]) -> str:
         return f"process {int(record['pid'])} on {str(record['host'])[:100]!r} since {str(record['since'])[:30]}"
     except (ValueError, LookupError, TypeError):
         return "another process"
-
-
-MEMORY = Path("/dev/shm")  # noqa: S108  (a file system in memory, not a place for temporary files)
-
-
-def memory_path() -> Path:
-    """A path in shared memory that nobody uses, in a folder that only this user can read.
-
-    What ended processes left behind there is removed first.
-
-    Raises:
-        FolderError: the folder is somebody else's.
-    """
-    folder = MEMORY / f"mcore_mas-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise FolderError(f"{folder}: not a folder that is this user's alone; have it removed")
-    for left in folder.iterdir():
-        owner = left.name.partition("-")[0]
-        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-            _remove(left)
-    return folder / f"{os.getpid()}-{time.monotonic_ns()}"

@@ -5,15 +5,23 @@
               an adapter in PEFT's format
 - `push`      buckets of tensors into SGLang, by CUDA IPC or a process group
 - `digests`   the checksums of a stream of weights, as its engine holds them
+
+Weights that lie in memory have a folder there, which is this user's alone (`memory_path`).
 """
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
+from mcore_mas.rollout.base.files import FolderError, remove_path
 from mcore_mas.rollout.base.options import imported
 
 if TYPE_CHECKING:
@@ -57,7 +65,7 @@ class WeightSender:
     """A trainer's side of a transport; every rank has one and makes the same calls."""
 
     def __init__(self, route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> None:
-        self._route, self._leads, self._exchange = route, rank == 0, exchange
+        self._route, self._rank, self._leads, self._exchange = route, rank, rank == 0, exchange
         self._open()
 
     def _open(self) -> None:
@@ -104,3 +112,26 @@ def make_sender(route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], li
     """
     made: WeightSender = imported("transport", route.transport, SENDERS)(route, rank=rank, exchange=exchange)
     return made
+
+
+MEMORY = Path("/dev/shm")  # noqa: S108  (a file system in memory, not a place for temporary files)
+
+
+def memory_path() -> Path:
+    """A path in shared memory that nobody uses, in a folder that only this user can read.
+
+    What ended processes left behind there is removed first.
+
+    Raises:
+        FolderError: the folder is somebody else's.
+    """
+    folder = MEMORY / f"mcore_mas-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise FolderError(f"{folder}: not a folder that is this user's alone; have it removed")
+    for left in folder.iterdir():
+        owner = left.name.partition("-")[0]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            remove_path(left)
+    return folder / f"{os.getpid()}-{time.monotonic_ns()}"

@@ -29,8 +29,9 @@ from mcore_mas.retrieval.corpus import write_corpus
 from mcore_mas.retrieval.encoder import Encoder
 from mcore_mas.retrieval.sidecar import RetrieverSidecar
 from mcore_mas.rollout.base.failpoints import FAILPOINTS
-from mcore_mas.rollout.base.files import MEMORY, write_json
+from mcore_mas.rollout.base.files import write_json
 from mcore_mas.rollout.sandbox.cgroup import PREFIX
+from mcore_mas.rollout.sync import MEMORY
 from tests.faults import proxy
 from tests.faults.forked import PASSAGES, bare_folder, fingerprint
 from tests.support.run_folder import make_run

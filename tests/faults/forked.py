@@ -71,9 +71,9 @@ def trained(config: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def run_folder(results: Path) -> Path:
+def run_folder(results: Path, *settings: str) -> Path:
     """A run, ready for `pipeline`."""
-    return make_run(results, *SETTINGS)
+    return make_run(results, *SETTINGS, *settings)
 
 
 def bare_folder(results: Path) -> Path:
@@ -106,6 +106,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
     found = {}
     logs = {folder / "train" / name for name in ("lock.json", "mlflow.json")}
     logs |= set((folder / "train" / "journal").glob("*"))  # digests of files with times in them
+    logs |= set((folder / "logs").glob("*.json"))  # when stages began and ended
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path not in logs):
         name = str(path.relative_to(folder))
         if path.suffix == ".parquet":

@@ -15,18 +15,21 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.reports.paper_tables import TableError
 from mcore_mas.reports.tables import read_evaluation
 from mcore_mas.retrieval.build import build_index
 from mcore_mas.retrieval.corpus import RetrievalError, write_corpus
 from mcore_mas.retrieval.encoder import Encoder
 from mcore_mas.retrieval.index import Index
-from mcore_mas.rollout.base.files import Digest, sealed, write_chunks, write_json
+from mcore_mas.rollout.base.files import Digest, FolderError, sealed, tree_sha256, write_chunks, write_json
 from mcore_mas.rollout.records.files import RecordError, read_tasks, read_trajectories, write_tasks, write_trajectories
 from mcore_mas.rollout.records.trajectory import Message, Trajectory, Turn, VersionSpan
 from mcore_mas.rollout.tasks.arithmetic import arithmetic_tasks
-from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity, Written
-from mcore_mas.training.recipe import recipe_of
+from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Written
+from mcore_mas.training.evaluate import seated
+from mcore_mas.training.export import export
+from mcore_mas.training.recipe import Identity, recipe_of
 from tests.faults.forked import PASSAGES, bare_folder
 
 FLIPS = 60
@@ -156,6 +159,29 @@ def test_an_evaluation(tmp_path: Path) -> None:
         return read_evaluation(tmp_path / "trained.json").to_dict()
 
     assert refused_or_the_same(tmp_path / "trained.json", read, TableError) > FLIPS * 0.8
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_finished_model(tmp_path: Path, name: str) -> None:
+    """An evaluation, `serve`, `chat` and `export` take one whose files are those that training wrote."""
+    config = RunConfig.check(resolve(["experiment=demo_math", f"results={tmp_path}"]), "test")
+    model = config.folder / "train" / "models" / "solver"
+    make_tiny_model(model)
+    (config.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    done = {"policies": {"solver": str(model)}, "sha256": {"solver": tree_sha256(model)}}
+    write_json(config.folder / "train" / "done.json", done)
+
+    def read() -> Any:
+        return seated(config, "trained", {"verifier": "base"}).policies
+
+    assert refused_or_the_same(model / name, read, FolderError) == FLIPS
+    for _ in flipped(model / name, [(0, 0)]):
+        with pytest.raises(FolderError, match=rf"{name}: not there, or not as it was written; train again"):
+            export(config.folder, "solver", tmp_path / "exported", print)
+    assert not (tmp_path / "exported").exists()
+    (model / name).unlink()
+    with pytest.raises(FolderError, match=rf"{name}: not there"):
+        read()
 
 
 def test_a_config_is_refused_or_of_another_recipe_or_the_same_but_for_what_may_change(tmp_path: Path) -> None:

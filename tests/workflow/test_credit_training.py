@@ -135,6 +135,11 @@ def test_every_kind_of_credit_trains(trained: tuple[str, Path]) -> None:
     steps = [row for row in rows if row["step"] >= 0]
     assert [row["step"] for row in steps] == list(range(3 if kind == "lora" else 2))
     assert all(math.isfinite(value) for row in steps for value in row.values())
+    done = json.loads((folder / "done.json").read_text())
+    for policy, files in done["sha256"].items():
+        assert "tokenizer_config.json" in files and files["model.safetensors"] == sha256(
+            folder / "models" / policy / "model.safetensors"
+        )
     first, last = steps[0], steps[-1]
     checkpoint = json.loads((folder / "checkpoints" / "step_000002" / "manifest.json").read_text())
     if kind == "ppo":

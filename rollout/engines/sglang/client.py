@@ -123,7 +123,8 @@ class StreamedReply:
         known, place = len(self._ids), max(0, meta["completion_tokens"] - len(ids))
         self._ids[place:] = ids
         self._logprobs[place:] = meta["output_token_logprobs"][-len(ids) :] if ids else []
-        if self._wanted and not meta["finish_reason"] and not self._hear(known, self._ids[known:]):
+        new = Completion(token_ids=tuple(self._ids[known:]), logprobs=(), finish_reason="", versions=())
+        if self._wanted and not meta["finish_reason"] and not self._hear(known, new):
             self._wanted = False
             self._end()
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.files import memory_path
 from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine, problem_of
 from mcore_mas.rollout.engines.sglang.client import Lost, StreamedReply, body_of, completion_of
@@ -22,7 +21,7 @@ from mcore_mas.rollout.engines.sglang.fleet import Checks, Fleet, Left, LostWeig
 from mcore_mas.rollout.engines.sglang.server import Replica
 from mcore_mas.rollout.engines.sglang.settings import PUSHED, SGLangSettings
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
+from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, memory_path
 
 _IDLE_S = 60.0  # that requests which were aborted may take to end, before servers sleep
 

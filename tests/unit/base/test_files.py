@@ -42,6 +42,36 @@ def test_what_the_record_says_decides_nothing(tmp_path: Path, record: str) -> No
             pass
 
 
+CONTAINED = [
+    "unshare",
+    "--pid",
+    "--fork",
+    "--kill-child",
+]  # numbers of processes begin at 1 there; the host's name stays
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a namespace")
+def test_a_container_of_the_same_host_name_owns_a_folder_as_long_as_it_lives(tmp_path: Path) -> None:
+    """Its owner is process 1, of which there is another one here, who lives when the owner is dead."""
+    with subprocess.Popen(
+        [*CONTAINED, sys.executable, "-c", OWNER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as owner:
+        assert owner.stdout is not None and int(owner.stdout.readline()) > 0
+        assert json.loads((tmp_path / "lock.json").read_text())["pid"] == 1 and Path("/proc/1").is_dir()
+        for elsewhere in ([], CONTAINED):  # from here, and from another container
+            contender = [*elsewhere, sys.executable, "-c", OWNER, str(tmp_path)]
+            refused = subprocess.run(contender, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            assert f"in use by process 1 on '{socket.gethostname()}'" in refused.stderr.splitlines()[-1]
+        owner.kill()
+        owner.stdout.read()  # until nobody in there has it any more
+    for elsewhere in ([], CONTAINED):
+        contender = [*elsewhere, sys.executable, "-c", OWNER, str(tmp_path)]
+        taken = subprocess.run(contender, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        assert taken.returncode == 0 and int(taken.stdout.splitlines()[0]) > 0, taken.stderr
+
+
 def test_a_killed_owners_folder_is_free_at_once(tmp_path: Path) -> None:
     source = f"""
 import time

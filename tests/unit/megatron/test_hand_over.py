@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.files import memory_path
 from mcore_mas.rollout.engines.embedded.engine import HostedEngine
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.tensors import checksum, read_tensors
 from mcore_mas.rollout.records.trajectory import Sampling
-from mcore_mas.rollout.sync import SyncRoute, WeightSender, make_sender
+from mcore_mas.rollout.sync import SyncRoute, WeightSender, make_sender, memory_path
 from mcore_mas.rollout.sync.shared import SharedWeights
 from tests.support import ranks, reference
 

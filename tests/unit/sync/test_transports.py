@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mcore_mas.rollout.base import files
+from mcore_mas.rollout import sync
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.files import memory_path
+from mcore_mas.rollout.base.files import FolderError
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.tensors import (
@@ -24,7 +24,7 @@ from mcore_mas.rollout.models.tensors import (
     read_tensors,
     tensor_shapes,
 )
-from mcore_mas.rollout.sync import SyncRoute, make_sender
+from mcore_mas.rollout.sync import SyncRoute, make_sender, memory_path
 from mcore_mas.rollout.sync.disk import changes, patched
 from mcore_mas.rollout.sync.shared import SharedCheck, SharedWeights
 from tests.support.three_tensors import NAMES, tensors
@@ -206,13 +206,13 @@ def test_what_dead_processes_left_in_memory_is_removed() -> None:
 
 def test_weights_in_memory_are_in_a_folder_of_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stat.S_IMODE(memory_path().parent.stat().st_mode) == 0o700
-    monkeypatch.setattr(files, "MEMORY", tmp_path)
+    monkeypatch.setattr(sync, "MEMORY", tmp_path)
     mine = memory_path().parent
     assert (mine.parent, stat.S_IMODE(mine.stat().st_mode)) == (tmp_path, 0o700)
     mine.chmod(0o755)
-    with pytest.raises(files.FolderError, match="not a folder that is this user's alone; have it removed"):
+    with pytest.raises(FolderError, match="not a folder that is this user's alone; have it removed"):
         memory_path()
     mine.rmdir()
     mine.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises((files.FolderError, FileExistsError)):
+    with pytest.raises((FolderError, FileExistsError)):
         memory_path()

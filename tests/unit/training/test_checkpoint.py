@@ -15,8 +15,8 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.rollout.base.files import Digest, owned, sealed, write_chunks, write_json
 from mcore_mas.rollout.records.files import write_tasks
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Identity, Written, _read_manifest
-from mcore_mas.training.recipe import identity_of, input_digests, lineage_of, recipe_of
+from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Written, _read_manifest
+from mcore_mas.training.recipe import Identity, identity_of, input_digests, lineage_of, recipe_of
 from tests.support.tiny import make_model
 
 MODELS = {"policy": {"vocab": 512, "layers": 2, "rope_factor": None}}

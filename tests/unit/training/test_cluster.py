@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,15 @@ def test_another_rays_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "session_latest").symlink_to(tmp_path / "session_2")
     tidy(tmp_path / "session_1", None, keep=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["session_2", "session_latest"]
+
+
+def test_gloo_of_this_wheel_has_no_tls_as_the_page_says() -> None:
+    program = """
+import os, torch.distributed as dist
+os.environ["GLOO_DEVICE_TRANSPORT"] = "TCP_TLS"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("unsupported gloo device")
+    page = (Path(__file__).parents[3] / "docs/cluster.md").read_text()
+    assert f"torch {version('torch').partition('+')[0]})" in page

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_mas.training import cluster
-from mcore_mas.training.cluster import queued_again
-from mcore_mas.training.joblog import STOP_SIGNALS, Stopped
+from mcore_mas.training import joblog
+from mcore_mas.training.joblog import STOP_SIGNALS, Stopped, queued_again
 
 Stand = Callable[[str, str], None]
 
@@ -55,7 +54,7 @@ def test_a_job_is_queued_again_if_something_was_saved_or_most_of_its_time_is_lef
     stand("squeue", f'[ "$*" = "--noheader --jobs 12 --format %M %L %T %r" ] && echo {squeue}')
     stand("scontrol", f'echo "$@" >> {tmp_path}/asked')
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setattr(cluster, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(joblog, "_PATIENCE_S", 0.01)
     (tmp_path / "step_000001").mkdir()  # of before this start
     with pytest.raises(Stopped) as caught, queued_again(tmp_path):
         assert set(STOP_SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -83,7 +82,7 @@ def test_a_job_that_slurm_does_not_queue_again_says_why(
 OVER_TWO = """
 import sys
 from pathlib import Path
-from mcore_mas.training.cluster import ray_over
+from mcore_mas.training.joblog import ray_over
 with ray_over(2, 1, Path(sys.argv[1])) as address:
     import ray
     ray.init(address=address, log_to_driver=False)
@@ -109,6 +108,45 @@ def test_a_ray_over_machines_makes_the_token_that_lets_them_join(stand: Stand, t
     token = tmp_path / ".ray" / "auth_token"
     assert (token.stat().st_mode & 0o777, len(token.read_text())) == (0o600, 64)
     assert token.read_text() not in (tmp_path / "ray.log").read_text()
+
+
+RACE = """
+import multiprocessing, os, sys
+from pathlib import Path
+from mcore_mas.training import cluster
+
+ROUNDS, JOBS = 200, 4
+
+def job(barrier, said):
+    own = os.getpid
+    for number in range(ROUNDS):
+        os.environ["HOME"] = f"{sys.argv[1]}/{number}"
+        barrier.wait(60)
+        os.getpid = lambda: 7  # as those of several machines that share a home can be
+        cluster.private_token()
+        os.getpid = own
+        said.put((number, (Path.home() / ".ray/auth_token").read_text()))
+
+for number in range(ROUNDS):
+    Path(sys.argv[1], str(number)).mkdir()
+fork = multiprocessing.get_context("fork")
+barrier, said = fork.Barrier(JOBS), fork.Queue()
+jobs = [fork.Process(target=job, args=(barrier, said)) for _ in range(JOBS)]
+for process in jobs:
+    process.start()
+seen = [said.get(timeout=60) for _ in range(ROUNDS * JOBS)]
+for process in jobs:
+    process.join()
+print([process.exitcode for process in jobs], len(set(seen)), {len(token) for _, token in seen})
+"""
+
+
+def test_jobs_that_start_at_once_in_one_home_agree_on_its_token(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RACE, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "[0, 0, 0, 0] 200 {64}\n", done.stderr[-2000:]  # one for each home, never half of one
+    assert {path.name for path in tmp_path.glob("*/.ray/*")} == {"auth_token"}
 
 
 @pytest.mark.slow

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from mcore_mas.training.async_rollout import Schedule
-from mcore_mas.training.checkpoint import Checkpoints, Identity
+from mcore_mas.training.checkpoint import Checkpoints
 from mcore_mas.training.joblog import Stopped
 from mcore_mas.training.loop import train_steps
+from mcore_mas.training.recipe import Identity
 from mcore_mas.training.step import TrainingSession
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_run import Bytes, box, make_run, task_of
