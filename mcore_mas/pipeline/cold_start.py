@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from mcore_mas.config.policy import ColdStartConfig
 from mcore_mas.config.run import RunConfig
@@ -17,7 +20,8 @@ from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_pr
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from mcore_mas.pipeline.base_model import run_demonstrations
-from mcore_mas.rollout.base.files import write_json
+from mcore_mas.pipeline.sharing import settings_digest
+from mcore_mas.rollout.base.files import Digest, sha256, write_json
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team
 from mcore_mas.rollout.engines import EngineClient
@@ -26,9 +30,12 @@ from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.records.trajectory import Demonstration, Task
 from mcore_mas.rollout.teams.collect import collect
+from mcore_mas.training.checkpoint import Checkpoints
 from mcore_mas.training.engine_factory import world
+from mcore_mas.training.joblog import STOP_SIGNALS, Stopped
 from mcore_mas.training.logbook import Reporter
 from mcore_mas.training.metrics import success
+from mcore_mas.training.recipe import Identity
 
 _Measure = Callable[[MegatronTrainer, int], tuple[float, float]]  # (accuracy, share of well-formed turns) after a step
 
@@ -40,7 +47,10 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
     """Fine-tune `base_dir` into `out_dir`/model, one model that every policy starts from.
 
     Stops as soon as a measurement of the team on validation tasks is legal and accurate enough, or after max_steps;
-    `out_dir`/bootstrap.json says which, with all measurements.
+    `out_dir`/bootstrap.json says which, with all measurements. One that was ended goes on from its last checkpoint.
+
+    Raises:
+        Stopped: a signal that is blocked waits (`queued_again`); what was learned is saved.
     """
     config = RunConfig.load(config_path)
     cold_start = config.cold_start
@@ -58,23 +68,74 @@ def bootstrap(config_path: Path, base_dir: Path, out_dir: Path) -> None:
     with ExitStack() as stack:
         stack.callback(destroy_process_groups)
         make_env = stack.enter_context(world(config, "bootstrap/retriever"))
-        reporter = stack.enter_context(Reporter(f"{config.run} bootstrap", cold_start.max_steps))
         measure = _measurement(config, cold_start, base_dir, renderer, make_env)
-        history: list[dict[str, float]] = []
-        started = time.monotonic()
-        for step, batch in enumerate(_batches(config, cold_start, renderer), start=1):
-            metrics = trainer.update(pack(batch, config.trainer.microbatch_tokens))
-            if (step % cold_start.check_every and step < cold_start.max_steps) or step < cold_start.first_check:
-                continue
-            accuracy, legal = measure(trainer, step)
-            loss = sum(value for name, value in metrics.items() if name.endswith("/loss"))
-            shown = {"loss": loss, "accuracy": accuracy, "legal": legal}
-            history.append({"step": step, "seconds": time.monotonic() - started, **shown})
-            reporter.step(step, shown)
-            if legal >= cold_start.stop_legal and accuracy >= cold_start.stop_accuracy:
+        saves = _Saves(out_dir / "checkpoints", config, base_dir, trainer)
+        step, history = saves.restore()
+        reporter = stack.enter_context(Reporter(f"{config.run} bootstrap", cold_start.max_steps, step))
+        started = time.monotonic() - (history[-1]["seconds"] if history else 0.0)
+        for batch in _batches(config, cold_start, renderer, step):
+            if history and _enough(history[-1], cold_start):
                 break
+            step += 1
+            metrics = trainer.update(pack(batch, config.trainer.microbatch_tokens))
+            due = step % cold_start.check_every == 0 or step == cold_start.max_steps
+            if due and step >= cold_start.first_check:
+                accuracy, legal = measure(trainer, step)
+                loss = sum(value for name, value in metrics.items() if name.endswith("/loss"))
+                shown = {"loss": loss, "accuracy": accuracy, "legal": legal}
+                history.append({"step": step, "seconds": time.monotonic() - started, **shown})
+                reporter.step(step, shown)
+            told = signal.sigpending() & set(STOP_SIGNALS)
+            if due or told:
+                saves.save(step, history)
+            if told:
+                raise Stopped(f"stopped by {signal.Signals(min(told)).name} after step {step}; all of it is saved")
         trainer.model.write(out_dir / "model")
     write_json(out_dir / "bootstrap.json", {"model": str(out_dir / "model"), "history": history})
+    shutil.rmtree(out_dir / "checkpoints")
+
+
+def _enough(measured: Mapping[str, float], cold_start: ColdStartConfig) -> bool:
+    return measured["legal"] >= cold_start.stop_legal and measured["accuracy"] >= cold_start.stop_accuracy
+
+
+class _Saves:
+    """Checkpoints of a cold start, in a folder for its settings and its base model: others start anew."""
+
+    def __init__(self, folder: Path, config: RunConfig, base_dir: Path, trainer: MegatronTrainer) -> None:
+        of = {
+            "settings": settings_digest(config.model_dump(mode="json"), "start"),
+            "base": sha256(*sorted(base_dir.iterdir())),
+        }
+        self._identity = Identity(run=config.run, models={}, inputs=of)
+        self._checkpoints = Checkpoints(folder / "-".join(of.values())[:40], self._identity, keep=1)
+        self._trainer = trainer
+
+    def restore(self) -> tuple[int, list[dict[str, float]]]:
+        """Steps that were taken, and the measurements of them."""
+        saved = self._checkpoints.newest(print)
+        if saved is None:
+            return 0, []
+        self._trainer.restore(saved.folder)
+        print(f"continuing from {saved.folder}")
+        return saved.step, saved.state["history"]
+
+    def save(self, step: int, history: list[dict[str, float]]) -> None:
+        """Save all that is needed to go on after `step`."""
+
+        async def write(folder: Path) -> Any:
+            self._trainer.save(folder)
+
+            async def written() -> dict[str, Digest]:
+                return self._trainer.written()
+
+            return written
+
+        async def save() -> None:
+            await self._checkpoints.save(step, {"history": history}, write)
+            await self._checkpoints.finish()
+
+        asyncio.run(save())
 
 
 def _measurement(
@@ -94,9 +155,10 @@ def _measurement(
     return lambda trainer, step: asyncio.run(measure(trainer, step))
 
 
-def _batches(config: RunConfig, cold_start: ColdStartConfig, renderer: Renderer) -> Iterator[list[Sample]]:
-    """`max_steps` batches of samples, each weighted to a token mean."""
+def _batches(config: RunConfig, cold_start: ColdStartConfig, renderer: Renderer, taken: int) -> Iterator[list[Sample]]:
+    """`max_steps` batches of samples, each weighted to a token mean, without those of the first `taken` steps."""
     stream = run_demonstrations(config, cold_start, cold_start.max_steps * cold_start.batch)
+    stream = islice(stream, taken * cold_start.batch, None)
     # one micro-batch holds one agent's samples, and nobody asks here which agent a gradient came from
     while batch := [_sample(demonstration, renderer) for demonstration in islice(stream, cold_start.batch)]:
         yield weigh(batch, {_POLICY: 1.0})

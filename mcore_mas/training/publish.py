@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,7 +13,8 @@ from urllib.parse import quote
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.costs import answer_costs, training_costs
-from mcore_mas.rollout.base.files import sha256
+from mcore_mas.rollout.base.files import read_json, sha256
+from mcore_mas.rollout.tasks.splits import SPLITS
 from mcore_mas.training.tracking import Sink, inputs_of, open_tracker, store_of, tags_of
 from mcore_mas.training.tracking_store import Store, key_of, one_line
 
@@ -72,6 +74,7 @@ def publish(
             parent = store.parent(config)
             run_id, models = _training(store, config, path, warn)
             trained[store] += [run_id] if run_id else []
+            _stages(store, config, path, parent)
             for file in sorted((config.folder / "evaluation").glob("*.json")):
                 newest = max(newest, file.stat().st_mtime)
                 played = models if file.stem == "trained" else []
@@ -124,20 +127,70 @@ def _evaluation(
     scores = {f"{row['metric']}/{row['dataset']}": row["value"] for row in found["rows"]}
     inputs = inputs_of(config, "test")
     tags = tags_of(config, path, inputs) | {"stage": "evaluate", "state": file.stem, "k": str(found["k"])}
-    tags |= found.get("made", {})
-    at = file.stat().st_mtime
-    run_id = store.run(key_of(file), f"{config.run} evaluate {file.stem}", tags, parent, at)
+    note, at = _there(config.folder / "logs" / f"evaluate_{file.stem}.json"), file.stat().st_mtime
+    tags |= note.get("tags", {})
+    run_id = store.run(key_of(file), f"{config.run} evaluate {file.stem}", tags, parent, note.get("began", at))
+    numbers = {f"replies/{name}": float(found[name]) for name in ("replies", "overlong", "cut")}
+    numbers |= scores | {"replies/failed": float(sum(found["failed"].values()))}
+    _sent(store, run_id, file, at, _answers(file, numbers), inputs, models)
+    return {f"{file.stem}/{name}": value for name, value in scores.items()}
+
+
+def _answers(file: Path, numbers: Mapping[str, float]) -> Iterator[tuple[str, float, int]]:
+    """`numbers`, and what answers of the evaluation have cost, which takes time to read."""
+    costs = answer_costs(file.with_suffix(""))
+    of_agents = {name if name.startswith("agent/") else f"answer/{name}": value for name, value in costs.items()}
+    yield from ((name, value, -1) for name, value in {**numbers, **of_agents}.items())
+
+
+# what says how well a stage did
+_FOUND = {
+    "bootstrap": "bootstrap/bootstrap.json",
+    "build_index": "index/index.json",
+    "probe_retriever": "retriever.json",
+}
+
+
+def _stages(store: Store, config: RunConfig, path: Path, parent: str) -> None:
+    """Have each of the run's jobs before its training sent that has ended, with what it measured, if it was not."""
+    inputs = inputs_of(config, *SPLITS)
+    for file in sorted((config.folder / "logs").glob("*.json")):
+        stage, note = re.sub(r"_\d.*", "", file.stem), _there(file)
+        if stage.startswith("evaluate_") or "ended" not in note:
+            continue
+        tags = {**tags_of(config, path, inputs), **note["tags"], "stage": stage}
+        run_id = store.run(key_of(file), f"{config.run} {file.stem}", tags, parent, note["began"])
+        found = _there(config.folder / _FOUND[stage]) if stage in _FOUND else {}
+        numbers = [
+            (name, float(value), int(row["step"]) - 1)
+            for row in found.get("history", [{**found, "step": 0}])
+            for name, value in row.items()
+            if type(value) in (float, int) and name != "step"
+        ]
+        _sent(store, run_id, file, note["ended"], numbers, inputs)
+
+
+def _sent(
+    store: Store,
+    run_id: str,
+    file: Path,
+    at: float,
+    numbers: Iterable[tuple[str, float, int]],
+    inputs: Mapping[str, tuple[str, str]],
+    models: Sequence[str] = (),
+) -> None:
+    """Have (name, value, step) and `inputs` sent to a run that ended with `file`, and it closed, if it was not yet."""
     digest = sha256(file)
     if store.client.get_run(run_id).data.tags.get("sha256") != digest:
-        costs = answer_costs(file.with_suffix(""))
-        of_agents = {name if name.startswith("agent/") else f"answer/{name}": value for name, value in costs.items()}
-        counts = {f"replies/{name}": float(found[name]) for name in ("replies", "overlong", "cut")}
-        counts["replies/failed"] = float(sum(found["failed"].values()))
-        store.metrics(run_id, [(name, value, at, -1) for name, value in (scores | of_agents | counts).items()])
+        store.metrics(run_id, [(name, value, at, step) for name, value, step in numbers])
         store.inputs(run_id, inputs, models)
         store.client.set_terminated(run_id, "FINISHED", int(at * 1000))
         store.tag(run_id, {"sha256": digest})
-    return {f"{file.stem}/{name}": value for name, value in scores.items()}
+
+
+def _there(path: Path) -> dict[str, Any]:
+    """The content of a JSON file, {} where there is none."""
+    return read_json(path) if path.is_file() else {}
 
 
 def _artifacts(store: Store, results: Path, name: str) -> None:

@@ -11,7 +11,8 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,10 +20,10 @@ from typing import Any
 
 from mcore_mas import code_commit
 from mcore_mas.config.run import RunConfig
-from mcore_mas.rollout.base.files import json_lines, sha256, write_json
+from mcore_mas.rollout.base.files import json_lines, read_json, sha256, write_json
 from mcore_mas.rollout.base.options import leaves
 from mcore_mas.rollout.records.files import read_tasks, tasks_digest
-from mcore_mas.training.cluster import machines_here, slurm_job
+from mcore_mas.training.joblog import machines_here, slurm_job
 from mcore_mas.training.tracking_store import PARENT, MetricRow, Store, key_of, metric_name, one_line
 
 CLOCK = "time/unix_s"  # in metrics.jsonl: when the step ended; no metric
@@ -295,6 +296,19 @@ def made_here() -> dict[str, str]:
     """The code that this process runs, on which machines and, if it is in one, its job of Slurm, as tags."""
     job = slurm_job()
     return {"commit": code_commit(), "machines": machines_here()} | ({"slurm_job": job} if job else {})
+
+
+@contextmanager
+def noted(log: Path | str) -> Iterator[None]:
+    """Note when the stage with this log began and ended, and where it ran, for MLflow; one with several tries once."""
+    note = Path(log).with_suffix(".json")
+    before = read_json(note) if note.is_file() else {}
+    record = {"began": time.time(), "tags": made_here()}
+    if before and "ended" not in before:
+        record = {"began": before["began"], "tags": _also(made_here(), before["tags"])}
+    write_json(note, record)
+    yield
+    write_json(note, {**record, "ended": time.time()})
 
 
 def inputs_of(config: RunConfig, *splits: str) -> dict[str, tuple[str, str]]:

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 # docs/cluster.md's block of commands, a line each without its comment
 [BLOCK] = re.findall(r"```sh\n(snakemake .*?)```", (ROOT / "docs/cluster.md").read_text(), re.DOTALL)
 [PLAN, SUITE, TABLE, QUEUE, FOLLOW, SAVE, END] = [line.partition(" #")[0].strip() for line in BLOCK.splitlines()]
+URGENT = ["sbatch", "--parsable", "--qos=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"]
 TINY = ["data.train=12", "data.validation=2", "data.test=2", "trainer.tasks_per_step=2", "trainer.group_size=2"]
 TINY += ["trainer.steps=2", "trainer.validate_every=100", "evaluation.samples=1", "cold_start=null"]
 
@@ -180,7 +181,7 @@ def test_a_training_and_an_evaluation_that_a_qos_preempts_go_on(cluster: Slurm, 
     wait_until(lambda: 0 in finished_steps(run), 300)
     driver_of(run).suspend()  # until the evaluation has something to lose; Slurm wakes it before it sends a signal
     pipeline, scores, evaluation = evaluating(cluster, tmp_path / "evaluated", run / "base")
-    urgent = cluster.run("sbatch", "--parsable", "--qos=urgent", "--nodes=2", "--exclusive", "--wrap=true").strip()
+    urgent = cluster.run(*URGENT).strip()
     assert cluster.ended(urgent, 300) == "COMPLETED"
     first = shards(scores)
     assert not scores.is_file()
@@ -194,6 +195,36 @@ def test_a_training_and_an_evaluation_that_a_qos_preempts_go_on(cluster: Slurm, 
 
     assert [j["State"] for j in submitted(cluster) if "evaluate_wildcards_one" in j["Comment"]] == ["COMPLETED"]
     assert_played_once(scores, first)
+
+
+def test_a_cold_start_that_a_qos_preempts_goes_on_from_the_step_it_was_at(cluster: Slurm, tmp_path: Path) -> None:
+    sizes = {"base.layers": 1, "base.hidden": 32, "base.heads": 2, "base.kv_heads": 2, "base.ffn": 32, "batch": 2}
+    sizes |= {"max_steps": 1500, "check_every": 50, "check_tasks": 1, "first_check": 0, "stop_legal": 1}
+    own = [*TINY[:-1], "cold_start.stop_accuracy=1", *(f"cold_start.{name}={value}" for name, value in sizes.items())]
+    suite = {"suite": "one", "experiments": {"one": ["experiment=demo_math", *own]}}
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(suite))
+    folder = tmp_path / "results/one/bootstrap"
+    done = folder / "bootstrap.json"
+    pipeline = begun(cluster, tmp_path, str(done.relative_to(tmp_path)), "--configfile", "one.yaml", "--retries", "0")
+    wait_until(lambda: list(folder.glob("checkpoints/*/step_*")) or pipeline.poll() is not None, 400)
+    assert pipeline.poll() is None, pipeline.communicate()
+    queue = [line.split() for line in cluster.run("squeue", "-h", "-o", "%i %k").splitlines()]
+    [job] = [number for number, comment in queue if "bootstrap" in comment]
+    urgent = cluster.run(*URGENT).strip()
+    assert cluster.ended(urgent, 300) == "COMPLETED"
+    [stopped] = re.findall(
+        r"stopped by SIGTERM after step (\d+)", (tmp_path / "results/one/logs/bootstrap.log").read_text()
+    )
+    wait_until(lambda: cluster.job(job)["Restarts"] == "1", 60)
+    assert not done.is_file()
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+5")
+    _, said = pipeline.communicate(timeout=900)
+    assert pipeline.returncode == 0, said
+    log = (tmp_path / "results/one/logs/bootstrap.log").read_text()
+    assert re.search(rf"^continuing from .*/step_{int(stopped):06d}$", log, re.MULTILINE), log
+    measured = json.loads(done.read_text())["history"]
+    assert [row["step"] for row in measured] == list(range(50, 1501, 50))  # each once, over both tries
+    assert json.loads((tmp_path / "results/one/logs/bootstrap.json").read_text())["tags"]["slurm_job"] == job
 
 
 def test_an_evaluation_whose_time_is_up_is_queued_again_and_goes_on_from_its_shards(

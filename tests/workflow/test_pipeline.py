@@ -41,7 +41,9 @@ def test_the_tiny_suite_runs_to_its_report_and_then_has_nothing_to_do(tmp_path: 
     # the rule `report` has sent the table, and links to the two trainings side by side
     assert {stage: stages.count(stage) for stage in sorted(stages)} == {
         "evaluate": 4, "experiment": 2, "report": 1, "train": 2,
+        "bootstrap": 2, "build_index": 1, "make_base_model": 2, "prepare_tasks": 2, "probe_retriever": 1,
     }  # fmt: skip
+    assert all(run.info.end_time > run.info.start_time for run in runs if run.data.tags["stage"] == "bootstrap")
     assert "Compare the trainings in MLflow" in page and "compare-runs?runs=" in page
     assert all(run.info.run_id in page for run in runs if run.data.tags["stage"] == "train")
     assert "</html>" in page and "tiny_math: cold start</text>" in page and "tiny_search: index</text>" in page

@@ -21,8 +21,12 @@ try:
     acquires = paper_suite.asks_inputs(sys.argv[1:])
     if TABLES and not acquires:
         paper_suite.check_there(SUITE)
+    machine = workflow.resource_settings.default_resources or {}
+    NODE_GPUS = machine["node_gpus"].raw if "node_gpus" in machine else 8
+    if not isinstance(NODE_GPUS, int) or NODE_GPUS < 1:
+        raise SuiteError(f"default-resources, node_gpus: {NODE_GPUS}; expected the GPUs of a machine, such as 8")
     if workflow.is_main_process and not acquires:  # not in each of its jobs, nor to fetch what they need
-        check_suite(SUITE)
+        check_suite(SUITE, NODE_GPUS)
 except SuiteError as error:  # one line, no traceback, before any job starts
     raise SystemExit(f"error: {error}") from None
 config["experiments"] = SUITE.overrides  # a grid written out, for the report
@@ -52,11 +56,7 @@ def settings_of(stage):
 
 def needs_of(stage):
     """What jobs of `stage` ask a cluster for, from the plan of their run; with every attempt more memory."""
-    machine = workflow.resource_settings.default_resources or {}
-    node_gpus = machine["node_gpus"].raw if "node_gpus" in machine else 8
-    if not isinstance(node_gpus, int) or node_gpus < 1:
-        raise SystemExit(f"error: default-resources, node_gpus: {node_gpus}; expected the GPUs of a machine, such as 8")
-    needs = functools.cache(lambda run: job_needs(SUITE.checked(run), stage, node_gpus))
+    needs = functools.cache(lambda run: job_needs(SUITE.checked(run), stage, NODE_GPUS))
     return {
         "mem_mb": lambda wildcards, attempt: needs(wildcards.run).memory_mb * attempt,
         "cpus_per_task": lambda wildcards: needs(wildcards.run).cpus,

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
-from mcore_mas.training.joblog import logged
+from mcore_mas.training.joblog import logged, queued_again
 
-with logged(snakemake.log[0]):
+out = Path(snakemake.output.done).parent
+with logged(snakemake.log[0]), queued_again(out / "checkpoints", "*/step_*"):
     from mcore_mas.pipeline.cold_start import bootstrap
+    from mcore_mas.training.tracking import noted
 
-    base, out = Path(snakemake.input.model).parent, Path(snakemake.output.done).parent
-    bootstrap(Path(snakemake.params.config), base, out)
+    with noted(snakemake.log[0]):
+        bootstrap(Path(snakemake.params.config), Path(snakemake.input.model).parent, out)

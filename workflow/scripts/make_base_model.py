@@ -6,6 +6,8 @@ from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.base_model import make_base_model
+    from mcore_mas.training.tracking import noted
 
     tasks, model = Path(snakemake.input.tasks).parent, Path(snakemake.output.model).parent
-    make_base_model(Path(snakemake.params.config), tasks, model)
+    with noted(snakemake.log[0]):
+        make_base_model(Path(snakemake.params.config), tasks, model)

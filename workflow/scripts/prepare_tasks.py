@@ -6,5 +6,7 @@ from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.prepare import prepare_tasks
+    from mcore_mas.training.tracking import noted
 
-    prepare_tasks(Path(snakemake.params.config), Path(snakemake.output.train).parent)
+    with noted(snakemake.log[0]):
+        prepare_tasks(Path(snakemake.params.config), Path(snakemake.output.train).parent)

@@ -6,5 +6,7 @@ from mcore_mas.training.joblog import logged
 
 with logged(snakemake.log[0]):
     from mcore_mas.pipeline.prepare import probe_index
+    from mcore_mas.training.tracking import noted
 
-    probe_index(Path(snakemake.params.config), Path(snakemake.input.manifest).parent, Path(snakemake.output.probe))
+    with noted(snakemake.log[0]):
+        probe_index(Path(snakemake.params.config), Path(snakemake.input.manifest).parent, Path(snakemake.output.probe))

@@ -103,7 +103,8 @@ def of_two_sources(results: Path) -> Path:
     }
     rows = [{"dataset": name, "metric": metric, "value": value} for (name, metric), value in scores.items()]
     made = {"commit": "0123456789", "slurm_job": "12", "machines": "n0"}
-    head = {"k": 4, "replies": 8, "overlong": 0, "cut": 0, "failed": {}, "made": made}
+    head = {"k": 4, "replies": 8, "overlong": 0, "cut": 0, "failed": {}}
+    write_json(folder / "logs" / "evaluate_trained.json", {"began": 1.7e9, "tags": made, "ended": 1.7e9 + 60})
     write_json(folder / "evaluation" / "trained.json", {**head, "rows": rows})
     of_three = {"completion_ids": (1, 2, 3), "logprobs": (0.0,) * 3}
     answer = [turn(0, started_s=1.0, took_s=2.0, **of_three), turn(1, "verifier", started_s=4.0, took_s=0.5)]
@@ -137,6 +138,43 @@ def test_what_runs_are_found_and_compared_by_is_there(tmp_path: Path) -> None:
     assert evaluation.metrics == pytest.approx({**scores, **solver, **verifier, **counts, **answer})
     report = runs["one: one, report"].info.run_id
     assert sorted(file.path for file in client.list_artifacts(report)) == ["charts.html", "one.csv"]
+    assert said == []
+
+
+def test_stages_before_training_are_children_with_their_jobs_and_the_time_they_took(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = of_two_sources(tmp_path)
+    of_seed_2 = finished(tmp_path, "duo_s2", 2, "one").folder
+    at = {"commit": "0123456789", "slurm_job": "7 9", "machines": "n0 n1"}
+    for name in ("bootstrap", "build_index", "encode_shard_0001-of-0002"):
+        write_json(folder / "logs" / f"{name}.json", {"began": 1.7e9, "tags": at, "ended": 1.7e9 + 90})
+    write_json(of_seed_2 / "logs" / "bootstrap.json", {"began": 1.7e9, "tags": at, "ended": 1.7e9 + 45})
+    write_json(of_seed_2 / "logs" / "build_index.json", {"began": 1.7e9, "tags": at})  # it has not ended
+    history = [{"step": step, "loss": 1 / step, "accuracy": 0.25 * step} for step in (1, 2)]
+    write_json(folder / "bootstrap" / "bootstrap.json", {"model": "m", "history": history})
+    write_json(folder / "index" / "index.json", {"dim": 384, "ntotal": 80, "corpus": "passages.jsonl"})
+    for _ in range(2):  # the second time all is there
+        assert publish(tmp_path, ["duo", "duo_s2"], ["one"], said.append)
+    client, runs = tracked(tmp_path)
+    stages = {name: run for name, run in runs.items() if name.rpartition(" ")[2] not in ("train", "evaluate", "report")}
+    parent = stages.pop("one: duo, experiment").info.run_id
+    assert {name: (r.info.end_time - r.info.start_time) / 1000 for name, r in sorted(stages.items())} == {
+        "one: duo bootstrap, bootstrap": 90,
+        "one: duo build_index, build_index": 90,
+        "one: duo encode_shard_0001-of-0002, encode_shard": 90,
+        "one: duo_s2 bootstrap, bootstrap": 45,
+    }
+    assert {run.data.tags["mlflow.parentRunId"] for run in stages.values()} == {parent}
+    tags = stages["one: duo bootstrap, bootstrap"].data.tags
+    assert tags | at == tags  # commit, jobs, machines
+    assert (tags["seed"], tags["table"], tags["suite"]) == ("1", "drmas_1 marti_ttrl", "one")
+    assert (tags["config_sha256"], tags["data.test"]) == (sha256(folder / "config.yaml"), tasks_digest([TASK]))
+    start = stages["one: duo bootstrap, bootstrap"].info.run_id
+    points = [(point.step, point.value) for point in client.get_metric_history(start, "loss")]
+    assert points == [(1, 1.0), (2, 0.5)]
+    assert stages["one: duo build_index, build_index"].data.metrics == {"dim": 384, "ntotal": 80}
+    evaluation = runs["one: duo evaluate trained, evaluate"].info
+    assert (evaluation.start_time, evaluation.status) == (1.7e12, "FINISHED")
     assert said == []
 
 

@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 from mcore_mas.reports.study import MetricsError, read_metrics
 from mcore_mas.training import tracking
 from mcore_mas.training.logbook import Journal
-from mcore_mas.training.tracking import CLOCK, Sink, TrackedRun, Tracker
+from mcore_mas.training.tracking import CLOCK, Sink, TrackedRun, Tracker, noted
 from mcore_mas.training.tracking_store import Store
 
 
@@ -155,3 +155,25 @@ def test_metrics_that_a_full_disk_refuses_are_written_with_the_next_step(
     journal.log(1, {"x": 2.0})
     assert said == [f"{tmp_path / 'metrics.jsonl'}: the metrics of step 0 wait for the next (No space left on device)"]
     assert {row["step"]: row["x"] for row in read_metrics(tmp_path / "metrics.jsonl")} == {0: 1.0, 1: 2.0}
+
+
+def test_a_stage_of_two_tries_is_noted_from_its_first_start_and_one_that_ended_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "logs" / "bootstrap.json"
+    clock = iter([100.0, 150.0, 175.0, 300.0, 301.0])
+    monkeypatch.setattr(tracking.time, "time", lambda: next(clock))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n0")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(KeyboardInterrupt), noted(note.with_suffix(".log")):
+        raise KeyboardInterrupt
+    assert json.loads(note.read_text()).keys() == {"began", "tags"}
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    with noted(note.with_suffix(".log")):
+        pass
+    written = json.loads(note.read_text())
+    assert (written["began"], written["ended"], written["tags"]["slurm_job"]) == (100.0, 175.0, "7 9")
+    with noted(note.with_suffix(".log")):
+        pass
+    written = json.loads(note.read_text())
+    assert (written["began"], written["ended"], written["tags"]["slurm_job"]) == (300.0, 301.0, "9")

@@ -1,0 +1,94 @@
+"""The profile for Slurm, read by Snakemake in dry runs: what each job would ask for, and what is refused before."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.run_folder import describe_model
+
+ROOT = Path(__file__).resolve().parents[2]
+# Snakemake shows what a job asks for where its rule has no message
+WITHOUT_MESSAGES = f"include: {str(ROOT / 'Snakefile')!r}\nfor own in workflow.rules:\n    own.message = None\n"
+
+
+def dry_run(folder: Path, runs: dict[str, list[str]], *words: str) -> subprocess.CompletedProcess[str]:
+    """What `snakemake --workflow-profile slurm -n` says of a suite of these runs."""
+    suite = {"suite": "all", "experiments": {run: ["experiment=demo_math", *own] for run, own in runs.items()}}
+    (folder / "suite.yaml").write_text(yaml.safe_dump(suite))
+    (folder / "Snakefile").write_text(WITHOUT_MESSAGES)
+    command = [sys.executable, "-m", "snakemake", "--dry-run", "all", *words, "--configfile", "suite.yaml"]
+    command += ["--workflow-profile", str(ROOT / "workflow/profiles/slurm")]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings of a team of two policies with servers of SGLang's: two ranks and one, and a server each."""
+    model = describe_model(tmp_path_factory.mktemp("models") / "model")
+    models = [f"policies.{policy}.model={model}" for policy in ("solver", "verifier")]
+    return ["cold_start=null", *models, "engine=sglang", f"engine.python={sys.executable}", "engine.max_length=256"]
+
+
+def asked(said: str) -> dict[str, dict[str, str]]:
+    """What each job asks for, by rule, run and state."""
+    jobs = {}
+    for block in re.split(r"^ *(?:local)?rule ", said, flags=re.MULTILINE)[1:]:
+        name = [block.partition(":")[0], *re.findall(r"\b(?:run|state)=(\w+)", block)]
+        [listed] = re.findall(r"^ *resources: (.*)", block, re.MULTILINE)
+        jobs[" ".join(name)] = dict(item.split("=", 1) for item in listed.split(", "))
+    return jobs
+
+
+def test_each_job_would_ask_for_what_its_plan_says(tmp_path: Path, on_gpus: list[str]) -> None:
+    store = "cluster.object_store_mb=1000"
+    runs = {"cpus": [store], "gpus": [*on_gpus, store], "wide": [*on_gpus, store, "policies.verifier.dp=8"]}
+    done = dry_run(tmp_path, runs)
+    assert done.returncode == 0, done.stdout[-3000:]
+    jobs = asked(done.stdout)
+    names = ("nodes", "tasks", "gres", "cpus_per_task", "runtime")
+    shown = {job: tuple(own.get(name) for name in names) for job, own in jobs.items() if "cpus_per_task" in own}
+    # ranks: 2 of the solver, 1 of the verifier, in `wide` 8; one engine each. Processors: one for each of these and one
+    # for the driver, on GPUs one more and one for each GPU of the job
+    assert shown == {
+        "bootstrap cpus": ("1", "1", None, "5", "120"),
+        "train cpus": ("1", "1", None, "6", "1440"),
+        "train gpus": ("1", "1", "gpu:5", "12", "1440"),
+        "train wide": ("2", "2", "gpu:8", "20", "1440"),  # 12 GPUs are two whole machines
+        **{f"evaluate cpus {state}": ("1", "1", None, "3", "240") for state in ("base", "trained")},
+        **{
+            f"evaluate gpus {state}": ("1", "1", "gpu:4", "10", "240") for state in ("base", "trained")
+        },  # 2 x 2 servers
+        **{f"evaluate wide {state}": ("1", "1", "gpu:8", "18", "240") for state in ("base", "trained")},  # 4 x 2
+    }
+    memory = {job: int(own["mem_mb"]) for job, own in jobs.items()}
+    assert memory["bootstrap cpus"] == 700 + 4 * 600
+    assert memory["train cpus"] == 700 + 5 * 600 + 1000
+    assert memory["evaluate cpus base"] == 700 + 2 * 600
+    assert memory["evaluate gpus base"] == 16_000 + 4 * 6_000
+    for job, least in (("train gpus", 16_000 + 5 * 6_000 + 1000), ("train wide", (16_000 + 12 * 6_000 + 1000) // 2)):
+        assert least < memory[job] < least + 100  # with the weights of a small model on their way
+    assert (memory["make_base_model cpus"], jobs["make_base_model cpus"]["runtime"]) == (2000, "30")
+    warned = {job for job, own in jobs.items() if own["slurm_extra"].startswith("--signal=URG@300 ")}
+    assert warned == shown.keys()  # all of them save what they have
+    assert all(own["slurm_extra"].endswith("--open-mode=append") for own in jobs.values())
+
+
+def test_an_evaluation_that_no_machine_has_the_gpus_for_is_refused_before_anything(
+    tmp_path: Path, on_gpus: list[str]
+) -> None:
+    runs = {"big": [*on_gpus, "policies.solver.own.engine.tp=2"]}  # and one GPU for the other's server
+    line = (
+        "error: run 'big': an evaluation needs 3 GPUs of one machine, engine.tp 2 for solver, 1 for verifier, and "
+        "node_gpus is 2; lower engine.tp, name servers elsewhere (engine.urls), or raise node_gpus where machines "
+        "have more"
+    )
+    done = dry_run(tmp_path, runs, "--default-resources", "node_gpus=2", "mem_mb=1")
+    assert done.returncode == 1
+    assert line in (done.stdout + done.stderr).splitlines()
+    assert dry_run(tmp_path, runs, "--default-resources", "node_gpus=3", "mem_mb=1").returncode == 0
