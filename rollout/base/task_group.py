@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -299,6 +299,12 @@ class CallRecord(Protocol):
     def keep_answer(self, key: str, answer: object) -> None:
         """Keep an answer."""
 
+    def part(self, seed: int, prompt_ids: Sequence[int]) -> tuple[str, Any]:
+        """What had been sampled behind a prompt by the call with this seed, None if nothing was; where it goes on."""
+
+    def keep_part(self, place: str, part: Any) -> str:
+        """Keep what has been sampled at a place; where it goes on."""
+
 
 # of the trajectory that is played: its record, how the key of a call begins, and how often each was made
 _playing: ContextVar[tuple[CallRecord, Callable[[], str], Counter[str]] | None] = ContextVar("playing", default=None)
@@ -307,6 +313,12 @@ _playing: ContextVar[tuple[CallRecord, Callable[[], str], Counter[str]] | None] 
 def put_on_record(record: CallRecord | None, place: Callable[[], str]) -> None:
     """Keep what `once` is answered from here on in this task and those it starts; `place` says where a call is made."""
     _playing.set(None if record is None else (record, place, Counter()))
+
+
+def on_record() -> CallRecord | None:
+    """The record of the trajectory that is played."""
+    playing = _playing.get()
+    return playing and playing[0]
 
 
 async def once(kind: Any, call: Callable[[], Awaitable[_T]], *asked: object) -> _T:

@@ -22,7 +22,8 @@ from pydantic import Field, JsonValue, model_validator
 from mcore_mas.rollout.base.errors import EngineError, PromptTooLong
 from mcore_mas.rollout.base.http import check_url
 from mcore_mas.rollout.base.options import Section, imported, lookup
-from mcore_mas.rollout.base.task_group import CallRecord, LateCall, within
+from mcore_mas.rollout.base.task_group import CallRecord, LateCall, on_record, within
+from mcore_mas.rollout.engines.growing import GrowingReply
 from mcore_mas.rollout.models.chat_template import CUTS, Renderer, WordStream
 from mcore_mas.rollout.models.tool_calls import ToolFormat, ToolSchema
 from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, Turn, changed
@@ -122,14 +123,17 @@ class Engine(Protocol):
         """
 
 
-# Told of further token ids of a reply and the place of the first of them, which is 0 again where an engine had to begin
-# anew; whether to go on. Where it says no, the reply ends with what there is, and finish reason `abort`.
-Hear = Callable[[int, Sequence[int]], bool]
+# Told of a further part of a reply and the place of its first token, which is 0 again where an engine had to begin
+# anew; whether to go on. Where it says no, the reply ends with what there is, and finish reason `abort`. An attribute
+# `every` says how many tokens are worth telling.
+Hear = Callable[[int, Completion], bool]
 
 
 @runtime_checkable
 class StreamingEngine(Protocol):
     """An engine that can tell tokens as they are sampled."""
+
+    resumes: bool = False  # goes on with a reply (`Sampling.first`), and tells of one at next to no cost
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample one completion (see `Engine`)."""
@@ -283,17 +287,19 @@ class EngineClient:
 
     async def _completion(self, prompt_ids: tuple[int, ...], sampling: Sampling, chat: ChatState | None) -> Completion:
         """The engine's completion, of which the chat hears as it grows where the engine can tell."""
-        given_up = False
+        given_up, tell, record = False, chat and chat.hear, on_record()
+        words = WordStream(self.renderer, prompt_ids, calls=bool(chat.tools)) if chat and tell else None
+
+        def hear(place: int, ids: Sequence[int]) -> bool:
+            nonlocal given_up
+            assert tell and words
+            given_up = not tell(words.add(place, ids), self.renderer.tool_format)
+            return not given_up
+
         async with self.slots:
-            if chat is not None and (tell := chat.hear) is not None and isinstance(self.engine, StreamingEngine):
-                words = WordStream(self.renderer, prompt_ids, calls=bool(chat.tools))
-
-                def hear(place: int, ids: Sequence[int]) -> bool:
-                    nonlocal given_up
-                    given_up = not tell(words.add(place, ids), self.renderer.tool_format)
-                    return not given_up
-
-                asked = self.engine.stream(prompt_ids, sampling, hear)
+            if isinstance(self.engine, StreamingEngine) and (tell or (record and self.engine.resumes)):
+                kept = record if self.engine.resumes else None
+                asked = GrowingReply(prompt_ids, sampling, kept, hear if tell else None).sampled(self.engine)
             else:
                 asked = self.engine.generate(prompt_ids, sampling)
             completion = await within(self.deadline_s, asked, LateCall)

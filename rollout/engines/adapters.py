@@ -15,7 +15,7 @@ class AdapterEngine(StreamingEngine, TrainedEngine):
 
     def __init__(self, host: Any, number: int) -> None:
         """Of the host's adapter `number`, counted from 1; it adds nothing before its first weights come."""
-        self.host, self._number = host, number
+        self.host, self._number, self.resumes = host, number, host.resumes
         self.version, self.pause_s = 0, 0.0
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 _Record = TypeVar("_Record")
@@ -123,6 +123,7 @@ class Sampling:
     top_k: int = 0  # 0 is off
     max_tokens: int = 512  # completion tokens, the stop token included
     stop: tuple[int, ...] = ()  # token ids that end a completion
+    first: int = 0  # completion tokens that the prompt ends with: a reply that goes on
     seed: int = 0  # 64-bit; equal seed, prompt and weights give equal tokens, where the engine can promise it
     session: str = field(default="", compare=False)  # requests of one session find each other's cached prefixes
 
@@ -145,6 +146,15 @@ class Completion:
     finish_reason: str  # stop | length | abort
     versions: tuple[VersionSpan, ...]
     cached_tokens: int = 0  # prompt tokens whose keys and values were reused
+
+    def then(self, rest: Completion) -> Completion:
+        """This one, cut off, and the `rest` of it."""
+        size, versions = len(self.token_ids), list(self.versions)
+        for span in rest.versions:
+            start = versions.pop().start if versions and versions[-1].version == span.version else span.start + size
+            versions.append(VersionSpan(version=span.version, start=start, end=span.end + size))
+        tokens, logprobs = self.token_ids + rest.token_ids, self.logprobs + rest.logprobs
+        return replace(rest, token_ids=tokens, logprobs=logprobs, versions=tuple(versions))
 
 
 class Status(enum.StrEnum):

@@ -1,7 +1,7 @@
 """What is written down of a collection: its journal, and quarantined trajectories.
 
-The journal has replies and finished trajectories as they come, from which it goes on after a death. A quarantined
-trajectory has a file with what it was given and what the policies said, which plays it again.
+The journal has replies, their tokens as they are sampled, and finished trajectories, from which it goes on after a
+death. A quarantined trajectory has a file with what it was given and what the policies said, which plays it again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,22 @@ from mcore_mas.rollout.base.files import FolderError, check_owner, epoch_of, sha
 from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.engines import ChatState, Heard, PolicyReply
 from mcore_mas.rollout.records.files import RecordError, read_trajectories, trajectory_of_row
-from mcore_mas.rollout.records.trajectory import Group, Message, Sampling, Status, Task, Trajectory, valid_text
+from mcore_mas.rollout.records.trajectory import (
+    Completion,
+    Group,
+    Message,
+    Sampling,
+    Status,
+    Task,
+    Trajectory,
+    valid_text,
+)
 from mcore_mas.rollout.teams.team import Team
 
 Lineage = dict[int, str]  # by version of the weights, a digest of all that they were trained on
 
 _BATCHES = "batches"
-_REPLY = TypeAdapter(PolicyReply)
+_REPLY, _COMPLETION = TypeAdapter(PolicyReply), TypeAdapter(Completion)
 
 
 class CollectionJournal:
@@ -147,6 +156,24 @@ class Recording:
         """Write a reply down."""
         newest = max(span.version for span in reply.completion.versions)
         self.journal.add(f"{self.name}reply {seed}", newest, asked=_asked(messages), reply=reply)
+
+    def part(self, seed: int, prompt_ids: Sequence[int]) -> tuple[str, Completion | None]:
+        """What had been sampled behind a prompt by the call with this seed, and where it goes on."""
+        found, place = None, f"{self.name}part {seed} {hash(tuple(prompt_ids))}"
+        while row := self.journal.find(place):
+            more = _COMPLETION.validate_python(row["part"])
+            found, place = found.then(more) if found else more, _behind(place, more)
+        return place, found
+
+    def keep_part(self, place: str, part: Completion) -> str:
+        """Write down what has been sampled at a place; where it goes on."""
+        self.journal.add(place, part.versions[-1].version, part=part)
+        return _behind(place, part)
+
+
+def _behind(place: str, part: Completion) -> str:
+    said, _, before = place.rpartition(" ")
+    return f"{said} {hash((int(before), part.token_ids))}"  # of integers, the same in every process
 
 
 def _newest(trajectory: Trajectory) -> int:

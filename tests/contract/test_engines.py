@@ -93,8 +93,8 @@ def test_a_stream_tells_the_tokens_of_the_reply_and_ends_when_nobody_listens(
     )  # each call to the actor is one token
     heard: list[list[int]] = []
 
-    def hear(place: int, ids: Sequence[int]) -> bool:
-        heard.append([*(heard[-1][:place] if heard else []), *ids])
+    def hear(place: int, part: Completion) -> bool:
+        heard.append([*(heard[-1][:place] if heard else []), *part.token_ids])
         return len(heard) < most
 
     most = 10**6

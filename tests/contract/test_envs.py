@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 import mcore_mas.rollout.environments
 from mcore_mas.rollout.environments import ENVS
 from mcore_mas.rollout.environments.games import GAMES
 from mcore_mas.rollout.tasks import GENERATORS
+from tests.support.shipped import TEAMS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -25,8 +25,7 @@ def test_an_environment_is_described(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(ENVS) - set(GAMES)))
 def test_a_shipped_team_plays_in_it(name: str) -> None:
-    teams = [yaml.safe_load(path.read_text()) for path in (ROOT / "configs" / "team").glob("*.yaml")]
-    assert name in {team["env"]["name"] for team in teams if "env" in team}
+    assert name in {team["env"]["name"] for team in TEAMS.values() if "env" in team}
 
 
 @pytest.mark.parametrize("name", sorted(set(GENERATORS) - {"arithmetic", "encyclopedia"} - set(GAMES)))

@@ -41,6 +41,8 @@ class Report:
 class Recorder:
     """An engine that remembers what it gave."""
 
+    resumes = False
+
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.given: Counter[Row] = Counter()

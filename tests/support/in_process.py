@@ -19,7 +19,8 @@ from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.planning.jobs import tenants_of
-from mcore_mas.rollout.engines.embedded.batching import LocalEngine
+from mcore_mas.rollout.base.failpoints import failpoint
+from mcore_mas.rollout.engines.embedded.batching import Ask, LocalEngine, Report
 from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 from mcore_mas.training import crew, logbook, train
 from tests.support.simulated import handed_over
@@ -74,6 +75,10 @@ class Engine(LocalEngine):
 
     starts, pause_s, version = 1, 0.0, 0
     group: Group | None = None
+
+    async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[Report]:
+        await asyncio.to_thread(failpoint, "token")  # which may take as long as an update
+        return await super().exchange(asks, aborts)
 
     async def begin_update(self) -> SyncRoute:
         return SyncRoute(transport="none", place="", model="")

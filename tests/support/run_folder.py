@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -29,6 +30,11 @@ def make_run(results: Path, *overrides: str, experiment: str = "demo_math") -> P
     prepare_tasks(folder / "config.yaml", folder / "tasks")
     make_base_model(folder / "config.yaml", folder / "tasks", folder / "base")
     return folder
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """The metrics of a run that has trained, step by step; the first are of validation before training, step -1."""
+    return [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
 
 
 def describe_model(folder: Path) -> Path:

@@ -15,11 +15,14 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.samples import Sample
 from mcore_mas.rollout.base.files import Digest
 from mcore_mas.rollout.config.sections import build_env, build_player, build_team
+from mcore_mas.rollout.engines import Hear
+from mcore_mas.rollout.engines.growing import KEPT
 from mcore_mas.rollout.records.trajectory import Completion, Group, Sampling, Task, VersionSpan, derive_seed
 from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
-from mcore_mas.training.checkpoint import Checkpoints, Identity
+from mcore_mas.training.checkpoint import Checkpoints
 from mcore_mas.training.policy_trainer import PolicyTrainer
+from mcore_mas.training.recipe import Identity
 from mcore_mas.training.step import TrainingSession
 from mcore_mas.training.weight_sync import Memory, WeightSync
 
@@ -58,35 +61,47 @@ class SimulatedEngine:
         self.version = 0
         self.pause_s = 0.0
         self.starts = 1
+        self.resumes = True
         self.running = 0
         self._tokens = tokens
         self._hand_over_s = hand_over_s
         self._handed: list[tuple[float, int]] = [(0.0, 0)]  # time, version
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        loop = asyncio.get_running_loop()
+        return await self.stream(prompt_ids, sampling, None)
+
+    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
         reply = b"\\boxed{%d}\0" % (sampling.seed % 2)
         size = max(len(reply), self._tokens(sampling.seed))
-        began, first = loop.time(), self.version
+        tokens = ((1,) * (size - len(reply)) + tuple(reply))[sampling.first :]
+        began, first, told = asyncio.get_running_loop().time(), self.version, 0
+
+        def said(start: int, end: int, reason: str) -> Completion:
+            starts = {0: first}
+            for at, version in self._handed:
+                if began < at < began + end * TOKEN_S:
+                    starts[math.ceil((at - began) / TOKEN_S)] = version
+            return Completion(
+                token_ids=tokens[start:end],
+                logprobs=(-0.5,) * (end - start),
+                finish_reason=reason,
+                versions=tuple(
+                    VersionSpan(version=version, start=max(own, start) - start, end=min(until, end) - start)
+                    for (own, version), until in zip(starts.items(), [*list(starts)[1:], end], strict=True)
+                    if until > start
+                ),
+            )
+
         self.running += 1
         try:
-            await asyncio.sleep(size * TOKEN_S)
+            while hear is not None and told + KEPT < len(tokens):
+                await asyncio.sleep(began + (told + KEPT) * TOKEN_S - asyncio.get_running_loop().time())
+                hear(told, said(told, told + KEPT, ""))
+                told += KEPT
+            await asyncio.sleep(began + len(tokens) * TOKEN_S - asyncio.get_running_loop().time())
         finally:
             self.running -= 1
-        starts = {0: first}
-        for at, version in self._handed:
-            if began < at < loop.time():
-                starts[math.ceil((at - began) / TOKEN_S)] = version
-        ends = [*list(starts)[1:], size]
-        return Completion(
-            token_ids=(1,) * (size - len(reply)) + tuple(reply),
-            logprobs=(-0.5,) * size,
-            finish_reason="stop",
-            versions=tuple(
-                VersionSpan(version=version, start=start, end=end)
-                for (start, version), end in zip(starts.items(), ends, strict=True)
-            ),
-        )
+        return said(0, len(tokens), "stop")
 
     async def begin_update(self) -> SyncRoute:
         return SyncRoute(transport="simulated", place="", model="")

@@ -13,7 +13,7 @@ import pytest
 
 from mcore_mas.rollout.base.processes import free_port
 from mcore_mas.training.tracking import CLOCK
-from tests.support.run_folder import make_run
+from tests.support.run_folder import make_run, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.multirank]
 
@@ -26,7 +26,7 @@ def test_a_training_whose_server_hangs_or_is_down_ends_well_with_all_its_steps(t
         command = [sys.executable, "-m", "mcore_mas", "train", "--config", str(run / "config.yaml")]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     assert [row["step"] for row in rows] == [-1, 0, 1]
     assert time.time() - rows[-1][CLOCK] < 120  # models are written, and MLflow has 30 s
     assert json.loads((run / "train" / "done.json").read_text())["mlflow_run"] is None

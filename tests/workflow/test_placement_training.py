@@ -9,7 +9,7 @@ import ray
 
 from mcore_mas.training.placement import PlacementError
 from mcore_mas.training.train import train
-from tests.support.run_folder import make_run
+from tests.support.run_folder import make_run, metrics_of
 
 SETTINGS = [
     "cold_start.base.layers=2",
@@ -45,8 +45,7 @@ def test_a_tensor_parallel_and_a_pipelined_policy_train_on_the_same_devices(tmp_
     one_by_one = ["+cluster.one_by_one=true", "+policies.verifier.offload=true", "+policies.verifier.host_moments=true"]
     run = make_run(tmp_path, *SETTINGS, "+cluster.pool=shared", *one_by_one)
     train(run / "config.yaml")
-    rows = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["step"] >= 0]
+    steps = [row for row in metrics_of(run) if row["step"] >= 0]
     assert [row["step"] for row in steps] == [0, 1]
     assert all(math.isfinite(value) for row in steps for value in row.values())
     for policy in ("solver", "verifier"):

@@ -14,10 +14,11 @@ import psutil
 import pytest
 import yaml
 
-from mcore_mas.rollout.base.files import MEMORY, sha256
+from mcore_mas.rollout.base.files import sha256
 from mcore_mas.rollout.records.files import read_trajectories
+from mcore_mas.rollout.sync import MEMORY
 from tests.slurm.cluster import Slurm, wait_until
-from tests.support.run_folder import make_run
+from tests.support.run_folder import make_run, metrics_of
 
 STEPS = 8
 SETTINGS = [
@@ -44,7 +45,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     process = start(run)
     _, said = process.communicate(timeout=900)
     assert process.returncode == 0, said
-    rows = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     assert all(row["policy/solver/hand_over_mb"] > 0 for row in rows if "policy/solver/hand_over_s" in row)
     assert not list(MEMORY.glob(f"mcore_mas-*/{process.pid}-*"))  # nothing stays of the memory that ranks shared
     return run

@@ -28,9 +28,9 @@ from mcore_mas.rollout.records.trajectory import Completion, Sampling
 
 BUSY = "the engine cannot sleep while requests are running; end or abort them first"
 
-# request id, prompt ids, how to sample, whether to tell of News, and the adapter's number
-Ask = tuple[int, Sequence[int], Sampling, bool, int]
-News = tuple[int, tuple[int, ...]]  # of a completion that grows: place of the first of its further tokens, and these
+# request id, prompt ids, how to sample, how many tokens are worth News (0: none are), and the adapter's number
+Ask = tuple[int, Sequence[int], Sampling, int, int]
+News = tuple[int, Completion]  # of a completion that grows: place of the first of its further tokens, and these
 Outcome = Completion | EngineError
 Report = tuple[int, Outcome | News]  # request id, and what there is of it
 
@@ -101,7 +101,7 @@ class EmbeddedEngine:
         return bool(self._waiting or self._done or self._rows.live.any())
 
     def submit(
-        self, request_id: int, prompt_ids: Sequence[int], sampling: Sampling, stream: bool = False, adapter: int = 0
+        self, request_id: int, prompt_ids: Sequence[int], sampling: Sampling, stream: int = 0, adapter: int = 0
     ) -> None:
         """Queue one generation, with an adapter by number or none (0). `step` says what is wrong with it."""
         asleep = "the engine sleeps; wake it first" if self._asleep else ""
@@ -115,7 +115,7 @@ class EmbeddedEngine:
     def exchange(self, asks: list[Ask], aborts: list[int], budget_s: float = 0.0) -> list[Report]:
         """Take new requests, end `aborts`, decode for about `budget_s`, at least a step; returns what has ended.
 
-        While nothing has ended and nobody streams it goes on, for at most five times as long. Streams' News come last.
+        While nothing has ended and nobody hears every token it goes on, for at most five times as long. News come last.
         """
         for ask in asks:
             self.submit(*ask)
@@ -253,6 +253,8 @@ class EmbeddedEngine:
 class Dispatcher(StreamingEngine):
     """Dispatch loop: concurrent calls go to `exchange` together, and get their outcomes as they end."""
 
+    resumes = True
+
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[Ask, asyncio.Future[Completion], Hear | None]] = {}
         self._new: list[Ask] = []
@@ -270,7 +272,8 @@ class Dispatcher(StreamingEngine):
         """
         request_id = next(self._ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        ask = (request_id, list(prompt_ids), sampling, hear is not None, adapter)
+        every = 0 if hear is None else getattr(hear, "every", 1)
+        ask = (request_id, list(prompt_ids), sampling, every, adapter)
         self._waiting[request_id] = (ask, future, hear)
         self._new.append(ask)
         if self._loop is None or self._loop.done():

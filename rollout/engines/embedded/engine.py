@@ -16,7 +16,6 @@ import ray
 import torch
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.files import memory_path
 from mcore_mas.rollout.base.processes import Restarts, say
 from mcore_mas.rollout.engines import TRANSPORTS, Tag, TrainedEngine
 from mcore_mas.rollout.engines.embedded.batching import BUSY, Ask, Dispatcher, EmbeddedEngine, Report
@@ -24,7 +23,7 @@ from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.fused_weights import AdapterShape
 from mcore_mas.rollout.models.tensors import compare, read_tensors
-from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
+from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, memory_path
 from mcore_mas.rollout.sync.disk import patched
 from mcore_mas.rollout.sync.shared import SharedCheck, SharedWeights
 

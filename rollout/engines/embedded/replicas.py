@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.processes import Restarts, say
-from mcore_mas.rollout.engines import Tag, TrainedEngine
+from mcore_mas.rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine
 from mcore_mas.rollout.engines.adapters import AdapterEngine
 from mcore_mas.rollout.engines.embedded.engine import ActorDied, HostedEngine
 from mcore_mas.rollout.models.fused_weights import AdapterShape
@@ -24,7 +24,7 @@ Place = Mapping[str, Any]  # options of an actor
 _LOOK_S = 5.0  # between looks for actors that have died while nobody asked them anything
 
 
-class ReplicatedEngine(TrainedEngine):
+class ReplicatedEngine(StreamingEngine, TrainedEngine):
     """Actors of one policy on any nodes, which take their weights from a folder that all of them see.
 
     A call goes to the actor that has the fewest. One that dies leaves, and what it was asked the others are asked; the
@@ -66,8 +66,8 @@ class ReplicatedEngine(TrainedEngine):
         for place in places:
             self._add(place)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion (see `Engine`), by whichever actor is left.
+    async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
+        """Sample one completion (see `StreamingEngine`), by whichever actor is left.
 
         Raises:
             EngineError: the request cannot be served, or the last actor has died once too often.
@@ -77,7 +77,7 @@ class ReplicatedEngine(TrainedEngine):
         while True:
             actor = min(self._actors, key=lambda actor: actor.waiting)
             try:
-                return await actor.generate(prompt_ids, sampling)
+                return await actor.stream(prompt_ids, sampling, hear)
             except ActorDied as error:
                 self._leave(actor, error)
 

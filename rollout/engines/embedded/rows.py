@@ -28,7 +28,7 @@ class GenerationRequest:
     adapter: int = 0  # number of the one it is computed with; 0: none
     versions: list[tuple[int, int]] = field(default_factory=list)  # (weights version, its first completion token)
     cached: int = 0  # prompt tokens that were not computed again
-    stream: bool = False  # whether its tokens are told of before it is whole
+    stream: int = 0  # tokens that are worth telling before it is whole; 0: none are told
     told: int = 0  # completion tokens that were
 
 
@@ -42,6 +42,7 @@ class CacheRows:
         self.logprobs = np.zeros((rows, length), dtype=np.float32)  # valid at completion positions
         self.size = np.zeros(rows, dtype=np.int64)  # tokens known; the newest one has no keys yet
         self.prompt = np.zeros(rows, dtype=np.int64)  # prompt tokens
+        self.first = np.zeros(rows, dtype=np.int64)  # completion tokens that the prompt ends with
         self.limit = np.zeros(rows, dtype=np.int64)  # size at which a generation is out of tokens
         self.cached = np.zeros(rows, dtype=np.int64)  # tokens whose keys may be reused by anyone
         # rows of the same group have the same keys at `common` leading positions; it began at `group` modulo `rows`
@@ -98,7 +99,7 @@ class CacheRows:
         request.versions.append((self.versions[request.adapter], 0))
         self.tokens[row, :size] = request.prompt
         self.size[row] = self.prompt[row] = size
-        self.limit[row] = size + sampling.max_tokens
+        self.first[row], self.limit[row] = sampling.first, size + sampling.max_tokens
         self.cached[row] = 0
         self.temperature[row] = sampling.temperature
         self.top_p[row] = sampling.top_p
@@ -113,16 +114,22 @@ class CacheRows:
 
     def vacate(self, row: int, reason: str) -> Completion:
         """End the generation in a row and return it; the keys stay until the row is needed."""
-        request: GenerationRequest = self.requests[row]
-        start, end = int(self.prompt[row]), int(self.size[row])
-        firsts = [first for _, first in request.versions[1:]] + [end - start]
-        spans = tuple(
-            VersionSpan(version=version, start=first, end=last)
-            for (version, first), last in zip(request.versions, firsts, strict=True)
-        )
+        said = self._said(row, 0, reason)
         self.live[row] = False
         self.requests[row] = None
         self.touch(row)
+        return said
+
+    def _said(self, row: int, place: int, reason: str) -> Completion:
+        """The completion in a row, from token `place` on."""
+        request: GenerationRequest = self.requests[row]
+        start, end = int(self.prompt[row]) + place, int(self.size[row])
+        firsts = [first - place for _, first in request.versions[1:]] + [end - start]
+        spans = tuple(
+            VersionSpan(version=version, start=max(0, first - place), end=last)
+            for (version, first), last in zip(request.versions, firsts, strict=True)
+            if last > 0 or not place
+        )
         return Completion(
             token_ids=tuple(self.tokens[row, start:end].tolist()),
             logprobs=tuple(self.logprobs[row, start:end].tolist()),
@@ -138,7 +145,7 @@ class CacheRows:
 
     def draw(self, placed: np.ndarray, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Next token [N] and its log-probability [N] of the rows `placed` [N] by their `logits` [N, V]."""
-        uniform = uniforms(self.seed[placed], self.size[placed] - self.prompt[placed])
+        uniform = uniforms(self.seed[placed], self.size[placed] - self.prompt[placed] + self.first[placed])
         tokens, logprobs = choose(logits, self.temperature[placed], self.top_p[placed], self.top_k[placed], uniform)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
@@ -156,18 +163,18 @@ class CacheRows:
 
     @property
     def streams(self) -> bool:
-        """Whether a request that runs is told of its tokens."""
-        return any(request is not None and request.stream for request in self.requests)
+        """Whether a request that runs is told of every token."""
+        return any(request is not None and request.stream == 1 for request in self.requests)
 
-    def news(self) -> list[tuple[int, tuple[int, tuple[int, ...]]]]:
-        """Request id, place and ids of further tokens, of every request that is told of them; they are told once."""
+    def news(self) -> list[tuple[int, tuple[int, Completion]]]:
+        """Request id, and further tokens with the place of the first, where enough have come; they are told once."""
         found = []
-        for row in np.flatnonzero(self.live):
+        for row in np.flatnonzero(self.live).tolist():
             request: GenerationRequest = self.requests[row]
-            start, end = int(self.prompt[row]), int(self.size[row])
-            if request.stream and (told := request.told) < end - start:
-                found.append((request.id, (told, tuple(self.tokens[row, start + told : end].tolist()))))
-                request.told = end - start
+            size, told = int(self.size[row] - self.prompt[row]), request.told
+            if request.stream and size - told >= request.stream:
+                found.append((request.id, (told, self._said(row, told, ""))))
+                request.told = size
         return found
 
     def renew(self, version: int, adapter: int) -> None:

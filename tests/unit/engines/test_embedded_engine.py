@@ -21,15 +21,8 @@ from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, steps, 
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_qwen2(0).save_pretrained(path)
-    return path
-
-
-def test_requests_wait_for_a_row(folder: Path) -> None:
-    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=2)
+def test_requests_wait_for_a_row(qwen2: Path) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
     for i in range(5):
         engine.submit(i, [i, i + 1], Sampling(max_tokens=4, seed=i))
     assert engine.step() == []  # the first token comes with the prompt, the second with the first decoding pass
@@ -40,8 +33,8 @@ def test_requests_wait_for_a_row(folder: Path) -> None:
     assert not engine.has_work
 
 
-def test_update_in_the_middle_gives_two_spans_and_keeps_old_keys(folder: Path) -> None:
-    engine = EmbeddedEngine.from_folder(folder, max_length=64, version=3)
+def test_update_in_the_middle_gives_two_spans_and_keeps_old_keys(qwen2: Path) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64, version=3)
     other = make_qwen2(5)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8]
     engine.submit(1, prompt, Sampling(max_tokens=10))
@@ -56,10 +49,10 @@ def test_update_in_the_middle_gives_two_spans_and_keeps_old_keys(folder: Path) -
     assert worst(other, [*prompt, *completion.token_ids], after) < LOGPROB_TOLERANCE
 
 
-def test_after_an_update_new_weights_read_old_keys(folder: Path) -> None:
-    old = Qwen2ForCausalLM.from_pretrained(folder)
+def test_after_an_update_new_weights_read_old_keys(qwen2: Path) -> None:
+    old = Qwen2ForCausalLM.from_pretrained(qwen2)
     new = make_qwen2(5)
-    engine = EmbeddedEngine.from_folder(folder, max_length=64)
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
     prompt = [1, 2, 3, 4, 5]
     engine.submit(1, prompt, Sampling(max_tokens=9))
     steps(engine, 2)  # 3 tokens, the last without keys
@@ -78,8 +71,8 @@ def test_after_an_update_new_weights_read_old_keys(folder: Path) -> None:
     assert (alone - right).abs().min() > 1e-3  # no token would be taken for one of the other version
 
 
-def test_abort(folder: Path) -> None:
-    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=1)
+def test_abort(qwen2: Path) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=1)
     running, waiting, later, unknown = 1, 2, 3, 4
     engine.submit(running, [1, 2], Sampling(max_tokens=20))
     engine.submit(waiting, [1, 2], Sampling(max_tokens=20))
@@ -95,8 +88,8 @@ def test_abort(folder: Path) -> None:
     assert done[waiting].versions[-1].version == 0
 
 
-def test_aborts_in_a_full_house_let_the_waiting_in(folder: Path) -> None:
-    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=2)
+def test_aborts_in_a_full_house_let_the_waiting_in(qwen2: Path) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
     for number in range(6):
         engine.submit(number, [number] * (50 if number == 2 else 3), Sampling(max_tokens=14))
     steps(engine, 3)
@@ -115,9 +108,9 @@ def test_aborts_in_a_full_house_let_the_waiting_in(folder: Path) -> None:
     assert order == [2, 4, 6, 5]  # in the order of their coming, whatever their length: 5 and 6 waited for 2 and 4
 
 
-def test_broken_weights_are_an_error_not_a_crash(folder: Path) -> None:
-    engine = EmbeddedEngine.from_folder(folder, max_length=64)
-    model = Qwen2ForCausalLM.from_pretrained(folder)
+def test_broken_weights_are_an_error_not_a_crash(qwen2: Path) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
+    model = Qwen2ForCausalLM.from_pretrained(qwen2)
     state = dict(model.state_dict())
     engine.load_weights(((name, tensor * float("nan")) for name, tensor in state.items()), 8)
     engine.submit(1, [1, 2], Sampling(max_tokens=4, top_p=0.9))
@@ -128,10 +121,10 @@ def test_broken_weights_are_an_error_not_a_crash(folder: Path) -> None:
     assert worst(model, [1, 2], drain(engine)[1]) < LOGPROB_TOLERANCE
 
 
-def test_what_broken_weights_left_in_a_row_harms_no_one(folder: Path) -> None:
-    model = Qwen2ForCausalLM.from_pretrained(folder)
+def test_what_broken_weights_left_in_a_row_harms_no_one(qwen2: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(qwen2)
     state = dict(model.state_dict())
-    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=2)
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
     engine.load_weights(((name, tensor * float("nan")) for name, tensor in state.items()), 8)
     engine.submit(1, list(range(30)), Sampling(max_tokens=4))
     assert isinstance(drain(engine)[1], EngineError)
@@ -143,8 +136,8 @@ def test_what_broken_weights_left_in_a_row_harms_no_one(folder: Path) -> None:
     assert max(worst(model, prompt, done[key]) for key, prompt in prompts.items()) < LOGPROB_TOLERANCE
 
 
-def test_a_step_that_breaks_fails_who_waits_and_nobody_later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = LocalEngine(folder, max_length=64, rows=2)
+def test_a_step_that_breaks_fails_who_waits_and_nobody_later(qwen2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LocalEngine(qwen2, max_length=64, rows=2)
 
     def breaks(*_: Any) -> None:
         raise RuntimeError("out of memory")
@@ -161,17 +154,17 @@ def test_a_step_that_breaks_fails_who_waits_and_nobody_later(folder: Path, monke
         assert not engine.core.has_work
         return await engine.generate([1, 2, 3], Sampling(max_tokens=9))
 
-    model = Qwen2ForCausalLM.from_pretrained(folder)
+    model = Qwen2ForCausalLM.from_pretrained(qwen2)
     assert worst(model, [1, 2, 3], asyncio.run(play())) < LOGPROB_TOLERANCE
 
 
-def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(folder: Path) -> None:
+def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(qwen2: Path) -> None:
     generator = np.random.default_rng(3)
     prompts = [generator.integers(0, 64, size).tolist() for size in (3, 17, 40, 5, 29)]
     prompts += [prompts[1], [*prompts[2][:30], 1, 2]]  # one again, and one that shares a prefix
 
     def play(*batches: list[int], rows: int = 8) -> dict[int, Completion]:
-        engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=rows, deterministic=True)
+        engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=rows, deterministic=True)
         done: dict[int, Completion] = {}
         for batch in batches:
             for number in batch:
@@ -187,9 +180,9 @@ def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(folder:
             assert other[number].cached_tokens <= 30  # what the last two have of others
 
 
-def test_a_token_is_drawn_by_its_seed_and_its_place_in_the_completion(folder: Path) -> None:
-    model = Qwen2ForCausalLM.from_pretrained(folder)
-    engine = EmbeddedEngine.from_folder(folder, max_length=64)
+def test_a_token_is_drawn_by_its_seed_and_its_place_in_the_completion(qwen2: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(qwen2)
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
     prompt = [3, 1, 4, 1, 5]
     for number in (11, 2**64 - 1):
         engine.submit(number, prompt, Sampling(max_tokens=20, seed=number, temperature=0.8))
@@ -201,8 +194,45 @@ def test_a_token_is_drawn_by_its_seed_and_its_place_in_the_completion(folder: Pa
         assert completion.token_ids == tuple(int(np.searchsorted(row, u)) for row, u in zip(below, draws, strict=True))
 
 
-def test_stop_tokens_are_a_requests_own(folder: Path) -> None:
-    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=2)
+def test_a_reply_goes_on_behind_its_first_tokens_to_the_bit(qwen2: Path) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=160, deterministic=True)
+    prompt, sampling = [5, 6, 7], Sampling(max_tokens=60, seed=3, top_p=0.9)
+    engine.submit(0, prompt, sampling)
+    whole = drain(engine)[0]
+    for cut in (1, 16, 33, 59):
+        other = EmbeddedEngine.from_folder(qwen2, max_length=160, deterministic=True)
+        other.submit(1, [9] * 40, Sampling(max_tokens=90, seed=1))  # something else in the same batches
+        begun = replace(whole, token_ids=whole.token_ids[:cut], logprobs=whole.logprobs[:cut], finish_reason="")
+        begun = replace(begun, versions=(replace(whole.versions[0], end=cut),))
+        other.submit(0, [*prompt, *begun.token_ids], replace(sampling, first=cut, max_tokens=60 - cut))
+        assert replace(begun.then(drain(other)[0]), cached_tokens=whole.cached_tokens) == whole
+
+
+def test_what_is_told_of_a_reply_is_all_of_it_once_with_the_versions_that_sampled_it(qwen2: Path) -> None:
+    async def run() -> None:
+        engine = LocalEngine(qwen2, max_length=160)
+        parts: list[Completion] = []
+
+        def hear(place: int, part: Completion) -> bool:
+            assert place == sum(len(part.token_ids) for part in parts)
+            parts.append(part)
+            if len(parts) == 2:  # after so many tokens
+                engine.core.load_weights(list(Qwen2ForCausalLM.from_pretrained(qwen2).state_dict().items()), 7)
+            return True
+
+        hear.every = 8  # type: ignore[attr-defined]
+        whole = await engine.stream([5, 6, 7], Sampling(max_tokens=36, seed=3), hear)
+        assert [len(part.token_ids) for part in parts] == [8, 8, 8, 8]
+        told = parts[0].then(parts[1]).then(parts[2]).then(parts[3])
+        assert (told.token_ids, told.logprobs) == (whole.token_ids[:32], whole.logprobs[:32])
+        assert [(span.version, span.start, span.end) for span in told.versions] == [(0, 0, 16), (7, 16, 32)]
+        assert [(span.version, span.start, span.end) for span in whole.versions] == [(0, 0, 16), (7, 16, 36)]
+
+    asyncio.run(run())
+
+
+def test_stop_tokens_are_a_requests_own(qwen2: Path) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
     free = Sampling(max_tokens=40, seed=next(seed for seed in range(20) if 0 in said(engine, seed)))
     tokens = said(engine, free.seed)
     stops = tuple(dict.fromkeys(tokens))[1:4]
@@ -225,9 +255,9 @@ def said(engine: EmbeddedEngine, seed: int) -> tuple[int, ...]:
     return tokens
 
 
-def test_sleep_forgets_keys_and_keeps_weights(folder: Path) -> None:
-    model = Qwen2ForCausalLM.from_pretrained(folder)
-    engine = EmbeddedEngine.from_folder(folder, max_length=64)
+def test_sleep_forgets_keys_and_keeps_weights(qwen2: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(qwen2)
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
     prompt = [*range(30)]
     engine.submit(1, prompt, Sampling(max_tokens=20))
     engine.step()
@@ -250,8 +280,8 @@ def test_sleep_forgets_keys_and_keeps_weights(folder: Path) -> None:
     assert worst(model, prompt, completion) < LOGPROB_TOLERANCE
 
 
-def test_a_cancelled_call_takes_no_further_step(folder: Path) -> None:
-    engine = LocalEngine(folder, max_length=64)
+def test_a_cancelled_call_takes_no_further_step(qwen2: Path) -> None:
+    engine = LocalEngine(qwen2, max_length=64)
 
     async def play() -> None:
         gone = asyncio.create_task(engine.generate([1, 2], Sampling(max_tokens=60)))

@@ -22,7 +22,7 @@ from transformers import (
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
 from mcore_mas.rollout.records.trajectory import Sampling
-from tests.support.embedded import LOGPROB_TOLERANCE, SIZES, drain, make_qwen2, worst
+from tests.support.embedded import LOGPROB_TOLERANCE, SIZES, drain, worst
 
 torch.set_num_threads(1)
 EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24}
@@ -31,13 +31,6 @@ EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24}
 def save(path: Path, model: Any) -> Any:
     model.eval().save_pretrained(path)
     return model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_qwen2(0).save_pretrained(path)
-    return path
 
 
 @pytest.mark.parametrize(
@@ -101,9 +94,9 @@ def test_a_folder_in_bfloat16_and_pieces(tmp_path: Path) -> None:
         EmbeddedEngine.from_folder(tmp_path, max_length=64)
 
 
-def test_a_tied_head_may_come_but_not_differ(folder: Path) -> None:
-    state = dict(Qwen2ForCausalLM.from_pretrained(folder).state_dict())
-    engine = EmbeddedEngine.from_folder(folder, max_length=64)
+def test_a_tied_head_may_come_but_not_differ(qwen2: Path) -> None:
+    state = dict(Qwen2ForCausalLM.from_pretrained(qwen2).state_dict())
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
     other = state["lm_head.weight"].clone()
     engine.load_weights({**state, "lm_head.weight": other}.items(), 1)
     other[0, 0] += 1
@@ -139,8 +132,8 @@ def test_a_bad_folder_is_told_in_one_line(tmp_path: Path, text: str | None, mess
         EmbeddedEngine.from_folder(tmp_path, max_length=64)
 
 
-def test_a_folder_without_or_with_broken_weights(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+def test_a_folder_without_or_with_broken_weights(qwen2: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((qwen2 / "config.json").read_text())
     with pytest.raises(EngineError, match=r"no \*.safetensors file"):
         EmbeddedEngine.from_folder(tmp_path, max_length=64)
     (tmp_path / "model.safetensors").write_bytes(b"garbage")

@@ -11,26 +11,19 @@ from transformers import Qwen2ForCausalLM
 
 from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
-from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, worst
+from tests.support.embedded import LOGPROB_TOLERANCE, drain, worst
 
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_qwen2(0).save_pretrained(path)
-    return path
-
-
-def test_prefix_reuse_changes_nothing_but_the_work(folder: Path) -> None:
+def test_prefix_reuse_changes_nothing_but_the_work(qwen2: Path) -> None:
     rng = np.random.default_rng(3)
     system = rng.integers(0, 64, 20).tolist()
     members = [10 * group + sample for group in range(3) for sample in range(3)]
     seen: dict[bool, list[Completion]] = {}
     work = {}
     for reuse in (True, False):
-        engine = EmbeddedEngine.from_folder(folder, max_length=200, rows=12, reuse_prefixes=reuse)
+        engine = EmbeddedEngine.from_folder(qwen2, max_length=200, rows=12, reuse_prefixes=reuse)
         history = {key: [*system, *range(key // 10, key // 10 + 20)] for key in members}
         seen[reuse] = []
         for turn in range(3):
@@ -55,8 +48,8 @@ def converse(engine: EmbeddedEngine, number: int, prompt: list[int], new: int = 
     return completion, [*prompt, *completion.token_ids, 63]
 
 
-def test_what_was_used_longest_ago_gives_way(folder: Path) -> None:
-    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=2)
+def test_what_was_used_longest_ago_gives_way(qwen2: Path) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
     first, second = [1] * 10, [2] * 10
     for prompt, other in ((first, second), (second, first)):
         _, again = converse(engine, 0, prompt)
@@ -66,30 +59,30 @@ def test_what_was_used_longest_ago_gives_way(folder: Path) -> None:
         converse(engine, 3, [3] * 10)  # takes the row of the other
         assert converse(engine, 4, last)[0].cached_tokens == len(last) - 2
         assert converse(engine, 5, [*other, 4])[0].cached_tokens == 0
-        engine.load_weights(Qwen2ForCausalLM.from_pretrained(folder).state_dict().items(), 0)  # forget everything
+        engine.load_weights(Qwen2ForCausalLM.from_pretrained(qwen2).state_dict().items(), 0)  # forget everything
 
 
-def test_a_row_of_no_use_gives_way_first(folder: Path) -> None:
-    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=2)
+def test_a_row_of_no_use_gives_way_first(qwen2: Path) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=2)
     engine.submit(0, [1, 2, 3], Sampling(max_tokens=20))
     engine.step()
-    engine.load_weights(Qwen2ForCausalLM.from_pretrained(folder).state_dict().items(), 1)
+    engine.load_weights(Qwen2ForCausalLM.from_pretrained(qwen2).state_dict().items(), 1)
     _, again = converse(engine, 1, [4] * 10)  # has ended when the other does, whose keys are of two versions
     assert not engine.has_work
     converse(engine, 2, [5] * 10)
     assert converse(engine, 3, again)[0].cached_tokens == 10 + 2
 
 
-def test_a_longer_conversation_is_not_overwritten_by_one_that_begins_like_it(folder: Path) -> None:
-    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=3)
+def test_a_longer_conversation_is_not_overwritten_by_one_that_begins_like_it(qwen2: Path) -> None:
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=3)
     _, again = converse(engine, 0, [*range(10), *[20] * 10])
     assert converse(engine, 1, [*range(10), *[30] * 10])[0].cached_tokens == 10
     assert converse(engine, 2, again)[0].cached_tokens == 20 + 2
 
 
-def test_a_twin_is_no_ones_source_before_it_has_its_keys(folder: Path) -> None:
-    model = Qwen2ForCausalLM.from_pretrained(folder)
-    engine = EmbeddedEngine.from_folder(folder, max_length=64, rows=3)
+def test_a_twin_is_no_ones_source_before_it_has_its_keys(qwen2: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(qwen2)
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64, rows=3)
     followed = [converse(engine, number, [number] * 20)[1] for number in range(3)]
     converse(engine, 3, followed[0])
     converse(engine, 4, followed[2])  # row 1 is now the oldest, then 0, then 2
@@ -101,9 +94,9 @@ def test_a_twin_is_no_ones_source_before_it_has_its_keys(folder: Path) -> None:
     assert max(worst(model, prompt, done[number]) for number, prompt in prompts.items()) < LOGPROB_TOLERANCE
 
 
-def test_a_single_token_is_no_ones_prefix_until_it_has_keys(folder: Path) -> None:
-    model = Qwen2ForCausalLM.from_pretrained(folder)
-    engine = EmbeddedEngine.from_folder(folder, max_length=64)
+def test_a_single_token_is_no_ones_prefix_until_it_has_keys(qwen2: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(qwen2)
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=64)
     prompt = [*range(20)]
     for number in range(3):  # one computes the prompt, the others copy it
         engine.submit(number, prompt, Sampling(max_tokens=1, seed=number))
@@ -117,10 +110,10 @@ def test_a_single_token_is_no_ones_prefix_until_it_has_keys(folder: Path) -> Non
         assert worst(model, longer, second) < LOGPROB_TOLERANCE
 
 
-def test_a_cache_under_pressure_changes_no_log_probability(folder: Path) -> None:
-    model = Qwen2ForCausalLM.from_pretrained(folder)
+def test_a_cache_under_pressure_changes_no_log_probability(qwen2: Path) -> None:
+    model = Qwen2ForCausalLM.from_pretrained(qwen2)
     rng = np.random.default_rng(5)
-    engine = EmbeddedEngine.from_folder(folder, max_length=96, rows=4)
+    engine = EmbeddedEngine.from_folder(qwen2, max_length=96, rows=4)
     talks = [[*range(12), *rng.integers(0, 64, rng.integers(0, 8)).tolist()] for _ in range(9)]
     reused = 0
     for turn in range(4):

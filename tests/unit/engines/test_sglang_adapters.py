@@ -44,13 +44,6 @@ def adapter(targets: tuple[str, ...] = TARGETS) -> list[tuple[str, torch.Tensor]
     return [(name, tensor) for name, tensor in tensors_of(model).items() if ".lora_" in name]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_model(0).save_pretrained(path)
-    return path
-
-
 @pytest.fixture
 def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
     made: list[AdapterEngine] = []

@@ -124,8 +124,8 @@ def timed(run, step=0):
 
 def test_a_steps_deadline_is_for_all_its_batches(tmp_path):
     class Sure(SimulatedEngine):
-        async def generate(self, prompt_ids, sampling):
-            return await super().generate(prompt_ids, replace(sampling, seed=0))
+        async def stream(self, prompt_ids, sampling, hear):
+            return await super().stream(prompt_ids, replace(sampling, seed=0), hear)
 
     def play(name, *overrides):
         run = simulated_run(
@@ -167,11 +167,11 @@ def test_what_is_lost_is_said_in_a_line_of_its_step(tmp_path):
     class Slow(SimulatedEngine):
         calls = 0
 
-        async def generate(self, prompt_ids, sampling):
+        async def stream(self, prompt_ids, sampling, hear):
             type(self).calls += 1
             if type(self).calls == 2:
                 await asyncio.sleep(1000)
-            return await super().generate(prompt_ids, sampling)
+            return await super().stream(prompt_ids, sampling, hear)
 
     settings = ["trainer.steps=2", "+collection.call_s=100", "+trainer.oversample=1.5"]
     run = simulated_run(tmp_path, *SHAPE, *settings, tokens=lambda _: 12)
@@ -205,14 +205,14 @@ def test_of_nothing_completed_nothing_is_known():
 
 def test_a_signal_is_not_held_up_by_what_ignores_its_cancellation(tmp_path):
     class Deaf(SimulatedEngine):
-        async def generate(self, prompt_ids, sampling):
+        async def stream(self, prompt_ids, sampling, hear):
             if self.version:
                 os.kill(os.getpid(), signal.SIGTERM)
                 try:
                     await asyncio.sleep(1000)
                 except asyncio.CancelledError:
                     await asyncio.sleep(1000)
-            return await super().generate(prompt_ids, sampling)
+            return await super().stream(prompt_ids, sampling, hear)
 
     run = simulated_run(tmp_path, *SHAPE, "trainer.steps=3", tokens=lambda _: 12)
     deaf = Deaf(lambda _: 12)

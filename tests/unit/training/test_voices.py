@@ -15,7 +15,7 @@ from mcore_mas.training.evaluate import evaluate
 from mcore_mas.training.train import train
 from tests.support.chat_server import ChatServer, chat_server, says
 from tests.support.in_process import training_here
-from tests.support.run_folder import make_run
+from tests.support.run_folder import make_run, metrics_of
 
 
 def with_remote(run: Path, url: str, **trainer: int) -> Path:
@@ -56,7 +56,7 @@ def test_a_remote_policy_plays_in_a_training(tmp_path: Path, monkeypatch: pytest
         run = make_run(tmp_path, "data.validation=1")
         train(with_remote(run, server.url, steps=2, checkpoint_every=2, validate_every=2))
         assert asked(server) >= 2
-    rows = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     assert [row["step"] for row in rows] == [-1, 0, 1]
     assert sum(row.get("policy/verifier/calls", 0) for row in rows) >= 1
     assert list(json.loads((run / "train" / "done.json").read_text())["policies"]) == ["solver"]

@@ -1,0 +1,54 @@
+"""A reply as it grows: its tokens are put on record, and after a death it goes on behind those that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mcore_mas.rollout.base.task_group import CallRecord
+from mcore_mas.rollout.records.trajectory import Completion, Sampling, changed
+
+if TYPE_CHECKING:
+    from mcore_mas.rollout.engines import StreamingEngine
+
+KEPT = 16  # tokens that are put on record at a time: at most so many of a reply, and what is on its way, are lost
+_NOTHING = Completion(token_ids=(), logprobs=(), finish_reason="", versions=())
+
+
+class GrowingReply:
+    """A reply under way, as an engine tells of it (see `Hear`)."""
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        record: CallRecord | None,
+        tell: Callable[[int, Sequence[int]], bool] | None,
+    ) -> None:
+        """`tell` hears of further tokens and the place of the first; whether to go on."""
+        self._prompt, self._sampling, self._record, self._tell = tuple(prompt_ids), sampling, record, tell
+        self._place, before = record.part(sampling.seed, self._prompt) if record else ("", None)
+        self._before: Completion = before or _NOTHING
+        self.every = 1 if tell else KEPT  # tokens that are worth telling
+        self._begin()
+
+    def _begin(self) -> None:
+        self._next, self._new = self._place, _NOTHING
+
+    async def sampled(self, engine: StreamingEngine) -> Completion:
+        """The whole of it, sampled by `engine` from where it was."""
+        before, sampling = self._before.token_ids, self._sampling
+        if before and self._tell and not self._tell(0, before):
+            return replace(self._before, finish_reason="abort")
+        rest = changed(sampling, first=len(before), max_tokens=sampling.max_tokens - len(before))
+        return self._before.then(await engine.stream(self._prompt + before, rest, self))
+
+    def __call__(self, place: int, part: Completion) -> bool:
+        """Take a further part."""
+        if not place:  # or the engine had to begin anew
+            self._begin()
+        self._new = self._new.then(part)
+        if self._record and len(self._new.token_ids) >= KEPT:
+            self._next, self._new = self._record.keep_part(self._next, self._new), _NOTHING
+        return self._tell is None or self._tell(place + len(self._before.token_ids), part.token_ids)
