@@ -65,7 +65,7 @@ class AsyncRollouts:
     watchdog: Watchdog | None = None  # sees everything that is played
     lineage: Lineage = field(default_factory=dict)  # of the weights so far, with that of the first
     _journals: dict[int, CollectionJournal] = field(default_factory=dict, init=False)  # by step
-    _under_way: dict[int, asyncio.Task[RolloutBatch]] = field(default_factory=dict, init=False)  # by step
+    under_way: dict[int, asyncio.Task[RolloutBatch]] = field(default_factory=dict, init=False)  # collections, by step
 
     async def take(self, step: int) -> RolloutBatch:
         """The experience of `step`, which is about to be trained. Later steps' begins as far as staleness allows.
@@ -76,10 +76,10 @@ class AsyncRollouts:
         steps = range(step, self.config.trainer.steps)
         for later in takewhile(lambda later: self.config.may_collect(later, step), steps):
             # what was played by newer weights before a death goes on when they are there again
-            if later not in self._under_way and (later == step or self._journal(later).newest <= step):
-                self._under_way[later] = asyncio.create_task(self.collect_batch(later))
-        batch = await self._under_way[step]
-        del self._under_way[step]
+            if later not in self.under_way and (later == step or self._journal(later).newest <= step):
+                self.under_way[later] = asyncio.create_task(self.collect_batch(later))
+        batch = await self.under_way[step]
+        del self.under_way[step]
         self.lineage[step + 1] = self._journals.pop(step).lineage_after(self.lineage.get(step, ""))
         return batch
 
@@ -89,7 +89,7 @@ class AsyncRollouts:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await cancel_tasks(self._under_way.values())
+        await cancel_tasks(self.under_way.values())
 
     async def validate(self) -> Scoreboard:
         """The validation tasks, measured as an evaluation measures the test tasks."""

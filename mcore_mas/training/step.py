@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from mcore_mas.rollout.base.processes import restart_metrics
 from mcore_mas.rollout.base.task_group import together
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
 from mcore_mas.training.checkpoint import Checkpoints
-from mcore_mas.training.joblog import StopSignal, TrainingError
+from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal, TrainingError
 from mcore_mas.training.logbook import Logbook
 from mcore_mas.training.metrics import (
     StepMetrics,
@@ -92,11 +93,27 @@ async def step(session: TrainingSession, number: int) -> StepMetrics:
     async def learn(policy: str) -> StepMetrics:
         async with session.memory.learning():
             metrics = await trainers[policy].update(batches[policy], credited, number)
+            await _settled(session)
             return metrics | await session.weight_sync[policy].push(number + 1, changed="grad_norm" in metrics)
 
     updates = dict(zip(trained, await together(map(learn, trained)), strict=True))
     metrics = _metrics(session, rollouts, credited, updates)
     return metrics | _times(began, collected, metrics.get("rollout/tokens", 0.0))
+
+
+async def _settled(session: TrainingSession) -> None:
+    """With `engine.deterministic`, wait until what is collected beside training has been sampled by one version.
+
+    Raises:
+        Stopped: the run was told to stop meanwhile. Saved now, the rest would be sampled by the next version.
+    """
+    if session.config.engine.deterministic and (under_way := session.rollouts.under_way.values()):
+        try:
+            await session.stop.unless(asyncio.wait(under_way))
+        except Abandoned:
+            raise Stopped(
+                f"stopped by {session.stop.by}; the same command goes on from the newest checkpoint and from its files"
+            ) from None
 
 
 def _compared(config: RunConfig, samples: Sequence[Sample], trained: Sequence[str]) -> list[Sample]:
