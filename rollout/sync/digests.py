@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -17,25 +18,22 @@ from mcore_mas.rollout.sync import SyncRoute
 class WeightDigest:
     """Collects what an engine will say of the same weights: nothing."""
 
+    def __init__(self) -> None:
+        self._sums: dict[str, str] = {}
+
     def add(self, name: str, tensor: Tensor) -> None:
         """Take the next tensor of the stream."""
 
     def finish(self) -> dict[str, str]:
         """Checksums by the engine's names."""
-        return {}
+        return self._sums
 
 
 class PlainDigest(WeightDigest):
     """Of every tensor in float32, as the embedded engine holds it."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, str] = {}
-
     def add(self, name: str, tensor: Tensor) -> None:
         self._sums[name] = checksum(tensor.float())
-
-    def finish(self) -> dict[str, str]:
-        return self._sums
 
 
 _FUSED = {  # SGLang's tensor -> the tensors that it stacks, in the order of the stream
@@ -59,8 +57,13 @@ class SGLangDigest(WeightDigest):
     compared.
     """
 
-    def __init__(self, *, dtype: str, tp: int, kv_heads: int, gpu: bool) -> None:
-        """`tp` ranks share out `kv_heads` heads of keys and values; where there are fewer, several hold the same."""
+    def __init__(self, *, dtype: str, tp: int, kv_heads: int, gpu: bool, share: tuple[int, int] = (0, 1)) -> None:
+        """`tp` ranks share out `kv_heads` heads of keys and values; where there are fewer, several hold the same.
+
+        `share` is a trainer's rank and how many take the sums, a tensor each in turn.
+        """
+        super().__init__()
+        self._turns = cycle(rank == share[0] for rank in range(share[1]))
         self._dtype, self._tp = getattr(torch, dtype), tp
         self._kv_parts = min(tp, kv_heads)
         self._hash = gpu_hash if gpu else _sha
@@ -68,7 +71,6 @@ class SGLangDigest(WeightDigest):
         self._parts: dict[str, dict[str, list[Tensor]]] = {}
         self._layer = ""  # whose experts are coming
         self._experts: dict[tuple[int, str], Tensor] = {}  # by number and part
-        self._sums: dict[str, str] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         stem, leaf, kind = name.rsplit(".", 2) if name.count(".") > 1 else ("", "", "")
@@ -85,7 +87,7 @@ class SGLangDigest(WeightDigest):
             parts[leaf] = self._rows(tensor, self._kv_parts if leaf in ("k_proj", "v_proj") else self._tp)
             if len(parts) == len(order):
                 shards = zip(*(parts[part] for part in order), strict=True)
-                self._take(f"{stem}.{fused}.{kind}", [torch.cat(shard) for shard in shards])
+                self._take(f"{stem}.{fused}.{kind}", map(torch.cat, shards))
                 del self._parts[f"{stem}.{fused}.{kind}"]
         elif name in _VOCAB:
             padding = -len(tensor) % _VOCAB_PADDING
@@ -105,12 +107,11 @@ class SGLangDigest(WeightDigest):
         """Each rank's rows, the same for neighbours where there are fewer parts than ranks."""
         return [part for part in tensor.chunk(parts) for _ in range(self._tp // parts)]
 
-    def _take(self, name: str, shards: Sequence[Tensor]) -> None:
-        for rank, shard in enumerate(shards):
-            same = rank and shard is shards[rank - 1]  # as on the rank before
-            self._sums[of_rank(name, rank, self._tp)] = (
-                self._sums[of_rank(name, rank - 1, self._tp)] if same else f"{self._hash(shard):016x}"
-            )
+    def _take(self, name: str, shards: Iterable[Tensor]) -> None:
+        before, said = None, ""
+        for rank, shard in enumerate(shards if next(self._turns) else ()):
+            said = said if shard is before else f"{self._hash(shard):016x}"
+            self._sums[of_rank(name, rank, self._tp)], before = said, shard
 
     def _stack(self) -> None:
         """The matrices of a layer's experts, gate above up, with the inner width padded by zeros."""
@@ -123,8 +124,8 @@ class SGLangDigest(WeightDigest):
                 first.append(torch.cat(shards[:2]))
                 second.append(shards[2])
         if self._experts:
-            self._take(f"{self._layer}.w13_weight", [torch.stack(first) for first, _ in ranks])
-            self._take(f"{self._layer}.w2_weight", [torch.stack(second) for _, second in ranks])
+            self._take(f"{self._layer}.w13_weight", (torch.stack(first) for first, _ in ranks))
+            self._take(f"{self._layer}.w2_weight", (torch.stack(second) for _, second in ranks))
         self._experts = {}
 
 
@@ -144,11 +145,11 @@ def kind_of(name: str) -> str:
     return _LAYER.sub(".*.", name, count=1)
 
 
-def digest_of(route: SyncRoute) -> WeightDigest:
-    """The digest that the engine at the end of `route` is compared by."""
+def digest_of(route: SyncRoute, share: tuple[int, int] = (0, 1)) -> WeightDigest:
+    """The digest that the engine at the end of `route` is compared by, or one rank's `share` of it."""
     wanted = route.options.get("digest", "plain")
     if wanted == "sglang":
-        return SGLangDigest(**route.options["held"])
+        return SGLangDigest(**route.options["held"], share=share)
     return PlainDigest() if wanted == "plain" else WeightDigest()
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.models.tensors import WeightStream, tensor_shapes
 from mcore_mas.rollout.sync import Stored, WeightSender
-from mcore_mas.rollout.sync.digests import WeightDigest, digest_of, digested
+from mcore_mas.rollout.sync.digests import digest_of, digested
 
 _TIMEOUT_S = 600.0
 
@@ -50,13 +50,14 @@ class _Push(WeightSender):
 
     def _write(self, weights: WeightStream, version: int, state: Mapping[str, Any]) -> Stored:
         """Push bucket by bucket; a failure leaves servers with a mixture, and says so."""
-        digest = digest_of(self._route) if self._leads else WeightDigest()
+        digest = digest_of(self._route, (self._rank, len(self._exchange(None))))
         size, limit = 0, int(self._route.options.get("bucket_bytes", PUSHED_BUCKET_BYTES))
         with self._session():
             for bucket in buckets(digested(weights, self._manifest, digest), limit):
                 size += sum(tensor.nbytes for _, tensor in bucket)
                 self._bucket(bucket, version)
-        return self._route.place, digest.finish(), size
+        sums = {name: said for part in self._exchange(digest.finish()) for name, said in part.items()}
+        return self._route.place, sums, size
 
     def _bucket(self, bucket: list[tuple[str, Tensor]], version: int) -> None:
         raise NotImplementedError

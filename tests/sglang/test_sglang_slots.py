@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from mcore_mas.training.train import train
 from tests.contract.test_engines import LOGPROB_TOLERANCE, worst
 from tests.sglang.test_sglang_training import SETTINGS, as_override
 from tests.support.lora import ALPHA, RANK, adapt, tensors_of
-from tests.support.run_folder import make_run
+from tests.support.run_folder import make_run, metrics_of
 from tests.support.sglang_server import server_settings
 from tests.support.tiny import MAX_LENGTH, make_model
 
@@ -99,8 +98,7 @@ def test_two_policies_train_on_one_server(sglang: str, tmp_path: Path) -> None:
         f"+engine.environment={as_override(settings['environment'])}",
     )
     train(run / "config.yaml")
-    rows = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["step"] >= 0]
+    steps = [row for row in metrics_of(run) if row["step"] >= 0]
     assert [row["step"] for row in steps] == [0, 1]
     gaps = [value for row in steps for name, value in row.items() if name.endswith("/logprob_gap_max")]
     assert 0 < max(gaps) <= 1e-4  # two implementations, the same adapters

@@ -14,7 +14,7 @@ from mcore_mas.rollout.models.tensors import compare
 from mcore_mas.rollout.records.files import read_trajectories
 from mcore_mas.rollout.sync.digests import SGLangDigest
 from mcore_mas.training.train import train
-from tests.support.run_folder import make_run
+from tests.support.run_folder import make_run, metrics_of
 from tests.support.sglang_server import server_settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.multirank]
@@ -63,8 +63,7 @@ def test_trainer_and_engine_agree_and_every_step_is_handed_over(
         f"+engine.environment={as_override(settings['environment'])}",
     )
     train(run / "config.yaml")
-    rows = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["step"] >= 0]
+    steps = [row for row in metrics_of(run) if row["step"] >= 0]
     assert [row["step"] for row in steps] == [0, 1]
     for row in steps:
         assert row["policy/solver/grad_norm"] > 0

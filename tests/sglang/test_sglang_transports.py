@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -95,7 +96,7 @@ def test_a_server_that_dies_amid_a_broadcast_gets_all_of_it_again(
         pytest.skip("the server is not ours to end")
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(push, "BUCKET_BYTES", 1)  # a broadcast for every tensor
+    monkeypatch.setattr(push, "PUSHED_BUCKET_BYTES", 1)  # a broadcast for every tensor
     monkeypatch.setattr(engine, "_transport", "distributed")
     engine._fleet.tell = lambda _: None
 
@@ -143,5 +144,5 @@ def test_a_server_that_dies_comes_back_with_its_weights(engine: SGLangEngine) ->
     assert completion.versions[-1].version == 32
     assert worst(make_model(5), prompt, completion) < LOGPROB_TOLERANCE
     assert len(told) == 1
-    assert told[0].endswith("started again, 0 restarts left")
+    assert re.search(r"started again, [01] restarts left$", told[0])  # one, where no other test ended the server
     assert "\n" not in told[0]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.sync import SyncRoute, alone, push
+from mcore_mas.rollout.sync import SyncRoute, alone, digests, push
 from mcore_mas.rollout.sync.push import GroupSender, TensorSender, buckets, flatten
 from tests.support.three_tensors import NAMES, tensors
 
@@ -152,6 +152,34 @@ def test_what_one_rank_is_refused_stops_all_at_the_same_tensor(
     assert said[0].endswith("status 400: no memory")
     assert drawn[0] == drawn[1] == [*NAMES, *NAMES]  # the third has closed the second's bucket
     assert len(updates) == 2 + 3
+
+
+def test_every_rank_sums_its_share_of_the_engines_tensors(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: dict[int, list[int]] = {}  # by thread, which is a rank
+
+    def hashed(tensor: Tensor) -> int:
+        summed.setdefault(threading.get_ident(), []).append(tensor.numel())
+        return tensor.numel()
+
+    monkeypatch.setattr(digests, "_sha", hashed)
+    held = {"dtype": "float32", "tp": 2, "kv_heads": 2, "gpu": False}
+    to = SyncRoute(
+        transport="tensor", place="http://127.0.0.1:9", model=str(model), options={"digest": "sglang", "held": held}
+    )
+
+    def play(rank: int, exchange: Callable[[Any], list[Any]]) -> dict[str, str]:
+        sender = TensorSender(to, rank=rank, exchange=exchange)
+        answer = httpx.MockTransport(lambda _: httpx.Response(200, json={"success": True}))
+        sender._http = httpx.Client(transport=answer)
+        return dict(sender.send(tensors().items(), 1, {}).checksums)
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(play, range(2), meeting(2)))
+    digest = digests.SGLangDigest(**held)
+    for name, tensor in tensors().items():
+        digest.add(name, tensor)
+    assert sorted(map(len, summed.values())) == [1, 2, 3]  # of three tensors; the last are those of all at once
+    assert said == [digest.finish()] * 2
 
 
 def test_a_gpu_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
