@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, JsonValue, PositiveFloat, model_validator
+from pydantic import Field, JsonValue, PositiveFloat, field_validator, model_validator
 from pydantic_core import to_json
 
 from mcore_mas.equations.divergence import Figure
@@ -319,3 +320,11 @@ class TrackingConfig(Section):
     zeros: bool = False  # send metrics that never leave zero, too
     tags: dict[str, str] = Field(default_factory=dict)  # of MLflow's runs; a suite adds its name, and a paper's tables
     also: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # further trackers of a training's metrics
+
+    @field_validator("uri")
+    @classmethod
+    def _without_password(cls, uri: str) -> str:
+        parts = urlsplit(uri)
+        if parts.password or "password=" in parts.query or (parts.username and parts.scheme.startswith("http")):
+            raise ValueError("may hold no password, which config.yaml and MLflow would show; see docs/mlflow.md")
+        return uri

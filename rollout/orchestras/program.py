@@ -199,9 +199,9 @@ async def _run(command: Sequence[str], job: Job, seconds: float, sandbox: Sequen
     except (OSError, ValueError, SubprocessError, TooMuchOutput) as error:
         raise ProgramFailed(f"'{command[0]}': {error}") from error
     if ended.status:
-        said = ended.errors.decode("utf-8", "replace").strip()[-_SHOWN_CHARS:]
+        said = ended.errors.decode("utf-8", "replace").replace(job.key, "[key]").strip()[-_SHOWN_CHARS:]
         raise ProgramFailed(f"'{command[0]}' ended with status {ended.status}: {said or 'it said nothing'}")
-    return ended.output.decode("utf-8", "replace").strip()
+    return ended.output.decode("utf-8", "replace").replace(job.key, "[key]").strip()
 
 
 _NETWORK_FILES = ("ssl", "hosts", "mime.types", "nsswitch.conf", "passwd", "resolv.conf")  # in /etc

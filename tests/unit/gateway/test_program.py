@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -175,6 +176,25 @@ def test_what_a_command_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
     late = one(tmp_path, command=["/bin/sh", "-c", f"sleep {marker} & sleep {marker}"], deadline_s=0.3)
     assert late.status is Status.LATE
     assert not alive(marker)
+
+
+def test_the_key_that_a_command_was_given_is_in_no_record_and_in_no_list_of_processes(tmp_path: Path) -> None:
+    look = """
+import glob, os, sys
+key, listed = os.environ["OPENAI_API_KEY"], 0
+for path in glob.glob("/proc/[0-9]*/cmdline"):
+    try: listed += key.encode() in open(path, "rb").read()
+    except OSError: pass
+print(f"{key} is listed {listed} times")
+print(f"{key} is the key", file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+    said = one(tmp_path, command=[sys.executable, "-c", look, "0"])
+    assert "'[key] is listed 0 times'" in said.error  # no number, says the environment
+    failed = one(tmp_path, command=[sys.executable, "-c", look, "1"])
+    assert failed.error.endswith("ended with status 1: [key] is the key")
+    written = [path for path in (tmp_path / "quarantine").rglob("*") if path.is_file()]
+    assert written and not [path for path in written if re.search(rb"sk-[\w-]{20}", path.read_bytes())]
 
 
 @pytest.mark.skipif(not can_confine(), reason="needs Linux 6.12, whose Landlock knows ports and signals")

@@ -1,7 +1,6 @@
 """The server process: wire format, limits, start, and end."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -28,6 +27,7 @@ from mcore_mas.rollout.base import http_server as serving_module
 from mcore_mas.rollout.base.files import unsealed
 from mcore_mas.rollout.base.http import is_loopback
 from mcore_mas.rollout.base.http_server import TimedProtocol, bind
+from tests.support.half_open import hold_open
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVE = [sys.executable, "-m", "mcore_mas.retrieval.server"]
@@ -331,10 +331,6 @@ def test_the_server_dies_with_its_parent(index_dir: Path) -> None:
         parent.wait()
 
 
-LACKING = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
-HALF = (b"", b"POST /retr", LACKING, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + LACKING)
-
-
 def test_a_request_that_is_never_finished_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 of them stayed open for ever; those that are finished in time, or come one after another, are answered."""
     monkeypatch.setattr(serving_module, "READ_S", 1.5)
@@ -346,15 +342,6 @@ def test_a_request_that_is_never_finished_loses_its_connection(monkeypatch: pyte
             await asyncio.sleep(2.0)  # longer than a request may take to be read
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
-
-    async def ended(port: int, text: bytes) -> float:
-        began = time.monotonic()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(text)
-        with contextlib.suppress(ConnectionError):
-            assert (await reader.read()).endswith(b"ok" if text.startswith(b"GET") else b"")
-        writer.close()
-        return time.monotonic() - began
 
     async def answered(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -373,7 +360,7 @@ def test_a_request_that_is_never_finished_loses_its_connection(monkeypatch: pyte
         while not server.started:
             await asyncio.sleep(0.01)
         port = listener.getsockname()[1]
-        *seconds, _ = await asyncio.gather(*(ended(port, text) for text in HALF * 75), answered(port))
+        seconds, _ = await asyncio.gather(hold_open(port, "/retrieve", status=200), answered(port))
         assert len(seconds) == 300 and max(seconds) < 10
         server.should_exit = True
         await serving

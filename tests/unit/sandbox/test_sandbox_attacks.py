@@ -199,12 +199,43 @@ def test_a_key_of_the_parent_is_nowhere_in_a_programs_memory(monkeypatch: pytest
         os.set_inheritable(handle.fileno(), True)
         box = started("namespaces")
         try:
-            source = "import os\nfor n in range(3, 64):\n    try: os.fstat(n); print(n)\n    except OSError: pass\n"
-            assert run(box, source).stdout == ""
+            assert run(box, HELD).stdout == "0 1 2\n"
             assert run(box, SCAN.replace("NEEDLE", repr(b"sk-tiger-1234"[::-1]))).stdout == ""
             assert run(box, "mine = 'sk-tiger-1234'\n" + SCAN.replace("NEEDLE", repr(b"sk-tiger-1234"[::-1]))).stdout
         finally:
             box.close()
+
+
+HELD = """
+import os
+held = []
+for n in range(1 << 16):
+    try: os.fstat(n)
+    except OSError: continue
+    held.append(n)
+print(*held)
+"""
+
+
+@pytest.mark.parametrize("tier", ["namespaces", "landlock"])
+def test_a_program_holds_three_descriptors_and_a_cell_its_channel_too(tier: str) -> None:
+    with Path(__file__).open() as handle:  # of the parent's, which every process of the sandbox could inherit
+        os.set_inheritable(handle.fileno(), True)
+        box = started(tier)
+
+    async def cells() -> str:
+        async with box.session(RunLimits(wall_s=30, memory_mb=256)) as session:
+            await session.put("a", b"1")  # files go in and out through the warden
+            assert await session.get("a") == b"1"
+            return (await session.run(HELD)).stdout
+
+    try:
+        assert run(box, HELD, stdin="x", files={"a": b"1"}, fetch=["a"]).stdout == "0 1 2\n"
+        listed = run(box, "import os\nprint(*os.listdir('/proc/self/fd'))")  # 3 is the open folder itself
+        assert listed.stdout == "0 1 2 3\n" if tier == "namespaces" else listed.verdict is Verdict.RE
+        assert asyncio.run(cells()) == "0 1 2 3\n"
+    finally:
+        box.close()
 
 
 def test_an_earlier_program_leaves_no_trace(spacious: Sandbox) -> None:

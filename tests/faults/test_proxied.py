@@ -1,0 +1,54 @@
+"""What happens to answers on their way: to those of a coach or remote model, and to a gateway's."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from openai import AsyncOpenAI
+
+from mcore_mas.rollout.rewards.coach import Coach
+from tests.faults.proxy import NAMES, FaultProxy
+from tests.support.chat_server import chat_server, says
+from tests.support.coached import config, group, trajectory, turn
+from tests.support.gateway import opened, scripted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_coach_is_asked_again_and_its_score_is_the_one_that_it_gave(tmp_path: Path, name: str) -> None:
+    async def score(url: str) -> object:
+        async with aclosing(Coach(config(f"{url}/v1"), tmp_path)) as coach:
+            (judged,) = await coach.score([group(trajectory(turn(0, "solver", "x")))])
+            return judged.trajectories[0].turns[0].scores
+
+    verdict = says(" " * 400 + "PROCESS_SCORE: 7")  # the first letter behind the middle of the answer is P
+    with chat_server(verdict) as server, FaultProxy(server.url).running() as proxy:
+        proxy.faulty = (name, 1)
+        assert asyncio.run(score(proxy.url)) == {"process": 7.0}
+    assert proxy.done[name] == 1
+    assert len(server.bodies) == (1 if name in ("delay", "drop") else 2)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("corrupt", "garbage")])
+def test_what_a_gateways_caller_reads_is_a_turn_and_so_is_what_it_could_not_read(tmp_path: Path, name: str) -> None:
+    """OpenAI's client asks again by itself. On the loopback no letter changes, and nobody else answers."""
+    team, _ = scripted(tmp_path, lambda prompt, n: f"reply {n}")
+
+    async def run(proxy: FaultProxy) -> tuple[str | None, list[str]]:
+        async with opened(team) as (url, key, seat, _):
+            proxy._target = urlsplit(url)
+            through = proxy.url + urlsplit(url).path
+            async with AsyncOpenAI(base_url=f"{through}/v1", api_key=key, timeout=20) as api:
+                reply = await api.chat.completions.create(model="a", messages=[{"role": "user", "content": "q"}])
+            return reply.choices[0].message.content, [turn.text for turn in seat.turns]
+
+    with FaultProxy("http://127.0.0.1:1").running() as proxy:
+        proxy.faulty = (name, 1)
+        said, turns = asyncio.run(run(proxy))
+    assert proxy.done[name] == 1
+    # a request that is dropped never came; an answer that is cut was sent, and is a turn too
+    sampled = 1 if name in ("delay", "drop") else 2
+    assert turns == [f"reply {n}" for n in range(sampled)] and said == turns[-1]
