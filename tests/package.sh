@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Builds the package, checks what an index would show of it, and uses it in an empty folder and environment.
-# Libraries come from the environment of $1 (its site-packages), so that nothing but build and twine is fetched. With
-# `timed` after it they are fetched too, and it says how long it takes from `pip install` to a curve that has risen.
+# Builds the package, checks what an index would show of it, and uses it in an empty folder and environment, where the
+# commands of docs/quickstart.md install it. Libraries come from the environment of $1 (its site-packages), so that
+# nothing but build and twine is fetched. With `timed` after it they are fetched too, and it says how long it takes from
+# `pip install` to a curve that has risen.
 set -euo pipefail
 unset PYTHONPATH
 python=$(realpath "$1")
@@ -15,13 +16,21 @@ trap 'rm -rf "$work"' EXIT
 "$work/tools/bin/python" -m build --outdir "$work/dist" . >"$work/build.log" 2>&1 || { tail -20 "$work/build.log"; exit 1; }
 "$work/tools/bin/python" -m twine check --strict "$work"/dist/*
 
+mapfile -t commands < <(sed -n '/^```sh$/,/^```$/p' docs/quickstart.md | sed -n 's/ *#.*//; /^pip install/p')
+[[ ${#commands[@]} = 2 && ${commands[0]} = *torch* && ${commands[1]} = *.whl ]] || { echo "docs/quickstart.md: ${commands[*]}"; exit 1; }
+# where there is another index for the CPU build, TORCH names torch as it is called there
+[ -z "${TORCH:-}" ] || commands[0]="pip install $TORCH"
+
 "$python" -m venv "$work/empty"
+export PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_WARN_CONFLICTS=1 PATH="$work/empty/bin:$PATH"
 if [ "${2:-}" = timed ]; then
     mkdir "$work/folder"
     cd "$work/folder"
+    cp "$work"/dist/*.whl .
     began=$SECONDS
-    # the CPU build of torch, as docs/quickstart.md says; TORCH names where there is one
-    "$work/empty/bin/python" -m pip install --quiet --no-compile --no-cache-dir "${TORCH:-torch}" "$work"/dist/*.whl
+    export PIP_NO_CACHE_DIR=1
+    ${commands[0]}
+    ${commands[1]}
     installed=$SECONDS
     "$work/empty/bin/mcore-mas" new my_team
     cd my_team
@@ -30,7 +39,7 @@ if [ "${2:-}" = timed ]; then
     grep -o '"validation/accuracy": [0-9.]*' results/my_team/train/metrics.jsonl | sed -n '1p;$p'
     exit
 fi
-"$work/empty/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-warn-conflicts "$work"/dist/*.whl
+(cd "$work/dist" && PIP_NO_DEPS=1 ${commands[1]})
 echo "$libraries" >"$("$work/empty/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/libraries.pth"
 mkdir "$work/folder"
 cd "$work/folder"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -60,7 +61,8 @@ ENVIRONMENT_READERS = {
     "mcore_mas/pipeline/base_model.py": "tokenizers takes its number of threads from nowhere else",
     "mcore_mas/training/tracking_store.py": "MLflow's telemetry has no other switch",
     "mcore_mas/megatron/step/trainer_group.py": "gloo and NCCL take their network interface from nowhere else",
-    "mcore_mas/training/cluster.py": "Slurm's number of a job, and RAY_ADDRESS, whose cluster Ray would join",
+    "mcore_mas/training/cluster.py": "RAY_ADDRESS, whose cluster Ray would join",
+    "mcore_mas/training/joblog.py": "Slurm's number of a job and its machines",
     "rollout/sandbox/guest/warden.py": "a program's home and temporary folder are its own box",
     "mcore_mas/cli/machine.py": "MLflow's server passes its settings to its workers in the environment",
     "rollout/engines/sglang/server.py": "a server of another environment does not inherit where this one's modules are",
@@ -103,6 +105,19 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten() -> Iterator[None]:
+    """All syntax trees are dropped after the last test here: while they are there, each collection visits them."""
+    yield
+    for known in (tree, nodes, imports):
+        known.cache_clear()
+
+
 def name_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     if parts[0] in ("rollout", "retrieval"):  # links in mcore_mas lead to them
@@ -110,10 +125,11 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Dotted names that a file imports, anywhere in it; `from a import b` counts as a and as a.b."""
     found = set()
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -206,7 +222,7 @@ OPTION_TAKERS = {"ab_mcts", "gigpo", "program"}  # their keyword-only parameters
 @pytest.mark.parametrize("path", SOURCES, ids=places)
 def test_functions_and_classes_fit_on_a_screen(path: Path) -> None:
     found = []
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         lines = (getattr(node, "end_lineno", 0) or 0) - getattr(node, "lineno", 0) + 1
         if isinstance(node, ast.ClassDef) and lines > 200:
             found.append(f"class {node.name} has {lines} lines")
@@ -241,7 +257,7 @@ def reads_environment(path: Path) -> bool:
             and node.module == "os"
             and {"environ", "getenv"} & {a.name for a in node.names}
         )
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
     )
 
 
@@ -252,7 +268,7 @@ def test_the_environment_is_read_where_a_vendor_demands_it() -> None:
 @pytest.mark.parametrize("path", [*SOURCES, *OTHERS], ids=places)
 def test_nothing_dangerous_is_called(path: Path) -> None:
     bad = [name for name in imports(path) if name.split(".")[0] in FORBIDDEN_MODULES]
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
@@ -272,7 +288,7 @@ def test_listeners_stay_on_loopback() -> None:
     wide = [
         f"{places(path)}:{node.lineno}"
         for path in SOURCES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and node.value in ("0.0.0.0", "::")
     ]
     assert not wide

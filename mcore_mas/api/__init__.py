@@ -3,8 +3,10 @@
 `import mcore_mas as mm` has the same names. They are the public surface: docs/api.md is made from their docstrings.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from mcore_mas.api.objects import AgentSpec, Conversation, load_tasks
-from mcore_mas.api.run import Run
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.rollout.environments.math import last_boxed
 from mcore_mas.rollout.environments.protocol import Env, Step, ToolCall, last_tag
@@ -13,22 +15,48 @@ from mcore_mas.rollout.tasks import Generator
 from mcore_mas.rollout.teams.roles import register_agent
 from mcore_mas.rollout.teams.team import TeamSession
 
+if TYPE_CHECKING:
+    from mcore_mas.api.run import Run
+    from mcore_mas.equations.turns import Advantages, Turns
+    from mcore_mas.rollout.rewards.coach import Coach
+    from mcore_mas.rollout.sandbox import RunLimits, Sandbox
+
 __all__ = [
+    "Advantages",
     "AgentSpec",
+    "Coach",
     "Conversation",
     "Env",
     "Generator",
     "Group",
     "Run",
+    "RunLimits",
+    "Sandbox",
     "Status",
     "Step",
     "Task",
     "TeamSession",
     "ToolCall",
     "Trajectory",
+    "Turns",
     "last_boxed",
     "last_tag",
     "load_tasks",
     "make_tiny_model",
     "register_agent",
 ]
+
+_LATER = {  # what brings torch or the whole pipeline with it, imported when it is used
+    "Advantages": "mcore_mas.equations.turns",
+    "Coach": "mcore_mas.rollout.rewards.coach",
+    "Run": "mcore_mas.api.run",
+    "RunLimits": "mcore_mas.rollout.sandbox",
+    "Sandbox": "mcore_mas.rollout.sandbox",
+    "Turns": "mcore_mas.equations.turns",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(import_module(_LATER[name]), name)

@@ -19,12 +19,13 @@ from mcore_mas.api.objects import AgentSpec, Conversation, TaskError, known_here
 from mcore_mas.config.compose import GROUPS, resolve
 from mcore_mas.config.policy import PolicyConfig, TrainerConfig
 from mcore_mas.config.run import RunConfig
-from mcore_mas.pipeline.check import no_model
+from mcore_mas.pipeline.check import machine_complaints, model_complaints, no_model, too_few
 from mcore_mas.pipeline.prepare import prepare_tasks
 from mcore_mas.rollout.base.files import json_lines, write_text
 from mcore_mas.rollout.base.options import merged
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.records.files import read_trajectories, write_tasks
+from mcore_mas.rollout.records.trajectory import Task
 
 StepRow = dict[str, float]  # a step's metrics by name, with the number of the step
 _T = TypeVar("_T")
@@ -87,7 +88,7 @@ class Run:
         chosen, sections = _settings(settings, most)
         overrides = ["~experiment", f"results={json.dumps(str(self.folder.parent))}", *chosen]
         self._values = resolve(overrides, own=merged(own, sections))
-        self.config = _checked(self._values, f"run '{name}'")
+        self.config = _checked(self._values, f"run '{name}'", self._tasks or {})
 
     def _given(self, split: str) -> Path:
         return self.folder / "given" / f"{split}.parquet"
@@ -239,11 +240,22 @@ def _check_names(agents: Sequence[AgentSpec]) -> None:
             raise TaskError(f"agents: '{name}' is there twice; expected different names")
 
 
-def _checked(values: Mapping[str, Any], where: str) -> RunConfig:
+def _checked(values: Mapping[str, Any], where: str, tasks: Mapping[str, Sequence[Task]]) -> RunConfig:
+    """The config of these values, for `tasks` by split, of which nothing is known to fail."""
     config = RunConfig.check(values, where)
+    wrong = [*machine_complaints(config)]
     for policy, model in config.models.items():
-        if not Path(model, "config.json").is_file():
-            raise TaskError(f"policies.{policy}: {no_model(model)}")
+        there = Path(model, "config.json").is_file()
+        wrong += model_complaints(config, policy, model) if there else [f"policies.{policy}: {no_model(model)}"]
+    train = len(tasks["train"]) if tasks else config.data.train
+    wrong += too_few(config, train) if isinstance(train, int) else ()
+    if wrong:
+        raise TaskError("; ".join(wrong))
+    try:
+        for task in tasks.get("train", ())[:1]:
+            config.env.check_made(task)
+    except ValueError as error:
+        raise TaskError(str(error)) from error
     return config
 
 

@@ -6,7 +6,7 @@ A run's advantages are watched: too large, none at all, or from rewards of very 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from functools import partial
@@ -78,13 +78,7 @@ def estimate(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) ->
         CreditError: an agent has no estimator, or an estimator lacks what it needs.
     """
     done = list(samples)
-    for rule in _distinct(samples, rules):
-        own = [i for i, sample in enumerate(samples) if rules[sample.agent] == rule]
-        seen = [i for i in own if samples[i].tokens] if rule.name in ALONE else list(range(len(samples)))
-        if not seen:  # every reply of these agents is masked
-            continue
-        turns = columns([samples[i] for i in seen])
-        made = assess(turns, rule)
+    for rule, seen, turns, made in assessments(samples, rules):
         advantages = _rows(turns, made.values, by_token=rule.name in BY_TOKEN)
         returns = None if made.returns is None else _rows(turns, made.returns, by_token=True)
         for place, i in enumerate(seen):
@@ -92,6 +86,18 @@ def estimate(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) ->
                 target = returns[place] if returns else None
                 done[i] = replace(samples[i], advantages=advantages[place], returns=target)
     return done
+
+
+def assessments(
+    samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]
+) -> Iterator[tuple[AdvantageConfig, list[int], Turns, Advantages]]:
+    """Every estimator of `rules`, with the places of the turns that it sees, these turns, and what it makes of them."""
+    for rule in _distinct(samples, rules):
+        own = [i for i, sample in enumerate(samples) if rules[sample.agent] == rule]
+        seen = [i for i in own if samples[i].tokens] if rule.name in ALONE else list(range(len(samples)))
+        if seen:  # else every reply of these agents is masked
+            turns = columns([samples[i] for i in seen])
+            yield rule, seen, turns, assess(turns, rule)
 
 
 def assess(turns: Turns, rule: AdvantageConfig) -> Advantages:

@@ -13,6 +13,7 @@ from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.pipeline.sources import known_sources
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
+from mcore_mas.planning.jobs import server_gpus
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.options import UnknownName
 from mcore_mas.rollout.base.text import nearest
@@ -24,23 +25,23 @@ from mcore_mas.rollout.tasks.datasets import dataset_files, not_downloaded
 from mcore_mas.rollout.tasks.splits import SPLITS
 
 
-def check_suite(suite: Suite) -> None:
-    """Refuse a suite of which something is known to fail.
+def check_suite(suite: Suite, node_gpus: int = 8) -> None:
+    """Refuse a suite of which something is known to fail, on machines of `node_gpus` GPUs.
 
     Raises:
         SuiteError: everything that is wrong, a line each.
     """
-    if lines := complaints(suite):
+    if lines := complaints(suite, node_gpus=node_gpus):
         raise SuiteError("\n  ".join(lines))
 
 
-def complaints(suite: Suite, *, files: bool = True) -> list[str]:
+def complaints(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[str]:
     """What is known to fail, a line each with its runs; `files`: also data and models that are not there yet."""
     runs: dict[str, list[str]] = {}
     for run in suite.runs:
         config = suite.checked(run)
         own = (*_files(suite, run), *_tasks(suite, config)) if files else ()
-        for line in (*_models(suite, config, files), *_machine(config), *own):
+        for line in (*_models(suite, config, files), *machine_complaints(config), *_servers(config, node_gpus), *own):
             runs.setdefault(line, []).append(run)
     more = {line: f" and {len(own) - 1} more" if len(own) > 1 else "" for line, own in runs.items()}
     return [f"run '{own[0]}'{more[line]}: {line}" for line, own in runs.items()]
@@ -58,12 +59,7 @@ def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:
                 cold_start = suite.checked(start or "").cold_start
                 architecture = cold_started(cold_start.base, f"cold_start of {start}") if cold_start else None
             elif (Path(model) / "config.json").is_file():
-                architecture = read_architecture(model)
-                if policy.chat_template is None and not has_chat_template(model):
-                    yield (
-                        f"policies.{name}: {model} is a base model without a chat template; set chat_template to plain "
-                        "or chatml, or take the instruct model"
-                    )
+                yield from model_complaints(config, name, model)
             elif files and suite.scale == "paper" and not start:
                 yield f"policies.{name}: {no_model(model)}"
             if architecture is not None:
@@ -72,6 +68,19 @@ def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:
             yield str(error)
         if policy.lora is not None and policy.lora.adapter and not Path(policy.lora.adapter).is_dir():
             yield f"policies.{name}.lora.adapter: {policy.lora.adapter}: no such folder; expected one in PEFT's format"
+
+
+def model_complaints(config: RunConfig, name: str, model: str) -> Iterator[str]:
+    """What is wrong with a policy's model that is there."""
+    try:
+        if config.policies[name].chat_template is None and not has_chat_template(model):
+            yield (
+                f"policies.{name}: {model} is a base model without a chat template; set chat_template to plain "
+                "or chatml, or take the instruct model"
+            )
+        check_layout(config, name, read_architecture(model))
+    except ModelError as error:
+        yield str(error)
 
 
 def no_model(model: str) -> str:
@@ -118,17 +127,25 @@ _READ_AT_ONCE = 2**24  # bytes of data files; larger ones are read when the task
 
 def _tasks(suite: Suite, config: RunConfig) -> Iterator[str]:
     """What is wrong with a run's tasks, where making them costs next to nothing."""
-    data, need, train = config.data, config.trainer.tasks_per_step, config.data.train
+    data, train = config.data, config.data.train
     own = ":" in data.generator if data.generator else suite.scale == "paper" and all(map(Path.is_file, data.paths))
     if suite.tasks[config.run] == config.run and own and sum(p.stat().st_size for p in data.paths) < _READ_AT_ONCE:
         try:
             tasks = make_tasks(data, config.seed)
             train = len(tasks["train"])
             check_envs(task for split in tasks.values() for task in split)
+            config.env.check_made(tasks["train"][0])
         except (RecordError, UnknownName, ValueError) as error:
             yield f"data: {error}"
             return
-    if isinstance(train, int) and train < need:
+    if isinstance(train, int):
+        yield from too_few(config, train)
+
+
+def too_few(config: RunConfig, train: int) -> Iterator[str]:
+    """That a step takes more than these tasks."""
+    need = config.trainer.tasks_per_step
+    if train < need:
         yield f"data.train: {train} tasks are fewer than trainer.tasks_per_step {need}; add tasks, or lower it"
 
 
@@ -137,7 +154,20 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def _machine(config: RunConfig) -> Iterator[str]:
+def _servers(config: RunConfig, node_gpus: int) -> Iterator[str]:
+    """That the servers of an evaluation do not fit one machine."""
+    sizes = server_gpus(config)
+    wanted = sum(sizes.values()) + (config.retriever.gpus if config.retriever else 0)
+    there = max(node_gpus, len(list(Path("/dev").glob("nvidia[0-9]*"))))
+    if sizes and wanted > there:
+        each = ", ".join(f"{tp} for {policy}" for policy, tp in sizes.items())
+        yield (
+            f"an evaluation needs {wanted} GPUs of one machine, engine.tp {each}, and node_gpus is {there}; lower "
+            "engine.tp, name servers elsewhere (engine.urls), or raise node_gpus where machines have more"
+        )
+
+
+def machine_complaints(config: RunConfig) -> Iterator[str]:
     """What this machine lacks; of one that submits to others nothing is known."""
     submits = shutil.which("sbatch") is not None
     engines = {"engine": config.engine}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from mcore_mas.credit.samples import Sample
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.environments.games import GAMES
 from mcore_mas.rollout.environments.games.game import BadPuzzle
@@ -23,6 +25,23 @@ TurnPieces = Mapping[
     tuple[str, int], Sequence[tuple[str, float]]
 ]  # (node, turn) -> text, log-probability of each token
 _NO_PIECES: TurnPieces = {}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGroup:
+    """Turns of a task that an estimator compared with one another, and where it stands in the credit of each."""
+
+    label: str  # what the comparison gives: "mean", "std" or both, "peers"
+    alike: tuple[str, ...]  # columns that these turns have in common
+    one_vote: tuple[str, ...]  # columns that turns of one vote have in common
+    size: int  # votes, those of other tasks included
+    mean: float
+    std: float
+    members: list[tuple[Sample, float, float | None]]  # of the task: the turn, its vote, its advantage
+
+
+TurnGroups = Mapping[tuple[str, str, int], Sequence[PeerGroup]]  # (trajectory, node, turn) -> where it was compared
+_NO_GROUPS: TurnGroups = {}
 _HUES = 7  # agents that have a colour of their own
 
 
@@ -49,10 +68,16 @@ _TEMPLATES = Environment(
 )
 
 
-def trajectory_page(trajectory: Trajectory, advantages: TurnAdvantages, pieces: TurnPieces = _NO_PIECES) -> str:
+def trajectory_page(
+    trajectory: Trajectory,
+    advantages: TurnAdvantages,
+    pieces: TurnPieces = _NO_PIECES,
+    groups: TurnGroups = _NO_GROUPS,
+) -> str:
     """The page of one trajectory; of a tree, with the branches that did not go on folded where they left the path.
 
-    Turns that have `pieces` show their tokens, shaded by how unlikely each was.
+    Turns that have `pieces` show their tokens, shaded by how unlikely each was; those with `groups`, which turns they
+    were compared with.
     """
     agents: dict[str, list[Turn]] = {}
     nodes: dict[str, list[Turn]] = {}
@@ -77,6 +102,7 @@ def trajectory_page(trajectory: Trajectory, advantages: TurnAdvantages, pieces: 
         tools=tools,
         advantages=own,
         pieces=pieces,
+        groups=groups,
         largest=max(map(abs, own.values()), default=0.0),
     )
 

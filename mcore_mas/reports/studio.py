@@ -20,9 +20,9 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.reports.pages import TurnAdvantages, TurnPieces, render_page, trajectory_page
+from mcore_mas.reports.pages import TurnAdvantages, TurnGroups, TurnPieces, render_page, trajectory_page
 from mcore_mas.reports.runs import config_differences, run_states, score_differences, who_works
-from mcore_mas.reports.terminal import advantages_of
+from mcore_mas.reports.terminal import credit_of
 from mcore_mas.rollout.base.files import FolderError, json_lines
 from mcore_mas.rollout.base.http import is_loopback
 from mcore_mas.rollout.base.http_server import bears, listen, server_config, url_of
@@ -69,10 +69,11 @@ class Studio:
         return {"rows": [asdict(row) for row in rows], "of": count_trajectories(path), "page": _PAGE_ROWS}
 
     def trajectory(self, run: str, file: str, index: int) -> str:
-        """The page of one trajectory: tokens shaded by log-probability, advantages where they can be computed."""
+        """The page of one trajectory: tokens shaded by log-probability, and credit where it can be computed."""
         path = self._file(run, file)
         trajectory = trajectory_at(path, index)
-        return trajectory_page(trajectory, _advantages(path, path.stat().st_mtime_ns), self._pieces(run, trajectory))
+        advantages, groups = _credit(path, path.stat().st_mtime_ns)
+        return trajectory_page(trajectory, advantages, self._pieces(run, trajectory), groups)
 
     def waits(self, run: str, file: str) -> dict[str, Any]:
         """Who worked for how many of a file's trajectories, moment by moment; {} of a file that is large."""
@@ -125,9 +126,9 @@ def _tokenizer_file(run: Path, policy: str) -> Path | None:
 
 
 @lru_cache(maxsize=8)
-def _advantages(path: Path, _changed: int) -> TurnAdvantages:
+def _credit(path: Path, _changed: int) -> tuple[TurnAdvantages, TurnGroups]:
     small = count_trajectories(path) <= _MOST_COMPARED and path.parent.name == "trajectories"
-    return advantages_of(path, read_trajectories(path)) if small else {}
+    return credit_of(path, read_trajectories(path)) if small else ({}, {})
 
 
 @cache

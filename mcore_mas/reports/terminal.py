@@ -16,10 +16,10 @@ from rich.text import Text
 
 from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.credit.assign import assess, by_place, columns, estimate, keep
+from mcore_mas.credit.assign import assess, assessments, by_place, columns, estimate, keep
 from mcore_mas.credit.samples import CreditError, Sample, to_samples
 from mcore_mas.equations.turns import GroupStatistics
-from mcore_mas.reports.pages import TurnAdvantages
+from mcore_mas.reports.pages import PeerGroup, TurnAdvantages, TurnGroups
 from mcore_mas.rollout.base.schema_words import invalid
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.records.files import read_trajectories
@@ -32,7 +32,12 @@ def plain(text: str, style: str = "") -> Text:
 
 
 def advantages_of(file: Path, trajectories: Sequence[Trajectory]) -> TurnAdvantages:
-    """What the estimators of the run that `file` belongs to give its turns; {} where they cannot.
+    """The advantages of `credit_of`."""
+    return credit_of(file, trajectories)[0]
+
+
+def credit_of(file: Path, trajectories: Sequence[Trajectory]) -> tuple[TurnAdvantages, TurnGroups]:
+    """What the estimators of the run that `file` belongs to give its turns, and who was compared; {} where they cannot.
 
     They cannot of an evaluation, which has no rewards, or when they need what is not in the file: a critic's values or
     what a KL penalty took. Under a filter, turns that were left out have none.
@@ -44,10 +49,33 @@ def advantages_of(file: Path, trajectories: Sequence[Trajectory]) -> TurnAdvanta
             samples = keep(samples, config.filter)
         kl = config.loss.kl
         if not samples or (kl.coef and kl.where == "reward"):
-            return {}
-        return by_place(estimate(samples, {name: config.advantage_of(name) for name in config.agents}))
+            return {}, {}
+        rules = {name: config.advantage_of(name) for name in config.agents}
+        advantages = by_place(estimate(samples, rules))
+        return advantages, _compared(samples, rules, advantages)
     except (ConfigError, CreditError, IndexError):
-        return {}
+        return {}, {}
+
+
+def _compared(
+    samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig], advantages: TurnAdvantages
+) -> TurnGroups:
+    """The groups in which the estimator of a turn's agent compared it with others of its task."""
+    found: dict[tuple[str, str, int], list[PeerGroup]] = {}
+    for rule, seen, _, made in assessments(samples, rules):
+        for label, all_turns in made.groups.items():
+            groups: dict[tuple[str, int], PeerGroup] = {}
+            alike, one_vote = all_turns.grouping.peers, all_turns.grouping.vote
+            for place, i in enumerate(seen):
+                sample, number = samples[i], int(all_turns.group_of[all_turns.vote[place]])
+                size, mean, std = (float(x[place]) for x in (all_turns.size, all_turns.mean, all_turns.std))
+                group = groups.setdefault(
+                    (sample.task, number), PeerGroup(label, alike, one_vote, int(size), mean, std, [])
+                )
+                group.members.append((sample, float(all_turns.own[place]), advantages.get(sample.id)))
+                if rules[sample.agent] == rule:
+                    found.setdefault(sample.id, []).append(group)
+    return found
 
 
 def print_trajectory(

@@ -127,11 +127,11 @@ GIVEN = {  # what a block's page takes for granted, as overrides
     "configuration-3": BARE,
     "configuration-4": ["~experiment", *BARE, MODEL, "team=m_ask", "sharing=separate", "+retriever={}"],
     "configuration-5": ["~experiment", *BARE, MODEL, "team=search_team", "sharing=separate", "+retriever={}"],
-    "engines-2": ["~experiment", *BARE, "team=solver_verifier"],
+    "engines-3": ["~experiment", *BARE, "team=solver_verifier"],
     "gateway-0": ["~experiment", *BARE, MODEL, "sharing=shared", "+run=x"],
     "configuration-8": ["cold_start=null"],
     "configuration-9": ["cold_start=null", "data.generator=null"],
-    "credit-1": ["experiment=demo_search"],
+    "credit-3": ["experiment=demo_search"],
     "lora-1": ["policies.solver.tp=1"],
     "lora-2": ["policies.solver.tp=1"],
     "nodes-4": ["engine=sglang", "engine.python=python"],
@@ -202,6 +202,16 @@ def test_python_runs(
     script.write_text(f"async def block(groups=()):\n{textwrap.indent(body, '    ')}")
     asyncio.run(runpy.run_path(str(script), there)["block"]())
     assert capsys.readouterr().out.endswith(PRINTS[name])
+
+
+def test_code_for_users_has_public_names_alone() -> None:
+    scaffold = (ROOT / "mcore_mas/pipeline/scaffold").rglob("*.txt")
+    notebooks = (ROOT / "docs/notebooks").glob("*.ipynb")
+    texts = {file.name: file.read_text() for file in (*scaffold, *notebooks)}
+    texts |= {block.name: block.body for block in BLOCKS if block.language == "python"}
+    assert {"team.py.txt", "quickstart-1", "first_team.ipynb"} <= set(texts) and "own_team" in str(set(texts))
+    deep = {name: re.findall(r"\b(?:from|import) mcore_mas\.[\w.]+", text) for name, text in texts.items()}
+    assert {name: found for name, found in deep.items() if found} == {}
 
 
 def test_all_python_is_run() -> None:

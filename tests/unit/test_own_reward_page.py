@@ -18,6 +18,7 @@ from mcore_mas.cli.main import app
 from mcore_mas.config.credit import AdvantageConfig
 from mcore_mas.credit.assign import by_place, estimate
 from mcore_mas.credit.samples import to_samples
+from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.rollout.records.files import write_trajectories
 from tests.support.played import failed, group, rewards, trajectory, turn
 
@@ -29,10 +30,9 @@ CODE = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.D
 
 @pytest.fixture(scope="module", autouse=True)
 def _tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The page's model is that of the quickstart; nothing of it is read here."""
+    """The page's model is that of the quickstart."""
     folder = tmp_path_factory.mktemp("work")
-    (folder / "models" / "tiny").mkdir(parents=True)
-    (folder / "models" / "tiny" / "config.json").touch()
+    make_tiny_model(folder / "models" / "tiny")
     with chdir(folder):
         yield
 

@@ -157,6 +157,10 @@ class Waits(Letters):
     def step(self, action): ...
 
 
+def makes(task):
+    return Waits(task)
+
+
 async def relay(task, team, env, *, max_loops):
     await team.act("solvr", problem=task.prompt)
 
@@ -209,6 +213,8 @@ def test_tasks_that_are_too_few_or_of_an_environment_that_is_not_there(own_world
     assert lines("~data", "+" + sizes.format(5, "own_world:Letters"), "trainer.tasks_per_step=6") == [
         ".train: 5 tasks are fewer than trainer.tasks_per_step 6; add tasks, or lower it"
     ]
+    made = "env 'own_world:makes' lacks a step that is `async def`; expected reset(task) and async step(action)"
+    assert lines("~data", "+" + sizes.format(40, "own_world:Letters"), "env.name='own_world:makes'") == [f": {made}"]
     (line,) = lines("~data", "+" + sizes.format(40, "own_world:Leters"))
     assert line.startswith(": env 'own_world:Leters' cannot be imported: module 'own_world' has no attribute 'Leters'")
 

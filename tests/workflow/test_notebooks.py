@@ -11,6 +11,7 @@ import nbformat
 import pytest
 
 from tests.support.notebooks import NOTEBOOKS, digest, execute
+from tests.support.run_folder import describe_model
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -29,9 +30,9 @@ def test_a_notebook_is_kept_as_it_was_executed(path: Path) -> None:
 def test_the_models_notebook_takes_a_gpu_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cells as far as the training, on a machine that says that it has one."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("mcore_mas.pipeline.check.has_gpu", lambda: True)
     monkeypatch.chdir(tmp_path)
-    Path("Qwen/Qwen2.5-0.5B-Instruct").mkdir(parents=True)
-    Path("Qwen/Qwen2.5-0.5B-Instruct/config.json").write_text("{}")
+    describe_model(Path("Qwen/Qwen2.5-0.5B-Instruct"))
     (path,) = [path for path in NOTEBOOKS if path.stem == "own_model"]
     cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     Path("cells.py").write_text("\n".join(cells[:3]).removesuffix("await run.arun()"))

@@ -72,7 +72,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        for name in ("Makefile", "Snakefile", "workflow", "configs", "pyproject.toml", "requirements"):
+        for name in ("Makefile", "Snakefile", "workflow", "profiles", "configs", "pyproject.toml", "requirements"):
             (path / name).symlink_to(ROOT / name)
         (path / ".venv").symlink_to(sys.prefix)
         (path / "bin").mkdir()

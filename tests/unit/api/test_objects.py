@@ -6,7 +6,7 @@ import inspect
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,10 +30,22 @@ async def relay(task, team, env):
     await team.act("editor", problem=task.prompt, draft=draft.text)
 
 
+def plain(task):
+    return task.prompt
+
+
+def waits(task):
+    return SimpleNamespace(reset=str, step=str)
+
+
+def breaks(task):
+    return int(task.prompt)
+
+
 def made(tmp_path: Path, **settings: Any) -> mm.Run:
     model = tmp_path / "m"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").touch()
+    if not model.exists():
+        mm.make_tiny_model(model)
     given = {"tasks": TASKS, "policies": str(model), "folder": tmp_path / "own", "lr": 1e-3, **settings}
     return mm.Run(given.pop("agents", AGENTS), given.pop("orchestra", relay), **given)
 
@@ -71,6 +83,17 @@ def test_objects_are_the_sections_of_a_config(tmp_path: Path) -> None:
         ({"folder": "results/a b"}, ConfigError, "run"),
         ({"agents": [AGENTS[0], AGENTS[0]]}, TaskError, "agents: 'writer' is there twice; expected different names"),
         ({"reward": 3}, TaskError, "reward is 3; expected a function of a trajectory or a group, or an allocator's"),
+        (
+            {"tasks_per_step": 17},
+            TaskError,
+            r"data.train: 16 tasks are fewer than trainer.tasks_per_step 17; add tasks",
+        ),
+        ({"env": plain}, TaskError, r"env '.*:plain' lacks a method reset; expected reset\(task\) and async step"),
+        ({"env": waits}, TaskError, "env '.*:waits' lacks a step that is `async def`"),
+        ({"env": breaks}, TaskError, r"env '.*:breaks' cannot be made of task '.*' \(ValueError: invalid literal"),
+        ({"engine": {"max_length": 8192}, "microbatch_tokens": 8192}, TaskError, "8192 .*4096 positions"),
+        ({"reward": lambda: 3}, TaskError, "reward own.reward: too many positional arguments; expected a function of"),
+        ({"reward": lambda one, other: 3}, TaskError, "reward own.reward: missing a required argument: 'other'"),
         ({"policies": "models/none"}, TaskError, r"policies.shared: models/none: no model here \(config.json is miss"),
     ],
 )
@@ -134,8 +157,8 @@ def test_a_script_whose_lines_are_guarded_is_a_module(tmp_path: Path, monkeypatc
 def test_the_public_names_stay() -> None:
     """Whoever takes a name away or renames an argument breaks programs of others: a line of the changelog."""
     names = (
-        "AgentSpec Conversation Env Generator Group Run Status Step Task TeamSession ToolCall Trajectory last_boxed "
-        "last_tag load_tasks make_tiny_model register_agent"
+        "Advantages AgentSpec Coach Conversation Env Generator Group Run RunLimits Sandbox Status Step Task "
+        "TeamSession ToolCall Trajectory Turns last_boxed last_tag load_tasks make_tiny_model register_agent"
     )
     assert api.__all__ == names.split()
     assert {"Run", "load_tasks", "__version__"} <= set(dir(mm)) and mm.__version__ == version("mcore-mas")

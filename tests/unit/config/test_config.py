@@ -16,7 +16,8 @@ from mcore_mas.rollout.base.options import Section
 from tests.support.shipped import TEAMS, sharings
 
 CHOSEN = yaml.safe_load((CONFIGS / CHOICES).read_text(encoding="utf-8"))
-GROUPS = [(group, name) for group, rows in CHOSEN.items() for name in rows] + [("advantage", n) for n in ESTIMATORS]
+GROUPS = [(group, name) for group, rows in CHOSEN.items() if group != "team" for name in rows]
+GROUPS += [("advantage", name) for name in ESTIMATORS]
 ALONE = [
     "~experiment",
     "run=t",

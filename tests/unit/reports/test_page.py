@@ -13,7 +13,7 @@ from mcore_mas.cli.main import main
 from mcore_mas.config.compose import resolve
 from mcore_mas.reports import pages
 from mcore_mas.reports.pages import trajectory_page
-from mcore_mas.reports.terminal import advantages_of
+from mcore_mas.reports.terminal import advantages_of, credit_of
 from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
 from mcore_mas.rollout.records.trajectory import Message, Status, ToolEvent, VersionSpan
 from tests.support.played import trajectory, turn
@@ -171,6 +171,47 @@ def test_advantages_are_those_of_the_run(recorded):
     lone = recorded.with_name("elsewhere.parquet")
     write_trajectories(lone, [trajectory(turn(0))])  # no rewards
     assert advantages_of(lone, read_trajectories(lone)) == {}
+
+
+def test_the_page_of_a_turn_shows_whom_it_was_compared_with(recorded):
+    played = read_trajectories(recorded)
+    advantages, groups = credit_of(recorded, played)
+    text = Page(trajectory_page(played[1], advantages, groups=groups)).text()
+    assert text.endswith(
+        "peers: 2 votes, mean 0.5, σ 0.7071, of turns alike in task One vote per trajectory. "
+        "sample turn agent reward vote advantage 0 0 solver 1 1 +0.707 1 0 solver 0 0 -0.707"
+    )
+    own = re.findall(r'<tr class="own"><td>(\d)</td>', trajectory_page(played[1], advantages, groups=groups))
+    assert own == ["1"]
+
+
+def test_a_turn_is_in_a_group_of_each_comparison(recorded):
+    values = resolve(["experiment=demo_math"]) | {"advantage": {"name": "grpo", "options": {"std": "agent"}}}
+    (recorded.parents[2] / "config.yaml").write_text(yaml.safe_dump(values))
+    rewards = {"t": [(1.0, 5.0), (0.0, 4.0)], "u": [(1.0, 9.0)]}
+    played = [
+        trajectory(
+            *(
+                turn(i, agent, reward=reward)
+                for i, (agent, reward) in enumerate(zip(("solver", "verifier"), own, strict=True))
+            ),
+            sample=sample,
+            task_id=task,
+            id=f"0/{task}/{sample}",
+        )
+        for task, samples in rewards.items()
+        for sample, own in enumerate(samples)
+    ]
+    write_trajectories(recorded, played)
+    _, groups = credit_of(recorded, read_trajectories(recorded))
+    mean, std = groups["0/t/0", "", 1]
+    # votes of the task: the means of 1 and 5, and of 0 and 4; of the verifier: 5 and 4
+    assert (mean.label, mean.size, mean.mean, std.label, std.mean) == ("mean", 2, 2.5, "std", 4.5)
+    assert [(s.id, vote) for s, vote, _ in mean.members] == [
+        (("0/t/0", "", 0), 3), (("0/t/0", "", 1), 3), (("0/t/1", "", 0), 2), (("0/t/1", "", 1), 2)
+    ]  # fmt: skip
+    assert [(s.id, vote) for s, vote, _ in std.members] == [(("0/t/0", "", 1), 5), (("0/t/1", "", 1), 4)]
+    assert len(groups["0/u/0", "", 0][0].members) == 2
 
 
 def test_the_command_prints_advantages_and_writes_the_page(recorded, tmp_path, capsys, monkeypatch):

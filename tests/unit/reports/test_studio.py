@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import httpx
 import pyarrow.parquet as pq
 import pytest
 import uvicorn
@@ -18,6 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from mcore_mas.reports.studio import Studio, studio_app
+from mcore_mas.rollout.base import http_server
 from mcore_mas.rollout.base.http_server import bind, server_config, url_of
 from mcore_mas.rollout.records.files import RecordError, write_trajectories
 from mcore_mas.rollout.records.trajectory import ToolEvent
@@ -28,6 +31,7 @@ from mcore_mas.rollout.records.trajectory_list import (
     trajectory_at,
 )
 from tests.support.browser import browse, needs_chromium
+from tests.support.half_open import hold_open
 from tests.support.played import failed, trajectory, turn
 from tests.unit.reports.test_runs import make_run
 
@@ -233,6 +237,22 @@ class Answering:
         self._server.should_exit = True
         self._thread.join()
         self._patch.undo()
+
+
+def test_requests_that_are_never_finished_lose_their_connection(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "READ_S", 3.0)
+
+    async def run(url: httpx.URL) -> tuple[list[float], int]:
+        held = asyncio.create_task(hold_open(url.port or 0, "/api/runs", status=200))
+        await asyncio.sleep(0.7)  # all of them are there
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=2) as client:
+            status = (await client.get("/api/runs")).status_code
+        assert not held.done()
+        return await held, status
+
+    with Answering(results, steps=0) as studio:
+        seconds, status = asyncio.run(run(httpx.URL(studio.url)))
+    assert (len(seconds), status) == (300, 200) and min(seconds) > 2.9 and max(seconds) < 10
 
 
 @pytest.fixture

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
+from mcore_mas.config.compose import resolve
 from mcore_mas.rollout.records.files import write_trajectories
 from tests.support.browser import Browser, needs_chromium
 from tests.support.played import failed, trajectory, turn
@@ -41,6 +43,28 @@ def page(tmp_path: Path) -> Iterator[Browser]:
         page.until(f"{LISTED} === 't1,t2,t3,lost'")
         yield page
         assert len(page.asked) > 8 and all(url.startswith(f"{studio.url}/") for url in page.asked), page.asked
+
+
+def test_a_turn_shows_the_turns_it_was_compared_with(page: Browser, tmp_path: Path) -> None:
+    """The page in the frame, opened by itself: a frame without scripts cannot be asked."""
+    values = resolve(["experiment=demo_math", "advantage={name: grpo}"])
+    (tmp_path / "results/a/config.yaml").write_text(yaml.safe_dump(values))
+    file = tmp_path / "results/a/train/trajectories/step_000003.parquet"
+    write_trajectories(file, [replace(alone(number, "solver"), task_id="t") for number in (1, 3)])
+    with (tmp_path / "results/a/train/metrics.jsonl").open("a") as journal:
+        journal.write('{"step": 3, "reward/mean": 2.0}\n')
+    page.until(f"{LISTED} === 't,t'")
+    shown = page.until("document.getElementById('said').getAttribute('src').includes('step_000003')"
+                       " && document.getElementById('said').src")  # fmt: skip
+    page.send("Page.navigate", url=shown)
+    summary = page.until("document.querySelector('.peers summary')?.textContent")
+    assert summary == "peers: 2 votes, mean 2, σ 1.414, of turns alike in task"  # rewards 1 and 3
+    assert not page.value("document.querySelector('.peers table').checkVisibility()")
+    page.value("document.querySelector('.peers summary').click()")
+    page.until("document.querySelector('.peers table').checkVisibility()")
+    rows = page.value("[...document.querySelectorAll('.peers tr')].map(row => row.innerText.split('\\t').join(' '))")
+    heading = "sample turn agent reward vote advantage"
+    assert rows == [heading, "1 0 solver 1 1 -0.707", "3 0 solver 3 3 +0.707"]  # 1 over 1.414
 
 
 def put(page: Browser, name: str, value: str, event: str = "input") -> None:
