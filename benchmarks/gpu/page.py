@@ -88,7 +88,7 @@ def _hand_over() -> str:
     size = 2 * count_parameters(planned_architecture("Qwen3-32B"))
     requests = -(-size // PUSHED_BUCKET_BYTES)
     gathered = size * 7 / 8 / (ASSUMED.link * 1e9)
-    read = (size + 2 * size) / (0.8 * 4.8e12)  # to be hashed, and to be copied into buckets
+    read = (size / 8 + 2 * size) / (0.8 * 4.8e12)  # to be hashed, by all ranks in turn, and to be copied into buckets
     asked = requests * REQUEST_S
     return (
         f"Qwen3-32B in bfloat16 from 8 ranks to a server at tp 8: {size / 1e9:.1f} GB in {requests} buckets. They are "

@@ -153,12 +153,31 @@ class EnvConfig(Choice):
         if self.name in ENVS:
             check_url("server", self.options.get("server"), secret=False)
         made = self.registry.find(self.name)
-        if isinstance(made, type) and not hasattr(made, "__getattr__"):  # what a function makes is seen when it does
-            step = inspect.unwrap(getattr(made, "step", print))
-            if not hasattr(made, "reset") or not inspect.iscoroutinefunction(step):
-                what = "a step that is `async def`" if hasattr(made, "reset") else "a method reset"
-                raise ValueError(f"env '{self.name}' lacks {what}; expected reset(task) and async step(action)")
+        if isinstance(made, type):  # what a function makes is seen by `check_made`
+            self._playable(made)
         return self
+
+    def check_made(self, task: Task) -> None:
+        """Refuse an environment of one's own that cannot be made of `task`, or cannot play it.
+
+        Raises:
+            ValueError: says which, and what it lacks.
+        """
+        if self.name in ENVS or self.needs:
+            return
+        try:
+            made = self.call(task)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ValueError(f"env '{self.name}' cannot be made of task '{task.id}' ({what})") from error
+        self._playable(made)
+
+    def _playable(self, made: object) -> None:
+        step = inspect.unwrap(getattr(made, "step", print))
+        if hasattr(made, "__getattr__") or (hasattr(made, "reset") and inspect.iscoroutinefunction(step)):
+            return
+        what = "a step that is `async def`" if hasattr(made, "reset") else "a method reset"
+        raise ValueError(f"env '{self.name}' lacks {what}; expected reset(task) and async step(action)")
 
 
 class RetrieverConfig(Section):
