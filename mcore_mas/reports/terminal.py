@@ -149,8 +149,8 @@ def print_trajectories(
         cells = [str(one.sample), str(len(one.turns)), *("" if n is None else f"{n:.3g}" for n in numbers)]
         table.add_row(str(number), plain(one.task_id), *cells, plain(ended), style=style)
     console.print(table)
-    shows = f"{len(trajectories)} trajectories; one of them: mcore-mas show {file} --index 0"
-    console.print(plain(shows, "dim"))
+    console.print(plain(f"{len(trajectories)} trajectories; one of them:", "dim"))
+    console.print(plain(f"mcore-mas show {file} --index 0", "dim"), soft_wrap=True)  # a command is copied
 
 
 def print_credit(
