@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 
@@ -29,6 +29,7 @@ from mcore_mas.rollout.records.trajectory import Task
 
 StepRow = dict[str, float]  # a step's metrics by name, with the number of the step
 _T = TypeVar("_T")
+_ARGUMENTS = ("data", "env", "orchestra", "policies", "reward")  # of Run itself, that are no sections
 _COLLECTED = 8  # tasks of a step, where it is not said
 
 
@@ -284,8 +285,19 @@ def _settings(given: Mapping[str, Any], tasks_per_step: int) -> tuple[list[str],
             sections.setdefault("policy_defaults", {})[key] = value
         else:
             known = [*RunConfig.model_fields, *TrainerConfig.model_fields, *PolicyConfig.model_fields]
-            raise TaskError(f"Run has no setting '{key}'; expected one of {', '.join(known)}{nearest(key, known)}")
+            places = _places(key)
+            expected = f"write {' or '.join(places)}" if places else f"expected one of {', '.join(known)}"
+            raise TaskError(f"Run has no setting '{key}'; {expected}{'' if places else nearest(key, known)}")
     return chosen, sections
+
+
+def _places(key: str) -> list[str]:
+    """How arguments say a key of a section of the config; [] where no section has it."""
+    kinds = {name: (field.annotation, *get_args(field.annotation)) for name, field in RunConfig.model_fields.items()}
+    having = [name for name, own in kinds.items() if any(key in getattr(kind, "model_fields", ()) for kind in own)]
+    value = f'{{"{key}": ...}}'
+    said = (f"AgentSpec(..., settings={value})" if name == "agents" else f"{name}={value}" for name in having)
+    return [text for text, name in zip(said, having, strict=True) if name not in _ARGUMENTS]
 
 
 def _apart(work: Callable[[], _T]) -> _T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -54,14 +55,14 @@ def make_engines(
     With `trained` the engines take weights from trainers, and Ray must be running; `places` are then actor options of
     each engine's devices, and `far` says in a cluster which engines have a part on another node than this process;
     `berths` gives what takes and gives places of actors that join a policy's engine (`ReplicatedEngine`).
-    Without it `gpus` are those of each server, by policy.
+    Without it `gpus` are those of each server, by policy; what a training wrote has its last step's version.
     """
     engines: dict[str, Any] = {}
     for policy, model in models.items():
         if policy in engines:  # that of another policy on the same model
             continue
         engine = for_policy(config, policy).engine
-        settings = _engine_settings(config, engine, trained)
+        settings = _engine_settings(config, engine, trained) | ({} if trained else {"version": _step_of(model)})
         if engine.name == "sglang":
             settings["log"] = log / f"{policy}.log"
         if engine.weights_folder and "threads" in settings:
@@ -89,6 +90,13 @@ def make_engines(
             continue
         engines[policy] = engine_class(name)(model, **settings)
     return engines
+
+
+def _step_of(model: str | Path) -> int:
+    """The steps that the weights in a folder were trained for; 0 where no training wrote it."""
+    done = Path(model).parent.parent / "done.json"
+    told = json.loads(done.read_text()) if done.is_file() else {}
+    return int(told.get("policies_of_step", 0)) if str(model) in told.get("policies", {}).values() else 0
 
 
 def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool) -> dict[str, Any]:

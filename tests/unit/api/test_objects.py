@@ -68,6 +68,15 @@ def test_objects_are_the_sections_of_a_config(tmp_path: Path) -> None:
     ("settings", "error", "words"),
     [
         ({"stepz": 3}, TaskError, "Run has no setting 'stepz'; .*; nearest: steps"),
+        ({"max_length": 256}, TaskError, r"^Run has no setting 'max_length'; write engine=\{\"max_length\": \.\.\.\}$"),
+        ({"samples": 2}, TaskError, r"setting 'samples'; write evaluation=\{\"samples\": \.\.\.\}$"),
+        ({"kl": {"coef": 0.1}}, TaskError, r"setting 'kl'; write loss=\{\"kl\": \.\.\.\}$"),
+        (
+            {"temperature": 0.5},
+            TaskError,
+            r"write AgentSpec\(..., settings=\{\"temperature\": ...\}\) or evaluation=\{\"temperature\"",
+        ),
+        ({"penalties": {}}, TaskError, "Run has no setting 'penalties'; expected one of run, results"),
         ({"steps": 0}, ConfigError, "trainer.steps: expected an integer of at least 1"),
         ({"engine": {"slotz": 3}}, ConfigError, "unknown key 'engine.slotz'; .*; nearest: slots"),
         ({"env": "maths"}, ConfigError, "unknown env 'maths'.*; nearest: math"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,14 +18,14 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.rollout.base.files import FolderError
+from mcore_mas.rollout.base.files import FolderError, write_json
 from mcore_mas.rollout.engines.sglang.server import Replica, Server, visible_gpus
 from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.records.files import read_tasks, read_trajectories
 from mcore_mas.training import placement
 from mcore_mas.training.cluster import Node
 from mcore_mas.training.engine_factory import make_engines, sidecar_of
-from mcore_mas.training.evaluate import EvaluationError, evaluate, seated
+from mcore_mas.training.evaluate import EvaluationError, converse, evaluate, seated
 from mcore_mas.training.measure import Shards
 from mcore_mas.training.placement import PlacementError, gpus_of_servers, room_for
 from tests.support.run_folder import make_run
@@ -84,6 +85,22 @@ def test_a_killed_evaluation_goes_on_to_the_same_scores(tmp_path: Path) -> None:
     assert 0 < scores["rows"][-3]["value"] < 1
     ids = [t.id for t in read_trajectories(run / "evaluation" / "base")]
     assert len(ids) == len(set(ids)) == 480
+
+
+def test_what_a_trained_team_says_has_the_step_of_its_weights(tmp_path: Path) -> None:
+    """In a chat and in an evaluation; of the base, and of a model that is only named, it is 0."""
+    run = make_run(tmp_path, "data.test=1", "evaluation.samples=1")
+    config = RunConfig.load(run / "config.yaml")
+    model = shutil.copytree(run / "base", run / "train" / "models" / "solver")
+    done = {"policies": {"solver": str(model), "verifier": str(run / "base")}, "policies_of_step": 30}
+    write_json(run / "train" / "done.json", done)
+    versions = {"solver": {30}, "verifier": {0}}
+    for state, expected in (("trained", versions), ("base", {agent: {0} for agent in versions})):
+        evaluate(config, state, run / "evaluation" / f"{state}.json")
+        (said,) = converse(config, state, ["What is 3+4?"])
+        for played in (said, *read_trajectories(run / "evaluation" / state)):
+            found = {agent: {t.policy_version for t in played.turns if t.agent == agent} for agent in versions}
+            assert found == expected
 
 
 def test_what_another_model_said_is_not_taken_for_this_ones(tmp_path: Path) -> None:
