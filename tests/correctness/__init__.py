@@ -206,11 +206,11 @@ The last column is the largest |ours − oracle| / (1 + |oracle|) over 25 random
 
 ## Objective
 
-Each part has values worked out by hand in `tests/unit/equations/`. [exactness.md](exactness.md) compares losses,
-corrections, KL terms, entropy, aggregations and the critic's loss, as gradients of a whole model in every parallel
-layout, with formulas written out by hand on a float64 Hugging Face model (`tests/exactness/formulas.py`). A clip, a KL
-term or a truncation that is 1 % off is refused. The last column is the largest relative error of a gradient there, over
-all rows that have the part; – where no gradient depends on it.
+Each part has values worked out by hand in `tests/unit/equations/`. [exactness.md](exactness.md) compares all of them
+with formulas written out by hand (`tests/exactness/formulas.py`): the gradients of a whole model, in every parallel
+layout, with those of a float64 Hugging Face model. A clip, a KL term or a cut that is 1 % off is refused. The last
+column is the largest relative error of a gradient there, over all rows that have the part. A – says that no gradient
+depends on it.
 
 {objective}
 
@@ -222,8 +222,8 @@ Each of these was found by an independent check. The tests repeat its numbers.
 
 ## The claim of Dr. MAS
 
-[studies/claim.md](studies/claim.md) trains two teams in which the effect of agent-wise normalisation should show.
-Of its figures (means over seeds with 95 % t intervals):
+Dr. MAS compares each agent's turns with its own. [studies/claim.md](studies/claim.md) trains two teams in which that
+should show. Of its figures (means over seeds with 95 % t intervals):
 
 {findings}
 
@@ -236,7 +236,8 @@ Of its figures (means over seeds with 95 % t intervals):
 
 ## Engine and trainer
 
-After every update each tensor of the engine is compared with the trainer's by its checksum, and in every step the
-log-probabilities of both by their distribution ([engines.md](engines.md#agreement)). The bounds are measured with
-bfloat16 models of 2 to 32 layers in [exactness.md](exactness.md#engine-and-trainer-in-bfloat16).
+After every update, checksums of the engine's tensors must be those of the trainer's. In every step, the differences
+between their log-probabilities are checked, by their distribution ([engines.md](engines.md#agreement)). How far they
+may be was measured with bfloat16 models of 2 to 32 layers
+([exactness.md](exactness.md#engine-and-trainer-in-bfloat16)).
 """
