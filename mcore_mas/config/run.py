@@ -33,6 +33,7 @@ from mcore_mas.equations.filters import contrasted
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.options import Section, UnknownName, lookup
 from mcore_mas.rollout.base.schema_words import invalid
+from mcore_mas.rollout.base.text import without_secrets
 from mcore_mas.rollout.config.data import DataConfig
 from mcore_mas.rollout.config.sections import (
     CollectionConfig,
@@ -50,7 +51,10 @@ from mcore_mas.rollout.teams.roles import ROLES
 
 
 class ConfigError(ValueError):
-    """A config cannot be used: one line that says what, where, expected, what to do."""
+    """A config cannot be used: one line that says what, where, expected, what to do; keys in it are not shown."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(without_secrets(line))
 
 
 STATES = ("base", "trained")  # of a run's policies: before training and after it

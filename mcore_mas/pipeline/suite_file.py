@@ -15,13 +15,16 @@ import yaml
 
 from mcore_mas import SHIPPED
 from mcore_mas.rollout.base.files import read_yaml
-from mcore_mas.rollout.base.text import nearest
+from mcore_mas.rollout.base.text import nearest, without_secrets
 
 SUITE_SCHEMA = SHIPPED / "workflow" / "schemas" / "suite.schema.json"
 
 
 class SuiteError(ValueError):
-    """A suite cannot be used: says which key of which run, what was expected and what to do."""
+    """A suite cannot be used: says which key of which run, what was expected and what to do; no password or token."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(without_secrets(line))
 
 
 def check_suite_files(files: Sequence[Path | str]) -> None:

@@ -39,6 +39,19 @@ def show_logs() -> None:
         logging.lastResort.setFormatter(ShownFormatter())
 
 
+# who a URL signs in as; the value of what is called like a key; keys by the beginnings that providers give them
+_SECRETS = re.compile(
+    r"(?P<kept>://)[^\s/?#'\"]+(?=@)"
+    r"|(?P<named>(?i:pass(word|wd|phrase)|secret|token|api_?key|access_?key)['\"]?(=|:\s?)['\"]?)[^\s'\",;&}\])]*[^\s'\",;&}\]):]"
+    r"|\b(?P<prefix>sk-|hf_|gh[a-z]_|xox[a-z]-)[\w-]{8,}"
+)
+
+
+def without_secrets(text: str) -> str:
+    """The text with [redacted] in place of passwords, tokens and keys, as far as they can be told from their place."""
+    return _SECRETS.sub(lambda found: f"{found['kept'] or found['named'] or found['prefix']}[redacted]", text)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error that has listed what is known: "; nearest: a, b", or "" where nothing is like the name."""
     near = get_close_matches(name, list(known), n=3, cutoff=0.7)

@@ -15,6 +15,8 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.pipeline.suite import load_suite
+from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.rollout.engines.remote import SHOWN_AT_MOST
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.run_folder import make_run
@@ -101,3 +103,15 @@ def test_a_store_without_a_password_in_its_address_is_not_refused(tmp_path: Path
     values = resolve(["experiment=demo_math"])
     for uri in ("postgresql://me@store/runs", "sqlite:///a/b.db", "http://store:5000", "databricks"):
         assert RunConfig.check({**values, "tracking": {**values["tracking"], "uri": uri}}, "here").tracking.uri == uri
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["tracking.uri=http://me:tiger@store:x", "tracking.password=tiger", "coach.x=sk-tiger-0123", "x=://t:tiger@"],
+)
+def test_a_refusal_of_what_was_given_shows_no_password(override: str) -> None:
+    for refuse in (lambda: resolve(["experiment=demo_math", override]), lambda: load_suite("demo_math", [override])):
+        with pytest.raises((ConfigError, SuiteError)) as refused:
+            refuse()
+        assert "tiger" not in str(refused.value)
+        assert "[redacted]" in str(refused.value)
