@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -17,9 +17,11 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mcore_mas.rollout.base.http import is_loopback
+from mcore_mas.rollout.base.processes import Restarts, say
 from mcore_mas.rollout.base.text import ShownFormatter
 
 READ_S = 10.0  # for a whole request, from its first byte or the connection's start
+SERVER = "HTTP server"  # name of a task that serves
 _MIN_TOKEN_CHARS = 16
 _LOGGING = {
     "version": 1,
@@ -177,13 +179,56 @@ class _Inner(uvicorn.Server):
 
 
 @asynccontextmanager
-async def answering(app: Starlette, listener: socket.socket) -> AsyncIterator[None]:
-    """Have `app` answer at `listener`, on the running event loop, until the block ends."""
-    server = _Inner(server_config(app, drain_s=1, lifespan=False))
-    task = asyncio.create_task(server.serve(sockets=[listener]))
+async def answering(
+    app: Starlette, listener: socket.socket, restarts: Restarts, lost: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Have `app` answer at `listener`, on the running event loop, until the block ends.
+
+    A server that ends before is started again, with a line, as often as `restarts` has it; then `lost` is told of it.
+    """
+    serving = _Serving(app, listener)
+    task = asyncio.create_task(serving.keep(restarts, lost))
     try:
         yield
     finally:
-        server.should_exit = True
+        serving.close()
         await asyncio.wait([task])
         listener.close()
+
+
+class _Serving:
+    """A server on the running event loop, and those in its place that come after it."""
+
+    def __init__(self, app: Starlette, listener: socket.socket) -> None:
+        self._app, self._listener, self._closing = app, listener, False
+        self._server = self._made()
+
+    def _made(self) -> _Inner:
+        return _Inner(server_config(self._app, drain_s=1, lifespan=False))
+
+    async def keep(self, restarts: Restarts, lost: Callable[[str], None]) -> None:
+        """Serve until this is closed; a server closes the socket that it has, so each has its own."""
+        while not self._closing:
+            task = asyncio.create_task(self._server.serve(sockets=[self._listener.dup()]), name=SERVER)
+            await asyncio.wait([task])
+            if self._closing:
+                return
+            why = "cancelled" if task.cancelled() else repr(task.exception() or "it ended by itself")
+            self._clear()
+            what = f"the HTTP server at {url_of(self._listener)} is lost ({why})"
+            if not restarts.take():
+                lost(f"{what}, and may not start again this hour")
+                return
+            say(f"{what}; started again, {restarts.left} restarts left")
+            self._server = self._made()
+
+    def close(self) -> None:
+        """Have the server end."""
+        self._closing = self._server.should_exit = True
+
+    def _clear(self) -> None:
+        """End what a server that is lost has left: its listeners and connections, whose callers ask again."""
+        for own in getattr(self._server, "servers", ()):
+            own.close()
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()

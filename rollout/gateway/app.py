@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from mcore_mas.rollout.base.errors import EngineError, EnvError, PromptTooLong, Unusable
 from mcore_mas.rollout.base.http_server import BodyTooLarge, TooLargeResponse, answering, bears, bind, read_body, url_of
+from mcore_mas.rollout.base.processes import Restarts
 from mcore_mas.rollout.base.task_group import of_loop
 from mcore_mas.rollout.gateway.completions import COMPLETIONS
 from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Dialect, GatewayError, Growth
@@ -27,7 +28,9 @@ from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
 
 DIALECTS = (COMPLETIONS, RESPONSES, MESSAGES)
 MAX_CALL_BYTES = 16 << 20
+_RETRIES = "x-stainless-retry-count"  # with it the clients of OpenAI and Anthropic say how often they have asked before
 _OFF_LOOP_BYTES = 64 << 10  # of a body, from which on another thread reads it
+_RESTARTS = 3  # of a gateway's server that is lost, in an hour
 _AGENT = "/a/{agent}"  # in an address, before the dialect's path: who answers, whatever the call names as its model
 
 
@@ -65,6 +68,8 @@ class Entrance:
         asked = await asyncio.to_thread(dialect.parse, body) if far else dialect.parse(body)
         if agent := request.path_params.get("agent"):
             asked = replace(asked, model=agent)
+        if request.headers.get(_RETRIES, "0") != "0":
+            asked = replace(asked, again=True)
         if self.calls >= self.most_calls:
             raise GatewayError(429, f"{self.calls} calls are under way, which is as many as may be")
         call = None
@@ -214,6 +219,7 @@ class Gateway:
         self._app = gateway_app(Entrance(self._find, most_calls), "/s/{session}")
         self._users, self._lock = 0, asyncio.Lock()
         self._listening = AsyncExitStack()
+        self._restarts, self._gone = Restarts("gateway", _RESTARTS), ""  # why nobody answers any more
 
     def _find(self, request: Request) -> GatewaySession:
         key, session = self._open.get(request.path_params["session"], ("", None))
@@ -221,11 +227,19 @@ class Gateway:
             raise GatewayError(401, "no such session, or not its key")
         return session
 
+    def _lost(self, why: str) -> None:
+        """Fail whoever is here, and comes, until all have gone."""
+        self._gone = f"gateway: {why}"
+        for _, session in self._open.values():
+            session.fail(EngineError(self._gone))
+
     @asynccontextmanager
     async def opened(self, session: GatewaySession) -> AsyncIterator[tuple[str, str]]:
         """Have the gateway answer for a session until the block ends; its address and key."""
         name, key = secrets.token_urlsafe(12), f"sk-{secrets.token_urlsafe(24)}"
         self._open[name] = key, session
+        if self._gone:
+            session.fail(EngineError(self._gone))
         try:
             yield f"{self.url}/s/{name}", key
         finally:
@@ -239,7 +253,7 @@ class Gateway:
             if not self.url:
                 listener = bind("127.0.0.1", 0)
                 self.url = url_of(listener)
-                await self._listening.enter_async_context(answering(self._app, listener))
+                await self._listening.enter_async_context(answering(self._app, listener, self._restarts, self._lost))
             self._users += 1
         try:
             yield self
@@ -247,7 +261,7 @@ class Gateway:
             self._users -= 1
             async with self._lock:
                 if not self._users:
-                    self.url = ""
+                    self.url = self._gone = ""
                     await self._listening.aclose()
 
 

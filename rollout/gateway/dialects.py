@@ -41,6 +41,7 @@ class ChatRequest:
     usage: bool = True  # whether a stream ends with the number of tokens
     kept: bool = False  # whether a later call may name the reply as the one it comes after
     previous: str = ""  # id of the reply that `messages` come after
+    again: bool = False  # whether the caller has made this call before, and read no answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,8 @@ class GatewaySession:
         self._said: dict[bytes, _Said] = {}  # by digest of the conversation up to the reply, as the program knows it
         self._given: dict[str, tuple[Message, ...]] = {}  # by a reply's id, the conversation up to it
         self._running: set[asyncio.Task[ChatReply]] = set()
-        self._unread: dict[bytes, list[GatewayCall]] = {}  # by what was asked
+        self._unread: dict[bytes, list[GatewayCall]] = {}  # by what was asked, as is the latest with a reply:
+        self._answered: dict[bytes, GatewayCall] = {}
         self._asked = 0  # calls so far
 
     @property
@@ -180,6 +181,8 @@ class GatewaySession:
     async def ask(self, asked: ChatRequest) -> GatewayCall:
         """Have an agent reply; the same call again gets the reply that nobody has read, if there is one.
 
+        So does one whose caller says that it has read no answer, where the latest was lost on its way.
+
         The reply is sampled to its end and written down, also where the program does not wait for it, unless that
         leaves a stream.
 
@@ -200,6 +203,8 @@ class GatewaySession:
             if not (call := waiting.pop()).ended:
                 call.wanted = True
                 return call
+        if asked.again and place.key in self._answered:
+            return self._answered[place.key]
         if self._left < 1:
             raise GatewayError(403, "this session has had all the calls that it may make", "turns_exhausted")
         self._left -= 1
@@ -208,6 +213,11 @@ class GatewaySession:
         self._running.add(call.start(self._reply(asked, agent, place, call)).task)
         call.task.add_done_callback(self._ended)
         return call
+
+    def fail(self, error: Exception) -> None:
+        """Have the trajectory fail, unless it does already."""
+        if not self.failure.done():
+            self.failure.set_result(error)
 
     def unread(self, call: GatewayCall) -> None:
         """Keep a reply that its caller did not wait for, for whoever asks the same again; of a stream, end it."""
@@ -226,8 +236,8 @@ class GatewaySession:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, PromptTooLong):
             self.overlong = error
-        elif isinstance(error, Exception) and not isinstance(error, GatewayError) and not self.failure.done():
-            self.failure.set_result(error)
+        elif isinstance(error, Exception) and not isinstance(error, GatewayError):
+            self.fail(error)
 
     def _place(self, agent: str, asked: ChatRequest) -> _Place:
         """Find the longest part of a conversation that this session knows."""
@@ -257,6 +267,7 @@ class GatewaySession:
         if call.ended:
             self._team.mask(reply.turn)
             return given
+        self._answered[call.key] = call
         whole = replace(asked, messages=(*asked.messages, given.message))
         if asked.kept:
             self._given[given.id] = whole.messages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from typing import Any
 
 from openai import AsyncOpenAI
 
@@ -30,6 +31,16 @@ async def in_turn(job: Job) -> str:
         for model in ("a", "b"):
             asked = await api.chat.completions.create(model=model, messages=[{"role": "user", "content": said}])
             said = asked.choices[0].message.content or ""
+    return said
+
+
+async def patient(job: Job) -> str:
+    """Asks `a` five times, and again where the connection is lost, as OpenAI's client does by itself."""
+    messages: list[Any] = [{"role": "user", "content": job.problem}]
+    async with AsyncOpenAI(base_url=job.openai_url, api_key=job.key, max_retries=6) as api:
+        for _ in range(5):
+            said = (await api.chat.completions.create(model="a", messages=messages)).choices[0].message.content or ""
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "again"}]
     return said
 
 
