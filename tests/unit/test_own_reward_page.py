@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
@@ -20,20 +26,43 @@ from mcore_mas.credit.assign import by_place, estimate
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.pipeline.base_model import make_tiny_model
 from mcore_mas.rollout.records.files import write_trajectories
+from tests.support.hub import FakeHub, running
 from tests.support.played import failed, group, rewards, trajectory, turn
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_reward.md"
-
-
 CODE = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL))
+CARD = """---
+configs:
+- config_name: main
+  data_files: [{split: train, path: main/train-*}, {split: test, path: main/test-*}]
+- config_name: socratic
+  data_files: [{split: train, path: socratic/train-*}]
+---
+"""
+
+
+def gsm8k(first: int, rows: int) -> bytes:
+    """A file of GSM8K as it is published: a solution with its sums, and the number behind ####."""
+    solution = "They eat {0}*2=<<{0}*2={1}>>{1} pies.\n#### {1:,}"
+    questions = [f"{n} bears eat 2 pies each. How many pies?" for n in range(first, first + rows)]
+    answers = [solution.format(n, 2 * n) for n in range(first, first + rows)]
+    pq.write_table(pa.table({"question": questions, "answer": answers}), sink := pa.BufferOutputStream())
+    return bytes(sink.getvalue())
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The page's model is that of the quickstart."""
+def _given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The page's model is that of the quickstart, and its data set one that its own command downloads; then no hub."""
     folder = tmp_path_factory.mktemp("work")
     make_tiny_model(folder / "models" / "tiny")
-    with chdir(folder):
+    files = {"main/train-0.parquet": gsm8k(500, 70), "main/test-0.parquet": gsm8k(900, 9), "README.md": CARD.encode()}
+    (line,) = re.findall(r"```sh\nhf (.*)\n```", PAGE.read_text())
+    with running(FakeHub(repositories={"datasets/openai/gsm8k": files})) as hub, chdir(folder):
+        asked = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "hf"), "NO_PROXY": "*"}
+        command = [sys.executable, "-m", "huggingface_hub.cli.hf", *shlex.split(line)]
+        subprocess.run(command, env={**os.environ, **asked}, check=True, capture_output=True)
+    with chdir(folder), pytest.MonkeyPatch.context() as patched:
+        patched.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hf" / "hub"))
         yield
 
 
@@ -63,6 +92,16 @@ def test_what_few_siblings_found_is_worth_more(page: dict[str, Any]) -> None:
 
 def test_the_run_has_the_reward(page: dict[str, Any]) -> None:
     assert page["run"].config.reward.options["reward"].endswith(":roles")
+
+
+def test_the_tasks_are_those_of_the_data_set(page: dict[str, Any]) -> None:
+    tasks = page["graded"]._tasks
+    assert {split: len(own) for split, own in tasks.items()} == {"train": 20, "validation": 50, "test": 9}
+    assert (tasks["train"][0].prompt, tasks["train"][0].answers) == (
+        "550 bears eat 2 pies each. How many pies?",
+        ("1,100",),
+    )
+    assert tasks["test"][8].answers == ("1816",)
 
 
 def test_a_turn_is_compared_with_the_median_of_its_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
