@@ -57,8 +57,8 @@ class Suite:
         A file in the folder `cache` keeps what was composed; None composes everything.
 
         Raises:
-            SuiteError: a key is unknown or of the wrong type, an override does not compose, or a folder is not there
-                or cannot be written.
+            SuiteError: a key is unknown or of the wrong type, a folder is not there or cannot be written, or overrides
+                do not compose: of each run that has another mistake than those before, a line.
         """
         suite_file.check_schema(suite)
         configs = suite_file.own_configs(suite, folder)
@@ -68,7 +68,15 @@ class Suite:
         own = {**suite.get("experiments", {}), **suite_file.combinations(suite.get("grid"))}
         overrides = {run: [*items, *suite.get("overrides", [])] for run, items in own.items()}
         known = ConfigCache(cache / f"{suite['suite']}.json", configs, code) if cache else None
-        runs = {run: _composed(suite, run, own, configs, known) for run, own in overrides.items()}
+        runs: dict[str, dict[str, Any]] = {}
+        wrong: dict[str, str] = {}  # by mistake
+        for run, items in overrides.items():
+            try:
+                runs[run] = _composed(suite, run, items, configs, known)
+            except SuiteError as error:
+                wrong.setdefault(str(error.__cause__).removeprefix(f"run '{run}': "), str(error))
+        if wrong:
+            raise SuiteError("\n  ".join(wrong.values()))
         if known:
             known.save()
         starts = {run: run for run, config in runs.items() if config.get("cold_start") is not None}

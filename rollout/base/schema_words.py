@@ -133,12 +133,13 @@ def _object(schema: Schema, definitions: Schema) -> str:
 def invalid(error: ValidationError, model: type[BaseModel]) -> str:
     """Pydantic's complaints about values for `model`: every misspelt key, or else the first of the others."""
     errors = error.errors()
-    misspelt = [_wrong(details, model) for details in errors if details["type"] == "extra_forbidden"]
-    return "; ".join(dict.fromkeys(misspelt)) or _wrong(errors[0], model)
+    misspelt = [details for details in errors if details["type"] == "extra_forbidden"]
+    said = dict.fromkeys(_wrong(details, model, brief=len(misspelt) > 1) for details in misspelt)
+    return "; ".join(said) or _wrong(errors[0], model)
 
 
-def _wrong(first: ErrorDetails, model: type[BaseModel]) -> str:
-    """A complaint in plain words."""
+def _wrong(first: ErrorDetails, model: type[BaseModel], *, brief: bool = False) -> str:
+    """A complaint in plain words; a `brief` one of a key lists what is known only where nothing is near."""
     place = ".".join(map(str, first["loc"])) or "the config"
     if first["type"] == "missing":
         return f"'{place}' is missing"
@@ -152,7 +153,8 @@ def _wrong(first: ErrorDetails, model: type[BaseModel]) -> str:
             unknown = ".".join(map(str, first["loc"][: len(keys) + 1]))
             known = keys_of(schema, at)
             near = nearest(unknown.rpartition(".")[2], known)
-            return f"unknown key '{unknown}'; known here: {', '.join(known)}{near}"
+            listed = "" if brief and near else f"; known here: {', '.join(known)}"
+            return f"unknown key '{unknown}'{listed}{near}"
         place, message = ".".join(map(str, keys)), f"expected {expected(at, schema['$defs'])}"
     got = "" if isinstance(first["input"], dict) else f" (got {first['input']!r})"
     return f"{place}: {message}{got}"

@@ -222,7 +222,8 @@ def test_tasks_that_are_too_few_or_of_an_environment_that_is_not_there(own_world
 def test_every_misspelt_key_is_said_at_once() -> None:
     with pytest.raises(SuiteError) as refused:
         load_suite("demo_math", ["trainer.stepz=3", "engine.slotz=2"])
-    assert "unknown key 'trainer.stepz'" in str(refused.value) and "unknown key 'engine.slotz'" in str(refused.value)
+    misspelt = "unknown key 'engine.slotz'; nearest: slots; unknown key 'trainer.stepz'; nearest: steps"
+    assert f"run 'demo_math': {misspelt} (" in str(refused.value)
 
 
 def test_a_model_whose_folder_is_misspelt_has_a_nearest_one(model: Path) -> None:

@@ -86,6 +86,17 @@ def grid(**more: object) -> dict[str, object]:
     return {"suite": "x", "grid": {"axes": axes, "overrides": ["trainer.steps=7"]}, **more}
 
 
+def test_every_mistake_of_every_run_is_a_line() -> None:
+    """What several runs have wrong is said once."""
+    runs = {"a": ["experiment=demo_mth"], "b": [*MATH, "trainer.stepz=1"], "c": [*MATH, "trainer.stepz=1"], "d": MATH}
+    with pytest.raises(SuiteError) as refused:
+        Suite.load(suite(**runs, e=[*MATH, "engine.max_length=1o"]))
+    first, second, third = str(refused.value).split("\n  ")
+    assert first.startswith("run 'a': no experiment 'demo_mth'") and "nearest: demo_math" in first
+    assert second.startswith("run 'b': unknown key 'trainer.stepz'; known here: steps, ")
+    assert third.startswith("run 'e': engine.max_length: expected an integer") and "got '1o'" in third
+
+
 def test_the_score_of_an_untrained_team_depends_on_what_answers() -> None:
     config = Suite.load(suite(a=MATH)).runs["a"]
 
