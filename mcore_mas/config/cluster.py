@@ -25,7 +25,7 @@ class ClusterConfig(Section):
     address: str = (
         "local"  # a Ray of the run's own; else a running one: host:port of its head, auto (this machine's), ray://
     )
-    restarts: int = Field(3, ge=0)  # of all trainers from the newest checkpoint when one is lost or hangs, in an hour
+    restarts: int = Field(3, ge=0)  # of all trainers from the newest state when one is lost or hangs, in an hour
     hang_s: float | None = Field(1800.0, gt=0)  # without a sign of life of a trainer at work; None: any time
     threads_per_process: int | None = Field(None, ge=1)  # None: the cores over the processes that work at a time
     object_store_mb: int | None = Field(None, ge=80)  # None: what a step's samples need

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,7 @@ _MANIFEST = "manifest.json"
 _MANIFEST_BYTES = 64 << 20
 _REFUSED = "refused_"
 
+_T = TypeVar("_T")
 Written = Callable[[], Awaitable[dict[str, Digest]]]
 Write = Callable[[Path], Awaitable[Written]]
 
@@ -50,12 +51,16 @@ class Saved:
 class Checkpoints:
     """The checkpoints under one folder, newest last."""
 
-    def __init__(self, folder: Path, identity: Identity, *, keep: int, best: int = 0) -> None:
-        """Keep the newest `keep` and the `best` by their metric; what a killed writer left behind is removed."""
+    def __init__(self, folder: Path, identity: Identity, *, keep: int, best: int = 0, waits: bool = True) -> None:
+        """Keep the newest `keep` and the `best` by their metric; what a killed writer left behind is removed.
+
+        `waits`: for room, as `until_room` has it; else a full disk is an error like any other.
+        """
         self._folder = folder
         self.identity = identity
         self._keep = keep
         self._best = best
+        self._until = until_room if waits else _at_once
         self._writing: asyncio.Task[None] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         for partial in folder.glob(".*.partial"):
@@ -93,11 +98,16 @@ class Checkpoints:
             failpoint("checkpoint.begun")
 
         try:
-            await until_room(begin, partial)
+            await self._until(begin, partial)
             files = await write(partial)
         except OSError as error:
             raise _unwritten(partial, error) from error
         self._writing = asyncio.create_task(self._complete(partial, manifest, files))
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._writing is not None and not self._writing.done()
 
     async def finish(self) -> None:
         """Wait for the checkpoint that is being written, if one is.
@@ -178,8 +188,8 @@ class Checkpoints:
 
     async def _complete(self, partial: Path, manifest: dict[str, Any], files: Written) -> None:
         try:
-            manifest["files"] = dict(sorted((await until_room(files, partial)).items()))
-            await until_room(lambda: asyncio.to_thread(self._commit, partial, manifest), partial)
+            manifest["files"] = dict(sorted((await self._until(files, partial)).items()))
+            await self._until(lambda: asyncio.to_thread(self._commit, partial, manifest), partial)
         except ProcessLost:
             raise
         except Exception as error:
@@ -224,6 +234,10 @@ def newest(folder: Path, identity: Identity, told: Callable[[str], None]) -> Sav
     for other, fault in refused:
         told(f"{other}: {fault}")
     return found
+
+
+async def _at_once(write: Callable[[], Awaitable[_T]], path: Path) -> _T:
+    return await write()
 
 
 def _search(folder: Path, identity: Identity) -> tuple[Saved | None, list[tuple[Path, str]]]:

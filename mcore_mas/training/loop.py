@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from mcore_mas.rollout.base.files import Digest
 from mcore_mas.rollout.base.processes import ProcessLost
-from mcore_mas.training.checkpoint import CheckpointError, Written
+from mcore_mas.training.checkpoint import CheckpointError, Write, Written
 from mcore_mas.training.joblog import Abandoned, Stopped
 from mcore_mas.training.metrics import StepMetrics
 from mcore_mas.training.step import TrainingSession, step
@@ -41,6 +41,8 @@ async def train_steps(session: TrainingSession, first: int, unreported: Mapping[
                 await _take(session, number)
     except ProcessLost:
         await session.checkpoints.abandon()  # who was to write it may hang
+        if session.recent:
+            await session.recent.abandon()
         raise
     except BaseException:
         with suppress(CheckpointError, ProcessLost):
@@ -80,6 +82,8 @@ async def _take(session: TrainingSession, number: int) -> None:
     best = _BEST_BY in metrics and checkpoints.is_best(metrics[_BEST_BY])
     if last or best or (number + 1) % trainer.checkpoint_every == 0:
         await _save(session, number + 1, metrics.get(_BEST_BY))
+    elif session.recent and not checkpoints.writing:  # ranks write one state at a time
+        await session.recent.keep(number + 1, _state(session, number + 1), _writer(session))
 
 
 async def _report(session: TrainingSession, number: int, metrics: StepMetrics) -> None:
@@ -118,7 +122,13 @@ async def _save(
     session: TrainingSession, steps: int, metric: float | None, unreported: Mapping[str, float] | None = None
 ) -> None:
     """Begin the checkpoint of the state after `steps` steps; training goes on while it is written."""
-    kl = {policy: asdict(trainer.kl) for policy, trainer in session.trainers.items() if trainer.kl}
+    if session.recent:
+        await session.recent.finish()
+    await session.checkpoints.save(steps, _state(session, steps, unreported), _writer(session), metric)
+
+
+def _state(session: TrainingSession, steps: int, unreported: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """What a run goes on with after `steps` steps, besides what its ranks write."""
     # which hand-overs turns may be behind that are trained after this, and what the weights come from
     versions = {name: s.versions[-1 - session.config.staleness_of(name) :] for name, s in session.weight_sync.items()}
     kept = {0, steps, *(version for own in versions.values() for version in own)}
@@ -127,8 +137,17 @@ async def _save(
         del lineage[version]
     for name, own in versions.items():
         session.weight_sync[name].versions[:] = own
-    state: dict[str, Any] = {"mlflow_run": session.logbook.tracking_run, "kl": kl, "unreported": unreported}
-    state |= {"versions": versions, "lineage": dict(lineage)}
+    return {
+        "mlflow_run": session.logbook.tracking_run,
+        "kl": {policy: asdict(trainer.kl) for policy, trainer in session.trainers.items() if trainer.kl},
+        "unreported": unreported,
+        "versions": versions,
+        "lineage": dict(lineage),
+    }
+
+
+def _writer(session: TrainingSession) -> Write:
+    """What has the ranks write their part of a checkpoint."""
     groups = session.groups
 
     async def write(folder: Path) -> Written:
@@ -139,4 +158,4 @@ async def _save(
         done = await asyncio.gather(*(group.written() for group in groups.values()))
         return {f"{name}/{file}": own[file] for name, own in zip(groups, done, strict=True) for file in own}
 
-    await session.checkpoints.save(steps, state, write, metric)
+    return write

@@ -1,4 +1,4 @@
-"""Cleanup after a killed run: what is left of its own Ray (`python -m mcore_mas.training.ray_cleanup DIR [LOGS]`)."""
+"""Cleanup after a killed run: what is left of its own Ray (`python -m` this, PID DIR [LOGS])."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from mcore_mas.rollout.sync import clear_memory
+
 _WELL, _BADLY = b"well", b"badly"
 
 
@@ -23,7 +25,8 @@ def reaped(session: Path, logs: Path | None) -> Iterator[None]:
     all that still write to the logs of `session`, which it moves to `logs` unless all went well. Where we were killed
     it says so, because we could not.
     """
-    command = [sys.executable, "-m", "mcore_mas.training.ray_cleanup", str(session), *([str(logs)] if logs else [])]
+    given = [str(os.getpid()), str(session), *([str(logs)] if logs else [])]
+    command = [sys.executable, "-m", "mcore_mas.training.ray_cleanup", *given]
     reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert reaper.stdin is not None
     ended = _BADLY
@@ -64,8 +67,9 @@ def tidy(session: Path, logs: Path | None, *, keep: bool) -> None:
 
 if __name__ == "__main__":
     ended = sys.stdin.buffer.read()  # returns when the process that started us has ended, however it ended
-    own, *logged = (Path(argument).resolve() for argument in sys.argv[1:])
+    own, *logged = (Path(argument).resolve() for argument in sys.argv[2:])
     sweep(own)
     if not ended:
         print("error: the training process was killed (SIGKILL; was there memory left?)", file=sys.stderr)
+        clear_memory(int(sys.argv[1]))
     tidy(own, *logged or (None,), keep=ended != _WELL)

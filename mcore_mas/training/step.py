@@ -26,6 +26,7 @@ from mcore_mas.training.metrics import (
     staleness_metrics,
 )
 from mcore_mas.training.policy_trainer import PolicyTrainer, UpdateBatch
+from mcore_mas.training.recent import RecentState
 from mcore_mas.training.weight_sync import Memory, WeightSync
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class TrainingSession:
     logbook: Logbook
     stop: StopSignal = field(default_factory=StopSignal)
     after_step: AfterStep = goes_on
+    recent: RecentState | None = None  # where all ranks are on this process' machine
     credit_watch: CreditWatch = field(default_factory=CreditWatch)
 
     @property

@@ -24,7 +24,7 @@ from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.rewards.coach import Coach
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
-from mcore_mas.training.checkpoint import Checkpoints, Saved
+from mcore_mas.training.checkpoint import Checkpoints, Saved, newest
 from mcore_mas.training.cluster import joined_ray, running_ray
 from mcore_mas.training.crew import Crew
 from mcore_mas.training.engine_factory import make_players, make_renderers, open_remotes, world
@@ -35,6 +35,7 @@ from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.placement import room_for
 from mcore_mas.training.ray_client import train_at
+from mcore_mas.training.recent import RecentState, recent_folder, state_bytes
 from mcore_mas.training.recipe import Identity, identity_of, input_digests, lineage_of
 from mcore_mas.training.step import AfterStep, TrainingSession, goes_on
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
@@ -88,6 +89,7 @@ def train(
         coach = Coach(config.coach, folder / "coach") if config.coach else None
         remotes = open_remotes(config, folder / "remotes")
         make_env = stack.enter_context(world(config, "train/retriever"))
+        recent = stack.enter_context(recent_folder())  # until the ranks are gone
         if room is None:
             room = room_for(config, stack.enter_context(joined_ray(address, folder / "lock.json")))
         else:
@@ -96,7 +98,7 @@ def train(
             stack.enter_context(own_ray)
         crew = stack.enter_context(closing(Crew(config, room, joined=address != "local")))
         stop = StopSignal(signals=after_step is None)
-        run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, after_step, stop)
+        run = _Run(config, config_path, crew, tasks, coach, remotes, make_env, recent, after_step, stop)
         done = asyncio.run(run.train(found, warnings))
         write_json(folder / "done.json", done | {"devices": crew.room.told, "epoch": epoch_of(folder)})
 
@@ -112,11 +114,12 @@ class _Run:
     coach: Coach | None
     remotes: Mapping[str, RemoteClient]
     make_env: Callable[[Task], Env]
+    recent: Path  # folder in memory
     after_step: AfterStep | None
     stop: StopSignal
 
     async def train(self, found: Saved | None, warnings: Sequence[str]) -> dict[str, Any]:
-        """Train from `found`, again from the newest checkpoint whenever trainers are lost; what `done.json` says."""
+        """Train from `found`, again from the newest state whenever trainers are lost; what `done.json` says."""
         self.stop.listen()
         restarts, again = Restarts("trainers", self.config.cluster.restarts), False
         tracked = found.state.get("mlflow_run") if found else None
@@ -138,17 +141,25 @@ class _Run:
                         if not restarts.take():
                             raise TrainingError(f"{lost}; no cluster.restarts left; the same command goes on") from lost
                         again, tracked, left = True, log.tracking_run, restarts.left
-                        log.note(f"{lost}; trainers start again from the newest checkpoint, {left} restarts left")
+                        log.note(f"{lost}; trainers start again from the newest state, {left} restarts left")
                         await self.crew.replace(lost, log.note)
                 warnings = []
-                found = _checkpoints(self.config).newest(warnings.append)
+                found = self._newest(warnings.append)
+
+    def _newest(self, told: Callable[[str], None]) -> Saved | None:
+        """The newest of the checkpoints on disk and of the state in memory."""
+        checkpoints = _checkpoints(self.config)
+        found = checkpoints.newest(told), newest(self.recent, checkpoints.identity, told)
+        return max((saved for saved in found if saved), key=lambda saved: saved.step, default=None)
 
     def _session(self, log: Logbook, found: Saved | None) -> TrainingSession:
         config, engines, trainers = self.config, self.crew.engines, self.crew.trainers
         for line in cut_off(config.agents):
             log.note(line)
         sleeps, state, first = config.engine.sleep, found.state if found else {}, [found.step if found else 0]
-        versions, start = state.get("versions", {}), lineage_of(_identity(config))
+        checkpoints = _checkpoints(config)
+        versions, start = state.get("versions", {}), lineage_of(checkpoints.identity)
+        kept = self.crew.here and not config.cluster.one_by_one  # where trainers take turns, a state moves all of them
         lineage = {int(version): own for version, own in state.get("lineage", {}).items()}
         return TrainingSession(
             config=config,
@@ -171,10 +182,11 @@ class _Run:
                 for name, trainer in trainers.items()
             },
             memory=Memory(engines, self.crew.offloaded, sleeps=sleeps, one_by_one=config.cluster.one_by_one),
-            checkpoints=_checkpoints(config),
+            checkpoints=checkpoints,
             logbook=log,
             stop=self.stop,
             after_step=self.after_step or goes_on,
+            recent=RecentState(self.recent, checkpoints.identity, state_bytes(config), log.note) if kept else None,
         )
 
 

@@ -125,7 +125,7 @@ def memory_path() -> Path:
     Raises:
         FolderError: the folder is somebody else's.
     """
-    folder = MEMORY / f"mcore_mas-{os.getuid()}"
+    folder = _own_memory()
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -135,3 +135,13 @@ def memory_path() -> Path:
         if owner.isdecimal() and not psutil.pid_exists(int(owner)):
             remove_path(left)
     return folder / f"{os.getpid()}-{time.monotonic_ns()}"
+
+
+def clear_memory(pid: int) -> None:
+    """Remove what a process that has ended left in shared memory."""
+    for left in _own_memory().glob(f"{pid}-*"):
+        remove_path(left)
+
+
+def _own_memory() -> Path:
+    return MEMORY / f"mcore_mas-{os.getuid()}"

@@ -192,7 +192,7 @@ def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(tmp
     assert process.returncode == 0, said
     restarts = [line for line in said.splitlines() if "trainers start again" in line]
     assert len(restarts) == 2, said
-    again = "trainers start again from the newest checkpoint"
+    again = "trainers start again from the newest state"
     assert restarts[0].endswith(f"policy verifier: rank 0 died; {again}, 1 restarts left")
     assert re.search(
         r"policy solver: nothing for \d+ s; rank 1 (does not answer in \w+|has not begun, or has ended) "
@@ -203,6 +203,44 @@ def test_a_rank_that_is_killed_and_one_that_hangs_cost_steps_and_not_the_run(tmp
     last = json.loads((run / "train" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last.pop("restarts/trainers") == 2.0
     assert_same(run, unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_a_rank_that_is_killed_in_an_update_costs_the_step_and_nothing_stays_in_memory(
+    tmp_path: Path, unbroken: Path
+) -> None:
+    run = make_run(tmp_path, *SETTINGS, f"trainer.checkpoint_every={STEPS}")
+    process = start(run)
+    deadline = time.monotonic() + 600
+    while 3 not in finished_steps(run):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    killed = rank_of(run, process, "verifier-0", None)
+    doing = run / "train" / "ranks" / "verifier-0.txt"
+    while not doing.read_text().startswith("update"):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.001)
+    killed.send_signal(signal.SIGKILL)
+    finished = max(finished_steps(run)) + 1
+    _, said = process.communicate(timeout=900)
+    assert process.returncode == 0, said
+    assert re.search(rf"continuing from {MEMORY}/\S+/step_{finished:06d}\n", said), said
+    assert [folder.name for folder in (run / "train" / "checkpoints").iterdir()] == [f"step_{STEPS:06d}"]
+    assert not list(MEMORY.glob(f"mcore_mas-*/{process.pid}-*"))
+    assert_same(run, unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_a_training_that_is_killed_leaves_no_state_in_memory(run: Path) -> None:
+    process = start(run)
+    wait_until(lambda: 2 in finished_steps(run) or process.poll() is not None, 600)
+    kept = MEMORY / f"mcore_mas-{os.getuid()}"
+    wait_until(lambda: bool(list(kept.glob(f"{process.pid}-*/step_*"))), 60)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not list(kept.glob(f"{process.pid}-*")), 60)
 
 
 @pytest.mark.slow

@@ -1,0 +1,90 @@
+"""The newest state of a run in this machine's memory: a lost rank costs the step, not all since the last checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mcore_mas.config.run import RunConfig
+from mcore_mas.planning.choose import placement_of, shapes_of
+from mcore_mas.planning.estimate import trainer_kinds
+from mcore_mas.planning.memory import checkpoint_bytes
+from mcore_mas.rollout.base.files import remove_path
+from mcore_mas.rollout.sync import MEMORY, memory_path
+from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Write
+from mcore_mas.training.recipe import Identity
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@contextmanager
+def recent_folder() -> Iterator[Path]:
+    """A folder in shared memory for the block, this user's alone; after a SIGKILL the next run removes it."""
+    folder = memory_path()
+    try:
+        yield folder
+    finally:
+        remove_path(folder)
+
+
+class RecentState:
+    """The state after the last step that was not saved to disk, as long as this machine's memory has room for it."""
+
+    def __init__(self, folder: Path, identity: Identity, size: float, note: Callable[[str], None]) -> None:
+        """`size`: bytes of one state; `note` is told, once, that there is no room or that it could not be written."""
+        self._folder, self._size, self._note, self._told = folder, size, note, False
+        self._states = Checkpoints(folder, identity, keep=1, waits=False)
+
+    async def keep(self, step: int, state: dict[str, Any], write: Write) -> None:
+        """Begin to keep the state after `step` steps in place of the one before; see `Checkpoints.save`."""
+        await self.finish()
+        try:
+            if (free := free_memory()) < 2 * self._size:  # as much again stays free
+                raise CheckpointError(f"{free / 2**20:.0f} MiB of memory are free")
+            await self._states.save(step, state, write)
+        except CheckpointError as error:
+            self._skip(error)
+
+    async def finish(self) -> None:
+        """Wait for the state that is being written, if one is."""
+        try:
+            await self._states.finish()
+        except CheckpointError as error:
+            self._skip(error)
+
+    async def abandon(self) -> None:
+        """Give up the state that is being written, if one is."""
+        await self._states.abandon()
+
+    def _skip(self, why: CheckpointError) -> None:
+        for step in self._folder.glob("step_*"):  # an old one takes up room and is worth less with each step
+            shutil.rmtree(step, ignore_errors=True)
+        if not self._told:
+            self._told = True
+            self._note(
+                f"no state of each step in memory, which takes twice {self._size / 2**20:.0f} MiB ({why}): a lost rank "
+                "costs all steps since the newest checkpoint on disk"
+            )
+
+
+def state_bytes(config: RunConfig) -> float:
+    """What the state of all that a run trains takes."""
+    models, placement = shapes_of(config), placement_of(config)
+    return sum(checkpoint_bytes(models[name], trainer_kinds(config, name, placement)) for name in config.trained)
+
+
+def free_memory() -> int:
+    """Bytes that shared memory may take: as much as its file system, this machine and its control groups have."""
+    free: list[int] = [shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available]
+    own = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"), "/")
+    for group in (_CGROUPS / own.strip("/"), *(_CGROUPS / own.strip("/")).parents):
+        if (limit := group / "memory.max").is_file() and (most := limit.read_text().strip()) != "max":
+            rows = (row.split() for row in (group / "memory.stat").read_text().splitlines())
+            pages = sum(int(size) for name, size in rows if name in ("active_file", "inactive_file"))  # given back
+            free.append(int(most) - int((group / "memory.current").read_text()) + pages)
+    return min(free)
