@@ -63,6 +63,9 @@ def logged(path: Path | str) -> Iterator[None]:
     os.close(log)
     try:
         yield
+    except KeyboardInterrupt:
+        print(f"{CAUSE}ended by a second Ctrl-C; the same command goes on from what is saved", file=sys.stderr)
+        sys.exit(130)
     except Exception as error:
         print(shown_text(traceback.format_exc()), file=sys.stderr, end="")
         print(CAUSE + cause(error), file=sys.stderr)
@@ -210,9 +213,13 @@ class StopSignal:
 
     def tell(self, number: int | None = None) -> None:
         """Tell the run to stop, by the signal of this number or without one."""
-        if number == signal.SIGINT and self._told.is_set():
+        if number == signal.SIGINT and self.came:
             raise KeyboardInterrupt
-        self.by = signal.Signals(number).name if number else self.by
+        if number:
+            self.by = signal.Signals(number).name
+            told = f"{self.by}: stopping, once what was learned is saved; another Ctrl-C does not wait for that"
+            for stream in {sys.stderr, terminal()} - {None} if not self.came else ():
+                print(told, file=stream)
         self._told.set()
 
     def listen(self) -> None:

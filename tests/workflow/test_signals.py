@@ -10,9 +10,11 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import pexpect
 import psutil
 import pytest
 
+from mcore_mas.training.joblog import failure_message
 from tests.support.run_folder import make_run
 
 STOPS = [signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGINT]
@@ -117,3 +119,34 @@ def test_a_job_of_any_stage_says_by_what_it_was_stopped(tmp_path: Path) -> None:
     process.terminate()
     assert process.wait(60) == 1
     assert log.read_text().splitlines()[-1] == "error: stopped by SIGTERM; the same command goes on from what is saved"
+
+
+PATIENT = """
+import asyncio, sys
+from mcore_mas.training.joblog import StopSignal, logged
+async def at_work():
+    StopSignal().listen()
+    print("at work")
+    await asyncio.sleep(600)
+with logged(sys.argv[1]):
+    asyncio.run(at_work())
+"""
+
+
+def test_ctrl_c_is_answered_at_once_and_the_second_is_the_cause(tmp_path: Path) -> None:
+    """At a terminal, of a job that writes to a log, as jobs of the pipeline do."""
+    log = tmp_path / "job.log"
+    job = pexpect.spawn(sys.executable, ["-c", PATIENT, str(log)], timeout=60, encoding="utf-8")
+    while not (log.is_file() and "at work" in log.read_text()):
+        assert job.isalive()
+        time.sleep(0.02)
+    job.sendintr()
+    job.expect_exact("SIGINT: stopping, once what was learned is saved; another Ctrl-C does not wait for that")
+    job.sendintr()
+    job.expect(pexpect.EOF)
+    job.close()
+    assert job.exitstatus == 130
+    said = log.read_text().splitlines()
+    assert said[1].startswith("SIGINT: stopping, once") and len(said) == 3  # no traceback
+    assert said[2] == "error: ended by a second Ctrl-C; the same command goes on from what is saved"
+    assert failure_message([str(log)], 0, []).strip().startswith(said[2])
