@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,6 +31,15 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     notebook = (tmp_path / "notebooks" / "first_team.html").read_text()
     assert "<svg" in notebook and "<iframe sandbox srcdoc=" in notebook and "shown-" not in notebook
     assert 'href="../chats.html"' in (tmp_path / "notebooks" / "own_environment.html").read_text()
+
+
+def test_the_first_page_leads_to_all_that_one_begins_with() -> None:
+    nav = {
+        name: pages for part in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"] for name, pages in part.items()
+    }
+    readme = (ROOT / "README.md").read_text().partition("## One training step")[0]  # its first screen
+    begin = [page.removesuffix(".md") for page in [*nav["Start"], *nav["Tutorials"]] if page != "index.md"]
+    assert len(begin) > 10 and not [page for page in begin if f"](docs/{page}." not in readme]
 
 
 @pytest.mark.parametrize("link", ["gone.md", "quickstart.md#gone"])
