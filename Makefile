@@ -45,7 +45,11 @@ tables-tiny: $(STAMP) ## make every paper's table at the scale tiny and docs/tab
 	@status=0; $(BIN)/snakemake tables --keep-going --config scale=tiny || status=$$?; \
 	$(BIN)/python -m docs.writers tables_tiny; exit $$status
 
-test: $(STAMP) ## run every test, in two processes (WORKERS=2)
+$(VENV)/chromium: | $(STAMP) # for tests of pages, where there is none
+	@command -v chromium chromium-browser google-chrome chrome >/dev/null || \
+	  $(BIN)/python -m tests.support.debian $@ chromium usr/lib/chromium/chromium
+
+test: $(STAMP) $(VENV)/chromium ## run every test, in two processes (WORKERS=2)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(STAMP) ## run the tests of kernels on this machine's GPU
@@ -58,7 +62,7 @@ test-slurm: $(STAMP) ## run jobs, failures, preemption and a paper's table on a 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --slurm --junitxml results/slurm.xml tests/slurm tests/workflow/test_training.py
 	$(BIN)/python -m tests.faults.page results/slurm.xml
 
-test-mlflow: $(STAMP) .venv-mlflow2/.stamp ## compare two runs in MLflow's real pages, make docs/mlflow.md's pictures; send runs to MLflow 2
+test-mlflow: $(STAMP) $(VENV)/chromium .venv-mlflow2/.stamp ## compare two runs in MLflow's real pages, make docs/mlflow.md's pictures; send runs to MLflow 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --mlflow docs/pictures \
 	  tests/workflow/test_mlflow_pages.py tests/workflow/test_mlflow_before_3.py
 
@@ -76,7 +80,7 @@ first-curve: $(STAMP) ## time it from pip install of the wheel to a risen curve,
 test-gateway: $(STAMP) ## play a thousand random agent programs: every sampled token accounted for, never a 5xx
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.gateway_fuzz 1000
 
-test-documents: $(STAMP) ## run every command of the documents that runs on a CPU, also those that take minutes
+test-documents: $(STAMP) $(VENV)/chromium ## run every command of the documents that runs on a CPU, also those that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --documents tests/workflow/test_shell_blocks.py tests/workflow/test_scaffold.py
 
 kills: $(STAMP) ## kill a pipeline at every boundary between two writes, or at a share of them (SHARE=1/4)

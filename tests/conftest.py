@@ -47,12 +47,13 @@ def running_ray() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def slurm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A real Slurm of two pretended machines; without Debian's packages, and without --slurm, the test is skipped."""
-    from tests.slurm.cluster import NoSlurm, Slurm
+    from tests.slurm.cluster import Slurm
+    from tests.support.debian import NoPackages
 
     try:
         with Slurm(folder=tmp_path_factory.mktemp("slurm")) as cluster:
             yield cluster
-    except NoSlurm as error:
+    except NoPackages as error:
         if request.config.getoption("--slurm"):
             raise
         pytest.skip(str(error))

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from mcore_mas.rollout.base.processes import free_port, start_group, stop_group
+from tests.support.debian import unpacked
 
 PACKAGES = [
     "slurmctld",
@@ -48,43 +49,6 @@ ACCOUNTING += ["libmariadb3"]
 GPUS, CPUS, MEMORY = 4, 12, 64_000  # of a node, pretended; memory in MB
 
 
-class NoSlurm(RuntimeError):
-    """The packages cannot be had here: one line that says why."""
-
-
-def unpacked(folder: Path, packages: Sequence[str]) -> Path:
-    """Debian's packages, fetched by apt-get and unpacked into `folder`.
-
-    Raises:
-        NoSlurm: there is no apt-get, or it cannot fetch them.
-    """
-    if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
-        raise NoSlurm("packages come from Debian or Ubuntu, and there is no apt-get here")
-    debs = folder / "debs"
-    debs.mkdir(parents=True)
-    done = _apt(debs, "download", *packages)
-    if done.returncode:  # nothing is known of packages here, as in a fresh container
-        own = ["-o", f"Dir::State::lists={folder}/lists", "-o", f"Dir::Cache={folder}/cache"]
-        for made in ("lists/partial", "cache/archives/partial"):
-            (folder / made).mkdir(parents=True)
-        _apt(debs, *own, "update")
-        done = _apt(debs, *own, "download", *packages)
-    if done.returncode:
-        raise NoSlurm(f"apt-get cannot fetch {packages[0]} and others: {(done.stderr.splitlines() or ['?'])[-1]}")
-    for deb in debs.iterdir():
-        subprocess.run(["dpkg-deb", "-x", deb, folder / "root"], check=True)
-    shutil.rmtree(debs)
-    for daemon in (folder / "root/usr/sbin").glob("*-wlm"):  # they ask their own name what they are
-        daemon.with_name(daemon.name.removesuffix("-wlm")).symlink_to(daemon.name)
-    return folder / "root"
-
-
-def _apt(debs: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    sandbox = ["-o", f"APT::Sandbox::User={getpass.getuser()}", "-o", "Acquire::http::Timeout=20"]
-    command = ["timeout", "180", "apt-get", *sandbox, *words]
-    return subprocess.run(command, cwd=debs, capture_output=True, text=True, check=False)
-
-
 @dataclass(kw_only=True)
 class Slurm(AbstractContextManager["Slurm"]):
     """A cluster of `nodes` machines that are all this one, with pretended CPUs and GPUs, for the block."""
@@ -101,9 +65,11 @@ class Slurm(AbstractContextManager["Slurm"]):
         """Fetch, configure and start everything.
 
         Raises:
-            NoSlurm: the packages cannot be had.
+            NoPackages: the packages cannot be had.
         """
         root = unpacked(self.folder, [*PACKAGES, *(ACCOUNTING if self.accounting else ())])
+        for daemon in (root / "usr/sbin").glob("*-wlm"):  # they ask their own name what they are
+            daemon.with_name(daemon.name.removesuffix("-wlm")).symlink_to(daemon.name)
         lib = root / "usr/lib/x86_64-linux-gnu"
         if not lib.is_dir():
             lib = next((root / "usr/lib").glob("*-linux-gnu"))

@@ -17,8 +17,10 @@ from typing import Any, Self
 
 import pytest
 
-BINARY = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-needs_chromium = pytest.mark.skipif(BINARY is None, reason="needs Chromium (Debian: apt-get install chromium)")
+_OWN = Path(__file__).resolve().parents[2] / ".venv/chromium/bin/chromium"  # which `make test` fetches
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", str(_OWN))
+BINARY = next(filter(None, map(shutil.which, _NAMES)), None)
+needs_chromium = pytest.mark.skipif(BINARY is None, reason="needs Chromium, which `make test` fetches by apt-get")
 _ALONE = "MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"  # whatever a page asks of another host fails
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.slurm.cluster import NoSlurm, unpacked
+from tests.support.debian import NoPackages, program
 
 _SECONDS = 900  # after which a node that was left behind ends by itself
 _INSIDE = "hostname {name}; mount -t tmpfs -o size=4g tmpfs /dev/shm; mount -t tmpfs tmpfs {ray}; exec sleep {seconds}"
@@ -28,21 +28,13 @@ def _have_ip() -> None:
     """Put `ip` onto this process's PATH where there is none, from Debian's packages, until this process ends.
 
     Raises:
-        NoSlurm: they cannot be had.
+        NoPackages: they cannot be had.
     """
     if shutil.which("ip"):
         return
     folder = Path(tempfile.mkdtemp(prefix="iproute2-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    root = unpacked(
-        folder, ["iproute2", "libbpf1", "libelf1", "libmnl0", "libbsd0", "libmd0", "libcap2", "libxtables12"]
-    )
-    libraries = ":".join(sorted({str(file.parent) for file in root.rglob("*.so.*")}))
-    [program, *_] = [path for path in (root / "sbin/ip", root / "usr/sbin/ip", root / "bin/ip") if path.is_file()]
-    (folder / "bin").mkdir()
-    (folder / "bin/ip").write_text(f'#!/bin/sh\nLD_LIBRARY_PATH={libraries} exec {program} "$@"\n')
-    (folder / "bin/ip").chmod(0o755)
-    os.environ["PATH"] += f":{folder}/bin"
+    os.environ["PATH"] += f":{program(folder, 'iproute2', 'bin/ip', 'usr/bin/ip', 'sbin/ip').parent}"
 
 
 @cache
@@ -52,7 +44,7 @@ def missing() -> str:
         return "needs root, for network namespaces"
     try:
         _have_ip()
-    except NoSlurm as error:
+    except NoPackages as error:
         return f"needs ip; {error}"
     for tool in ("unshare", "nsenter"):
         if shutil.which(tool) is None:
