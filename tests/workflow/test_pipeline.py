@@ -46,6 +46,7 @@ def test_the_tiny_suite_runs_to_its_report_and_then_has_nothing_to_do(tmp_path: 
     assert all(run.info.end_time > run.info.start_time for run in runs if run.data.tags["stage"] == "bootstrap")
     assert "Compare the trainings in MLflow" in page and "compare-runs?runs=" in page
     assert all(run.info.run_id in page for run in runs if run.data.tags["stage"] == "train")
+    assert "experiment=demo_math data.train=40" in page and "evaluation.samples=2 data.train=40" not in page  # once
     assert "</html>" in page and "tiny_math: cold start</text>" in page and "tiny_search: index</text>" in page
 
     for run, agents in {"tiny_math": {"solver", "verifier"}, "tiny_search": {"verifier"}}.items():

@@ -29,7 +29,9 @@ try:
         check_suite(SUITE, NODE_GPUS)
 except SuiteError as error:  # one line, no traceback, before any job starts
     raise SystemExit(f"error: {error}") from None
-config["experiments"] = SUITE.overrides  # a grid written out, for the report
+config["experiments"] = SUITE.overrides  # grids and the suite's overrides written out, for the report
+config.pop("grid", None)
+config.pop("overrides", None)
 if SUITE.configs:
     config["config_dir"] = str(SUITE.configs)  # the report's suite file is elsewhere
 

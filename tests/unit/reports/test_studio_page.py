@@ -67,6 +67,22 @@ def test_a_turn_shows_the_turns_it_was_compared_with(page: Browser, tmp_path: Pa
     assert rows == [heading, "1 0 solver 1 1 -0.707", "3 0 solver 3 3 +0.707"]  # 1 over 1.414
 
 
+HUES = """Object.fromEntries([...document.querySelectorAll('figure')].map(figure => [
+  figure.querySelector('b').textContent, [...figure.querySelectorAll('span:has(i)')].map(
+    one => one.innerText.split(' ')[0] + ' ' + one.querySelector('i').style.background).sort()]))"""
+
+
+def test_an_agent_has_one_colour_in_all_charts(page: Browser, tmp_path: Path) -> None:
+    """Also where metrics come in another order, and where an agent is alone."""
+    rows = [("verifier", "entropy"), ("solver", "entropy"), ("verifier", "kl")]
+    with (tmp_path / "results/a/train/metrics.jsonl").open("a") as journal:
+        journal.write(json.dumps({"step": 3} | {f"agent/{agent}/{name}": 0.5 for agent, name in rows}) + "\n")
+    page.until(f"'agent/*/kl' in {HUES}")
+    both = ["solver var(--c0)", "verifier var(--c1)"]
+    found = page.value(HUES)
+    assert [found[f"agent/*/{name}"] for name in ("reward_mean", "entropy", "kl")] == [both, both, both[1:]]
+
+
 def put(page: Browser, name: str, value: str, event: str = "input") -> None:
     page.value(SET.format(name, value, event))
 
