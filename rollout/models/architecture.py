@@ -38,6 +38,11 @@ class Experts:
     normalised: bool  # the k probabilities are scaled to a sum of 1; else they are what softmax over all E gives
     sparse: tuple[bool, ...]  # by layer; the others have a dense feed-forward part
 
+    @property
+    def number_bytes(self) -> int:
+        """Of an expert's number where it is written down, little-endian; all bits set stand for none."""
+        return 1 if self.count < 256 else 2
+
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Experts:
         """From the config.json of a Qwen3-MoE, as transformers 4 or 5 writes it."""

@@ -36,6 +36,7 @@ _TYPES = {
     "tokens": pa.list_(pa.int32()),
     "logprobs": pa.list_(pa.float32()),
     "scores": pa.map_(pa.string(), pa.float64()),
+    "bytes": pa.binary(),
 }
 
 
@@ -55,7 +56,7 @@ _TYPES["turns"] = pa.list_(
             index:int32 round:int32 agent:string policy:string policy_version:int64 versions:spans node:string
             state_key:string anchor:string messages:messages prompt_ids:tokens completion_ids:tokens logprobs:logprobs
             temperature:float32 text:string finish_reason:string valid:bool seed:uint64 scores:scores reward:float64
-            masked:bool chat:string started_s:float64 took_s:float64
+            masked:bool chat:string started_s:float64 took_s:float64 routing:bytes
         """)
     )
 )

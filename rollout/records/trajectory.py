@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from base64 import urlsafe_b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator
 
 _Record = TypeVar("_Record")
+# Which experts of a mixture the engine sent each token to: [tokens, sparse layers, k] as `Experts` writes numbers; b""
+# where nobody knows. The last token of all is not among them: nothing was computed of it. In JSON it is base64
+Routing = Annotated[bytes, BeforeValidator(lambda value: urlsafe_b64decode(value) if isinstance(value, str) else value)]
 _COUNTED = ("overlong", "undecided", "quarantined")  # why a trajectory failed, as its metrics name it
 
 
@@ -146,6 +152,7 @@ class Completion:
     finish_reason: str  # stop | length | abort
     versions: tuple[VersionSpan, ...]
     cached_tokens: int = 0  # prompt tokens whose keys and values were reused
+    routing: Routing = field(default=b"", repr=False)  # [P + C - 1, ...] of prompt and completion
 
     def then(self, rest: Completion) -> Completion:
         """This one, cut off, and the `rest` of it."""
@@ -203,6 +210,7 @@ class Turn:
     masked: bool = False  # does not train; its reward is None where nothing can be said of it, and counts for its peers
     started_s: float = field(default=0.0, compare=False)  # Unix time
     took_s: float = field(default=0.0, compare=False)  # until the reply was there, waiting for a slot included
+    routing: Routing = field(default=b"", repr=False)  # [P + C - 1, ...] of prompt and completion
 
     def __post_init__(self) -> None:
         clean_fields(self, "text")

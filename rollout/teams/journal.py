@@ -185,8 +185,12 @@ def _asked(messages: Sequence[Message]) -> str:
     return hashlib.blake2b(to_json(list(messages)), digest_size=8).hexdigest()
 
 
+def _json(record: object) -> bytes:
+    return to_json(record, inf_nan_mode="constants", bytes_mode="base64")  # many times faster than json on records
+
+
 def _line(row: Mapping[str, Any]) -> bytes:
-    text = to_json(row, inf_nan_mode="constants")  # many times faster than json on records
+    text = _json(row)
     return b"%08x %b\n" % (zlib.crc32(text), text)
 
 
@@ -231,7 +235,7 @@ def write_quarantined(
         "step": trajectory.step,
         "sample": trajectory.sample,
         "replies": [
-            {"seed": own, "messages": [asdict(message) for message in messages], **asdict(reply)}
+            {"seed": own, "messages": [asdict(message) for message in messages], **json.loads(_json(reply))}
             for own, (messages, reply) in heard.items()
         ],
     }

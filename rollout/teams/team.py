@@ -303,6 +303,7 @@ def _turn(call: Call, said: PolicyReply, reply: AgentReply, *, node: str, seed: 
         scores=_chat_scores(reply, said.root),
         chat=call.chat.id if call.chat else "",
         masked=not said.trainable,
+        routing=completion.routing,
     )
 
 

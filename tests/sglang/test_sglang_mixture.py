@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from mcore_mas.rollout.sync import make_sender
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, worst
 from tests.support import reference
 from tests.support.sglang_server import make_engine
+from tests.unit.engines.test_routing import chosen
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
@@ -86,6 +88,20 @@ def test_every_expert_of_the_server_is_compared(mixture: Mixture) -> None:
     mixture.engine._transport = "disk"
     server, trainer = asyncio.run(play())
     assert {name: value for name, value in server.items() if "rotary_emb" not in name} == trainer
+
+
+def test_it_names_the_experts_that_hugging_face_chooses(sglang: str, tmp_path: Path) -> None:
+    if "://" in sglang:
+        pytest.skip("the server is to be started here")
+    model = reference.make_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[])
+    engine = make_engine(sglang, tmp_path / "model", tmp_path, restarts=0, routing=True)
+    try:
+        requests = [(prompt, Sampling(max_tokens=12)) for prompt in prompts(4, seed=32)]
+        for (prompt, _), said in zip(requests, ask(engine, requests), strict=True):
+            own = chosen(model, [*prompt, *said.token_ids], k=2)
+            assert (np.sort(np.frombuffer(said.routing, "u1").reshape(own.shape)) == own).all()
+    finally:
+        engine.close()
 
 
 def test_dense_layers_among_them_are_refused(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ With --enable-lora it holds adapters by name as SGLang 0.5.23 does (managers/tok
 for its rank, its modules or DoRA; giving one up waits for its requests. Prompt [15] is answered after /free only.
 """
 
+import base64
 import json
 import os
+import struct
 import sys
 import threading
 import time
@@ -80,6 +82,11 @@ def generated(body: dict[str, Any]) -> dict[str, Any]:
         "output_token_logprobs": [[-0.5, token, None]] * count,
         "weight_version": STATE["version"],
     }
+    if body.get("return_routed_experts") and "--enable-return-routed-experts" in sys.argv:
+        told = json.loads((Path(OPTIONS["--model-path"]) / "config.json").read_text())
+        each = list(range(told["num_experts_per_tok"])) * told["num_hidden_layers"]
+        tokens = len(body["input_ids"]) + count - 1
+        meta["routed_experts"] = base64.b64encode(struct.pack(f"<{tokens * len(each)}i", *each * tokens)).decode()
     return {"output_ids": [token] * count, "meta_info": meta}
 
 

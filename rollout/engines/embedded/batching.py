@@ -55,7 +55,7 @@ class EmbeddedEngine:
     completion in tokens. A request's tokens depend on its prompt, sampling and the weights; what else runs changes
     the last bits of a log-probability, because sums over more rows are made in another order. With `deterministic`
     it changes nothing, and a trainer with `deterministic` says the same to the bit (`ExactDecoder`); where that is not
-    possible every sequence is computed by itself, which takes several times longer.
+    possible every sequence is computed by itself, several times slower. `routing`: completions name tokens' experts.
     """
 
     def __init__(
@@ -66,14 +66,15 @@ class EmbeddedEngine:
         version: int = 0,
         reuse_prefixes: bool = True,
         deterministic: bool = False,
+        routing: bool = False,
     ) -> None:
         self.stats, self.max_length = Stats(), decoder.max_length
         self.decoder = exact_decoder(decoder) if deterministic else decoder  # the model and its weights
         self._rows = CacheRows(rows, decoder.max_length, version)
         self._cache: Any = None  # as while the engine sleeps
-        self._asleep: set[Tag] = set()
+        self._asleep, self._routing, self._reuse = set[Tag](), routing, reuse_prefixes
         self.wake(["kv_cache"])
-        self._reuse, self._alone = reuse_prefixes, deterministic and not self.decoder.exact
+        self._alone = deterministic and not self.decoder.exact
         self._waiting: deque[GenerationRequest] = deque()
         self._done: list[tuple[int, Outcome]] = []
 
@@ -189,7 +190,8 @@ class EmbeddedEngine:
         if "weights" in tags:
             self.decoder.restore()
         if "kv_cache" in tags and self._cache is None:
-            self._cache = Cache(self.decoder.shape, len(self._rows.live), self.max_length, self.decoder.device)
+            sizes = self.decoder.shape, len(self._rows.live), self.max_length
+            self._cache = Cache(*sizes, self.decoder.device, routing=self._routing)
 
     def reset(self) -> None:
         """Drop every request and every cached prefix, unanswered: the way back after `step` has raised."""
@@ -199,8 +201,7 @@ class EmbeddedEngine:
 
     def _admit(self) -> None:
         """Prefill waiting requests, in order, up to one pass's budget; equal prompts are computed once."""
-        began = time.thread_time()
-        rows = self._rows
+        began, rows = time.thread_time(), self._rows
         spans = plan(rows, self._waiting, reuse=self._reuse, alone=self._alone)
         logits = self.decoder.prefill(self._cache, spans)
         placed, index = [span.row for span in spans], list(range(len(spans)))
@@ -220,8 +221,7 @@ class EmbeddedEngine:
         self._emit(np.array(placed), logits)
 
     def _decode(self, live: np.ndarray) -> None:
-        began = time.thread_time()
-        rows = self._rows
+        began, rows = time.thread_time(), self._rows
         batches = live[:, None] if self._alone else [live]
         parts = [self.decoder.decode(self._cache, *rows.newest(batch)) for batch in batches]
         logits = torch.cat(parts) if self._alone else parts[0]
@@ -232,8 +232,7 @@ class EmbeddedEngine:
 
     def _emit(self, placed: np.ndarray, logits: Tensor) -> None:
         """Sample the next token of the rows `placed` from their `logits`, and end those that are complete."""
-        began = time.thread_time()
-        rows = self._rows
+        began, rows = time.thread_time(), self._rows
         stopped, ended, broken = rows.append(placed, *rows.draw(placed, logits))
         for row, at_stop in zip(placed[ended].tolist(), stopped[ended].tolist(), strict=True):
             self._finish(row, "stop" if at_stop else "length")
@@ -247,7 +246,8 @@ class EmbeddedEngine:
         self.stats.sample_s += time.thread_time() - began
 
     def _finish(self, row: int, reason: str) -> None:
-        self._done.append((self._rows.requests[row].id, self._rows.vacate(row, reason)))
+        rows, routing = self._rows, self._cache.routed(row, int(self._rows.size[row]) - 1)
+        self._done.append((rows.requests[row].id, rows.vacate(row, reason, routing)))
 
 
 class Dispatcher(StreamingEngine):

@@ -20,8 +20,15 @@ _SHARED_COST = 600  # the same of a block of groups, which copies and adds betwe
 class Cache:
     """Keys and values of `rows` sequences of at most `length` tokens."""
 
-    def __init__(self, shape: Architecture, rows: int, length: int, device: torch.device) -> None:
-        lead = (shape.layers, rows, shape.kv_heads)
+    def __init__(
+        self, shape: Architecture, rows: int, length: int, device: torch.device, *, routing: bool = False
+    ) -> None:
+        """Empty; with `routing` a mixture's also holds which experts each token went to."""
+        lead, experts = (shape.layers, rows, shape.kv_heads), shape.experts
+        self.routing: np.ndarray | None = None  # [rows, length, sparse layers, k]
+        if routing and experts is not None:
+            sizes = (rows, length, sum(experts.sparse), experts.per_token)
+            self.routing = np.zeros(sizes, f"<u{experts.number_bytes}")
         length = 16 * math.ceil(length / 16)
         length += 16 * (length % 128 == 0)  # a power-of-two stride would put a row's keys on the same cache lines
         # transposed: the product with a query is then fast
@@ -36,9 +43,15 @@ class Cache:
             rows = torch.tensor(targets, device=keys.device)
             keys[:, rows, :, :, :tokens] = keys[:, source, None, :, :, :tokens]
             values[:, rows, :, :tokens] = values[:, source, None, :, :tokens]
+            if self.routing is not None:
+                self.routing[targets, :tokens] = self.routing[source, :tokens]
         else:
             keys.select(-4, targets)[..., :tokens] = keys.select(-4, source)[..., :tokens]
             values.select(-4, targets)[..., :tokens, :] = values.select(-4, source)[..., :tokens, :]
+
+    def routed(self, row: int, tokens: int) -> bytes:
+        """The experts of a row's first `tokens` positions, as `Completion` has them."""
+        return b"" if self.routing is None else self.routing[row, :tokens].tobytes()
 
     def clear(self, row: int) -> None:
         """Forget a row's numbers, where some are not finite: a masked NaN is still NaN."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.engines.embedded.cache import Cache, Decoding
-from mcore_mas.rollout.models.architecture import Architecture
+from mcore_mas.rollout.models.architecture import Architecture, Experts
 from mcore_mas.rollout.models.fused_weights import AdapterShape, AdapterWeights, Layer, Weights
 from mcore_mas.rollout.models.layout import Projection
 
@@ -118,8 +118,8 @@ class CachedDecoder:
         x = F.embedding(self._put(np.concatenate([span.ids for span in spans])), self._active.embed)
         rotation = self._rotation[positions][:, None]
         numbers = np.array([span.adapter for span in spans])
-        low = self._low_rank(np.repeat(numbers, sizes))
-        final = self.shape.layers - 1
+        low, chosen = self._low_rank(np.repeat(numbers, sizes)), list[Tensor]()
+        final = self.shape.layers - 1 if cache.routing is None else -1  # all tokens' experts are wanted, of all layers
         for index, layer in enumerate(self._active.layers):
             q, k, v = self._project(layer, x, rotation, low[index])
             if index == final:
@@ -137,13 +137,16 @@ class CachedDecoder:
                     mixed[n] = self._attend(q[end - 1 : end], keys, values, stop - 1)
                 else:
                     mixed[tokens] = self._attend(q[tokens], keys, values, span.start)
-            x = self._finish(layer, x, mixed, low[index])
+            x = self._finish(layer, x, mixed, low[index], chosen)
+        if cache.routing is not None:
+            x = x[last]
+            _note(cache.routing, spans, _numbers(chosen))
         return self._logits(x)
 
     @torch.inference_mode()
     def decode(self, cache: Cache, batch: Decoding, ids: np.ndarray) -> Tensor:
         """Run one token `ids` [N] in each row of the batch; logits [N, V]."""
-        low = self._low_rank(batch.adapters)
+        low, chosen = self._low_rank(batch.adapters), list[Tensor]()
         blocks = cache.blocks(batch, alone=self.exact)
         row, position = self._put(batch.rows), self._put(batch.positions)
         x = F.embedding(self._put(ids), self._active.embed)
@@ -156,7 +159,9 @@ class CachedDecoder:
             values[row, :, position] = v
             for block in blocks:
                 mixed[block.part] = block.attend(q[block.part], keys, values, index, exact=self.exact)
-            x = self._finish(layer, x, mixed, low[index])
+            x = self._finish(layer, x, mixed, low[index], chosen)
+        if cache.routing is not None:
+            cache.routing[batch.rows, batch.positions] = _numbers(chosen)
         return self._logits(x)
 
     def _low_rank(self, numbers: np.ndarray) -> Sequence[Add]:
@@ -195,34 +200,19 @@ class CachedDecoder:
             out[first : first + size] = mixed.view(kv_heads * groups, size, -1).transpose(0, 1).flatten(1)
         return out
 
-    def _finish(self, layer: Layer, x: Tensor, mixed: Tensor, add: Add) -> Tensor:
+    def _finish(self, layer: Layer, x: Tensor, mixed: Tensor, add: Add, chosen: list[Tensor]) -> Tensor:
+        """What leaves a layer [N, hidden]; of a sparse one the experts [N, k] of each token join `chosen`."""
         x = self._plus(x, mixed, layer.out)
         add("out", mixed, x)
         normed = self._norm(x, layer.post_norm)
         if layer.router is not None:
-            return self._add_experts(layer, layer.router, x, normed)
+            chosen.append(_add_experts(self._times, self.shape.experts, layer, x, normed))
+            return x
         gate_up = self._times(normed, layer.gate_up)
         add("gate_up", normed, gate_up)
         wide = _gated(gate_up)
         x.add_(self._times(wide, layer.down))
         add("down", wide, x)
-        return x
-
-    def _add_experts(self, layer: Layer, router: Tensor, x: Tensor, normed: Tensor) -> Tensor:
-        """`x` [N, hidden], in place, with what each token's experts make of `normed` [N, hidden]."""
-        experts = self.shape.experts
-        assert experts is not None
-        shares, chosen = self._times(normed, router).softmax(-1).topk(experts.per_token, dim=-1)
-        if experts.normalised:
-            shares /= shares.sum(-1, keepdim=True)
-        order = chosen.flatten().argsort(stable=True)  # places (token, choice), by expert
-        sizes = chosen.flatten().bincount(minlength=experts.count).tolist()
-        for expert, places in enumerate(order.split(sizes)):
-            if len(places):
-                tokens = places // experts.per_token
-                wide = _gated(self._times(normed[tokens], layer.gate_up[expert]))
-                out = self._times(wide, layer.down[expert])
-                x.index_add_(0, tokens, out.mul_(shares.flatten()[places, None]))
         return x
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -236,6 +226,41 @@ class CachedDecoder:
 
     def _plus(self, x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor:
         return torch.addmm(x, mixed, weight.t())
+
+
+def _add_experts(
+    times: Callable[[Tensor, Tensor], Tensor], experts: Experts | None, layer: Layer, x: Tensor, normed: Tensor
+) -> Tensor:
+    """Add to `x` [N, hidden], in place, what tokens' experts make of `normed` [N, hidden]; which experts [N, k]."""
+    assert experts is not None and layer.router is not None
+    shares, chosen = times(normed, layer.router).softmax(-1).topk(experts.per_token, dim=-1)
+    if experts.normalised:
+        shares /= shares.sum(-1, keepdim=True)
+    order = chosen.flatten().argsort(stable=True)  # places (token, choice), by expert
+    sizes = chosen.flatten().bincount(minlength=experts.count).tolist()
+    for expert, places in enumerate(order.split(sizes)):
+        if len(places):
+            tokens = places // experts.per_token
+            wide = _gated(times(normed[tokens], layer.gate_up[expert]))
+            out = times(wide, layer.down[expert])
+            x.index_add_(0, tokens, out.mul_(shares.flatten()[places, None]))
+    return chosen
+
+
+def _numbers(chosen: Sequence[Tensor]) -> np.ndarray:
+    """[N, sparse layers, k] from each sparse layer's [N, k]."""
+    numbers: np.ndarray = torch.stack(list(chosen), 1).cpu().numpy()
+    return numbers
+
+
+def _note(routing: np.ndarray, spans: Sequence[Span], numbers: np.ndarray) -> None:
+    """Write down, in the cache's `routing`, the experts of the spans' tokens, which lie end to end in `numbers`."""
+    end = 0
+    for span in spans:
+        if span.source != span.row:
+            routing[span.row, : span.start] = routing[span.source, : span.start]
+        first, end = end, end + len(span.ids)
+        routing[span.row, span.start : span.start + len(span.ids)] = numbers[first:end]
 
 
 def _gated(gate_up: Tensor) -> Tensor:

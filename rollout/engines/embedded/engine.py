@@ -64,6 +64,7 @@ class HostedSettings:
     rows: int = 192  # sequences held at once
     threads: int = 1
     deterministic: bool = False  # as in `EmbeddedEngine`
+    routing: bool = False  # as there
     device: str = "cpu"  # or "cuda", which needs a GPU in `place`
     place: Mapping[str, Any] | None = None  # actor options; None: nothing set aside
     transport: str = "shared"  # how new weights come; "disk" and "delta" go through ...
@@ -97,7 +98,8 @@ class Host(EmbeddedEngine):
             decoder.load(read_tensors(source))
         else:
             decoder.adopt(weights.half)
-        super().__init__(decoder, rows=settings.rows, version=weights.version, deterministic=settings.deterministic)
+        ways = {"deterministic": settings.deterministic, "routing": settings.routing}
+        super().__init__(decoder, rows=settings.rows, version=weights.version, **ways)
         for number, own in enumerate(adapters, 1):
             if own.half is not None:
                 self._adopt_adapter(number, own.half, own.version)

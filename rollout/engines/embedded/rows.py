@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_mas.rollout.engines.embedded.cache import Decoding
 from mcore_mas.rollout.engines.embedded.decoder import Span
-from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
+from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan, changed
 
 _PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
 _NEVER = np.iinfo(np.int64).max
@@ -112,9 +112,9 @@ class CacheRows:
         self.stop[row, : len(sampling.stop)] = sampling.stop
         self.touch(row)
 
-    def vacate(self, row: int, reason: str) -> Completion:
-        """End the generation in a row and return it; the keys stay until the row is needed."""
-        said = self._said(row, 0, reason)
+    def vacate(self, row: int, reason: str, routing: bytes = b"") -> Completion:
+        """End the generation in a row and return it, with its `routing`; the keys stay until the row is needed."""
+        said = changed(self._said(row, 0, reason), routing=routing)
         self.live[row] = False
         self.requests[row] = None
         self.touch(row)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import uuid
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.http import HttpClient, HttpReply, TimedOut, Unanswered, retried
 from mcore_mas.rollout.engines import Hear
+from mcore_mas.rollout.models.architecture import Experts
 from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan
 
 RETRIES = 3  # of a connection that broke
@@ -187,6 +192,30 @@ def completion_of(reply: Mapping[str, Any], version: int) -> Completion:
         ),
         cached_tokens=meta.get("cached_tokens", 0),
     )
+
+
+def routing_of(reply: Mapping[str, Any], prompt: int, experts: Experts) -> bytes:
+    """Which experts each token of an answer to a `prompt` of so many went to, as `Completion` has them.
+
+    SGLang 0.5.23 sends int32 [prompt + reply - 1, layers, k] in base64; every layer of its mixtures is sparse.
+
+    Raises:
+        EngineError: they are not there, not of so many tokens, or not numbers of experts.
+    """
+    said = reply["meta_info"].get("routed_experts")
+    if said is None:
+        raise EngineError(
+            "SGLang gave no routed experts, which engine.router_replay needs; start servers of your own with "
+            "--enable-return-routed-experts"
+        )
+    numbers = np.frombuffer(b64decode(said), "<i4")
+    want = (prompt + len(reply["output_ids"]) - 1, sum(experts.sparse), experts.per_token)
+    if numbers.size != math.prod(want) or not ((numbers >= 0) & (numbers < experts.count)).all():
+        raise EngineError(
+            f"SGLang gave {numbers.size} routed experts between {numbers.min(initial=0)} and {numbers.max(initial=0)}; "
+            f"expected {' x '.join(map(str, want))} below {experts.count}"
+        )
+    return numbers.astype(f"<u{experts.number_bytes}").tobytes()
 
 
 def _number(said: Any, version: int) -> int:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine, problem_of
-from mcore_mas.rollout.engines.sglang.client import Lost, StreamedReply, body_of, completion_of
+from mcore_mas.rollout.engines.sglang.client import Lost, StreamedReply, body_of, completion_of, routing_of
 from mcore_mas.rollout.engines.sglang.fleet import Checks, Fleet, Left, LostWeights
 from mcore_mas.rollout.engines.sglang.server import Replica
 from mcore_mas.rollout.engines.sglang.settings import PUSHED, SGLangSettings
-from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from mcore_mas.rollout.records.trajectory import Completion, Sampling, changed
 from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, memory_path
 
 _IDLE_S = 60.0  # that requests which were aborted may take to end, before servers sleep
@@ -78,6 +78,9 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         if problem:
             raise EngineError(problem)
         body = body_of(prompt_ids, sampling, self._settings.seeded, adapter) | ({"stream": True} if hear else {})
+        experts = self._settings.experts
+        if experts is not None:
+            body["return_routed_experts"] = True
         while True:
             replica = _route(prompt_ids, sampling.session, self._replicas, self._settings.rows)
             end = partial(tell_server, replica, "/abort_request", {"rid": body["rid"]}, self._tasks)
@@ -92,7 +95,10 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 raise
             finally:
                 replica.busy -= 1
-            return completion_of(reply, self.version)
+            said = completion_of(reply, self.version)
+            if experts is None or said.finish_reason == "abort":
+                return said
+            return changed(said, routing=routing_of(reply, len(prompt_ids), experts))
 
     async def begin_update(self) -> SyncRoute:
         """The folder to write to; or the servers themselves, which then pause until `commit_update`."""

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.http import is_loopback
 from mcore_mas.rollout.engines import TRANSPORTS
-from mcore_mas.rollout.models.architecture import read_config
+from mcore_mas.rollout.models.architecture import Experts, read_architecture, read_config
 
 if TYPE_CHECKING:
     from mcore_mas.rollout.models.fused_weights import AdapterShape
@@ -62,6 +62,7 @@ class SGLangSettings:
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of sglang.launch_server
     environment: Mapping[str, str] = field(default_factory=dict)
     verify: bool = True  # compare checksums after every update, where they can be
+    routing: bool = False  # completions say which experts of a mixture each token went to
     adapters: Sequence[AdapterShape] = ()  # that the servers hold beside the model, which then stays as it is
     restarts: int = 2  # in an hour
     start_s: float = 900.0  # that a server may take to answer for the first time
@@ -88,7 +89,7 @@ class SGLangSettings:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """`options`, named as on the server's command line, and what the adapters need."""
+        """`options`, named as on the server's command line, and what adapters and routing need."""
         slots: dict[str, Any] = {}  # of the present version of each adapter and the one before, beside the bare model
         if self.adapters:
             slots = {
@@ -98,6 +99,8 @@ class SGLangSettings:
                 "max-loras-per-batch": 2 * len(self.adapters) + 1,
                 "lora-strict-loading": True,
             }
+        if self.routing:
+            slots["enable-return-routed-experts"] = True
         return slots | {name.replace("_", "-"): value for name, value in self.options.items()}
 
     @property
@@ -118,6 +121,11 @@ class SGLangSettings:
     def vocab(self) -> int:
         """Token ids below this are the model's."""
         return int(self._model["vocab_size"])
+
+    @cached_property
+    def experts(self) -> Experts | None:
+        """Of the model, where completions say which of them each token went to."""
+        return read_architecture(self.folder).experts if self.routing else None
 
     @property
     def seeded(self) -> bool:

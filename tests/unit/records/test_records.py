@@ -53,6 +53,7 @@ TURN = Turn(
     reward=0.9,
     started_s=1.5,
     took_s=0.5,
+    routing=bytes([0, 34, 92, 255] * 2),  # of 4 tokens a layer's 2 experts
 )
 CHATTED = replace(
     TURN,

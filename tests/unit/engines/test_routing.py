@@ -1,0 +1,146 @@
+"""Engines say which experts each token went to, as a trainer can repeat it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
+from mcore_mas.rollout.engines.sglang.client import StreamedReply, routing_of
+from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
+from mcore_mas.rollout.engines.sglang.server import server_arguments
+from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
+from mcore_mas.rollout.models.architecture import Experts
+from mcore_mas.rollout.records.trajectory import Completion, Sampling
+from tests.support import reference
+from tests.support.embedded import SIZES, drain
+
+torch.set_num_threads(1)
+FAKE = Path(__file__).parents[2] / "support" / "fake_sglang.py"
+
+
+def mixture(folder: Path, experts: int) -> Any:
+    """A random model of four layers, of which the second is dense."""
+    torch.manual_seed(3)
+    sizes = SIZES | {"num_hidden_layers": 4, "num_experts": experts, "num_experts_per_tok": 3}
+    config = Qwen3MoeConfig(**sizes, moe_intermediate_size=8, head_dim=16, mlp_only_layers=[1])
+    model = Qwen3MoeForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def chosen(model: Any, ids: list[int], k: int = 3) -> np.ndarray:
+    """[tokens, sparse layers, k] of all tokens but the last, by Hugging Face's routers."""
+    logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
+    return torch.stack([own.topk(k).indices.sort().values for own in logits], 1)[:-1].numpy()
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(6, "u1"), (300, "<u2")])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_completions_name_the_experts_that_hugging_face_chooses(
+    tmp_path: Path, experts: int, dtype: str, deterministic: bool
+) -> None:
+    model = mixture(tmp_path, experts)
+    engine = EmbeddedEngine.from_folder(tmp_path, max_length=128, rows=6, routing=True, deterministic=deterministic)
+
+    def check(prompts: dict[int, list[int]]) -> dict[int, Completion]:
+        for number, prompt in prompts.items():
+            engine.submit(number, prompt, Sampling(max_tokens=7 + number, seed=number))
+        done: dict[int, Completion] = drain(engine)
+        for number, prompt in prompts.items():
+            ids = prompt + list(done[number].token_ids)
+            said = np.frombuffer(done[number].routing, dtype).reshape(len(ids) - 1, 3, 3)
+            assert (np.sort(said) == chosen(model, ids)).all()
+        return done
+
+    prompt = np.random.default_rng(0).integers(0, 64, 40).tolist()
+    # two of one prompt, one that leaves it after 30 tokens, one of its own
+    first = check({0: prompt, 1: prompt, 2: [*prompt[:30], 1, 2, 3], 3: prompt[::-1]})
+    reused = engine.stats.cached_tokens
+    assert reused >= 40
+    # turns that go on where they ended, and where another one did, in rows that are taken again
+    longer = prompt + list(first[0].token_ids)
+    check({4: [*longer, 5, 6], 5: [*longer, 7], 6: [*prompt[:35], 9], 7: [*prompt[::-1], 4]})
+    assert engine.stats.cached_tokens > reused + 40
+
+
+def test_who_is_not_asked_says_nothing(tmp_path: Path) -> None:
+    mixture(tmp_path, 6)
+    engine = EmbeddedEngine.from_folder(tmp_path, max_length=64)
+    engine.submit(0, [1, 2], Sampling(max_tokens=3))
+    assert drain(engine)[0].routing == b""
+
+
+def test_a_reply_that_goes_on_has_the_experts_of_all_of_it() -> None:
+    begun = Completion(token_ids=(4,), logprobs=(0.0,), finish_reason="", versions=())
+    rest = Completion(token_ids=(5,), logprobs=(0.0,), finish_reason="stop", versions=(), routing=b"\1\2\3")
+    whole = begun.then(rest)  # the prompt of the rest ends with what was there
+    assert (whole.token_ids, whole.routing) == ((4, 5), b"\1\2\3")
+
+
+EXPERTS = Experts(count=128, per_token=8, ffn=1, normalised=True, sparse=(True,) * 48)  # Qwen3-30B-A3B's
+
+
+def answered(numbers: np.ndarray, reply: int) -> dict[str, Any]:
+    """As SGLang 0.5.23 answers `return_routed_experts`: int32, in base64, without a shape."""
+    meta = {"routed_experts": b64encode(numbers.astype("<i4").tobytes()).decode(), "finish_reason": {"type": "stop"}}
+    return {"output_ids": [7] * reply, "meta_info": meta}
+
+
+def test_an_answer_of_sglang_is_read() -> None:
+    numbers = np.random.default_rng(0).integers(0, 128, (5 + 3 - 1, 48, 8))
+    assert routing_of(answered(numbers, 3), 5, EXPERTS) == numbers.astype("u1").tobytes()
+    many = Experts(count=512, per_token=8, ffn=1, normalised=True, sparse=(True,) * 48)
+    assert routing_of(answered(numbers + 300, 3), 5, many) == (numbers + 300).astype("<u2").tobytes()
+    with pytest.raises(
+        EngineError, match=r"SGLang gave 2688 routed experts between 0 and 127; expected 8 x 48 x 8 belo"
+    ):
+        routing_of(answered(numbers, 4), 5, EXPERTS)
+    with pytest.raises(EngineError, match=r"between 0 and 128; expected 7 x 48 x 8 below 128"):
+        routing_of(answered(numbers + 1, 3), 5, EXPERTS)
+    with pytest.raises(EngineError, match=r"no routed experts, which engine.router_replay needs; .* --enable-return-r"):
+        routing_of({"output_ids": [7], "meta_info": {}}, 5, EXPERTS)
+
+
+def test_a_stream_has_them_in_its_last_event() -> None:
+    numbers = np.arange(3 * 48 * 8).reshape(3, 48, 8) % 128
+    last = answered(numbers, 2)
+    events = [
+        {"output_ids": [7], "meta_info": {"finish_reason": None, "completion_tokens": 1}},
+        {"output_ids": [7, 7], "meta_info": last["meta_info"] | {"completion_tokens": 2}},
+    ]
+    reply = StreamedReply(lambda place, part: True, lambda: None)
+    take = reply.begin()
+    for event in events:
+        event["meta_info"]["output_token_logprobs"] = [[-0.5, 7, None]] * len(event["output_ids"])
+        take(f"data: {json.dumps(event)}\n\n".encode())
+    assert routing_of(reply.whole("/generate"), 2, EXPERTS) == numbers.astype("u1").tobytes()
+
+
+def test_servers_are_started_to_say_it(tmp_path: Path) -> None:
+    reference.make_model("qwen3_moe", tmp_path, mlp_only_layers=[])
+    settings = SGLangSettings(folder=tmp_path, max_length=64, routing=True)
+    assert "--enable-return-routed-experts" in server_arguments(settings)
+    assert settings.experts is not None and settings.experts.per_token == 2
+    assert "--enable-return-routed-experts" not in server_arguments(SGLangSettings(folder=tmp_path, max_length=64))
+
+
+def test_a_server_is_asked_for_it(tmp_path: Path) -> None:
+    reference.make_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[])
+    where = {"weights_folder": tmp_path / "weights", "log": tmp_path / "server.log", "verify": False}
+    engine = SGLangEngine(tmp_path / "model", max_length=64, python=str(FAKE), start_s=60.0, routing=True, **where)
+    try:
+        said = asyncio.run(engine.generate([5, 6, 7], Sampling(max_tokens=2)))
+    finally:
+        engine.close()
+    assert said.routing == bytes([0, 1] * 2 * 4)  # of 4 tokens in two layers the pretended server's
