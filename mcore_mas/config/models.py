@@ -71,7 +71,13 @@ def check_layout(config: RunConfig, name: str, architecture: Architecture) -> No
         check_fit(architecture, layout, policy.layers, policy.lora.targets if policy.lora else ())
     except ModelError as error:
         raise ModelError(f"policies.{name}: {error}") from None
-    length = for_policy(config, name).engine.max_length
+    engine = for_policy(config, name).engine
+    if engine.router_replay and architecture.experts is None:
+        raise ModelError(
+            f"policies.{name}: engine.router_replay is of mixtures of experts, and {policy.model} is dense; "
+            f"set policies.{name}.own.engine.router_replay: false"
+        )
+    length = engine.max_length
     if length > architecture.positions:
         raise ModelError(
             f"policies.{name}: engine.max_length {length} is more than the "

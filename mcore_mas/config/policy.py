@@ -66,7 +66,7 @@ class CriticConfig(RateConfig):
 
 _OF_SGLANG = ("python", "urls", "members", "key_file", "options", "environment", "adapters")
 _OF_ONE_ENGINE = (*_OF_SGLANG, "transport", "device", "joining")
-_OWN_ENGINE = ("name", "slots", "max_length", "overlong_prompts", "replicas", "tp", *_OF_ONE_ENGINE)
+_OWN_ENGINE = ("name", "slots", "max_length", "overlong_prompts", "replicas", "tp", "router_replay", *_OF_ONE_ENGINE)
 # settings of the run's sections that a policy may have of its own
 OWN_SETTINGS: Mapping[str, Collection[str]] = MappingProxyType(
     {
@@ -157,6 +157,8 @@ class PolicyConfig(RateConfig):
             raise ValueError("max_in_flight bounds an engine of ours; of a remote model set remote.concurrency")
         if self.remote is not None and (self.chat_template or self.chat_template_kwargs):
             raise ValueError("chat_template and chat_template_kwargs are of a model folder; leave them out of a remote")
+        if self.remote is not None and self.own.engine.get("router_replay"):
+            raise ValueError("own.engine.router_replay: a remote model says nothing of its experts; leave it out")
         if self.overlap and self.dp * self.cp == 1:
             raise ValueError("overlap: one data-parallel rank exchanges nothing; use overlap: false, or dp: 2")
         return self

@@ -50,6 +50,7 @@ class Sample:
     values: tuple[float, ...] | None = None  # [C] the critic's values before each token
     returns: tuple[float, ...] | None = None  # [C] the critic's targets
     advantages: tuple[float, ...] | None = None  # [C]
+    routing: bytes = b""  # [P + C - 1, ...] the experts that the sampler chose, see `Completion`
 
     @property
     def tokens(self) -> int:
@@ -108,6 +109,7 @@ def to_samples(groups: Iterable[Group]) -> list[Sample]:
                         temperature=turn.temperature,
                         reward=turn.reward,
                         scores=turn.scores,
+                        routing=turn.routing,
                     )
                 )
     return samples

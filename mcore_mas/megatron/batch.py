@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_mas.megatron.spec import TrainerSpec
@@ -39,7 +40,7 @@ def pairs(segments: Sequence[Segment]) -> float:
     return sum(segment.tokens * (depth + segment.tokens / 2) for segment, depth in zip(segments, above, strict=True))
 
 
-_BY_TOKEN = ("token_ids", "position_ids")  # columns of a micro-batch with a number for each token, not for each row
+_BY_TOKEN = ("token_ids", "position_ids", "routing")  # columns of a micro-batch that are of its tokens, not its rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ class Microbatch:
     values: Tensor | None = None  # [N] float32 the critic's values at the start of the step
     returns: Tensor | None = None  # [N] float32 the critic's targets
     ages: Tensor | None = None  # [N] float32 hand-overs since the reply's oldest token; None: all are fresh
+    routing: Tensor | None = None  # [T, bytes] uint8, each token's experts as `Completion` has them; all 255: not known
 
     def select(self, kept: Tensor) -> Microbatch:
         """Only the rows `kept` [N] bool, with the segments that lead to them."""
@@ -104,6 +106,7 @@ class Microbatch:
             segments=(*self.segments, Segment(tokens=extra)),
             token_ids=torch.cat([self.token_ids, self.token_ids.new_zeros(extra)]),
             position_ids=torch.cat([self.position_ids, torch.arange(extra, device=self.position_ids.device)]),
+            routing=None if self.routing is None else F.pad(self.routing, (0, 0, 0, extra), value=255),
         )
 
     def part(self, ranks: int, rank: int) -> tuple[Microbatch, Tensor]:
@@ -121,10 +124,10 @@ class Microbatch:
 
     def idle(self) -> Microbatch:
         """One token and one row of weight 0 with the same columns, for a rank that must keep step without work."""
-        rows: dict[str, Any] = {
-            name: torch.zeros(1, dtype=column.dtype, device=column.device) for name, column in self._columns()
-        }
+        rows: dict[str, Any] = {name: column.new_zeros(1, *column.shape[1:]) for name, column in self._columns()}
         rows["temperatures"] = torch.ones_like(rows["temperatures"])
+        if self.routing is not None:
+            rows["routing"].fill_(255)
         return replace(self, segments=(Segment(tokens=1),), unshared=1, **rows)
 
     def _columns(self) -> Iterator[tuple[str, Tensor]]:

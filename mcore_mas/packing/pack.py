@@ -146,6 +146,7 @@ def _microbatch(
     position_ids: list[Tensor] = []
     predictors: list[Tensor] = []
     trained: list[_Sequence] = []
+    begins: list[Tensor] = []  # of each of these, where its tokens are
     stored = 0
     for item in items:
         part = forest[item.first : item.end]
@@ -158,6 +159,7 @@ def _microbatch(
                 before = len(rider.sample.prompt_ids) - 1
                 predictors.append(stored + place[[before + i for i in rider.trained]])
                 trained.append(rider)
+                begins.append(stored + place[: len(rider.tokens)])
         shift = len(segments)
         segments += [replace(s, parent=s.parent + shift) if s.parent >= 0 else s for s in own]
         token_ids.append(ids)
@@ -173,8 +175,25 @@ def _microbatch(
         predictors=torch.cat(predictors),
         labels=torch.tensor([own.sample.completion_ids[i] for own in trained for i in own.trained]),
         sequences=torch.tensor([own.number for own in trained for _ in own.trained]),
+        routing=_routing(stored, members, begins),
         **_columns(members),
     )
+
+
+def _routing(tokens: int, samples: Sequence[Sample], places: Sequence[Tensor]) -> Tensor | None:
+    """The experts of each token [T, bytes] as the first of the samples that share it knows them, 255 where none does.
+
+    Args:
+        places: of each sample's tokens that are computed.
+    """
+    known = [(sample, place) for sample, place in zip(samples, places, strict=True) if sample.routing]
+    found: Tensor | None = None
+    for sample, place in reversed(known):  # the first one has the last word
+        computed = len(sample.prompt_ids) + len(sample.completion_ids) - 1
+        rows = torch.frombuffer(bytearray(sample.routing), dtype=torch.uint8).view(computed, -1)
+        found = torch.full((tokens, rows.shape[1]), 255, dtype=torch.uint8) if found is None else found
+        found[place] = rows[: len(place)]
+    return found
 
 
 def _columns(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -119,6 +119,8 @@ def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool) -> 
     if engine.name == "sglang" or (engine.name == "embedded" and trained):
         settings |= {"threads": config.cluster.threads_per_process or 1, "restarts": engine.restarts}
         settings |= {"transport": engine.transport} if engine.transport else {}
+    if trained and engine.router_replay:
+        settings["routing"] = True
     if engine.name == "embedded":
         settings |= {"device": engine.device, "deterministic": engine.deterministic}
     return settings

@@ -57,6 +57,7 @@ class EngineConfig(Section):
     overlong_prompts: Literal["wrong", "left", "middle", "right"] = "wrong"
     device: Literal["cpu", "cuda"] = "cpu"  # that the embedded engine computes on
     deterministic: bool = False  # a reply has the same bits in any batch: a run is then repeated to the bit
+    router_replay: bool = False  # trainers send tokens to the experts of a mixture that the engine chose
     transport: str | None = None  # of new weights; None: the engine's own
     weights_folder: Path | None = None  # folder that trainer and engine see; None: one in shared memory
     sleep: bool = False  # give memory away while policies are trained
@@ -103,6 +104,10 @@ class EngineConfig(Section):
         known = TRANSPORTS.get(self.name)
         if known and self.transport not in (None, *known):
             raise ValueError(f"{self.name} has no transport '{self.transport}'; known: {', '.join(known)}")
+        if self.router_replay and not known:
+            raise ValueError(
+                f"router_replay: '{self.name}' does not say which experts it chose; use {' or '.join(TRANSPORTS)}"
+            )
         return self
 
 

@@ -24,6 +24,7 @@ from mcore_mas.megatron.device import kernels_run, rank_device
 from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
 from mcore_mas.megatron.model.decoder import ColumnLinear, PackedGPTModel, RMSNorm, RowLinear
 from mcore_mas.megatron.model.layer_ops import rotated
+from mcore_mas.megatron.model.routing import replay_routing
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.rollout.models.architecture import Architecture
 
@@ -219,4 +220,6 @@ def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | N
         rotary_base=a.rope_theta,
     )
     model.rotary_pos_emb.inv_freq.copy_(a.inverse_frequencies())  # Megatron's own Llama 3 bands are fixed
+    if a.experts is not None and not value_head:
+        replay_routing(model.decoder.layers, a.experts)
     return model

@@ -118,6 +118,7 @@ class Pipeline:
         self._run = get_forward_backward_func()
         self._device = rank_device()
         self._tiles = _tiles(spec, architecture, self._device)
+        self._experts = architecture.experts
 
     def backward(self, microbatches: Sequence[Microbatch]) -> list[TokenStatistics]:
         """Add the gradients of Σ weight · loss to `main_grad`, summed over data-parallel ranks.
@@ -204,6 +205,7 @@ class Pipeline:
         decoder.rotary_pos_emb.position_ids = part.position_ids
         decoder.rotary_pos_emb.positions = layout.positions
         decoder.asked = part
+        layout.routing = self._routing(part)
         output: Tensor | _Output = model(part.token_ids[None], None, None, packed_seq_params=layout)
 
         def judged(output: _Output) -> tuple[Tensor, Tensor, TokenStatistics]:
@@ -213,6 +215,16 @@ class Pipeline:
             return loss, torch.full((), count, dtype=torch.int, device=loss.device), statistics
 
         return output, judged
+
+    def _routing(self, part: Microbatch) -> Tensor | None:
+        """Which experts the sampler sent this rank's tokens to [tokens, sparse layers, k]."""
+        if part.routing is None or self._experts is None:
+            return None
+        numbers = part.routing.view(torch.uint8 if self._experts.number_bytes == 1 else torch.int16)
+        parts = numbers.chunk(self._spec.tp if self._spec.sp else 1)
+        own = parts[parallel_state.get_tensor_model_parallel_rank() % len(parts)]
+        routing: Tensor = own.unflatten(1, (-1, self._experts.per_token))
+        return routing
 
     def _score(self, predicted: _Output, _: _Input) -> tuple[Tensor, TokenStatistics]:
         return predicted[0].new_zeros(()), {"score": predicted[0]}

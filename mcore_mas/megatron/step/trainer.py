@@ -8,6 +8,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,9 @@ class MegatronTrainer:
         `spec.model`, read from there on first use and kept as one copy of the shard; a
         policy with adapters leaves them out, and keeps no copy.
         """
-        if reference:  # what is put back afterwards must be whole
+        if reference:  # what is put back afterwards must be whole; and it sampled nothing that it could repeat
             self._settle()
+            microbatches = [replace(batch, routing=None) for batch in microbatches]
         self._check_awake()
         with self._model.reference() if reference else nullcontext():
             return self._pipeline.score(microbatches)

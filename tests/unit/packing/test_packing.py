@@ -193,3 +193,22 @@ def test_what_nobody_scores_is_packed_without_what_is_not_trained() -> None:
     (batch,) = PackedSamples(samples, 100).train(samples[3:])
     (alone,) = pack(samples[3:], 100)
     assert same(batch, alone)
+
+
+def test_the_experts_of_a_shared_token_are_those_of_the_first_sequence() -> None:
+    """Two bytes for each token: of the prompt both samples know them, of the third sample nobody does."""
+    first = replace(sample("a", PROMPT, (4, 5, 6)), routing=bytes(range(24)))
+    second = replace(sample("a", PROMPT, (7, 8)), routing=bytes([99] * 22))
+    (batch,) = pack([second, first, sample("a", (1,), (2, 3))], 100)
+    assert batch.token_ids.tolist() == [*PROMPT, 4, 5, 7, 1, 2]
+    assert batch.routing is not None
+    known = [[2 * i, 2 * i + 1] for i in range(12)]
+    assert batch.routing.tolist() == [*known, [99, 99], [255, 255], [255, 255]]
+    assert pack([sample("a", PROMPT, (4, 5))], 100)[0].routing is None
+    # what goes with tokens, and what is added for ranks that wait
+    assert batch.padded(17).routing[12:].tolist() == [[99, 99]] + [[255, 255]] * 4
+    assert batch.idle().routing.tolist() == [[255, 255]]
+    part, _ = batch.padded(16).part(2, 1)
+    assert part.routing.tolist() == batch.padded(16).routing[8:].tolist()
+    kept = batch.select(batch.sequences == 1)  # of `first`
+    assert kept.token_ids.tolist() == [*PROMPT, 4, 5] and kept.routing.tolist() == batch.routing[:12].tolist()

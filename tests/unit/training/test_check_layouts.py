@@ -29,6 +29,11 @@ def config(model: Path, *overrides: str) -> RunConfig:
     ("overrides", "line"),
     [
         (
+            ["+policies.solver.own.engine.router_replay=true"],
+            "engine.router_replay is of mixtures of experts, and {model} is dense; set policies.solver.own.engine."
+            "router_replay: false",
+        ),
+        (
             ["policies.solver.tp=3"],
             "tp: 3 does not divide the model's 4 heads; valid here: [1, 2], nearest: 2",
         ),

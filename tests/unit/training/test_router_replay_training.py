@@ -1,0 +1,112 @@
+"""A team of a mixture of experts trains in bfloat16: with router replay engine and trainer agree far better."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from mcore_mas.config.compose import resolve
+from mcore_mas.config.run import ConfigError, RunConfig
+from mcore_mas.credit.assign import estimate
+from mcore_mas.credit.samples import to_samples
+from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
+from mcore_mas.rollout.config.sections import build_allocator, build_env, build_player, build_team
+from mcore_mas.rollout.engines import EngineConfig
+from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
+from mcore_mas.rollout.records.trajectory import Group as Played
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.teams.collect import collect
+from mcore_mas.training.engine_factory import _engine_settings
+from mcore_mas.training.policy_trainer import PolicyTrainer, policy_spec
+from tests.support.in_process import Bytes, Engine, Group
+
+TASK = Task(id="1", prompt="task 1", answers=("1",), env="math", source="s", split="train")
+STEPS = 2
+
+
+def make_mixture(folder: Path) -> Path:
+    """Random weights over bytes; 8 experts, of which a token goes to 2, and whose scores are close."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.mul_(0.02)
+    model.save_pretrained(folder)
+    return folder
+
+
+def run_config(folder: Path, model: Path, *overrides: str) -> RunConfig:
+    values = resolve(
+        [
+            "experiment=demo_math",
+            f"results={folder}",
+            "orchestra.options.max_loops=1",
+            "reward.name=tests.support.rewards:by_first_token",
+            "~reward.penalties",
+            *(f"policies.{policy}.model={model}" for policy in ("solver", "verifier")),
+            "policies.solver.tp=1",
+            "+policies.solver.bf16=true",
+            *overrides,
+        ]
+    )
+    return RunConfig.check(values, "a test")
+
+
+def gaps(folder: Path, model: Path, replay: bool) -> list[float]:
+    """KL(engine, trainer) of the solver in each step, whose turns went through a file."""
+    config = run_config(folder, model, f"engine.router_replay={str(replay).lower()}")
+    said = _engine_settings(config, config.engine, trained=True)
+    engine = Engine(model, max_length=512, rows=8, routing=said.get("routing", False))
+    player = build_player(engine, Bytes(), deadline_s=None, max_in_flight=None)
+    team = build_team(config.agents, dict.fromkeys(config.policies, player))
+    rules = {name: config.advantage_of(name) for name in config.agents}
+    group = Group(policy_spec("solver", config))
+    trainer = PolicyTrainer("solver", config, group)  # type: ignore[arg-type]
+    found = []
+    for step in range(STEPS):
+        played = collect([TASK], team, build_env(config.env), config.orchestra.call, group_size=4, seed=1, step=step)
+        rewarded = list(map(build_allocator(config.reward, config.agents), asyncio.run(played)))
+        write_trajectories(folder / f"{step}.parquet", rewarded[0].trajectories)
+        samples = to_samples([Played(task=TASK, trajectories=tuple(read_trajectories(folder / f"{step}.parquet")))])
+        assert all(bool(sample.routing) == replay for sample in samples)
+        batches = trainer.pack(samples, step)
+        metrics = asyncio.run(trainer.update(batches, estimate(samples, rules), step))
+        assert metrics["grad_norm"] > 0
+        found.append(metrics["agent/solver/logprob_gap_k3"])
+        asyncio.run(engine.load_weights(list(group.trainer.model.weights()), step + 1))
+    return found
+
+
+def test_with_router_replay_the_trainer_says_what_the_engine_said(tmp_path: Path) -> None:
+    model = make_mixture(tmp_path / "model")
+    init_process_groups(rank=0, threads=1)
+    try:
+        with_replay, without = (gaps(tmp_path, model, replay) for replay in (True, False))
+    finally:
+        destroy_process_groups()
+    print(f"KL(engine, trainer) by step: {with_replay} with replay, {without} without")
+    assert all(free > 5 * replayed for replayed, free in zip(with_replay, without, strict=True))
+
+
+def test_a_remote_model_has_no_router_to_replay(tmp_path: Path) -> None:
+    overrides = (
+        "~policies.verifier",
+        "+policies.verifier.remote={provider: openai, model: m}",
+        "+policies.verifier.own.engine.router_replay=true",
+    )
+    with pytest.raises(ConfigError, match=r"own.engine.router_replay: a remote model says nothing of its experts"):
+        run_config(tmp_path, tmp_path, *overrides)
+
+
+def test_an_engine_that_does_not_say_what_it_chose_is_refused() -> None:
+    told = r"router_replay: 'embedded_local' does not say which experts it chose; use embedded or sglang"
+    with pytest.raises(ValueError, match=told):
+        EngineConfig(name="embedded_local", router_replay=True)
