@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,14 @@ def running_ray() -> Iterator[None]:
 
     with cluster.running_ray(2, 100):
         yield
+
+
+@pytest.fixture
+def mlflow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """MLflow's real server, which has not started."""
+    from tests.support.mlflow_server import served
+
+    yield from served(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What happens to answers on their way: to those of a coach or remote model, and to a gateway's."""
+"""What happens to answers on their way: to those of a coach, a remote model, a gateway, and MLflow's server."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from urllib.parse import urlsplit
 import pytest
 from openai import AsyncOpenAI
 
+from mcore_mas.rollout.engines.remote import RemoteConfig
+from mcore_mas.rollout.engines.remote.caller import RemoteClient
+from mcore_mas.rollout.records.trajectory import Message, Sampling
 from mcore_mas.rollout.rewards.coach import Coach
 from tests.faults.proxy import NAMES, FaultProxy
 from tests.support.chat_server import chat_server, says
 from tests.support.coached import config, group, trajectory, turn
 from tests.support.gateway import opened, scripted
+from tests.support.mlflow_server import STEPS, WANTED, Server, everything, idle, tracked, write
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -30,6 +34,41 @@ def test_a_coach_is_asked_again_and_its_score_is_the_one_that_it_gave(tmp_path: 
         assert asyncio.run(score(proxy.url)) == {"process": 7.0}
     assert proxy.done[name] == 1
     assert len(server.bodies) == (1 if name in ("delay", "drop") else 2)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "corrupt"])  # of a text any letter may be right
+def test_a_remote_model_is_asked_again_and_its_reply_is_the_one_that_it_gave(tmp_path: Path, name: str) -> None:
+    async def say(url: str) -> str:
+        voice = RemoteClient(RemoteConfig(model="friend", url=f"{url}/v1"), tmp_path)
+        async with aclosing(voice):
+            return (await voice.say([Message(role="user", content="?")], Sampling())).text
+
+    with chat_server(says("forty-two")) as server, FaultProxy(server.url).running() as proxy:
+        proxy.faulty = (name, 1)
+        assert asyncio.run(say(proxy.url)) == "forty-two"
+        assert asyncio.run(say(proxy.url)) == "forty-two"  # from what is kept
+    assert proxy.done[name] == 1
+    assert len(server.bodies) == (1 if name in ("delay", "drop") else 2)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "corrupt"])
+def test_mlflow_has_every_step_once(tmp_path: Path, mlflow_server: Server, name: str) -> None:
+    said: list[str] = []
+    mlflow_server.start()
+    with FaultProxy(mlflow_server.uri).running() as proxy:
+        proxy.faulty = (name, 1)  # the first request that writes makes the run
+        tracker = tracked(tmp_path, proxy.url, said)
+        idle(tracker)
+        for at in (0, 3):
+            write(tmp_path / "metrics.jsonl", STEPS[at : at + 3])
+            tracker.log()
+            idle(tracker)
+            tracker._again = 0.0
+            proxy.faulty = (name, 1)
+        write(tmp_path / "metrics.jsonl", STEPS[6:])
+        assert tracker.finish("FINISHED"), said
+        assert proxy.done[name] == 3
+    assert everything(mlflow_server.uri, tracker.run_id) == WANTED
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("corrupt", "garbage")])
