@@ -62,8 +62,8 @@ class RecentState:
         await self._states.abandon()
 
     def _skip(self, why: CheckpointError) -> None:
-        for step in self._folder.glob("step_*"):  # an old one takes up room and is worth less with each step
-            shutil.rmtree(step, ignore_errors=True)
+        for path in self._folder.iterdir():  # what is left of it, and an older one, worth less with each step
+            remove_path(path)
         if not self._told:
             self._told = True
             self._note(
