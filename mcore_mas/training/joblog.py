@@ -34,8 +34,8 @@ _terminal: TextIO | None = None
 def logged(path: Path | str) -> Iterator[None]:
     """Send file descriptors 1 and 2 to the file `path`, also those of child processes, until the process ends.
 
-    An exception ends the process with status 1 after its traceback and one line, `error: <cause>`, are in the log, and
-    so do SIGTERM, SIGINT and SIGUSR1 where nobody else listens to them.
+    An exception ends the process with status 1 after its traceback, if it is an error, and one line, `error: <cause>`,
+    are in the log, and so do SIGTERM, SIGINT and SIGUSR1 where nobody else listens to them.
     When the process that started this one is killed, this one ends too.
     """
     global _terminal
@@ -67,8 +67,8 @@ def logged(path: Path | str) -> Iterator[None]:
         print(f"{CAUSE}ended by a second Ctrl-C; the same command goes on from what is saved", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        print(shown_text(traceback.format_exc()), file=sys.stderr, end="")
-        print(CAUSE + cause(error), file=sys.stderr)
+        trace = "" if isinstance(error, Stopped) else shown_text(traceback.format_exc())
+        print(f"{trace}{CAUSE}{cause(error)}", file=sys.stderr)
         sys.exit(1)
 
 
