@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from mcore_mas.rollout.base.files import FolderError
+from mcore_mas.rollout.base.ownership import FolderError
 from mcore_mas.rollout.base.processes import start_group, stop_group
 from mcore_mas.rollout.base.text import nearest, shown_line
 

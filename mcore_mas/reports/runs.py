@@ -16,8 +16,9 @@ from markupsafe import Markup
 
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import drawing, framed, render_page, trajectory_page
-from mcore_mas.rollout.base.files import FolderError, json_lines, read_yaml, write_text
+from mcore_mas.rollout.base.files import json_lines, read_yaml, write_text
 from mcore_mas.rollout.base.options import leaves
+from mcore_mas.rollout.base.ownership import FolderError
 from mcore_mas.rollout.records.files import read_tasks, read_trajectories
 from mcore_mas.rollout.records.trajectory import Trajectory
 

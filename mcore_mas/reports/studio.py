@@ -23,9 +23,10 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.pages import TurnAdvantages, TurnGroups, TurnPieces, render_page, trajectory_page
 from mcore_mas.reports.runs import config_differences, run_states, score_differences, who_works
 from mcore_mas.reports.terminal import credit_of
-from mcore_mas.rollout.base.files import FolderError, json_lines
+from mcore_mas.rollout.base.files import json_lines
 from mcore_mas.rollout.base.http import is_loopback
 from mcore_mas.rollout.base.http_server import bears, listen, server_config, url_of
+from mcore_mas.rollout.base.ownership import FolderError
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.records.files import RecordError, read_trajectories
 from mcore_mas.rollout.records.trajectory import Trajectory

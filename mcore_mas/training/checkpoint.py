@@ -17,7 +17,8 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from mcore_mas.rollout.base.failpoints import failpoint
-from mcore_mas.rollout.base.files import Digest, epoch_of, sealed, sha256, sync_folder, unsealed, write_json
+from mcore_mas.rollout.base.files import Digest, sealed, sha256, sync_folder, unsealed, write_json
+from mcore_mas.rollout.base.ownership import epoch_of
 from mcore_mas.rollout.base.processes import ProcessLost
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.training.full_disk import until_room

@@ -24,16 +24,8 @@ from pydantic import ValidationError
 
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import STATES, ConfigError, RunConfig
-from mcore_mas.rollout.base.files import (
-    FolderError,
-    check_owner,
-    check_tree,
-    epoch_of,
-    owned,
-    sealed,
-    writable,
-    write_json,
-)
+from mcore_mas.rollout.base.files import check_tree, sealed, writable, write_json
+from mcore_mas.rollout.base.ownership import FolderError, check_owner, epoch_of, owned
 from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team

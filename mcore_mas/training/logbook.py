@@ -20,7 +20,8 @@ from mcore_mas.credit.assign import by_place
 from mcore_mas.credit.samples import Sample
 from mcore_mas.reports.pages import drawing
 from mcore_mas.rollout.base.failpoints import failpoint
-from mcore_mas.rollout.base.files import check_owner, epoch_of, json_lines, write_text
+from mcore_mas.rollout.base.files import json_lines, write_text
+from mcore_mas.rollout.base.ownership import check_owner, epoch_of
 from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.records.trajectory import Group
 from mcore_mas.training.joblog import Stopped, terminal

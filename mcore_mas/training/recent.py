@@ -14,7 +14,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.choose import placement_of, shapes_of
 from mcore_mas.planning.estimate import trainer_kinds
 from mcore_mas.planning.memory import checkpoint_bytes
-from mcore_mas.rollout.base.files import remove_path
+from mcore_mas.rollout.base.ownership import remove_path
 from mcore_mas.rollout.sync import MEMORY, memory_path
 from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Write
 from mcore_mas.training.recipe import Identity

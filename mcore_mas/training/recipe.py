@@ -17,8 +17,9 @@ from typing import Any
 
 import mcore_mas
 from mcore_mas.config.run import RunConfig
-from mcore_mas.rollout.base.files import FolderError, known_sha256, sha256
+from mcore_mas.rollout.base.files import known_sha256, sha256
 from mcore_mas.rollout.base.options import leaves
+from mcore_mas.rollout.base.ownership import FolderError
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.records.files import read_tasks, tasks_digest
 

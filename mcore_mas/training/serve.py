@@ -17,8 +17,9 @@ from starlette.requests import Request
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.rollout.base.errors import EnvError, PromptTooLong
-from mcore_mas.rollout.base.files import owned, writable
+from mcore_mas.rollout.base.files import writable
 from mcore_mas.rollout.base.http_server import bears, listen, server_config, url_of
+from mcore_mas.rollout.base.ownership import owned
 from mcore_mas.rollout.config.sections import build_team
 from mcore_mas.rollout.environments.protocol import Env, Step
 from mcore_mas.rollout.gateway.app import Entrance, gateway_app

@@ -14,7 +14,8 @@ from mcore_mas.config.credit import cut_off
 from mcore_mas.config.models import check_layouts
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
-from mcore_mas.rollout.base.files import check_owner, epoch_of, owned, tree_sha256, writable, write_json
+from mcore_mas.rollout.base.files import tree_sha256, writable, write_json
+from mcore_mas.rollout.base.ownership import check_owner, epoch_of, owned
 from mcore_mas.rollout.base.processes import ProcessLost, Restarts
 from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.config.data import prepared_tasks

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
-from mcore_mas.rollout.base.files import atomic_path, epoch_of
+from mcore_mas.rollout.base.files import atomic_path
+from mcore_mas.rollout.base.ownership import epoch_of
 from mcore_mas.rollout.base.parquet import bounded_table
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from mcore_mas.rollout.base.files import FolderError, remove_path
 from mcore_mas.rollout.base.options import imported
+from mcore_mas.rollout.base.ownership import FolderError, remove_path
 
 if TYPE_CHECKING:
     from mcore_mas.rollout.models.tensors import WeightStream

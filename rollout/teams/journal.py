@@ -20,7 +20,8 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.files import FolderError, check_owner, epoch_of, sha256, write_json, write_text
+from mcore_mas.rollout.base.files import sha256, write_json, write_text
+from mcore_mas.rollout.base.ownership import FolderError, check_owner, epoch_of
 from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.engines import ChatState, Heard, PolicyReply
 from mcore_mas.rollout.records.files import RecordError, read_trajectories, trajectory_of_row

@@ -22,7 +22,8 @@ from mcore_mas.retrieval.build import build_index
 from mcore_mas.retrieval.corpus import RetrievalError, write_corpus
 from mcore_mas.retrieval.encoder import Encoder
 from mcore_mas.retrieval.index import Index
-from mcore_mas.rollout.base.files import Digest, FolderError, sealed, tree_sha256, write_chunks, write_json
+from mcore_mas.rollout.base.files import Digest, sealed, tree_sha256, write_chunks, write_json
+from mcore_mas.rollout.base.ownership import FolderError
 from mcore_mas.rollout.records.files import RecordError, read_tasks, read_trajectories, write_tasks, write_trajectories
 from mcore_mas.rollout.records.trajectory import Message, Trajectory, Turn, VersionSpan
 from mcore_mas.rollout.tasks.arithmetic import arithmetic_tasks

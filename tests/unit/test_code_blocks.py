@@ -29,7 +29,7 @@ from mcore_mas.cli.main import app
 from mcore_mas.config.compose import CONFIGS, resolve
 from mcore_mas.config.run import RunConfig
 from mcore_mas.pipeline.suite import Suite
-from mcore_mas.rollout.base.files import FolderError
+from mcore_mas.rollout.base.ownership import FolderError
 from tests.support.documents import BLOCKS, ROOT, STORIES
 
 LINES = [  # of shells: a command each

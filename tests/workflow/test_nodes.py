@@ -124,7 +124,7 @@ from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.planning.jobs import Tenant
 from mcore_mas.training.cluster import ClusterError, joined_ray
 from mcore_mas.training.placement import DevicePlacement, Room
-from mcore_mas.rollout.base.files import owned
+from mcore_mas.rollout.base.ownership import owned
 from tests.support import ranks, reference
 
 folder, address = Path(sys.argv[1]), sys.argv[2]

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from mcore_mas.training import joblog
-from mcore_mas.rollout.base.files import FolderError, owned, writable
+from mcore_mas.rollout.base.files import writable
+from mcore_mas.rollout.base.ownership import FolderError, owned
 from mcore_mas.pipeline import sharing
 from mcore_mas.pipeline.check import check_suite
 from mcore_mas.pipeline.suite import Suite

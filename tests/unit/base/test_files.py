@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.base import files
-from mcore_mas.rollout.base.files import FolderError, epoch_of, owned, writable, write_text
+from mcore_mas.rollout.base import ownership
+from mcore_mas.rollout.base.files import writable, write_text
+from mcore_mas.rollout.base.ownership import FolderError, epoch_of, owned
 
 
 def test_a_living_owner_keeps_its_folder(tmp_path: Path) -> None:
@@ -76,8 +77,7 @@ def test_a_killed_owners_folder_is_free_at_once(tmp_path: Path) -> None:
     source = f"""
 import time
 from pathlib import Path
-from mcore_mas.rollout.base import files
-from mcore_mas.rollout.base.files import owned
+from mcore_mas.rollout.base.ownership import owned
 with owned(Path({str(tmp_path)!r})):
     print(1, flush=True)
     time.sleep(60)
@@ -96,8 +96,8 @@ OWNER = """
 import sys
 import time
 from pathlib import Path
-from mcore_mas.rollout.base import files
-from mcore_mas.rollout.base.files import FolderError, epoch_of, owned, write_text
+from mcore_mas.rollout.base.files import write_text
+from mcore_mas.rollout.base.ownership import FolderError, epoch_of, owned
 folder = Path(sys.argv[1])
 with owned(folder):
     write_text(folder / "first", "of the first owner")
@@ -180,12 +180,12 @@ def test_an_owner_shows_signs_of_life_and_one_without_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = tmp_path / "lock.json"
-    monkeypatch.setattr(files, "BEAT_S", 0.01)
+    monkeypatch.setattr(ownership, "BEAT_S", 0.01)
     with owned(tmp_path):
         os.utime(lock, (1, 1))
         while lock.stat().st_mtime == 1:
             time.sleep(0.01)
-    monkeypatch.setattr(files, "BEAT_S", 20.0)
+    monkeypatch.setattr(ownership, "BEAT_S", 20.0)
     with owned(tmp_path):
         then = time.time() - 600
         os.utime(lock, (then, then))  # as if it had been stopped
@@ -201,7 +201,7 @@ def test_an_owner_on_another_host_keeps_its_folder_though_this_host_could_lock_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, beats: bool, age_s: float
 ) -> None:
     """As NFS with `local_lock` has it: flock is granted on each host. One that shows no sign of life is replaced."""
-    monkeypatch.setattr(files, "BEAT_S", 1.0)
+    monkeypatch.setattr(ownership, "BEAT_S", 1.0)
     lock, ended = tmp_path / "lock.json", threading.Event()
     lock.write_text(json.dumps({"host": host or socket.gethostname(), "pid": 7, "since": "2026", "epoch": 5}))
     os.utime(lock, (time.time() - age_s,) * 2)

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_mas.rollout.base import parquet
-from mcore_mas.rollout.base.files import epoch_of, owned
+from mcore_mas.rollout.base.ownership import epoch_of, owned
 from mcore_mas.rollout.records.files import (
     TASK_SCHEMA,
     RecordError,

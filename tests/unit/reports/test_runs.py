@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from mcore_mas.cli.machine import run_folder
 from mcore_mas.cli.main import app
 from mcore_mas.reports.runs import config_differences, run_states, score_differences
-from mcore_mas.rollout.base.files import FolderError
+from mcore_mas.rollout.base.ownership import FolderError
 
 CONFIG = {"run": "a", "seed": 1, "trainer": {"steps": 4, "group_size": 8}, "policies": {"p": {"lr": 0.1}}}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_mas.rollout import sync
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.base.files import FolderError
+from mcore_mas.rollout.base.ownership import FolderError
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.tensors import (

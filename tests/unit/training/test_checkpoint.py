@@ -12,7 +12,8 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import RunConfig
-from mcore_mas.rollout.base.files import Digest, owned, sealed, write_chunks, write_json
+from mcore_mas.rollout.base.files import Digest, sealed, write_chunks, write_json
+from mcore_mas.rollout.base.ownership import owned
 from mcore_mas.rollout.records.files import write_tasks
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Written, _read_manifest

@@ -18,7 +18,8 @@ import yaml
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.rollout.base.files import FolderError, write_json
+from mcore_mas.rollout.base.files import write_json
+from mcore_mas.rollout.base.ownership import FolderError
 from mcore_mas.rollout.engines.sglang.server import Replica, Server, visible_gpus
 from mcore_mas.rollout.models.chat_template import Renderer
 from mcore_mas.rollout.records.files import read_tasks, read_trajectories

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_mas.rollout.base.files import owned
+from mcore_mas.rollout.base.ownership import owned
 from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, _read_manifest
 from mcore_mas.training.fork import fork_run
 from mcore_mas.training.recipe import Identity

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mcore_mas.rollout.base.files import epoch_of, owned
+from mcore_mas.rollout.base.ownership import epoch_of, owned
 from mcore_mas.rollout.records.files import read_trajectories
 from mcore_mas.rollout.teams import journal as journals
 from mcore_mas.rollout.teams.journal import CollectionJournal

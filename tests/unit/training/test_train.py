@@ -14,7 +14,7 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.retrieval.corpus import RetrievalError
-from mcore_mas.rollout.base.files import FolderError, owned
+from mcore_mas.rollout.base.ownership import FolderError, owned
 from mcore_mas.rollout.engines import remote as keys
 from mcore_mas.training import train as training
 from mcore_mas.training.engine_factory import world
