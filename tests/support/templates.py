@@ -103,3 +103,7 @@ def renderer_of(kind: str, folder: Path, **arguments: object) -> Renderer:
         return Renderer(folder, template="chatml")
     (folder / "chat_template.jinja").write_text(template)
     return Renderer(folder, arguments=arguments)
+
+
+def call(name: str, arguments: str = "{}") -> str:
+    return f'<tool_call>{{"name":"{name}","arguments":{arguments}}}</tool_call>'

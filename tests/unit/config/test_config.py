@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from mcore_mas.config.compose import CHOICES, CONFIGS, experiments, resolve
-from mcore_mas.config.credit import cut_off
 from mcore_mas.config.run import ConfigError, RunConfig, places_in_schedule
 from mcore_mas.equations.advantages import ESTIMATORS
 from mcore_mas.rollout.base.options import Section
@@ -269,128 +268,6 @@ def test_every_key_is_in_the_docs() -> None:
     text = (CONFIGS.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
     written = {name for code in re.findall(r"`([^`\n]+)`", text) for name in re.findall(r"\w+", code)}
     assert sorted(set(keys(RunConfig)) - written) == []
-
-
-TREES = ("experiment=demo_path", "recipe=at_grpo")  # one tree for each task
-NOTHING = [  # runs from which nothing can be learned, and what is said of them
-    (
-        ("experiment=demo_math", "advantage=mcts"),
-        "compares turns alike in trajectory, parent, and a vote is",
-    ),
-    (("experiment=demo_math", "advantage=mars2"), "compares turns alike in trajectory, and a vote is trajectory, node"),
-    (
-        ("experiment=demo_math", "advantage=at_grpo"),
-        "turns alike in task, state, agent, turn, and a vote is",
-    ),
-    *(
-        ((*TREES, f"advantage.name={name}"), f"advantage '{name}' compares turns alike in task")
-        for name in ("grpo", "rloo", "dr_grpo", "grpo_passk")
-    ),
-    (
-        (*TREES, "advantage.name=gigpo"),
-        "advantage 'gigpo' needs rewards of steps in one line of time",
-    ),
-    ((*TREES, "advantage.name=gae"), "advantage 'gae' needs policies.shared.critic"),
-    (("experiment=demo_math", "advantage=grpo", "+advantage.options.peers=state"), "environment that names its state"),
-    (
-        ("experiment=demo_path", "advantage.name=at_grpo", "trainer.group_size=1"),
-        "an environment that names its state,",
-    ),
-    ((*TREES, "trainer.branching.width=1"), "advantage 'at_grpo' compares turns alike in task, state, agent, turn"),
-    (
-        (*TREES, "filter={name: informative}"),
-        "filter 'informative' compares turns alike in task",
-    ),
-    ((*TREES, "filter={name: lowest_spread}"), "filter 'lowest_spread' compares turns alike in task"),
-    (("experiment=demo_math", "filter={name: informative, options: {by: state}}"), "alike in task, state, agent, turn"),
-    (("experiment=demo_math", "agents.solver.temperature=0"), "agent 'solver' is trained and samples at temperature 0"),
-]
-
-
-@pytest.mark.parametrize(("overrides", "message"), NOTHING, ids=[" ".join(case[0]) for case in NOTHING])
-def test_d2_a_run_that_can_learn_nothing_is_refused(overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        RunConfig.check(resolve(list(overrides)), "test")
-    assert message in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_d10_the_teams_weight_in_a_trees_rewards_is_said_once() -> None:
-    """0.5 and 0.5 was 0.25."""
-    both = [*TREES, "trainer.branching.alpha=0.5", "+reward.options.alpha=0.5"]
-    with pytest.raises(ConfigError, match=r"reward.options.alpha 0.5 would multiply trainer.branching.alpha 0.5"):
-        resolve(both)
-    for one in (both[:-1], [*both[:-2], both[-1]]):
-        resolve(one)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        TREES,
-        (*TREES, "filter={name: informative, options: {by: state}}"),
-        (*TREES, "advantage.name=drmas"),  # whose votes are turns
-        # trajectories meet in states that the environment names
-        ("experiment=demo_path", "advantage.name=at_grpo", "trainer.group_size=4"),
-        ("experiment=demo_path", "filter={name: informative, options: {by: state}}", "trainer.group_size=4"),
-        (*TREES, "advantage.name=grpo", "trainer.group_size=2"),
-        (*TREES, "advantage.name=grpo", "+advantage.options={peers: state, vote: turn}"),
-        ("experiment=demo_math", "advantage=reinforce_pp", "trainer.group_size=1"),
-        ("experiment=demo_math", "advantage=grpo", "trainer.group_size=1", "+advantage.options.lone=raw"),
-        ("experiment=demo_math", "agents.solver.temperature=0", "+agents.solver.loss_weight=0"),
-        # the frozen verifier's turns are not credited, and need no critic
-        ("experiment=demo_math", "advantage=gae", "+policies.solver.critic.lr=1e-3", "+agents.verifier.loss_weight=0"),
-    ],
-    ids=" ".join,
-)
-def test_d2_what_can_learn_is_not(overrides: tuple[str, ...]) -> None:
-    RunConfig.check(resolve(list(overrides)), "test")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "correction"),
-    [
-        ((), "none"),
-        (("policies.solver.bf16=true",), "tis"),
-        (("policies.solver.bf16=true", "agents.solver.loss_weight=0"), "none"),  # nothing in bfloat16 trains
-        (("policies.solver.bf16=true", "loss.correction.name=none"), "none"),
-        (("policies.solver.bf16=true", "loss=icepop"), "icepop"),
-        (("engine=sglang", "engine.python=/p"), "tis"),
-        (("engine=sglang", "engine.python=/p", "engine.options={dtype: float32}"), "none"),
-    ],
-)
-def test_a_correction_left_open_is_tis_where_something_rounds_to_bfloat16(
-    overrides: tuple[str, ...], correction: str, tmp_path: Path
-) -> None:
-    values = resolve(["experiment=demo_math", *overrides])
-    assert values["loss"]["correction"] == {"name": correction, "options": {}}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    assert RunConfig.load(tmp_path / "config.yaml").loss.correction.name == correction
-
-
-def test_the_published_experiments_correct_as_their_papers_do() -> None:
-    found = {name: resolve([f"experiment={name}"])["loss"]["correction"]["name"] for name in experiments()}
-    assert {name for name, correction in found.items() if correction != "none"} == {
-        name for name in found if name.startswith("marti_mars2")
-    }
-
-
-def test_bounds_on_agreement_are_named() -> None:
-    values = resolve(["experiment=demo_math", "trainer.agreement={mean: 0.05}"])
-    assert values["trainer"]["agreement"] == {"mean": 0.05}
-    with pytest.raises(ConfigError, match=r"trainer\.agreement"):
-        resolve(["experiment=demo_math", "trainer.agreement={median: 0.05}"])
-
-
-def test_d10_replies_from_a_cut_distribution_are_told_of() -> None:
-    def lines(*overrides: str) -> list[str]:
-        run = RunConfig.check(resolve(["experiment=demo_math", *overrides]), "test")
-        return cut_off(run.agents)
-
-    assert lines() == lines("agents.solver.top_p=0.9", "+agents.solver.loss_weight=0") == []
-    [line] = lines("agents.solver.top_p=0.9", "agents.verifier.top_k=20")
-    assert line.startswith(
-        "agents solver, verifier train on replies drawn with top_p or top_k: the gradient is that of"
-    )
 
 
 def test_own_choices_come_before_the_shipped_ones(tmp_path: Path) -> None:

@@ -1,0 +1,13 @@
+"""The chat template that most tests of teams use."""
+
+from pathlib import Path
+
+import pytest
+
+from mcore_mas.rollout.models.chat_template import Renderer
+from tests.support.templates import renderer_of
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Renderer:
+    return renderer_of("qwen2.5", tmp_path)

@@ -1,0 +1,104 @@
+"""Calls of one reply that are made side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.environments.tools import Tool, tool_of
+from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.records.trajectory import Sampling, Status, Trajectory
+from mcore_mas.rollout.teams.roles import Agent, ChatRules, Role
+from mcore_mas.rollout.teams.team import Team
+from tests.support.play import SEED, STEP, TASK, Adder, collect, number
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.templates import call
+
+
+def meeting(parallel: bool, *, fails: str = "") -> tuple[Any, list[str]]:
+    """A maker of the tools `meet`, whose calls wait for one another, and `pass_by`, and what they did in time."""
+    log: list[str] = []
+
+    @asynccontextmanager
+    async def tools() -> AsyncIterator[list[Tool]]:
+        there = asyncio.Barrier(2)
+
+        async def meet(*, who: str) -> str:
+            """Wait for somebody."""
+            log.append(f"{who} comes")
+            if who == fails:
+                raise RuntimeError("lost")
+            await there.wait()
+            await asyncio.sleep(0.02 if who == "Ann" else 0)  # who was asked first is done last
+            log.append(f"{who} goes")
+            return f"{who} was there"
+
+        async def pass_by(*, who: str) -> str:
+            """Do not wait."""
+            log.append(f"{who} passes")
+            return f"{who} passed"
+
+        yield [tool_of(meet, parallel=parallel), tool_of(pass_by)]
+
+    return tools, log
+
+
+def calls(*made: tuple[str, str]) -> str:
+    return "\n".join(call(name, f'{{"who":"{who}"}}') for name, who in made)
+
+
+def meet(renderer: Renderer, tools: Any, *replies: str, **rules: Any) -> Trajectory:
+    async def orchestra(task: Any, team: Any, env: Any) -> None:
+        chat = team.chat("a")
+        await chat.say("go")
+        await chat.run(max_turns=1)
+        await env.step("1")
+
+    engine = ScriptedEngine(lambda prompt, n: (*renderer.encode([*replies, "done"][n]), renderer.stop[0]))
+    role = Role(name="r", system="S", user="", parse=number)
+    sampling = Sampling(max_tokens=400)
+    a = Agent(name="a", role=role, policy="p", sampling=sampling, chats=ChatRules(**rules), tools={"met": tools})
+    team = Team({"a": a}, {"p": EngineClient(engine=engine, renderer=renderer)})
+    (group,) = asyncio.run(collect([TASK], team, Adder, orchestra, group_size=1, seed=SEED, step=STEP))
+    return group.trajectories[0]
+
+
+TWO = (("meet", "Ann"), ("meet", "Bob"))
+
+
+def test_calls_of_a_reply_are_made_side_by_side_where_their_tool_allows_it(qwen: Renderer) -> None:
+    tools, log = meeting(parallel=True)
+    trajectory = meet(qwen, tools, calls(("pass_by", "Cy"), TWO[0], ("pass_by", "Di"), TWO[1]))
+    assert trajectory.error == ""
+    assert log.index("Bob comes") < log.index("Ann goes") > log.index("Bob goes")
+    told = [message.content for message in trajectory.turns[1].messages if message.role == "tool"]
+    assert told == ["Cy passed", "Ann was there", "Di passed", "Bob was there"]
+    assert [event.result for event in trajectory.tools] == ["Cy passed", "Di passed", "Ann was there", "Bob was there"]
+
+
+def test_calls_of_other_tools_wait_for_one_another(qwen: Renderer) -> None:
+    tools, log = meeting(parallel=False)
+    trajectory = meet(qwen, tools, calls(*TWO), call_s=0.05)
+    assert log == ["Ann comes", "Bob comes"]  # nobody meets anybody
+    assert [event.result for event in trajectory.tools] == ["meet: nothing came within 0.05 s"] * 2
+
+
+def test_limits_hold_side_by_side(qwen: Renderer) -> None:
+    tools, log = meeting(parallel=True)
+    trajectory = meet(qwen, tools, calls(*TWO, ("meet", "Eve")), calls_per_turn=2)
+    told = [message.content for message in trajectory.turns[1].messages if message.role == "tool"]
+    assert told == ["Ann was there", "Bob was there", "This call was not made: a reply may make 2."]
+    tools, log = meeting(parallel=True)
+    trajectory = meet(qwen, tools, calls(*TWO, ("meet", "Eve")), calls=2, call_s=5.0)
+    assert "all 2 calls are spent" in trajectory.turns[1].messages[-1].content
+    assert len(trajectory.tools) == 2 and not any("Eve" in line for line in log)
+
+
+def test_a_tool_that_breaks_ends_the_calls_beside_it(qwen: Renderer) -> None:
+    tools, log = meeting(parallel=True, fails="Bob")
+    trajectory = meet(qwen, tools, calls(*TWO))
+    assert trajectory.status is Status.FAILED and "RuntimeError: lost" in trajectory.error
+    assert log == ["Ann comes", "Bob comes"]
