@@ -146,11 +146,11 @@ class Run:
 
     def trajectories_of(self, step: int | None) -> list[Conversation]:
         """The trajectories of a step, of the newest with None; [] before there is one."""
-        from mcore_mas.reports.terminal import advantages_of
+        from mcore_mas.reports.terminal import credit_of
 
         file = self._recorded(step)
         found = read_trajectories(file) if file else []
-        advantages = advantages_of(file, found) if file else {}
+        advantages = credit_of(file, found)[0] if file else {}
         return [Conversation.of(trajectory, advantages) for trajectory in found]
 
     def _recorded(self, step: int | None) -> Path | None:

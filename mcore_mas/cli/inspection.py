@@ -97,7 +97,7 @@ def show_trajectory(
 ) -> None:
     """List a file's trajectories, or print one as a conversation: who said what to whom, tools, rewards, advantages."""
     from mcore_mas.reports.pages import draw_games, find_trajectory, trajectory_page
-    from mcore_mas.reports.terminal import advantages_of, print_trajectories, print_trajectory
+    from mcore_mas.reports.terminal import credit_of, print_trajectories, print_trajectory
     from mcore_mas.rollout.base.files import write_text
     from mcore_mas.rollout.records.files import read_trajectories
 
@@ -105,7 +105,7 @@ def show_trajectory(
         print("\n".join(map(str, draw_games(file, picture, index=index or 0, trajectory_id=trajectory))))
         return
     trajectories = read_trajectories(file)
-    advantages = advantages_of(file, trajectories)
+    advantages, _ = credit_of(file, trajectories)
     console = Console(highlight=False)
     if len(trajectories) > 1 and (index, trajectory, html) == (None, None, None):
         with _paged(console):

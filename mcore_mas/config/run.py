@@ -59,6 +59,7 @@ class ConfigError(ValueError):
 
 STATES = ("base", "trained")  # of a run's policies: before training and after it
 GAIN = "trained-base"  # their difference, paired by task
+_RENAMED = {"trainer.logprob_tolerance": "trainer.agreement"}  # keys of version 0.1, and what they are called now
 
 
 class RunConfig(Section):
@@ -253,7 +254,10 @@ class RunConfig(Section):
         try:
             return _corrected(cls.model_validate_json(to_json(values, inf_nan_mode="constants"), strict=True))
         except ValidationError as error:
-            raise ConfigError(f"{where}: {invalid(error, cls).removeprefix('the config: ')}") from error
+            said = invalid(error, cls).removeprefix("the config: ")
+            for old, new in _RENAMED.items():
+                said = said.replace(f"unknown key '{old}'", f"'{old}' is now '{new}'")
+            raise ConfigError(f"{where}: {said}") from error
         except UnknownName as error:
             raise ConfigError(f"{where}: {error}") from error
 

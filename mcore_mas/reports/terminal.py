@@ -31,11 +31,6 @@ def plain(text: str, style: str = "") -> Text:
     return Text(shown_text(text), style=style)
 
 
-def advantages_of(file: Path, trajectories: Sequence[Trajectory]) -> TurnAdvantages:
-    """The advantages of `credit_of`."""
-    return credit_of(file, trajectories)[0]
-
-
 def credit_of(file: Path, trajectories: Sequence[Trajectory]) -> tuple[TurnAdvantages, TurnGroups]:
     """What the estimators of the run that `file` belongs to give its turns, and who was compared; {} where they cannot.
 

@@ -13,7 +13,7 @@ from mcore_mas.cli.main import main
 from mcore_mas.config.compose import resolve
 from mcore_mas.reports import pages
 from mcore_mas.reports.pages import trajectory_page
-from mcore_mas.reports.terminal import advantages_of, credit_of
+from mcore_mas.reports.terminal import credit_of
 from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
 from mcore_mas.rollout.records.trajectory import Message, Status, ToolEvent, VersionSpan
 from tests.support.played import trajectory, turn
@@ -165,12 +165,12 @@ def recorded(tmp_path):
 
 
 def test_advantages_are_those_of_the_run(recorded):
-    found = advantages_of(recorded, read_trajectories(recorded))
+    found, _ = credit_of(recorded, read_trajectories(recorded))
     # rewards 1 and 0: mean 0.5, deviation with n - 1 0.7071; 0.5 / 0.7071
     assert found == pytest.approx({("0/t/0", "", 0): 0.70711, ("0/t/1", "", 0): -0.70711}, abs=1e-4)
     lone = recorded.with_name("elsewhere.parquet")
     write_trajectories(lone, [trajectory(turn(0))])  # no rewards
-    assert advantages_of(lone, read_trajectories(lone)) == {}
+    assert credit_of(lone, read_trajectories(lone)) == ({}, {})
 
 
 def test_the_page_of_a_turn_shows_whom_it_was_compared_with(recorded):
