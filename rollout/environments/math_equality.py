@@ -42,9 +42,9 @@ class ComparerError(RuntimeError):
 class Comparer:
     """A few children, each started when it is first needed; a question waits only when all are busy."""
 
-    def __init__(self, *, limit_s: int = 5, workers: int = _WORKERS) -> None:
+    def __init__(self, *, limit_s: int = 5) -> None:
         """`limit_s` CPU seconds for one comparison."""
-        self._children = [_Child(limit_s) for _ in range(workers)]
+        self._children = [_Child(limit_s) for _ in range(_WORKERS)]
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()  # the last one used goes first: it is running
         for child in self._children:
             self._idle.put(child)

@@ -330,10 +330,10 @@ class Dispatcher(StreamingEngine):
 class LocalEngine(Dispatcher):
     """Runs an `EmbeddedEngine` on the event loop's thread, one step at a time between other coroutines."""
 
-    def __init__(self, folder: Path | str, *, max_length: int, version: int = 0, **settings: Any) -> None:
+    def __init__(self, folder: Path | str, *, max_length: int, **settings: Any) -> None:
         """Load the Hugging Face model in `folder`; the settings are those of `EmbeddedEngine.from_folder`."""
         super().__init__()
-        self.core = EmbeddedEngine.from_folder(folder, max_length=max_length, version=version, **settings)
+        self.core = EmbeddedEngine.from_folder(folder, max_length=max_length, **settings)
 
     async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights (see `Engine`); running generations go on with the new ones."""
