@@ -18,28 +18,28 @@ from tests.support.precision import EPS, FACTOR, Errors
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "exactness.md"
 HEAD = f"""# Exactness
 
-Written by `make exactness`; part of it is asserted by `make test`. Every row trains a tiny model in float32 for {STEPS}
-optimizer steps with Megatron and, from the same weights on the same samples, as a plain Hugging Face model under plain
-torch (one sequence at a time, AdamW, clipping at 1), in float64, norms and routers too. The numbers are the largest
-relative errors over all steps. In every row, the weights that were loaded must come back bit for bit before the first
-step, and all ranks must report the same metrics.
+`make exactness` writes this page, and `make test` asserts part of it. Every row trains a tiny model in float32 for
+{STEPS} optimizer steps with Megatron. It trains a plain Hugging Face model beside it, from the same weights, on the
+same samples: under plain torch, one sequence at a time, with AdamW and clipping at 1. That one is in float64, norms
+and routers too. The numbers are the largest relative errors over all steps. In every row, the weights that were
+loaded must come back bit for bit before the first step. All ranks must report the same metrics.
 
-The bound comes from the same run, not from one machine: the plain model is trained in float32 too, with sums in three
-orders (of the samples, and inside the linear layers), and of each number at most {FACTOR} times its own largest error
-is allowed, which is taken for {EPS:.1e} (one rounding) if it is less. The second table has these errors.
+The bound comes from the same run, not from one machine. The plain model is trained in float32 too, with sums in three
+orders: of the samples, and inside the linear layers. Each number may be off by {FACTOR} times its own largest error
+there. An error of less than one rounding counts as {EPS:.1e}. The second table has these errors.
 
 - *loss*, *norm*, *agent norms*: of the update's loss, of the whole gradient, of each agent's own gradient.
-- *gradients*: of one tensor, |g − ĝ|₂ / |ĝ|₂, clipped; a tensor with less than 1% of the whole norm is measured against
-  that 1% (the true gradient of a key bias is 0).
+- *gradients*: of one tensor, |g − ĝ|₂ / |ĝ|₂, clipped. A tensor with less than 1% of the whole norm is measured against
+  that 1%, as the true gradient of a key bias is 0.
 - *parameters*: of one tensor after the step, |p − p̂|∞ / |p̂|∞.
 
-The samples are two agents' prompts with ragged replies, some sharing a prompt, and a dialogue with untrained tokens;
-in rows of depth 3 they are turns whose sequences share two stretches one below the other, among them a turn that goes
-on from another, a reply of one token and twins. Unless a row says otherwise what they begin with in common is stored
-once, micro-batches hold about 16 tokens, or 64 at depth 3 and more where context parallelism is alone, and there are
-as many as the layout can use. Models are Qwen2 with tied embeddings unless named. LoRA trains random adapters of rank
-3, of all projections unless some are named; its *parameters* are the merged weights and the adapters, of which the
-latter come back bit for bit.
+The samples are two agents' prompts with ragged replies, some sharing a prompt, and a dialogue with untrained tokens.
+In rows of depth 3 they are turns whose sequences share two stretches, one below the other. Among these are a turn
+that goes on from another, a reply of one token, and twins. Unless a row says otherwise, what they begin with in
+common is stored once. Micro-batches hold about 16 tokens, or 64 at depth 3 and more where context parallelism is
+alone. There are as many as the layout can use. Models are Qwen2 with tied embeddings unless named. LoRA trains random
+adapters of rank 3, of all projections unless some are named. Its *parameters* are the merged weights and the
+adapters. The adapters come back bit for bit.
 
 | row | ranks | loss | norm | agent norms | gradients | parameters |
 |---|---|---|---|---|---|---|

@@ -193,12 +193,12 @@ def measure(places: Sequence[Row], cases: Sequence[Case], folder: Path) -> list[
 TABLE = """
 ## The objectives of policy and critic
 
-An update of every objective under every layout here, against the same formulas written out by hand, reply by reply, on
+Every objective makes an update under every layout here. The same formulas are written out by hand, reply by reply, on
 the Hugging Face model: `tests/exactness/formulas.py` takes none from the product. Log-probabilities of sampler, start
-of the step and reference are 0.4 to 0.5 nats off the policy's, old values 0.2 and returns 0.5 off the critic's, so
-clips, masks and truncations are met; KL coefficient {kl}, entropy {entropy}, loss weights 1 and 0.5. Errors are as
-above, and the bounds are 4 times plain float32's largest ones over all objectives on the same model and samples. Each
-row has the largest errors, and the largest share of its bound that an error takes up.
+of the step and reference are 0.4 to 0.5 nats off the policy's. Old values are 0.2 and returns 0.5 off the critic's.
+So clips, masks and truncations are met. The KL coefficient is {kl}, that of entropy {entropy}, and loss weights are 1
+and 0.5. Errors are as above. The bounds are 4 times plain float32's largest errors, over all objectives on the same
+model and samples. Each row has the largest errors, and the largest share of its bound that an error takes up.
 
 | layout | ranks | loss | norm | agent norms | gradients | share of the bound |
 |---|---|---|---|---|---|---|
