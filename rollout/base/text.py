@@ -39,10 +39,10 @@ def show_logs() -> None:
         logging.lastResort.setFormatter(ShownFormatter())
 
 
-# who a URL signs in as; the value of what is called like a key; keys by the beginnings that providers give them
+# who a URL signs in as; the value of what is called like a key, but no file; keys by the beginnings of providers
 _SECRETS = re.compile(
     r"(?P<kept>://)[^\s/?#'\"]+(?=@)"
-    r"|(?P<named>(?i:pass(word|wd|phrase)|secret|token|api_?key|access_?key)['\"]?(=|:\s?)['\"]?)[^\s'\",;&}\])]*[^\s'\",;&}\]):]"
+    r"|(?<!/)(?P<named>(?i:pass(word|wd|phrase)|secret|token|api_?key|access_?key)['\"]?(=|:\s?)['\"]?)[^\s'\",;&}\])]*[^\s'\",;&}\]):]"
     r"|\b(?P<prefix>sk-|hf_|gh[a-z]_|xox[a-z]-)[\w-]{8,}"
 )
 
