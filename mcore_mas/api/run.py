@@ -51,7 +51,7 @@ class Run:
             or the name of an allocator that ships.
         folder: of the run; all that it writes lies there.
         settings: keys of the trainer and of policies (steps, group_size, lr), names of groups of configs
-            (advantage="grpo"), and sections (engine={"max_length": 256}).
+            (advantage="grpo"), sections (engine={"max_length": 256}), and penalties beside the reward.
 
     Raises:
         ConfigError, TaskError: something does not fit; says what, where, expected, what to do.
@@ -277,6 +277,8 @@ def _settings(given: Mapping[str, Any], tasks_per_step: int) -> tuple[list[str],
     for key, value in given.items():
         if key in GROUPS and isinstance(value, str):
             chosen.append(f"{key}={value}")
+        elif key == "penalties":  # of the section whose other keys are the argument `reward`
+            sections["reward"] = {key: value}
         elif key in RunConfig.model_fields:
             sections[key] = merged(sections.get(key, {}), value) if isinstance(value, Mapping) else value
         elif key in TrainerConfig.model_fields:

@@ -61,6 +61,8 @@ def test_objects_are_the_sections_of_a_config(tmp_path: Path) -> None:
     assert config.orchestra.name == f"{__name__}:relay" and config.orchestra.call.func is relay
     assert (config.engine.max_length, config.engine.slots, config.advantage.name) == (300, 192, "grpo")
     assert config.tracking.uri == f"sqlite:///{tmp_path}/mlflow.db"
+    paid = made(tmp_path, reward=lambda trajectory: 1.0, penalties={"invalid": {"coef": 0.25}}).config.reward
+    assert paid.penalties == {"invalid": {"coef": 0.25}} and paid.options["reward"] == "here:own.reward"
     assert not (tmp_path / "own").exists()  # nothing starts, nothing is written
 
 
@@ -76,7 +78,7 @@ def test_objects_are_the_sections_of_a_config(tmp_path: Path) -> None:
             TaskError,
             r"write AgentSpec\(..., settings=\{\"temperature\": ...\}\) or evaluation=\{\"temperature\"",
         ),
-        ({"penalties": {}}, TaskError, "Run has no setting 'penalties'; expected one of run, results"),
+        ({"penalties": {"invald": {}}}, ConfigError, "unknown penalty 'invald'; .*; nearest: invalid"),
         ({"steps": 0}, ConfigError, "trainer.steps: expected an integer of at least 1"),
         ({"engine": {"slotz": 3}}, ConfigError, "unknown key 'engine.slotz'; .*; nearest: slots"),
         ({"env": "maths"}, ConfigError, "unknown env 'maths'.*; nearest: math"),
