@@ -23,6 +23,7 @@ from mcore_mas.pipeline.check import machine_complaints, model_complaints, no_mo
 from mcore_mas.pipeline.prepare import prepare_tasks
 from mcore_mas.rollout.base.files import json_lines, write_text
 from mcore_mas.rollout.base.options import merged
+from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.records.files import read_trajectories, write_tasks
 from mcore_mas.rollout.records.trajectory import Task
@@ -352,7 +353,8 @@ class _Steps:
 
         try:
             train(config, after_step=after_step)
-        except Stopped:
+        except Stopped as stopped:
+            say(f"{config.parent}: {stopped}")
             self._rows.put(None)
         except BaseException as error:
             self._rows.put(error)

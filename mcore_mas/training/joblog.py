@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from mcore_mas.rollout.base.processes import die_with_parent, free_port, start_group, stop_group
+from mcore_mas.rollout.base.processes import die_with_parent, free_port, say, start_group, stop_group
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.rollout.base.text import show_logs, shown_line, shown_text
 
@@ -219,7 +219,7 @@ class StopSignal:
             self.by = signal.Signals(number).name
             told = f"{self.by}: stopping, once what was learned is saved; another Ctrl-C does not wait for that"
             for stream in {sys.stderr, terminal()} - {None} if not self.came else ():
-                print(told, file=stream)
+                say(told, stream)
         self._told.set()
 
     def listen(self) -> None:

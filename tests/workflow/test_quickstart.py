@@ -135,6 +135,7 @@ def test_ctrl_c_in_a_script_saves_and_leaves_no_process(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=120)
     assert process.returncode != 0 and said.splitlines()[-1] == "KeyboardInterrupt", said[-2000:]
+    assert re.search(r"^results/letters: stopped by its caller after step \d+; the same command goes on", said, re.M)
     _, alive = psutil.wait_procs(children, timeout=30)
     assert [one.cmdline() for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
     steps = [json.loads(line)["step"] for line in journal.read_text().splitlines()]
