@@ -101,7 +101,7 @@ def test_the_tasks_are_those_of_the_data_set(page: dict[str, Any]) -> None:
         "550 bears eat 2 pies each. How many pies?",
         ("1,100",),
     )
-    assert tasks["test"][8].answers == ("1816",)
+    assert tasks["test"][8].answers == ("1,816",)
 
 
 def test_a_turn_is_compared_with_the_median_of_its_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
