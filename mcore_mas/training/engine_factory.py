@@ -15,7 +15,7 @@ from mcore_mas.retrieval.client import RetrievalClient
 from mcore_mas.retrieval.sidecar import RetrieverSidecar
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.config.sections import RetrieverConfig, build_env, build_player
-from mcore_mas.rollout.engines import EngineConfig, PolicyClient, engine_class
+from mcore_mas.rollout.engines import TRANSPORTS, EngineConfig, PolicyClient, engine_class
 from mcore_mas.rollout.engines.remote import hide
 from mcore_mas.rollout.engines.remote.caller import RemoteClient
 from mcore_mas.rollout.engines.sglang.server import visible_gpus
@@ -62,7 +62,9 @@ def make_engines(
         if policy in engines:  # that of another policy on the same model
             continue
         engine = for_policy(config, policy).engine
-        settings = _engine_settings(config, engine, trained) | ({} if trained else {"version": _step_of(model)})
+        settings = _engine_settings(config, engine, trained)
+        if not trained and engine.name in TRANSPORTS:  # an engine of one's own need not take it
+            settings["version"] = _step_of(model)
         if engine.name == "sglang":
             settings["log"] = log / f"{policy}.log"
         if engine.weights_folder and "threads" in settings:
