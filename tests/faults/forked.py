@@ -110,7 +110,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path not in logs):
         name = str(path.relative_to(folder))
         if path.suffix == ".parquet":
-            found[name] = json.dumps(_timeless(pq.read_table(path).to_pylist()))
+            found[name] = json.dumps(_timeless(pq.read_table(path).to_pylist()), default=bytes.hex)
         elif path.name == "metrics.jsonl":
             found[name] = json.dumps([_timeless(json.loads(line)) for line in path.read_text().splitlines() if line])
         elif path.suffix == ".json":
