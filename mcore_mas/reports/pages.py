@@ -76,8 +76,8 @@ def trajectory_page(
 ) -> str:
     """The page of one trajectory; of a tree, with the branches that did not go on folded where they left the path.
 
-    Turns that have `pieces` show their tokens, shaded by how unlikely each was; those with `groups`, which turns they
-    were compared with.
+    Turns that have `pieces` show their tokens, shaded by how unlikely each was or, if asked, by the turn's advantage;
+    those with `groups`, which turns they were compared with.
     """
     agents: dict[str, list[Turn]] = {}
     nodes: dict[str, list[Turn]] = {}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.rollout.records.files import write_trajectories
@@ -45,10 +47,13 @@ def page(tmp_path: Path) -> Iterator[Browser]:
         assert len(page.asked) > 8 and all(url.startswith(f"{studio.url}/") for url in page.asked), page.asked
 
 
-def test_a_turn_shows_the_turns_it_was_compared_with(page: Browser, tmp_path: Path) -> None:
+def test_a_turn_shows_what_it_was_compared_with_and_its_tokens_by_advantage(page: Browser, tmp_path: Path) -> None:
     """The page in the frame, opened by itself: a frame without scripts cannot be asked."""
     values = resolve(["experiment=demo_math", "advantage={name: grpo}"])
     (tmp_path / "results/a/config.yaml").write_text(yaml.safe_dump(values))
+    tokenizer = tmp_path / "results/a/train/models/p/tokenizer.json"
+    tokenizer.parent.mkdir(parents=True)
+    Tokenizer(WordLevel({"a": 0, "?": 1}, unk_token="?")).save(str(tokenizer))
     file = tmp_path / "results/a/train/trajectories/step_000003.parquet"
     write_trajectories(file, [replace(alone(number, "solver"), task_id="t") for number in (1, 3)])
     with (tmp_path / "results/a/train/metrics.jsonl").open("a") as journal:
@@ -65,6 +70,11 @@ def test_a_turn_shows_the_turns_it_was_compared_with(page: Browser, tmp_path: Pa
     rows = page.value("[...document.querySelectorAll('.peers tr')].map(row => row.innerText.split('\\t').join(' '))")
     heading = "sample turn agent reward vote advantage"
     assert rows == [heading, "1 0 solver 1 1 -0.707", "3 0 solver 3 3 +0.707"]  # 1 over 1.414
+
+    shade = "getComputedStyle(document.querySelector('.said span')).backgroundColor"
+    assert page.value(shade) == "color(srgb 0 0 0 / 0)"  # the tokens were certain
+    page.value("document.getElementById('by_advantage').click()")
+    assert page.value(shade) == "color(srgb 0.627451 0.227451 0.0705882 / 0.45)"  # --down, as far as it goes
 
 
 HUES = """Object.fromEntries([...document.querySelectorAll('figure')].map(figure => [
