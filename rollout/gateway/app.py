@@ -55,6 +55,7 @@ class Entrance:
     find: Callable[[Request], Answering]  # what answers a request; raises GatewayError
     most_calls: int  # that are answered at a time
     calls: int = 0  # that are under way
+    refused: bool = False  # whether there were too many once: who asks again need not have been heard before
 
     async def answer(self, dialect: Dialect, request: Request) -> Response:
         """Answer a call in its dialect.
@@ -68,9 +69,10 @@ class Entrance:
         asked = await asyncio.to_thread(dialect.parse, body) if far else dialect.parse(body)
         if agent := request.path_params.get("agent"):
             asked = replace(asked, model=agent)
-        if request.headers.get(_RETRIES, "0") != "0":
+        if request.headers.get(_RETRIES, "0") != "0" and not self.refused:
             asked = replace(asked, again=True)
         if self.calls >= self.most_calls:
+            self.refused = True
             raise GatewayError(429, f"{self.calls} calls are under way, which is as many as may be")
         call = None
         self.calls += 1

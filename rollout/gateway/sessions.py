@@ -157,8 +157,8 @@ class GatewaySession:
         self._said: dict[bytes, _Said] = {}  # by digest of the conversation up to the reply, as the program knows it
         self._given: dict[str, tuple[Message, ...]] = {}  # by a reply's id, the conversation up to it
         self._running: set[asyncio.Task[ChatReply]] = set()
-        self._unread: dict[bytes, list[GatewayCall]] = {}  # by what was asked, as is the latest with a reply:
-        self._answered: dict[bytes, GatewayCall] = {}
+        self._unread: dict[bytes, list[GatewayCall]] = {}  # by what was asked, as is what was asked once; None: oftener
+        self._once: dict[bytes, GatewayCall | None] = {}
         self._asked = 0  # calls so far
 
     @property
@@ -181,7 +181,8 @@ class GatewaySession:
     async def ask(self, asked: ChatRequest) -> GatewayCall:
         """Have an agent reply; the same call again gets the reply that nobody has read, if there is one.
 
-        So does one whose caller says that it has read no answer, where the latest was lost on its way.
+        So does one whose caller says that it has read no answer. Where the same was asked several times, as for several
+        samples, nobody knows whose answer was lost, and it is a new sample.
 
         The reply is sampled to its end and written down, also where the program does not wait for it, unless that
         leaves a stream.
@@ -203,13 +204,15 @@ class GatewaySession:
             if not (call := waiting.pop()).ended:
                 call.wanted = True
                 return call
-        if asked.again and place.key in self._answered:
-            return self._answered[place.key]
+        lost = self._once.get(place.key) if asked.again else None
+        if lost is not None and lost.turn >= 0 and not lost.ended:
+            return lost
         if self._left < 1:
             raise GatewayError(403, "this session has had all the calls that it may make", "turns_exhausted")
         self._left -= 1
         call = GatewayCall(key=place.key, head=ChatReply(id=f"{self._name}_{self._asked}", model=asked.model))
         self._asked += 1
+        self._once[place.key] = None if place.key in self._once else call
         self._running.add(call.start(self._reply(asked, agent, place, call)).task)
         call.task.add_done_callback(self._ended)
         return call
@@ -267,7 +270,6 @@ class GatewaySession:
         if call.ended:
             self._team.mask(reply.turn)
             return given
-        self._answered[call.key] = call
         whole = replace(asked, messages=(*asked.messages, given.message))
         if asked.kept:
             self._given[given.id] = whole.messages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from mcore_mas.rollout.base import http_server
+from mcore_mas.rollout.gateway.app import Gateway
 from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
 from mcore_mas.rollout.teams.team import Team
 from tests.support.gateway import opened, sampling_team, scripted
@@ -298,3 +300,47 @@ def test_a_reply_that_nobody_read_is_given_to_whoever_asks_again(
     assert [(turn.masked, turn.scores.get("unread")) for turn in turns] == [(False, None), (True, 1.0), (False, None)]
     assert again.id.endswith("_0") and other.id.endswith("_2")
     assert engine.core.stats.decode_tokens + 3 >= sum(len(turn.completion_ids) for turn in turns)
+
+
+def test_a_retry_gets_the_reply_to_a_call_that_was_made_once_and_else_another_sample(tmp_path: Path) -> None:
+    """What is asked twice for two samples has two replies, also where one of the calls is a client's retry."""
+    team, _ = scripted(tmp_path, lambda prompt, n: f"reply {n}")
+
+    async def program(api: AsyncOpenAI) -> list[str]:
+        async def ask(question: str, retry: int = 0) -> str:
+            told: Any = {"messages": [user(question)], "extra_headers": {"x-stainless-retry-count": str(retry)}}
+            return str((await api.chat.completions.create(model="a", **told)).choices[0].message.content)
+
+        once = [await ask("once"), await ask("once", 1), await ask("once", 2)]
+        return [*once, await ask("twice"), await ask("twice"), await ask("twice", 1)]
+
+    said, turns = play(team, program)
+    assert said == ["reply 0"] * 3 + ["reply 1", "reply 2", "reply 3"]
+    assert [turn.text for turn in turns] == ["reply 0", "reply 1", "reply 2", "reply 3"]
+
+
+def test_a_retry_of_a_call_that_was_refused_is_a_sample_of_its_own(tmp_path: Path) -> None:
+    team, engine = scripted(tmp_path, lambda prompt, n: f"reply {n}")
+    seat = team.seat(1, 2, "t", 0)
+    may_reply, generate = asyncio.Event(), engine.generate
+
+    async def held(*asked: Any) -> Any:
+        await may_reply.wait()
+        return await generate(*asked)
+
+    engine.generate = held  # type: ignore[method-assign]
+
+    async def run() -> set[str]:
+        gateway = Gateway(most_calls=1)
+        async with (
+            gateway.in_use(),
+            gateway.opened(GatewaySession(seat)) as (url, key),
+            client(url, key).with_options(max_retries=3) as api,
+        ):
+            ask: Any = partial(api.chat.completions.create, model="a", messages=[user("q")])
+            asking = [asyncio.create_task(ask()) for _ in range(2)]
+            await asyncio.sleep(0.3)  # one of them is refused, and comes again in a second
+            may_reply.set()
+            return {(await one).choices[0].message.content for one in asking}
+
+    assert asyncio.run(run()) == {"reply 0", "reply 1"}
