@@ -294,6 +294,8 @@ def engine_holder(config: RunConfig, policy: str) -> str:
 
 
 def _check_engines(config: RunConfig) -> None:
+    if config.engine.router_replay and not config.models:
+        raise ValueError("engine.router_replay: remote models say nothing of their experts; leave it out")
     for name in config.models:
         engine, policy = for_policy(config, name).engine, config.policies[name]
         config.cluster.check_engine(name, engine)

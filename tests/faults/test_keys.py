@@ -17,6 +17,7 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
+from mcore_mas.rollout.base.text import without_secrets
 from mcore_mas.rollout.engines.remote import SHOWN_AT_MOST
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.run_folder import make_run
@@ -107,11 +108,17 @@ def test_a_store_without_a_password_in_its_address_is_not_refused(tmp_path: Path
 
 @pytest.mark.parametrize(
     "override",
-    ["tracking.uri=http://me:tiger@store:x", "tracking.password=tiger", "coach.x=sk-tiger-0123", "x=://t:tiger@"],
-)
+    ["tracking.uri=http://me:tiger@store:x", "tracking.password=tiger", "coach.x=sk-tiger-0123", "x=://t:tiger@",
+     "tracking={password: 'my tiger'}", "x=github_pat_tiger0123"],
+)  # fmt: skip
 def test_a_refusal_of_what_was_given_shows_no_password(override: str) -> None:
     for refuse in (lambda: resolve(["experiment=demo_math", override]), lambda: load_suite("demo_math", [override])):
         with pytest.raises((ConfigError, SuiteError)) as refused:
             refuse()
         assert "tiger" not in str(refused.value)
         assert "[redacted]" in str(refused.value)
+
+
+def test_a_file_of_a_key_and_what_is_said_of_it_are_shown() -> None:
+    for said in ("/home/me/hf_token: retriever needs it", "/run/secrets/my.password: no such file", "token_file=/a/b"):
+        assert without_secrets(said) == said

@@ -104,6 +104,10 @@ def test_a_remote_model_has_no_router_to_replay(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"own.engine.router_replay: a remote model says nothing of its experts"):
         run_config(tmp_path, tmp_path, *overrides)
+    remotes = [f"policies.{policy}={{remote: {{provider: openai, model: m}}}}" for policy in ("solver", "verifier")]
+    overrides = ("engine.router_replay=true", *(f"agents.{name}.loss_weight=0" for name in ("solver", "verifier")))
+    with pytest.raises(ConfigError, match=r"engine.router_replay: remote models say nothing of their experts"):
+        run_config(tmp_path, tmp_path, "~policies", *(f"+{remote}" for remote in remotes), *overrides)
 
 
 def test_an_engine_that_does_not_say_what_it_chose_is_refused() -> None:
