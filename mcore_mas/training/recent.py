@@ -16,7 +16,7 @@ from mcore_mas.planning.estimate import trainer_kinds
 from mcore_mas.planning.memory import checkpoint_bytes
 from mcore_mas.rollout.base.ownership import remove_path
 from mcore_mas.rollout.sync import MEMORY, memory_path
-from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Write
+from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Saved, Write, newest
 from mcore_mas.training.recipe import Identity
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -30,6 +30,14 @@ def recent_folder() -> Iterator[Path]:
         yield folder
     finally:
         remove_path(folder)
+
+
+def recent_state(folder: Path, identity: Identity, told: Callable[[str], None]) -> Saved | None:
+    """The state in a folder in memory; `told` is, of one that cannot be used, why. It goes: older ones may follow it."""
+    found = newest(folder, identity, told)
+    if found is None:
+        remove_path(folder)
+    return found
 
 
 class RecentState:

@@ -25,7 +25,7 @@ from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.rewards.coach import Coach
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
-from mcore_mas.training.checkpoint import Checkpoints, Saved, newest
+from mcore_mas.training.checkpoint import Checkpoints, Saved
 from mcore_mas.training.cluster import joined_ray, running_ray
 from mcore_mas.training.crew import Crew
 from mcore_mas.training.engine_factory import make_players, make_renderers, open_remotes, world
@@ -36,7 +36,7 @@ from mcore_mas.training.logbook import Logbook, open_logbook
 from mcore_mas.training.loop import train_steps
 from mcore_mas.training.placement import room_for
 from mcore_mas.training.ray_client import train_at
-from mcore_mas.training.recent import RecentState, recent_folder, state_bytes
+from mcore_mas.training.recent import RecentState, recent_folder, recent_state, state_bytes
 from mcore_mas.training.recipe import Identity, identity_of, input_digests, lineage_of
 from mcore_mas.training.step import AfterStep, TrainingSession, goes_on
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
@@ -150,7 +150,7 @@ class _Run:
     def _newest(self, told: Callable[[str], None]) -> Saved | None:
         """The newest of the checkpoints on disk and of the state in memory."""
         checkpoints = _checkpoints(self.config)
-        found = checkpoints.newest(told), newest(self.recent, checkpoints.identity, told)
+        found = checkpoints.newest(told), recent_state(self.recent, checkpoints.identity, told)
         return max((saved for saved in found if saved), key=lambda saved: saved.step, default=None)
 
     def _session(self, log: Logbook, found: Saved | None) -> TrainingSession:

@@ -8,8 +8,8 @@ import pytest
 from mcore_mas.rollout.base.files import Digest, write_chunks
 from mcore_mas.rollout.sync import MEMORY
 from mcore_mas.training import recent
-from mcore_mas.training.checkpoint import Written, newest
-from mcore_mas.training.recent import RecentState, free_memory, recent_folder
+from mcore_mas.training.checkpoint import Written
+from mcore_mas.training.recent import RecentState, free_memory, recent_folder, recent_state
 from mcore_mas.training.recipe import Identity
 
 IDENTITY = Identity(run="r", models={"p": {"vocab": 5}})
@@ -31,23 +31,25 @@ async def spoilt(folder: Path) -> Written:
 
 
 def test_the_newest_is_kept_in_memory_and_nothing_stays_of_it(tmp_path: Path) -> None:
-    async def keep(folder: Path) -> None:
+    async def keep(folder: Path, *steps: int) -> None:
         states = RecentState(folder, IDENTITY, 10, pytest.fail)
-        for step in (1, 2, 3):
+        for step in steps:
             await states.keep(step, {"kl": step}, write)
         await states.finish()
 
     with recent_folder() as folder:
         folder.mkdir()
-        asyncio.run(keep(folder))
+        asyncio.run(keep(folder, 1, 2, 3))
         assert folder.is_relative_to(MEMORY)
         assert [path.name for path in folder.iterdir()] == ["step_000003"]
-        found = newest(folder, IDENTITY, pytest.fail)
+        found = recent_state(folder, IDENTITY, pytest.fail)
         assert found is not None and found.step == 3 and found.state == {"kl": 3}
         (folder / "step_000003" / "p" / "weights").write_bytes(b"v" * 10)
         said: list[str] = []
-        assert newest(folder, IDENTITY, said.append) is None  # the disk's newest is taken then
+        assert recent_state(folder, IDENTITY, said.append) is None  # the disk's newest is taken then
         assert said == [f"{folder}/step_000003: p/weights is not what was written"]
+        asyncio.run(keep(folder, 2))  # after a start from the disk's
+        assert [path.name for path in folder.iterdir()] == ["step_000002"]
     assert not folder.exists()
 
 
