@@ -33,7 +33,7 @@ def recent_folder() -> Iterator[Path]:
 
 
 def recent_state(folder: Path, identity: Identity, told: Callable[[str], None]) -> Saved | None:
-    """The state in a folder in memory; `told` is, of one that cannot be used, why. It goes: older ones may follow it."""
+    """The state in a folder in memory; one that cannot be used is removed, as older ones may follow it, and `told` why."""
     found = newest(folder, identity, told)
     if found is None:
         remove_path(folder)
