@@ -33,7 +33,7 @@ def recent_folder() -> Iterator[Path]:
 
 
 def recent_state(folder: Path, identity: Identity, told: Callable[[str], None]) -> Saved | None:
-    """The state in a folder in memory; one that cannot be used is removed, as older ones may follow it, and `told` why."""
+    """The state in a folder in memory; one that cannot be used is removed, as older ones may come, and `told` why."""
     found = newest(folder, identity, told)
     if found is None:
         remove_path(folder)
