@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 STAMP  := $(VENV)/.stamp
 PORT   ?= 5000
-WORKERS ?= 2
+WORKERS ?= 3
 MEMBERS ?= results/servers
 STORE  ?= sqlite:///results/mlflow.db
 # set, it makes every process compile all that it imports, which is two thirds of a job's start
@@ -49,7 +49,7 @@ $(VENV)/chromium: | $(STAMP) # for tests of pages, where there is none
 	@command -v chromium chromium-browser google-chrome chrome >/dev/null || \
 	  $(BIN)/python -m tests.support.debian $@ chromium usr/lib/chromium/chromium
 
-test: $(STAMP) $(VENV)/chromium ## run every test, in two processes (WORKERS=2)
+test: $(STAMP) $(VENV)/chromium ## run every test, in three processes (WORKERS=3)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(STAMP) ## run the tests of kernels on this machine's GPU
