@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from mcore_mas.rollout.base.files import atomic_path
 from mcore_mas.rollout.base.ownership import epoch_of
@@ -137,19 +137,28 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     Of a folder of such files, all of them in the order of their names.
 
     Raises:
-        RecordError: the file is missing, is not parquet, or lacks a column.
+        RecordError: the file is missing, is not parquet, lacks a column, or a row of it is no trajectory.
     """
     files = sorted(path.glob("*.parquet")) or [path]
-    return [trajectory_of_row(row) for file in files for row in _read(file, TRAJECTORY_SCHEMA)]
+    return [_trajectory(file, row) for file in files for row in _read(file, TRAJECTORY_SCHEMA)]
 
 
 def trajectory_of(path: Path, table: pa.Table) -> Trajectory:
     """The trajectory of a table of one row, read from file `path`.
 
     Raises:
-        RecordError: a column is missing, or has another type.
+        RecordError: a column is missing, or has another type, or the row is no trajectory.
     """
-    return trajectory_of_row(_rows_of(path, table, TRAJECTORY_SCHEMA)[0])
+    return _trajectory(path, _rows_of(path, table, TRAJECTORY_SCHEMA)[0])
+
+
+def _trajectory(path: Path, row: Mapping[str, Any]) -> Trajectory:
+    try:
+        return trajectory_of_row(row)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(map(str, wrong["loc"]))
+        raise RecordError(f"{path}: {where}: {wrong['msg']}; the file is damaged, make it again") from error
 
 
 _TRAJECTORY = TypeAdapter(Trajectory)
@@ -161,8 +170,12 @@ def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
     Raises:
         ValidationError: they are not those of one.
     """
-    turns = [{**_known(turn), "messages": [*map(_known, turn["messages"])]} for turn in row["turns"]]
-    return _TRAJECTORY.validate_python({**row, "turns": turns, "tools": [*map(_known, row["tools"])]})
+    turns = row["turns"] and [{**_known(turn), "messages": _all_known(turn["messages"])} for turn in row["turns"]]
+    return _TRAJECTORY.validate_python({**row, "turns": turns, "tools": _all_known(row["tools"])})
+
+
+def _all_known(rows: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    return None if rows is None else [*map(_known, rows)]  # None: a damaged file
 
 
 def _known(row: Mapping[str, Any]) -> dict[str, Any]:

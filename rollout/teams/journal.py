@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from pydantic import TypeAdapter
 from pydantic_core import to_json
@@ -186,12 +186,12 @@ def _asked(messages: Sequence[Message]) -> str:
     return hashlib.blake2b(to_json(list(messages)), digest_size=8).hexdigest()
 
 
-def _json(record: object) -> bytes:
-    return to_json(record, inf_nan_mode="constants", bytes_mode="base64")  # many times faster than json on records
+def _json(record: object, bytes_mode: Literal["utf8", "base64"] = "base64") -> bytes:
+    return to_json(record, inf_nan_mode="constants", bytes_mode=bytes_mode)  # many times faster than json on records
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    text = _json(row)
+    text = _json(row, "utf8" if "answer" in row else "base64")  # a tool's bytes are text, those of a reply numbers
     return b"%08x %b\n" % (zlib.crc32(text), text)
 
 

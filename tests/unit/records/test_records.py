@@ -28,6 +28,7 @@ from mcore_mas.rollout.records.trajectory import (
     VersionSpan,
     changed,
 )
+from tests.support.played import trajectory, turn
 
 TASKS = [
     Task(id="a:1+2", prompt="What is 1+2?", answers=("3",), env="math", source="a", split="train"),
@@ -165,8 +166,8 @@ def test_messages_of_before_there_were_chats_are_read(tmp_path):
     kept = pa.struct([pa.field(f.name, old) if f.name == "messages" else f for f in turns])
     fields = [pa.field(f.name, pa.list_(kept)) if f.name == "turns" else f for f in table.schema]
     rows = table.to_pylist()
-    for turn in (turn for row in rows for turn in row["turns"]):
-        turn["messages"] = [{"role": m["role"], "content": m["content"]} for m in turn["messages"]]
+    for one in (one for row in rows for one in row["turns"]):
+        one["messages"] = [{"role": m["role"], "content": m["content"]} for m in one["messages"]]
     pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(fields)), path)
     assert "reasoning" not in str(pq.read_schema(path))
     assert read_trajectories(path) == plain
@@ -283,3 +284,16 @@ def test_a_small_file_of_endless_tasks_is_refused_before_it_fills_memory(tmp_pat
     with pytest.raises(RecordError, match=rf"train.parquet: not a readable.*its {size} bytes become more"):
         read_tasks(path)
     assert pa.default_memory_pool().max_memory() - before < 64 << 20
+
+
+def test_a_trajectory_that_lacks_what_it_needs_is_refused_in_one_line(tmp_path):
+    write_trajectories(tmp_path / "played.parquet", [trajectory(turn(0))])
+    table = pq.read_table(tmp_path / "played.parquet")
+    turns = [[{**one, "policy_version": None} for one in row] for row in table["turns"].to_pylist()]
+    place = table.schema.get_field_index("turns")
+    damaged = table.set_column(place, table.schema.field("turns"), pa.array(turns, table.schema.field("turns").type))
+    pq.write_table(damaged, tmp_path / "played.parquet")
+    with pytest.raises(
+        RecordError, match=r"turns\.0\.policy_version: Field required; the file is damaged, make it again$"
+    ):
+        read_trajectories(tmp_path / "played.parquet")
