@@ -58,10 +58,15 @@ def test_the_page_has_jobs_settings_and_what_was_said(page: Path) -> None:
 @needs_chromium
 def test_a_browser_shows_the_conversations_in_their_frames(page: Path, tmp_path: Path) -> None:
     picture = tmp_path / "page.png"
-    dom = browse(page.as_uri(), tmp_path / "profile", f"--screenshot={picture}", "--window-size=1000,2000", seconds=2)
-    assert dom.count("<iframe sandbox") == 3
-    pixels = (imread(picture)[..., :3] * 255).round()
-    assert (pixels == (0x00, 0x72, 0xB2)).all(axis=-1).any()  # the colour of the first agent, which only a frame has
+    options = (f"--screenshot={picture}", "--window-size=1000,2000")
+    for seconds in (2, 10, 30):  # a busy machine draws frames late
+        dom = browse(page.as_uri(), tmp_path / f"profile{seconds}", *options, seconds=seconds)
+        assert dom.count("<iframe sandbox") == 3
+        pixels = (imread(picture)[..., :3] * 255).round()
+        drawn = (pixels == (0x00, 0x72, 0xB2)).all(axis=-1).any()  # the first agent's colour, which only a frame has
+        if drawn:
+            break
+    assert drawn
 
 
 def test_jobs_are_drawn_by_run_with_what_they_wait_for() -> None:
