@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
+from pydantic import Field, TypeAdapter, ValidationError, validate_call
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -39,10 +40,15 @@ from mcore_mas.rollout.records.trajectory_list import (
 
 _PAGE_ROWS, _LOG_BYTES = 100, 20_000
 _MOST_COMPARED = 4096  # trajectories of a file whose advantages are computed to show one
+_FILTER = TypeAdapter(TrajectoryFilter)
+Whole = Annotated[int, Field(ge=0, lt=10**15)]
 
 
 class Studio:
-    """What the page asks for, by the names of runs in the folder `results` and of files in them, nothing else."""
+    """What the page asks for, by the names of runs in the folder `results` and of files in them, nothing else.
+
+    Parameters are those of the page's addresses, which are checked by their types.
+    """
 
     def __init__(self, results: Path) -> None:
         self._results = results
@@ -51,7 +57,7 @@ class Studio:
         """Every run's name, steps, rewards and scores."""
         return [asdict(state) for state in run_states(self._results)]
 
-    def metrics(self, run: str, start: int) -> dict[str, Any]:
+    def metrics(self, run: str, start: Whole = 0) -> dict[str, Any]:
         """The rows of metrics.jsonl from byte `start` on, and where the last ends."""
         path = self._run(run) / "train" / "metrics.jsonl"
         rows, end = json_lines(path, start) if path.is_file() else ([], 0)
@@ -63,18 +69,19 @@ class Studio:
         found = [*sorted(folder.glob("train/trajectories/*.parquet")), *sorted(folder.glob("evaluation/*/*.parquet"))]
         return [path.relative_to(folder).as_posix() for path in found]
 
-    def trajectories(self, run: str, file: str, first: int, shown: TrajectoryFilter) -> dict[str, Any]:
-        """A page of a file's list, from index `first` on."""
+    def trajectories(self, run: str, file: str, first: Whole = 0, **shown: str) -> dict[str, Any]:
+        """A page of a file's list, from index `first` on; `shown` are fields of `TrajectoryFilter`."""
         path = self._file(run, file)
-        rows = list_trajectories(path, shown, first=first, limit=_PAGE_ROWS)
+        rows = list_trajectories(path, _FILTER.validate_python(shown), first=first, limit=_PAGE_ROWS)
         return {"rows": [asdict(row) for row in rows], "of": count_trajectories(path), "page": _PAGE_ROWS}
 
-    def trajectory(self, run: str, file: str, index: int) -> str:
+    def trajectory(self, run: str, file: str, index: Whole) -> HTMLResponse:
         """The page of one trajectory: tokens shaded by log-probability, and credit where it can be computed."""
         path = self._file(run, file)
         trajectory = trajectory_at(path, index)
         advantages, groups = _credit(path, path.stat().st_mtime_ns)
-        return trajectory_page(trajectory, advantages, self._pieces(run, trajectory), groups)
+        html = trajectory_page(trajectory, advantages, self._pieces(run, trajectory), groups)
+        return HTMLResponse(html, headers={"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"})
 
     def waits(self, run: str, file: str) -> dict[str, Any]:
         """Who worked for how many of a file's trajectories, moment by moment; {} of a file that is large."""
@@ -90,9 +97,9 @@ class Studio:
             file.seek(max(0, path.stat().st_size - _LOG_BYTES))
             return shown_text(file.read().decode("utf-8", errors="replace"))
 
-    def compare(self, first: str, second: str) -> dict[str, Any]:
+    def compare(self, a: str, b: str) -> dict[str, Any]:
         """How two runs differ, in settings and scores."""
-        one, other = self._run(first), self._run(second)
+        one, other = self._run(a), self._run(b)
         scores = [asdict(row) for row in score_differences(one, other)]
         return {"settings": config_differences(one, other), "scores": scores}
 
@@ -160,11 +167,17 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
     )
     safe = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
 
-    def guarded(answer: Callable[[Mapping[str, str]], Any]) -> Callable[[Request], Any]:
+    def guarded(answer: Callable[..., Any]) -> Callable[[Request], Any]:
+        checked = validate_call(answer)
+
         async def reply(request: Request) -> Response:
             _admit(request, token)
+            asked = {name: value for name, value in request.query_params.items() if value and name != "token"}
             try:
-                found = await asyncio.to_thread(answer, request.query_params)
+                found = await asyncio.to_thread(checked, **asked)
+            except ValidationError as error:
+                wrong = error.errors()[0]
+                raise HTTPException(400, f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
             except (FolderError, RecordError, ConfigError) as error:
                 raise HTTPException(404, str(error)) from None
             if not isinstance(found, Response):  # JSON has no number for what is not finite
@@ -175,24 +188,16 @@ def studio_app(studio: Studio, token: str | None) -> Starlette:
 
         return reply
 
-    def conversation(asked: Mapping[str, str]) -> Response:
-        html = studio.trajectory(asked.get("run", ""), asked.get("file", ""), _whole(asked.get("index", "")))
-        return HTMLResponse(html, headers={"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"})
-
-    def listed(asked: Mapping[str, str]) -> dict[str, Any]:
-        first = _whole(asked.get("first", "0"))
-        return studio.trajectories(asked.get("run", ""), asked.get("file", ""), first, _filter(asked))
-
-    answers: dict[str, Callable[[Mapping[str, str]], Any]] = {
-        "/": lambda _: HTMLResponse(render_page("studio.html.jinja", nonce=nonce)),
-        "/trajectory": conversation,
-        "/api/runs": lambda _: studio.runs(),
-        "/api/metrics": lambda asked: studio.metrics(asked.get("run", ""), _whole(asked.get("start", "0"))),
-        "/api/files": lambda asked: studio.files(asked.get("run", "")),
-        "/api/waits": lambda asked: studio.waits(asked.get("run", ""), asked.get("file", "")),
-        "/api/log": lambda asked: studio.log(asked.get("run", "")),
-        "/api/compare": lambda asked: studio.compare(asked.get("a", ""), asked.get("b", "")),
-        "/api/trajectories": listed,
+    answers: dict[str, Callable[..., Any]] = {
+        "/": lambda: HTMLResponse(render_page("studio.html.jinja", nonce=nonce)),
+        "/trajectory": studio.trajectory,
+        "/api/runs": studio.runs,
+        "/api/metrics": studio.metrics,
+        "/api/files": studio.files,
+        "/api/waits": studio.waits,
+        "/api/log": studio.log,
+        "/api/compare": studio.compare,
+        "/api/trajectories": studio.trajectories,
     }
     return Starlette(routes=[Route(path, guarded(answer), methods=["GET"]) for path, answer in answers.items()])
 
@@ -216,22 +221,6 @@ def _admit(request: Request, token: str | None) -> None:
         and not secrets.compare_digest(request.query_params.get("token", "").encode(), token.encode())
     ):
         raise HTTPException(401, "a bearer token is required")
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or len(text) > 15:
-        raise HTTPException(400, f"'{text[:20]}': expected a whole number")
-    return int(text)
-
-
-def _filter(asked: Mapping[str, str]) -> TrajectoryFilter:
-    try:
-        low, high = (float(asked[name]) if asked.get(name) else None for name in ("low", "high"))
-    except ValueError:
-        raise HTTPException(400, "low, high: expected numbers") from None
-    return TrajectoryFilter(
-        text=asked.get("text", ""), agent=asked.get("agent", ""), status=asked.get("status", ""), low=low, high=high
-    )
 
 
 def open_studio(results: Path, *, host: str, port: int, token_file: Path | None, say: Callable[[str], None]) -> None:

@@ -139,6 +139,14 @@ def test_runs_files_and_a_log(results: Path) -> None:
     assert (found["scores"][0]["first"], found["scores"][0]["second"]) == (0.5, 1.0)
 
 
+def test_fields_that_are_left_empty_let_all_through(results: Path) -> None:
+    asked = {"run": "a", "file": "train/trajectories/step_000000.parquet", "first": "0"}
+    fields = {"text": "", "agent": "", "status": "", "high": ""}
+    for low, shown in (("", [0, 1, 2]), ("1", [1, 2])):
+        rows = ask(results, "/api/trajectories", **asked, **fields, low=low).json()["rows"]
+        assert [row["index"] for row in rows] == shown
+
+
 def test_what_a_model_wrote_is_harmless_in_a_list_too(results: Path) -> None:
     file = results / "a" / "train" / "trajectories" / "step_000001.parquet"
     write_trajectories(file, [replace(failed(turn(0)), error="\x1b[2J\u202e"), played(7, answer=f"{HOSTILE}\u2066")])
@@ -213,9 +221,6 @@ class Answering:
         self._journal, self._steps = results / "a" / "train" / "metrics.jsonl", steps
         self._listener = bind("127.0.0.1", 0)
         self.url = url_of(self._listener)
-        app = studio_app(Studio(results), token)
-        self._server = uvicorn.Server(server_config(app, drain_s=1, lifespan=False))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True)
         metrics, self._asked = Studio.metrics, 0
 
         def growing(studio: Studio, run: str, start: int):
@@ -228,6 +233,9 @@ class Answering:
 
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr(Studio, "metrics", growing)
+        app = studio_app(Studio(results), token)
+        self._server = uvicorn.Server(server_config(app, drain_s=1, lifespan=False))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
