@@ -7,7 +7,7 @@ from pathlib import Path
 
 from docs.writers import DOCS
 from mcore_mas.config.compose import expand_braces, experiments
-from mcore_mas.reports.published import published_values, read_published
+from mcore_mas.reports.paper_results import published_values, read_published
 
 EXPERIMENTS = DOCS / "experiments.md"
 

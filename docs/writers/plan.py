@@ -13,7 +13,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.planning.choose import Cluster, PlanError, choose_placement, describe, shapes_of
 from mcore_mas.planning.estimate import ASSUMED
 from mcore_mas.planning.memory import GPUS, LOGITS, count_parameters
-from mcore_mas.reports.published import read_published
+from mcore_mas.reports.paper_results import read_published
 from mcore_mas.rollout.models.architecture import published_shapes
 
 PLAN = DOCS / "plan.md"

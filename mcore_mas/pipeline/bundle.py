@@ -30,14 +30,6 @@ from mcore_mas.rollout.base.files import atomic_path, read_yaml, sha256
 from mcore_mas.rollout.config.data import DataConfig
 
 METADATA = "ro-crate-metadata.json"
-_TYPES = {
-    ".csv": "text/csv",
-    ".json": "application/json",
-    ".jsonl": "application/jsonl",
-    ".md": "text/markdown",
-    ".txt": "text/plain",
-    ".yaml": "application/yaml",
-}
 _TOLERANCE = (
     "ours agrees with the paper's number where the column `within` of table.csv is True: the distance is no larger "
     "than `tolerance`, the part of our 95 % interval over tasks on that side and half a digit of the paper's rounding"
@@ -163,17 +155,7 @@ def _json(value: Any) -> bytes:
 
 def _crate(table: PaperTable, contents: Mapping[str, bytes]) -> bytes:
     """The description of all files, in JSON-LD."""
-    files = [
-        {
-            "@id": name,
-            "@type": "File",
-            "name": name,
-            "encodingFormat": _TYPES[PurePosixPath(name).suffix],
-            "contentSize": str(len(content)),
-            "sha256": hashlib.sha256(content).hexdigest(),
-        }
-        for name, content in contents.items()
-    ]
+    files = {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()}
     about = {"metadata": METADATA, "version": importlib.metadata.version("mcore-mas"), "tolerance": _TOLERANCE}
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return _json(json.loads(render_page("ro-crate.json.jinja", table=table, files=files, now=now, **about)))

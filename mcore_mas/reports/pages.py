@@ -21,9 +21,8 @@ from mcore_mas.rollout.records.files import RecordError, read_tasks, read_trajec
 from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Trajectory, Turn
 
 TurnAdvantages = Mapping[tuple[str, str, int], float]  # (trajectory, node, turn) -> its advantage
-TurnPieces = Mapping[
-    tuple[str, int], Sequence[tuple[str, float]]
-]  # (node, turn) -> text, log-probability of each token
+# (node, turn) -> text, log-probability of each token
+TurnPieces = Mapping[tuple[str, int], Sequence[tuple[str, float]]]
 _NO_PIECES: TurnPieces = {}
 
 
@@ -56,9 +55,8 @@ def render_page(template: str, **values: Any) -> str:
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
-    autoescape=select_autoescape(
-        disabled_extensions=("md.jinja", "json.jinja"), default=True
-    ),  # these quote this repository
+    # pages of these kinds quote this repository
+    autoescape=select_autoescape(disabled_extensions=("md.jinja", "json.jinja"), default=True),
     # a macro's output has been through here
     finalize=lambda value: shown_text(value) if isinstance(value, str) and not hasattr(value, "__html__") else value,
     undefined=StrictUndefined,
@@ -69,10 +67,7 @@ _TEMPLATES = Environment(
 
 
 def trajectory_page(
-    trajectory: Trajectory,
-    advantages: TurnAdvantages,
-    pieces: TurnPieces = _NO_PIECES,
-    groups: TurnGroups = _NO_GROUPS,
+    trajectory: Trajectory, advantages: TurnAdvantages, pieces: TurnPieces = _NO_PIECES, groups: TurnGroups = _NO_GROUPS
 ) -> str:
     """The page of one trajectory; of a tree, with the branches that did not go on folded where they left the path.
 
@@ -205,17 +200,6 @@ def _tasks(file: Path) -> Sequence[Task]:
 
 
 _CELL, _GAP = 24, 16  # pixels
-_COLOURS = {  # of the signs that are not a plain label, as digits and blocks are
-    "#": "#4a4a4a",
-    "_": "#f2efe9",
-    ".": "#f2efe9",
-    "S": "#4c78a8",
-    "@": "#4c78a8",
-    "+": "#4c78a8",
-    "G": "#54a24b",
-    "*": "#54a24b",
-    "$": "#c98b3a",
-}
 
 
 def picture(task: Task, actions: Sequence[str]) -> str:
@@ -237,7 +221,6 @@ def picture(task: Task, actions: Sequence[str]) -> str:
         "boards.svg.jinja",
         boards=list(zip(boards, lefts, strict=False)),
         heights=list(map(len, boards)),
-        colours=_COLOURS,
         cell=_CELL,
         gap=_GAP,
     )

@@ -1,9 +1,12 @@
-"""A paper's table made here: our scores beside the published ones, with intervals, differences and deviations."""
+"""Papers' numbers beside ours: a table made here with intervals and differences, and the hyper-parameters behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
 from math import hypot
 from pathlib import Path
 from statistics import fmean
@@ -11,20 +14,15 @@ from typing import Any
 
 import pandas as pd
 
-from mcore_mas.config.compose import expand_braces
-from mcore_mas.config.run import GAIN
+from mcore_mas import SHIPPED
+from mcore_mas.config.compose import expand_braces, resolve
+from mcore_mas.config.run import GAIN, RunConfig
+from mcore_mas.equations.losses import LOSSES
 from mcore_mas.equations.statistics import mean_interval
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.paper_tables import PaperCell, PaperTable
-from mcore_mas.reports.published import published_values, read_published
 from mcore_mas.reports.tables import markdown_table, read_evaluation
-from mcore_mas.rollout.base.files import write_text
-
-_GRADES = {
-    "primary": "read in the paper or its README",
-    "secondary": "at second hand: check them before quoting",
-    "none": "none is known",
-}
+from mcore_mas.rollout.base.files import read_yaml, write_text
 
 _ROUNDING = 0.0005  # papers print a decimal of a per cent
 
@@ -84,7 +82,6 @@ def make_paper_table(
     page = render_page(
         "paper_table.md.jinja",
         config=table.config,
-        grade=_GRADES[table.config.grade],
         made=made,
         blocks=_by_block(lines),
         differences=_by_block(differences),
@@ -204,3 +201,122 @@ def known_deviations(table: PaperTable) -> list[str]:
         if text:
             told.setdefault(text, []).append(f"`{experiment}`")
     return [f"{', '.join(names)}: {text}" for text, names in told.items()]
+
+
+UNKNOWN = "unknown"
+_TURNS = ("max_turns", "max_loops", "rounds", "max_nodes", "max_programs")  # options of orchestras
+
+
+def _one(values: Iterable[Any]) -> Any:
+    """The value that all have, or the different ones."""
+    different: list[Any] = []
+    for value in values:
+        if value not in different:
+            different.append(value)
+    return different[0] if len(different) == 1 else different
+
+
+def _at(value: Any, path: Sequence[str]) -> Any:
+    """What a path of keys leads to; `*` is every policy or agent, and None what is not there."""
+    for place, key in enumerate(path, start=1):
+        if key == "*":
+            return _one(_at(own, path[place:]) for own in value.values())
+        value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _of_loss(key: str) -> Callable[[RunConfig], Any]:
+    def value(config: RunConfig) -> Any:
+        return config.loss.options.get(key, inspect.signature(LOSSES[config.loss.name]).parameters[key].default)
+
+    return value
+
+
+def _filter(config: RunConfig) -> Any:
+    numbers = [value for value in config.filter.options.values() if isinstance(value, float)] if config.filter else []
+    return [config.filter.name, *numbers] if config.filter else None
+
+
+def _kl(config: RunConfig) -> Any:
+    kl = config.loss.kl
+    return [kl.coef, kl.estimate, kl.where] if kl.coef else 0.0
+
+
+def _updates(config: RunConfig) -> Any:
+    trainer = config.trainer
+    return f"mini-batches of {trainer.minibatch} rows" if trainer.minibatch else trainer.updates_per_step
+
+
+# hyper-parameters that are no single key of a config; docs/published.yaml has the others
+COMPUTED: Mapping[str, Callable[[RunConfig], Any]] = {
+    "estimator": lambda config: _one(config.advantage_of(agent).name for agent in config.agents),
+    "group size": lambda config: (
+        config.trainer.branching.width if config.trainer.branching else config.trainer.group_size
+    ),
+    "updates per step": _updates,
+    "lower clip": _of_loss("clip_low"),
+    "upper clip": _of_loss("clip_high"),
+    "dual clip": _of_loss("dual_clip"),
+    "KL": _kl,
+    "prompt tokens": lambda config: config.engine.max_length - max(a.max_tokens for a in config.agents.values()),
+    "turns": lambda config: next(
+        (config.orchestra.options[key] for key in _TURNS if key in config.orchestra.options), None
+    ),
+    "malformed reply": lambda config: config.reward.penalties.get("invalid", {}).get("coef", 0.0),
+    "filter": _filter,
+    "prompts": lambda config: "ours",  # of every role, see docs/catalogue.md
+}
+
+
+def _ours(config: RunConfig, name: str) -> Any:
+    """A hyper-parameter of a config."""
+    computed = COMPUTED.get(name)
+    return computed(config) if computed else _at(config, read_published()["hyperparameters"][name].split("."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedValue:
+    """One hyper-parameter of an experiment, in the paper and here."""
+
+    name: str
+    ours: Any
+    theirs: Any  # UNKNOWN where neither paper nor code gives it
+    source: str  # where theirs is read
+    reason: str  # why ours is another; "" where none is given
+
+    @property
+    def differs(self) -> bool:
+        """Whether theirs is known and another."""
+        return bool(self.theirs != UNKNOWN and self.ours != self.theirs)
+
+    def __str__(self) -> str:
+        return f"{self.name} {_told(self.ours)}, published {_told(self.theirs)}: {self.reason}"
+
+
+@cache
+def read_published() -> dict[str, Any]:
+    """docs/published.yaml: `hyperparameters`, `sources`, `families`, `hardware` and `rows`."""
+    return dict(read_yaml(SHIPPED / "docs" / "published.yaml"))
+
+
+@cache
+def published_values(experiment: str) -> dict[str, PublishedValue]:
+    """The hyper-parameters of an experiment that docs/published.yaml says anything about, by name."""
+    theirs: dict[str, tuple[Any, str]] = {}
+    reasons: dict[str, str] = {}
+    for family in read_published()["families"]:
+        if any(fnmatch(experiment, pattern) for pattern in family["of"]):
+            theirs |= dict.fromkeys(family.get("unknown", ()), (UNKNOWN, ""))
+            theirs |= {name: (value, source) for name, (value, source) in family.get("values", {}).items()}
+            reasons |= family.get("differs", {})
+    config = RunConfig.check(resolve([f"experiment={experiment}"]), experiment)
+    return {
+        name: PublishedValue(
+            name=name, ours=_ours(config, name), theirs=value, source=source, reason=reasons.get(name, "")
+        )
+        for name, (value, source) in theirs.items()
+    }
+
+
+def _told(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)

@@ -28,9 +28,8 @@ class PaperTableConfig(Section):
 
     title: str
     source: str  # paper, and table, figure or page
-    grade: Literal[
-        "primary", "secondary", "none"
-    ]  # read in the paper or its README, at second hand, or no number known
+    # read in the paper or its README, at second hand, or no number known
+    grade: Literal["primary", "secondary", "none"]
     metrics: dict[str, Literal["avg", "pass", "maj"]] = Field(min_length=1)  # the paper's name -> ours
     fraction: bool = False  # the paper's numbers are of 1, not of 100
     experiment: str  # with fields in braces

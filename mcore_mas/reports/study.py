@@ -13,7 +13,9 @@ from typing import Any
 import pandas as pd
 
 from mcore_mas.equations.statistics import mean_interval
+from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.tables import markdown_table
+from mcore_mas.reports.terminal import groups_of
 from mcore_mas.rollout.base.files import json_lines, write_text
 from mcore_mas.rollout.records.files import read_trajectories
 from mcore_mas.rollout.records.trajectory import Status, Trajectory
@@ -50,15 +52,6 @@ def agent_curves(metrics: Metrics, name: str) -> dict[str, pd.Series]:
     """`curve` of agent/<agent>/`name` for each agent that has it."""
     agents = {key.split("/")[1] for row in metrics for key in row if key.startswith("agent/") and key.endswith(name)}
     return {agent: curve(metrics, f"agent/{agent}/{name}") for agent in sorted(agents)}
-
-
-_STUDY_NOTE = (
-    "Means over seeds with 95 % t intervals; differences are paired by seed. Norms are of an agent's own gradient, "
-    "absolute, before clipping. A² is the mean square of an agent's advantages; beside it what the same rewards give "
-    "under one (μ, σ) for the whole task, (σ_k² + (μ_k - μ)²) / σ² (Dr. MAS, arXiv 2602.08847, Lemma 4.2). "
-    "Skill is the share of an agent's turns on held-out tasks that are right by themselves, entropy the mean -log p of "
-    "the tokens sampled there, in nats."
-)
 
 
 def study_stability(runs: Mapping[str, Mapping[str, Any]], outputs: Sequence[Path]) -> None:
@@ -131,19 +124,13 @@ def _measured(folder: Path) -> dict[str, float]:
     base, trained = (_accuracy(folder / "evaluation" / f"{state}.json") for state in ("base", "trained"))
     factors: dict[str, list[float]] = defaultdict(list)
     for path in sorted((folder / "train" / "trajectories").glob("step_*.parquet")):
-        for agent, factor in lemma_factors(_by_task(read_trajectories(path))).items():
+        played = [group.trajectories for group in groups_of(read_trajectories(path))]
+        for agent, factor in lemma_factors(played).items():
             factors[agent].append(factor)
     found = {"accuracy before": base, "accuracy": trained} | norms(metrics)
     found |= {f"A² under one (μ, σ) {agent}": fmean(own) for agent, own in factors.items()}
     shards = sorted((folder / "evaluation" / "trained").glob("*.parquet"))
     return found | skills([trajectory for shard in shards for trajectory in read_trajectories(shard)])
-
-
-def _by_task(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    tasks: dict[str, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
-        tasks[trajectory.task_id].append(trajectory)
-    return list(tasks.values())
 
 
 def _accuracy(path: Path) -> float:
@@ -180,12 +167,10 @@ def _compared(team: str, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str
 
 def _markdown_study(findings: pd.DataFrame) -> str:
     """A table per team: a line per measure, a column per estimator and per difference, intervals in brackets."""
-    parts = []
-    for team, own in findings.groupby("team", sort=False):
-        cells: dict[str, dict[str, str]] = {}
-        for row in own.to_dict("records"):
-            cell = f"{row['value']:.3g} [{row['ci_low']:.3g}, {row['ci_high']:.3g}]"
-            cells.setdefault(row["measure"], {"measure": row["measure"]})[row["advantage"]] = cell
-        table = markdown_table(pd.DataFrame(cells.values()))
-        parts.append(f"**{team}**, {own['seeds'].iloc[0]} seeds\n\n{table}")
-    return "\n\n".join([*parts, _STUDY_NOTE]) + "\n"
+    numbers = findings[["value", "ci_low", "ci_high"]].itertuples(index=False)
+    shown = findings.assign(cell=[f"{value:.3g} [{low:.3g}, {high:.3g}]" for value, low, high in numbers])
+    teams = []
+    for team, own in shown.groupby("team", sort=False):
+        cells = own.pivot_table("cell", "measure", "advantage", aggfunc="first", sort=False).reset_index()
+        teams.append((team, own["seeds"].iloc[0], markdown_table(cells)))
+    return render_page("study.md.jinja", teams=teams)

@@ -18,24 +18,6 @@ from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.paper_tables import TableError
 from mcore_mas.rollout.base.files import unsealed, write_text
 
-SCORE_COLUMNS = (  # of the CSV, one measured number a line; scores are fractions of 1
-    "experiment",
-    "policy_state",  # base | trained | a cell of the suite's `evaluate`; a difference of two, as trained-base
-    "dataset",  # data source, or "all" of them
-    "metric",  # avg@k | pass@k | maj@k
-    "k",  # answers per task
-    "value",
-    "ci_low",
-    "ci_high",
-    "n",  # tasks
-    "seed_count",  # runs that differ only in their seed, averaged task by task
-    "replies",  # of all data sources and seeds, in the rows of all; empty in those of one source of several
-    "overlong_replies",  # of those, how many count as wrong because a prompt was too long
-    "cut_replies",  # had a part of a prompt left out
-    "failed_replies",  # are left out: what failed is unknown, not wrong
-    "failures",  # why, as "3 EngineError, 1 late/trajectory"
-)
-_KEY = ["experiment", "policy_state", "dataset", "metric"]
 _NOTE = (
     "Scores in %; avg@k is the mean of k replies to a task, pass@k the best of them, maj@k their most frequent answer. "
     "A reply whose prompt was too long counts as wrong, one that failed is left out. Brackets hold 95 % "
@@ -54,7 +36,7 @@ def make_table(evaluations: Sequence[Path], experiments: Mapping[str, str], outp
     """
     scores = pd.concat([read_evaluation(path) for path in evaluations], ignore_index=True)
     scores["experiment"] = scores["run"].map(experiments)
-    table = pd.DataFrame(_measured(scores))[list(SCORE_COLUMNS)]
+    table = pd.DataFrame(_measured(scores))  # of the CSV, one measured number a line; scores are fractions of 1
     readable = pd.DataFrame(_cells(row) for row in table.to_dict("records"))  # text, scores in per cent
     writers: dict[str, Callable[[], str]] = {
         ".csv": lambda: str(table.to_csv(index=False, float_format="%.6f", lineterminator="\n")),
@@ -83,9 +65,8 @@ def read_evaluation(path: Path) -> pd.DataFrame:
         return pd.DataFrame(lines)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"no key {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-        raise TableError(
-            f"{path}: not a finished evaluation ({reason}); delete it and run `snakemake` again"
-        ) from error
+        expected = "delete it and run `snakemake` again"
+        raise TableError(f"{path}: not a finished evaluation ({reason}); {expected}") from error
 
 
 def _measured(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
@@ -104,13 +85,16 @@ def _measured(scores: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 runs = own[own["policy_state"] == state.partition("-")[0]].drop_duplicates("run")
                 low, high = mean_interval(by_task.tolist(), f"{dataset}/{metric}")
                 yield {
-                    **dict(zip(_KEY, (experiment, state, dataset, metric), strict=True)),
-                    "k": int(runs["k"].iloc[0]),
+                    "experiment": experiment,
+                    "policy_state": state,  # base | trained | a cell of `evaluate` | a difference, as trained-base
+                    "dataset": dataset,  # data source, or "all" of them
+                    "metric": metric,  # avg@k | pass@k | maj@k
+                    "k": int(runs["k"].iloc[0]),  # answers per task
                     "value": fmean(by_task),
                     "ci_low": low,
                     "ci_high": high,
-                    "n": len(by_task),
-                    "seed_count": len(runs),
+                    "n": len(by_task),  # tasks
+                    "seed_count": len(runs),  # that differ only in their seed, averaged task by task
                     **_counts(runs, of_all=dataset == "all" or len(sources) == 1),
                 }
 
@@ -121,14 +105,14 @@ def _seated(own: pd.DataFrame) -> list[str]:
 
 
 def _counts(runs: pd.DataFrame, *, of_all: bool) -> dict[str, Any]:
-    """What became of the replies of some runs; "" for one data source of several, as they are counted over all."""
+    """What became of the replies of all seeds; "" for one data source of several, as they are counted over all."""
     failed: Counter[str] = sum(map(Counter, runs["failed"]), Counter())
     counts = {
         "replies": int(runs["replies"].sum()),
-        "overlong_replies": int(runs["overlong"].sum()),
-        "cut_replies": int(runs["cut"].sum()),
-        "failed_replies": failed.total(),
-        "failures": ", ".join(f"{n} {why}" for why, n in sorted(failed.items())),
+        "overlong_replies": int(runs["overlong"].sum()),  # count as wrong because a prompt was too long
+        "cut_replies": int(runs["cut"].sum()),  # had a part of a prompt left out
+        "failed_replies": failed.total(),  # are left out: what failed is unknown, not wrong
+        "failures": ", ".join(f"{n} {why}" for why, n in sorted(failed.items())),  # as "3 EngineError"
     }
     return counts if of_all else dict.fromkeys(counts, "")
 
