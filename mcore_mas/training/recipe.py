@@ -17,7 +17,7 @@ from typing import Any
 
 import mcore_mas
 from mcore_mas.config.run import RunConfig
-from mcore_mas.rollout.base.files import known_sha256, sha256
+from mcore_mas.rollout.base.files import known_sha256, read_yaml, sha256
 from mcore_mas.rollout.base.options import leaves
 from mcore_mas.rollout.base.ownership import FolderError
 from mcore_mas.rollout.models.architecture import read_architecture
@@ -161,35 +161,10 @@ def _said(recipe: Mapping[str, Any], key: str) -> str:
     return json.dumps(recipe[key]) if key in recipe else "(default)"
 
 
-# sections, and what of them, that decide what is learnt; layouts, speeds, cadences and addresses may change
-_RECIPE: dict[str, frozenset[str]] = {
-    "seed": frozenset(),
-    "data": frozenset({"validation", "test"}),
-    "env": frozenset({"server", "tier"}),
-    "orchestra": frozenset(),
-    "agents": frozenset(),
-    "policies": frozenset(
-        {"model", "remote", "lora", "tp", "pp", "vpp", "cp", "dp", "ep", "sp", "distributed_optimizer", "overlap"}
-        | {"offload", "host_moments", "recompute", "layers", "attention", "bf16", "max_in_flight", "spike_factor"}
-        | {"share_base"}
-    ),
-    "reward": frozenset(),
-    "advantage": frozenset(),
-    "filter": frozenset(),
-    "loss": frozenset(),
-    "retriever": frozenset(
-        {"urls", "members", "key_file", "balance", "patience_s", "passages", "folder", "encoder_folder", "shards"}
-        | {"golden", "backend", "device", "threads"}
-    ),
-    "coach": frozenset(
-        {"url", "key_variable", "key_file", "proxy", "concurrency", "retries", "timeout_s", "deadline_s"}
-        | {"batch_deadline_s", "prices", "budget"}
-    ),
-    "trainer": frozenset(
-        {"steps", "microbatch_tokens", "checkpoint_every", "keep_checkpoints", "keep_best", "final", "resume"}
-        | {"validate_every", "validation_samples", "max_advantage", "signal_within", "agreement"}
-    ),
-}
+@cache
+def _sections() -> dict[str, frozenset[str]]:
+    """The sections that decide what is learnt, each with its keys that may change."""
+    return {name: frozenset(free) for name, free in read_yaml(Path(__file__).with_name("recipe.yaml")).items()}
 
 
 def recipe_of(config: RunConfig) -> dict[str, Any]:
@@ -197,8 +172,8 @@ def recipe_of(config: RunConfig) -> dict[str, Any]:
 
     So a key that a later version adds is not taken for a change.
     """
-    values = config.model_dump(mode="json", include=set(_RECIPE), exclude_defaults=True)
-    parts = (leaves({name: values[name]}, free) for name, free in _RECIPE.items() if name in values)
+    values = config.model_dump(mode="json", include=set(_sections()), exclude_defaults=True)
+    parts = (leaves({name: values[name]}, free) for name, free in _sections().items() if name in values)
     return dict(itertools.chain.from_iterable(parts))
 
 

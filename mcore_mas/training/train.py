@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -14,7 +17,7 @@ from mcore_mas.config.credit import cut_off
 from mcore_mas.config.models import check_layouts
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
-from mcore_mas.rollout.base.files import tree_sha256, writable, write_json
+from mcore_mas.rollout.base.files import atomic_folder, tree_sha256, writable, write_json
 from mcore_mas.rollout.base.ownership import check_owner, epoch_of, owned
 from mcore_mas.rollout.base.processes import ProcessLost, Restarts
 from mcore_mas.rollout.base.task_group import Watchdog
@@ -25,11 +28,10 @@ from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.rewards.coach import Coach
 from mcore_mas.training.async_rollout import AsyncRollouts, Schedule
-from mcore_mas.training.checkpoint import Checkpoints, Saved
+from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, Saved
 from mcore_mas.training.cluster import joined_ray, running_ray
 from mcore_mas.training.crew import Crew
 from mcore_mas.training.engine_factory import make_players, make_renderers, open_remotes, world
-from mcore_mas.training.fork import fork_run
 from mcore_mas.training.full_disk import until_room
 from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal, TrainingError
 from mcore_mas.training.logbook import Logbook, open_logbook
@@ -37,9 +39,12 @@ from mcore_mas.training.loop import train_steps
 from mcore_mas.training.placement import room_for
 from mcore_mas.training.ray_client import train_at
 from mcore_mas.training.recent import RecentState, recent_folder, recent_state, state_bytes
-from mcore_mas.training.recipe import Identity, identity_of, input_digests, lineage_of
+from mcore_mas.training.recipe import identity_of, input_digests, lineage_of
 from mcore_mas.training.step import AfterStep, TrainingSession, goes_on
 from mcore_mas.training.weight_sync import Memory, WeightSync, watched
+
+_NEVER_APPENDED = frozenset({".safetensors", ".parquet"})  # written once, so that one copy on the disk is enough
+_OF_THE_PROCESS = ("lock.json", "ray", "ranks")
 
 
 def train(
@@ -52,7 +57,7 @@ def train(
 
     Args:
         address: of a Ray that runs already; None: as `cluster.address` says.
-        adopt: fork a run of another recipe, other inputs or code (see `forked`), as with `trainer.resume: changed`.
+        adopt: fork a run of another recipe, other inputs or code (see `fork_run`), as with `trainer.resume: changed`.
         after_step: told of each step; stops the run, with a checkpoint, where it says no. Without it signals do.
 
     Raises:
@@ -198,13 +203,10 @@ def _tasks(config: RunConfig) -> dict[str, list[Task]]:
     return tasks
 
 
-def _identity(config: RunConfig) -> Identity:
-    return replace(identity_of(config), inputs=input_digests(config))
-
-
 def _checkpoints(config: RunConfig) -> Checkpoints:
     keep, best = config.trainer.keep_checkpoints, config.trainer.keep_best
-    return Checkpoints(config.folder / "train" / "checkpoints", _identity(config), keep=keep, best=best)
+    identity = replace(identity_of(config), inputs=input_digests(config))
+    return Checkpoints(config.folder / "train" / "checkpoints", identity, keep=keep, best=best)
 
 
 def _done(session: TrainingSession, written: Saved | None) -> dict[str, Any]:
@@ -262,3 +264,53 @@ async def _restore(session: TrainingSession, saved: Saved) -> None:
         await group.restore(saved.folder / name)
     for policy, sync in session.weight_sync.items():  # by the number that these weights had
         await sync.push(saved.state.get("versions", {}).get(policy, [saved.step])[-1])
+
+
+def fork_run(train: Path, checkpoints: Checkpoints, found: Saved, steps: int) -> tuple[Saved, str]:
+    """Fork the run in `train` if `found`, which it goes on from, is of another recipe or other inputs.
+
+    Killed at any point, it has kept all that there was, and the same command does it again.
+
+    Args:
+        steps: of the new recipe.
+
+    Returns:
+        What to go on from, and the line that says so; `found` and "" where it is of the run's own recipe.
+
+    Raises:
+        CheckpointError: nothing would be trained by the new recipe, whose result this then would be.
+        OSError: the old state cannot be kept; nothing has changed.
+    """
+    changed = checkpoints.differs(found)
+    if not changed:
+        return found, ""
+    if found.step >= steps:
+        raise CheckpointError(
+            f"{found.folder}: trained with {changed}; trainer.steps is {steps}, so that a fork would train nothing and "
+            "be taken for the new recipe's: raise it, or name the run anew"
+        )
+    taken = (int(path.suffix[1:]) for path in train.parent.glob(f"{train.name}.*") if path.suffix[1:].isdecimal())
+    kept = train.with_name(f"{train.name}.{max(taken, default=0) + 1}")
+    with atomic_folder(kept) as partial:
+        for path in train.iterdir():
+            if path.is_dir() and path.name not in _OF_THE_PROCESS:
+                shutil.copytree(path, partial / path.name, symlinks=True, copy_function=_linked)
+            elif path.is_file() and path.name not in _OF_THE_PROCESS:
+                _linked(str(path), str(partial / path.name))
+    (train / "mlflow.json").unlink(missing_ok=True)  # a run of its own there, too
+    start, before = lineage_of(checkpoints.identity), found.state.get("lineage", {})
+    lineage = {version: hashlib.sha256(f"{start} {own}".encode()).hexdigest()[:16] for version, own in before.items()}
+    state = {**found.state, "mlflow_run": None, "lineage": lineage | {"0": start}}
+    line = f"forked at step {found.step}: {changed}; the run as it was is kept in {kept}"
+    return checkpoints.fork(found, state, kept.name), line
+
+
+def _linked(source: str, target: str) -> None:
+    if Path(source).suffix in _NEVER_APPENDED:
+        try:
+            os.link(source, target)
+        except OSError:  # a file system without links
+            pass
+        else:
+            return
+    shutil.copy2(source, target)

@@ -12,8 +12,8 @@ import yaml
 
 from mcore_mas.rollout.base.ownership import owned
 from mcore_mas.training.checkpoint import CheckpointError, Checkpoints, _read_manifest
-from mcore_mas.training.fork import fork_run
 from mcore_mas.training.recipe import Identity
+from mcore_mas.training.train import fork_run
 from tests.faults.forked import forked, run_folder, trained
 from tests.unit.training.test_checkpoint import MODELS, names, save, silent
 
