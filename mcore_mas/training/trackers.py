@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -11,11 +10,7 @@ from typing import Any
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.rollout.base.files import json_lines, write_json
-from mcore_mas.training.joblog import cause
-from mcore_mas.training.tracking import NO_METRICS, Sink
-
-_PATIENCE_S = 30.0  # at the end of a run, for what is left
-_FIRST_S = 1.0  # half of the pause after a first fault
+from mcore_mas.training.tracking import NO_METRICS, Feed
 
 
 class _TensorBoard:
@@ -73,57 +68,33 @@ TRACKERS: dict[str, Callable[[RunConfig, int], _TensorBoard | _Run]] = {
 }
 
 
-class _Fed:
-    """One tracker, fed from metrics.jsonl by a thread: what it does not take is drawn once it works again."""
+class _Fed(Feed):
+    """One tracker."""
 
     def __init__(self, name: str, config: RunConfig, first: int, note: Callable[[str], None]) -> None:
-        self._name, self._config, self._note = name, config, note
-        self._path = config.folder / "train" / "metrics.jsonl"
-        self._record = self._path.with_name(f"{name}.json")  # says what starts before this one have drawn
-        self._next = -1  # step to draw
+        path, following = config.folder / "train" / "metrics.jsonl", -1  # step to draw
+        self._name, self._config = name, config
+        self._record = path.with_name(f"{name}.json")  # says what starts before this one have drawn
         with suppress(OSError, ValueError, LookupError, TypeError):
-            self._next = min(int(json.loads(self._record.read_bytes())["next"]), first)
-        self._read = 0  # bytes of metrics.jsonl
+            following = min(int(json.loads(self._record.read_bytes())["next"]), first)
         self._writer: _TensorBoard | _Run | None = None
-        self._faults, self._again = 0, 0.0  # since it worked; when to try again
-        self._sink = Sink(f"tracker-{name}")
+        super().__init__(f"tracker {name}", path, note, following - 1)
         self.log()
 
-    def log(self) -> None:
-        self._sink.put(self._draw)  # where too many wait, one of them draws this row too
-
-    def close(self) -> None:
-        self._sink.put(lambda: self._draw(last=True))
-        if not self._sink.close(_PATIENCE_S):
-            self._note(f"tracker {self._name} hangs: steps from {self._next} on are in {self._path} alone")
-
-    def _draw(self, *, last: bool = False) -> None:
-        if time.monotonic() < self._again and not last:
-            return
-        try:
-            if self._writer is None:
-                self._writer = TRACKERS[self._name](self._config, max(self._next, 0))
-            rows, read = json_lines(self._path, self._read) if self._path.is_file() else ([], 0)
-            for row in rows:
-                if row["step"] >= self._next:
-                    metrics = {name: value for name, value in row.items() if name not in NO_METRICS}
-                    self._writer.log(row["step"], metrics)
-                    self._next = row["step"] + 1
-            if rows:
-                self._read = read
-                write_json(self._record, {"next": self._next})
-            if last:
-                self._writer.close()
-        except Exception as error:  # of foreign code, which must not end a training
-            self._faults += 1
-            self._writer = None  # it is opened anew
-            self._again = time.monotonic() + min(60.0, _FIRST_S * 2.0**self._faults)
-            if self._faults == 1 or last:
-                self._note(f"tracker {self._name} does not draw ({cause(error)}); {self._path} has it for later")
-            return
-        if self._faults:
-            self._note(f"tracker {self._name} works again and has all steps before {self._next}")
-        self._faults = 0
+    def _send(self, status: str | None) -> None:
+        writer = self._writer or TRACKERS[self._name](self._config, max(self._sent + 1, 0))
+        self._writer = None  # after a fault it is opened anew
+        rows, read = json_lines(self._journal, self._read) if self._journal.is_file() else ([], 0)
+        for row in rows:
+            if row["step"] > self._sent:
+                writer.log(row["step"], {name: value for name, value in row.items() if name not in NO_METRICS})
+                self._sent = row["step"]
+        if rows:
+            self._read = read
+            write_json(self._record, {"next": self._sent + 1})
+        if status is not None:
+            writer.close()
+        self._writer = writer
 
 
 class Trackers:
@@ -149,4 +120,4 @@ class Trackers:
     def close(self) -> None:
         """Have what is left written out, for half a minute each at most."""
         for fed in self._fed:
-            fed.close()
+            fed.finish("FINISHED")

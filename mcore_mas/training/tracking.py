@@ -34,7 +34,8 @@ _KEY = {"reward/mean": "0_key/reward", "validation/accuracy": "0_key/validation_
 _LONGEST_PARAM = 500  # characters; MLflow refuses more than 6000
 _PARAMS_PER_CALL = 100  # MLflow's limit
 _METRICS_TOGETHER = 500  # of several steps, in one call
-_PATIENCE_S = 30.0  # at the end of a run, for MLflow to take what is left
+_PATIENCE_S = 30.0  # at the end of a run, for a tracker to take what is left
+_FIRST_S = 1.0  # half of the pause after a first fault
 
 
 class Sink:
@@ -69,6 +70,53 @@ class Sink:
             job()
 
 
+class Feed:
+    """What metrics.jsonl has, for a tracker, from a thread of its own: whatever the tracker does, nothing waits for it.
+
+    What it does not take is sent once it works again, in this process or another; it is asked after longer and longer
+    pauses, of a minute at most.
+    """
+
+    def __init__(self, whom: str, journal: Path, warn: Callable[[str], None], sent: int) -> None:
+        """`sent` is the last step that it has; `warn` gets a line when it fails, and when it works again."""
+        self.sink = Sink(whom)
+        self._whom, self._journal, self._warn, self._sent = whom, journal, warn, sent
+        self._read = 0  # bytes of metrics.jsonl
+        self._faults, self._again = 0, 0.0  # since it worked; when to try again
+
+    def log(self) -> None:
+        """Have the steps sent that metrics.jsonl has and the tracker lacks; returns at once."""
+        self.sink.put(self._try)
+
+    def finish(self, status: str) -> bool:
+        """Close the run as FINISHED, FAILED or KILLED; whether the tracker has taken all, in time."""
+        self.sink.put(lambda: self._try(status))
+        done = self.sink.close(_PATIENCE_S)
+        if not done:
+            self._warn(f"{self._whom} hangs: steps from {self._sent + 1} on are in {self._journal} alone")
+        return done and not self._faults
+
+    def _try(self, status: str | None = None) -> None:
+        if time.monotonic() < self._again and status is None:
+            return
+        try:
+            self._send(status)
+        except Exception as error:  # whatever foreign code may raise: no metric is worth a run
+            self._faults += 1
+            self._again = time.monotonic() + min(60.0, _FIRST_S * 2.0**self._faults)
+            if self._faults == 1 or status is not None:
+                why = f"does not take metrics ({one_line(error)})"
+                self._warn(f"{self._whom} {why}; {self._journal} has them for later")
+            return
+        if self._faults:
+            self._warn(f"{self._whom} works again and has all steps up to {self._sent}")
+        self._faults, self._again = 0, 0.0
+
+    def _send(self, status: str | None) -> None:
+        """Send what the tracker lacks, and with a `status` close the run."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
     """What MLflow is told of a run."""
@@ -83,11 +131,10 @@ class TrackedRun:
     ended: bool = False  # it is not this process's: tags that its own process wrote down hold
 
 
-class Tracker:
-    """One MLflow run, written from a thread of its own; metrics of each agent are `agent/<name>/<metric>`.
+class Tracker(Feed):
+    """One MLflow run; metrics of each agent are `agent/<name>/<metric>`.
 
-    It reads what it sends from metrics.jsonl. So what MLflow does not take is sent later, in this process or another,
-    and a store that was removed since is filled again. Beside that file mlflow.json says what was sent.
+    A store that was removed since is filled again. Beside metrics.jsonl, mlflow.json says what was sent.
     """
 
     def __init__(
@@ -98,8 +145,8 @@ class Tracker:
         warn: Callable[[str], None] = print,
         child_of: RunConfig | None = None,
     ) -> None:
-        """Begin to connect; returns at once. `warn` gets a line when MLflow fails, and when it works again."""
-        self.store, self._run, self._journal, self._warn, self._child_of = store, run, journal, warn, child_of
+        """Begin to connect; returns at once."""
+        self.store, self._run, self._child_of = store, run, child_of
         self._before = _read_record(journal)
         written = self._before.get("tags", {})
         # at its start once more, of the same code and config: it ended before its first checkpoint
@@ -107,49 +154,21 @@ class Tracker:
         self._known = [run_id for run_id in (run.id, self._before.get("run") if run.first or again else None) if run_id]
         self._tags = written if run.ended and written else _also(run.tags, written if self._known else {})
         self.run_id: str | None = next(iter(self._known), None)
-        self.sink = Sink("mlflow")
         self._key = uuid.uuid4().hex  # of a run that is to be made
         self._connected = False
-        self._sent = self._had(self.run_id)  # the last step that MLflow has
-        self._read = 0  # bytes of metrics.jsonl
         self._held = _Held() if not run.zeros else None
         self._last = time.time()  # when the last step ended
-        self._faults = 0  # since it worked
-        self._again = 0.0  # when to try again
+        super().__init__("MLflow", journal, warn, self._had(self.run_id))
         self.log()
 
-    def log(self) -> None:
-        """Have the steps sent that metrics.jsonl has and MLflow lacks."""
-        self.sink.put(self._send)
-
-    def finish(self, status: str) -> bool:
-        """Close the run as FINISHED, FAILED or KILLED; whether MLflow has taken all, in time."""
-        self.sink.put(lambda: self._send(status))
-        done = self.sink.close(_PATIENCE_S)
-        if not done:
-            self._warn(f"MLflow hangs: steps after {self._sent} are in {self._journal} alone")
-        return done and not self._faults
-
-    def _send(self, status: str | None = None) -> None:
-        if time.monotonic() < self._again and status is None:
-            return
-        try:
-            if not self._connected:
-                self._connect()
-            rows, read = json_lines(self._journal, self._read)
-            self._log_rows(rows)
-            self._read = read
-            if status is not None:
-                self.store.client.set_terminated(self.run_id, status, int(self._last * 1000))
-        except Exception as error:  # whatever a store may raise: no metric is worth a run
-            self._faults += 1
-            self._again = time.monotonic() + min(60.0, 2.0**self._faults)
-            if self._faults == 1 or status is not None:
-                self._warn(f"MLflow does not take metrics ({one_line(error)}); {self._journal} has them for later")
-            return
-        if self._faults:
-            self._warn(f"MLflow works again and has all steps up to {self._sent}")
-        self._faults, self._again = 0, 0.0
+    def _send(self, status: str | None) -> None:
+        if not self._connected:
+            self._connect()
+        rows, read = json_lines(self._journal, self._read)
+        self._log_rows(rows)
+        self._read = read
+        if status is not None:
+            self.store.client.set_terminated(self.run_id, status, int(self._last * 1000))
 
     def _had(self, run_id: str | None) -> int:
         """The last step that MLflow has of a run, as far as it is written down."""
@@ -181,9 +200,8 @@ class Tracker:
         write_json(self._journal.with_name("mlflow.json"), record)
 
     def _log_params(self, run_id: str) -> None:
-        from mlflow.entities import Param
-
-        rows = [Param(metric_name(key), str(value)[:_LONGEST_PARAM]) for key, value in leaves(self._run.params)]
+        param = self.store.entities.Param
+        rows = [param(metric_name(key), str(value)[:_LONGEST_PARAM]) for key, value in leaves(self._run.params)]
         with self.store.alone():  # MLflow takes the same twice, but not at once
             for first in range(0, len(rows), _PARAMS_PER_CALL):
                 self.store.client.log_batch(run_id, params=rows[first : first + _PARAMS_PER_CALL])

@@ -37,13 +37,15 @@ class Store:
             os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
         self.uri, self.experiment, self._results = uri, experiment, results
         self.client: Any = None
-        self.experiment_id = ""  # both, once it is connected
+        self.entities: Any = None  # the module of MLflow, which takes seconds to import
+        self.experiment_id = ""  # all three, once it is connected
 
     def connect(self) -> None:
         """Find or make the experiment; whatever a store may raise comes through, here and below."""
         if self.client is not None:
             return
-        from mlflow.tracking import MlflowClient  # which sets levels of its own
+        from mlflow import entities  # which sets levels of its own
+        from mlflow.tracking import MlflowClient
 
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -60,7 +62,7 @@ class Store:
             self.experiment_id = (
                 found.experiment_id if found else client.create_experiment(self.experiment, artifact_location=place)
             )
-        self.client = client
+        self.client, self.entities = client, entities
 
     def knows(self, run_id: str) -> bool:
         """Whether the store has a run, which was not deleted there."""
@@ -97,16 +99,12 @@ class Store:
 
     def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set tags of a run."""
-        from mlflow.entities import RunTag
-
-        self.client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+        self.client.log_batch(run_id, tags=[self.entities.RunTag(name, value) for name, value in tags.items()])
 
     def metrics(self, run_id: str, rows: Sequence[MetricRow]) -> None:
         """Send metrics."""
-        from mlflow.entities import Metric
-
-        # training counts from 0, MLflow's axis from 1
-        metrics = [Metric(metric_name(name), value, int(at * 1000), step + 1) for name, value, at, step in rows]
+        one = self.entities.Metric  # training counts from 0, MLflow's axis from 1
+        metrics = [one(metric_name(name), value, int(at * 1000), step + 1) for name, value, at, step in rows]
         for first in range(0, len(metrics), _METRICS_PER_CALL):
             self.client.log_batch(run_id, metrics=metrics[first : first + _METRICS_PER_CALL])
 
@@ -115,7 +113,6 @@ class Store:
 
         A server before MLflow 3 knows no models; the run's tags have the folders there.
         """
-        from mlflow.entities import LoggedModelOutput, LoggedModelStatus
         from mlflow.exceptions import MlflowException
 
         with self.alone():
@@ -132,23 +129,22 @@ class Store:
                     continue
                 tags = {"folder": folder, "mlflow.model.isExternal": "true"}
                 ids[name] = self.client.create_logged_model(self.experiment_id, name, run_id, tags).model_id
-                self.client.finalize_logged_model(ids[name], LoggedModelStatus.READY)
-                self.client.log_outputs(run_id, [LoggedModelOutput(ids[name], 0)])
+                self.client.finalize_logged_model(ids[name], self.entities.LoggedModelStatus.READY)
+                self.client.log_outputs(run_id, [self.entities.LoggedModelOutput(ids[name], 0)])
         return list(ids.values())
 
     def inputs(self, run_id: str, inputs: Mapping[str, tuple[str, str]], models: Sequence[str] = ()) -> None:
         """Say which data sets a run reads, by digest and place, and which `models` by id; the store gets no copy."""
-        from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelInput
-
+        of = self.entities
         data = [
-            DatasetInput(
-                Dataset(name, digest[:_DIGEST], source_type="local", source=json.dumps({"uri": where})),
-                [InputTag("mlflow.data.context", name.rpartition("/")[2])],
+            of.DatasetInput(
+                of.Dataset(name, digest[:_DIGEST], source_type="local", source=json.dumps({"uri": where})),
+                [of.InputTag("mlflow.data.context", name.rpartition("/")[2])],
             )
             for name, (digest, where) in inputs.items()
         ]
         if data or models:
-            self.client.log_inputs(run_id, datasets=data, models=[LoggedModelInput(model) for model in models])
+            self.client.log_inputs(run_id, datasets=data, models=[of.LoggedModelInput(model) for model in models])
 
     def alone(self) -> AbstractContextManager[None]:
         """Exclusive access, across processes: to a local sqlite store, or to what runs of these results make."""

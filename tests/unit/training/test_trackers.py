@@ -12,7 +12,7 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.training import trackers
+from mcore_mas.training import trackers, tracking
 from mcore_mas.training.trackers import TRACKERS, Trackers
 
 
@@ -98,11 +98,11 @@ def test_a_tracker_that_breaks_has_every_step_once_it_works_again(
     flaky, said = Flaky(), []
     monkeypatch.setitem(TRACKERS, "tensorboard", flaky.open)
     monkeypatch.setattr(trackers, "find_spec", lambda name: object())
-    monkeypatch.setattr(trackers, "_FIRST_S", 0.0)
+    monkeypatch.setattr(tracking, "_FIRST_S", 0.0)
     config = config_of(tmp_path, "tensorboard")
     path = config.folder / "train" / "metrics.jsonl"
     fed(config, 0, range(3), said)
-    why = f"does not draw (OSError: disk full at 1); {path} has it for later"
+    why = f"does not take metrics (OSError: disk full at 1); {path} has them for later"
     assert said == [f"tracker tensorboard {why}"] * 2  # when it broke, and at the end
     assert flaky.drawn == {0: {"reward/mean": 0.0}}
     opened = Trackers(config, 3, said.append)
@@ -113,8 +113,8 @@ def test_a_tracker_that_breaks_has_every_step_once_it_works_again(
             time.sleep(0.01)
         flaky.down = False
     opened.close()
-    assert said[2] == f"tracker tensorboard does not draw (OSError: disk full at 1); {path} has it for later"
-    works = [f"tracker tensorboard works again and has all steps before {step}" for step in (4, 5, 6)]
+    assert said[2] == f"tracker tensorboard {why}"
+    works = [f"tracker tensorboard works again and has all steps up to {step}" for step in (3, 4, 5)]
     assert said[3] in works and len(said) == 4  # whichever step it meets first
     assert flaky.drawn == {step: {"reward/mean": step / 4} for step in range(6)}
     assert flaky.opened[-1] == 1  # opened anew at the step that it lacked
@@ -124,7 +124,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(tmp_path: Path, monkeypatch: pyte
     free, said = threading.Event(), []
     monkeypatch.setitem(TRACKERS, "wandb", lambda *_: free.wait())
     monkeypatch.setattr(trackers, "find_spec", lambda name: object())
-    monkeypatch.setattr(trackers, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(tracking, "_PATIENCE_S", 0.2)
     config = config_of(tmp_path, "wandb")
     path = config.folder / "train" / "metrics.jsonl"
     fed(config, 0, range(1000), said)  # more than may wait
