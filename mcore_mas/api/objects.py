@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
+from rich.console import Console
 
 from mcore_mas.rollout.base.options import HERE, checked, lookup
 from mcore_mas.rollout.base.schema_words import invalid
@@ -218,8 +219,6 @@ class Conversation(Trajectory):
 
     def show(self) -> None:
         """Print who said what to whom, with rewards and advantages."""
-        from rich.console import Console
-
         from mcore_mas.reports.terminal import print_trajectory
 
         print_trajectory(self, Console(highlight=False), self.advantages)

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
+from rich.console import Console
 
 from mcore_mas.api.objects import AgentSpec, Conversation, TaskError, known_here, reward_section, split_tasks
 from mcore_mas.config.compose import GROUPS, resolve
 from mcore_mas.config.policy import PolicyConfig, TrainerConfig
 from mcore_mas.config.run import RunConfig
-from mcore_mas.pipeline.check import machine_complaints, model_complaints, no_model, too_few
+from mcore_mas.pipeline.check import machine_complaints, model_complaints, too_few
 from mcore_mas.pipeline.prepare import prepare_tasks
 from mcore_mas.rollout.base.files import json_lines, write_text
 from mcore_mas.rollout.base.options import merged
@@ -174,8 +175,6 @@ class Run:
             TaskError: no such step was taken.
             CreditError, ValueError: the estimator is unknown, lacks what it needs, or has no such option.
         """
-        from rich.console import Console
-
         from mcore_mas.reports.terminal import print_credit
 
         if (file := self._recorded(step)) is None:
@@ -247,8 +246,7 @@ def _checked(values: Mapping[str, Any], where: str, tasks: Mapping[str, Sequence
     config = RunConfig.check(values, where)
     wrong = [*machine_complaints(config)]
     for policy, model in config.models.items():
-        there = Path(model, "config.json").is_file()
-        wrong += model_complaints(config, policy, model) if there else [f"policies.{policy}: {no_model(model)}"]
+        wrong += model_complaints(config, policy, model)
     train = len(tasks["train"]) if tasks else config.data.train
     wrong += too_few(config, train) if isinstance(train, int) else ()
     if wrong:
@@ -268,11 +266,7 @@ def _policies(agents: Iterable[AgentSpec], given: str | Path | Mapping[str, Any]
 
 
 def _settings(given: Mapping[str, Any], tasks_per_step: int) -> tuple[list[str], dict[str, Any]]:
-    """(Choices of groups of configs, sections) that keyword arguments stand for.
-
-    Raises:
-        TaskError: one stands for nothing.
-    """
+    """(Choices of groups of configs, sections) that keyword arguments stand for."""
     sections: dict[str, Any] = {"trainer": {"steps": 20, "tasks_per_step": tasks_per_step, "group_size": 8}}
     chosen = []
     for key, value in given.items():
@@ -320,11 +314,7 @@ class _Steps:
         self._thread.start()
 
     def next(self) -> StepRow | None:
-        """The next step's metrics, None after the last.
-
-        Raises:
-            TrainingError, ...: whatever ended the training.
-        """
+        """The next step's metrics, None after the last; raises what ended the training."""
         self._go_on(True)
         found = self._rows.get()
         if isinstance(found, BaseException):

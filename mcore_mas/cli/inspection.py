@@ -204,12 +204,7 @@ def show_leaks(
 
 
 def _file_splits(files: Sequence[Path], format: str) -> dict[str, list[Task]]:
-    """One split per file: named by the file, or by its path where two files have one name.
-
-    Raises:
-        RecordError: a file is not of that format.
-        ValueError: a file is named twice.
-    """
+    """One split per file: named by the file, or by its path where two files have one name."""
     from mcore_mas.rollout.tasks.files import read_task_file
 
     names = Counter(file.name for file in files)

@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import sys
 from collections.abc import Callable
@@ -46,15 +45,15 @@ def serve_mlflow(store: str, port: int) -> None:
     Raises:
         UiError: there is no such store, the port is taken, or the server ends by itself.
     """
+    from mcore_mas.rollout.base.http_server import bind
+
     scheme, _, path = store.partition(":///")
     if scheme == "sqlite" and not Path(path).is_file():
         raise UiError(f"{path}: no such file; no run has been tracked yet (run `make demo`, or name another --store)")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            raise UiError(f"port {port} on {HOST}: {error.strerror}; choose another --port") from error
+    try:
+        bind(HOST, port).close()
+    except OSError as error:
+        raise UiError(f"port {port} on {HOST}: {error.strerror}; choose another --port") from error
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store]
     command += ["--host", HOST, "--port", str(port), "--workers", "1"]
     environment = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -15,6 +16,7 @@ import typer
 
 from mcore_mas.cli.inspection import UsageError, inspection_commands
 from mcore_mas.cli.machine import RunFolder, machine_commands, run_commands, run_folder, run_names
+from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.base.text import show_logs
 from mcore_mas.training.joblog import Stopped, cause, stop_at_start
 
@@ -223,9 +225,6 @@ def serve_run(
     most_calls: Annotated[int, typer.Option(help="Answered at a time; further ones get status 429.", min=1)] = 256,
 ) -> None:
     """Answer as models of OpenAI's and Anthropic's APIs: the whole team by the run's name, and each of its agents."""
-    import signal
-
-    from mcore_mas.rollout.base.processes import say
     from mcore_mas.training.serve import serve
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -244,7 +243,6 @@ def studio(
 ) -> None:
     """Look at runs in a browser, live: curves by agent and policy, conversations, credit, two runs side by side."""
     from mcore_mas.reports.studio import open_studio
-    from mcore_mas.rollout.base.processes import say
 
     open_studio(results, host=host, port=port, token_file=token_file, say=say)
 

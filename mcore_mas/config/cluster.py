@@ -22,9 +22,8 @@ class NodesConfig(Section):
 class ClusterConfig(Section):
     """What of a machine, or of the nodes of a Ray that runs already, a run takes."""
 
-    address: str = (
-        "local"  # a Ray of the run's own; else a running one: host:port of its head, auto (this machine's), ray://
-    )
+    # "local": a Ray of the run's own; else a running one: host:port of its head, auto (this machine's), ray://
+    address: str = "local"
     restarts: int = Field(3, ge=0)  # of all trainers from the newest state when one is lost or hangs, in an hour
     hang_s: float | None = Field(1800.0, gt=0)  # without a sign of life of a trainer at work; None: any time
     threads_per_process: int | None = Field(None, ge=1)  # None: the cores over the processes that work at a time

@@ -188,11 +188,7 @@ def _place(config_path: str) -> tuple[str, str]:
 
 
 def _content(file: Path) -> tuple[str | None, dict[str, Any]]:
-    """(the package that a file names in its header, its content).
-
-    Raises:
-        ConfigLoadError: there is no such file.
-    """
+    """(the package that a file names in its header, its content)."""
     return _read(file, file.stat().st_mtime_ns if file.is_file() else 0)
 
 

@@ -13,9 +13,9 @@ from mcore_mas.rollout.models.architecture import Architecture, architecture_of,
 from mcore_mas.rollout.models.layout import ParallelLayout, check_fit
 
 
-def layout_of(policy: PolicyConfig) -> dict[str, Any]:
-    """The ranks of a policy's trainer, by the fields of `ParallelLayout`."""
-    return {field.name: getattr(policy, field.name) for field in fields(ParallelLayout)}
+def layout_of(policy: PolicyConfig) -> ParallelLayout:
+    """The ranks of a policy's trainer."""
+    return ParallelLayout(**{field.name: getattr(policy, field.name) for field in fields(ParallelLayout)})
 
 
 def located(model: str) -> str:
@@ -49,26 +49,22 @@ def check_layouts(config: RunConfig) -> None:
     """`check_layout` of every policy with a model folder.
 
     Raises:
-        ModelError: as `check_layout`; or a folder holds no model.
+        ModelError: as `check_layout`.
     """
     for name, model in config.models.items():
-        try:
-            architecture = read_architecture(Path(model))
-        except ModelError as error:
-            raise ModelError(f"policies.{name}: {error}") from None
-        check_layout(config, name, architecture)
+        check_layout(config, name, Path(model))
 
 
-def check_layout(config: RunConfig, name: str, architecture: Architecture) -> None:
-    """Refuse a policy whose model cannot be trained as its config says.
+def check_layout(config: RunConfig, name: str, model: Path | Architecture) -> None:
+    """Refuse a policy whose model, in a folder or by its sizes, cannot be trained as its config says.
 
     Raises:
-        ModelError: which policy, why not, and the nearest that can be.
+        ModelError: which policy, why not, and the nearest that can be; or the folder holds no model.
     """
     policy = config.policies[name]
     try:
-        layout = ParallelLayout(**layout_of(policy))
-        check_fit(architecture, layout, policy.layers, policy.lora.targets if policy.lora else ())
+        architecture = read_architecture(model) if isinstance(model, Path) else model
+        check_fit(architecture, layout_of(policy), policy.layers, policy.lora.targets if policy.lora else ())
     except ModelError as error:
         raise ModelError(f"policies.{name}: {error}") from None
     engine = for_policy(config, name).engine

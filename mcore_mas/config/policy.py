@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, PositiveFloat, field_validator, model_validator
@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from mcore_mas.equations.divergence import Figure
 from mcore_mas.rollout.base.options import Section, merged
 from mcore_mas.rollout.engines.remote import RemoteConfig
-from mcore_mas.rollout.models.layout import Recompute
+from mcore_mas.rollout.models.layout import Projection, Recompute
 from mcore_mas.rollout.teams.tree import Branching
 
 
@@ -51,9 +51,7 @@ class LoraConfig(Section):
 
     rank: int = Field(ge=1)
     alpha: float = Field(gt=0)  # the update is alpha / rank · B A
-    targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = Field(
-        ("q", "k", "v", "o", "gate", "up", "down"), min_length=1
-    )  # projections of every layer
+    targets: tuple[Projection, ...] = Field(get_args(Projection), min_length=1)  # projections of every layer
     adapter: str | None = None  # folder in PEFT's format to start from; None: A random, B zero
 
 
@@ -232,9 +230,8 @@ class TrainerConfig(Section):
     oversample: float = Field(1.0, ge=1)  # times group_size that are started; the slowest are given up
     staleness: int = Field(0, ge=0)  # steps that collection may be ahead of training; 0 trains what it samples
     updates_per_step: int = Field(1, ge=1)  # optimizer steps, each on its share of a step's samples
-    minibatch: int | None = Field(
-        None, ge=1
-    )  # turns of an optimizer step, in place of updates_per_step; drawn at random
+    # turns of an optimizer step, in place of updates_per_step; drawn at random
+    minibatch: int | None = Field(None, ge=1)
     passes: int = Field(1, ge=1)  # times that a step's samples are gone through (PPO's epochs)
     alternate: AlternateConfig | None = None  # None: every policy is trained in every step
     microbatch_tokens: int = Field(4096, ge=1)

@@ -233,23 +233,17 @@ class CreditWatch:
             CreditError: an advantage is beyond `trainer.max_advantage`, or no turn of the run's first
                 `trainer.signal_within` steps had one other than 0.
         """
-        self._check_size(trainer.max_advantage, step, samples)
-        self._check_signal(trainer.signal_within, step, samples)
-
-    def _check_size(self, bound: float | None, step: int, samples: Sequence[Sample]) -> None:
+        bound, within = trainer.max_advantage, trainer.signal_within
         sizes = [max(map(abs, sample.advantages or (0.0,))) for sample in samples]
-        largest = max(range(len(samples)), key=sizes.__getitem__, default=0)
-        if bound is None or not samples or sizes[largest] <= bound:
-            return
-        sample = samples[largest]
-        raise CreditError(
-            f"step {step}: agent {sample.agent} has an advantage of {sizes[largest]:.2g} (trajectory "
-            f"{sample.trajectory}, turn {sample.turn}), beyond trainer.max_advantage {bound:g}; its rewards are out of "
-            "scale, or their σ is next to nothing: see `mcore-mas explain`, change advantage or reward, or the bound"
-        )
-
-    def _check_signal(self, within: int | None, step: int, samples: Sequence[Sample]) -> None:
-        self._seen = self._seen or any(any(sample.advantages or ()) for sample in samples)
+        largest = max(sizes, default=0.0)
+        if bound is not None and not largest <= bound:  # nor may it be no number
+            sample = samples[sizes.index(largest)]
+            raise CreditError(
+                f"step {step}: agent {sample.agent} has an advantage of {largest:.2g} (trajectory {sample.trajectory}, "
+                f"turn {sample.turn}), beyond trainer.max_advantage {bound:g}; its rewards are out of scale, or their "
+                "σ is next to nothing: see `mcore-mas explain`, change advantage or reward, or the bound"
+            )
+        self._seen = self._seen or any(sizes)
         self._without += not self._seen
         if within is not None and self._without == within and step + 1 == within:
             raise CreditError(

@@ -83,11 +83,7 @@ def acquire(item: str, receipt: Path, hub: Hub) -> None:
 
 
 def _open_index(source: Source, manifest: Path) -> dict[str, Any]:
-    """Make a published index usable, or verify it where it is; its counts.
-
-    Raises:
-        AcquireError: index, passages and encoder do not belong together, or one is damaged.
-    """
+    """Make a published index usable, or verify it where it is; its counts."""
     from mcore_mas.retrieval.build import import_index
     from mcore_mas.retrieval.encoder import Encoder
     from mcore_mas.retrieval.index import Index
@@ -114,11 +110,7 @@ def _fetch_model(source: Source, folder: Path, hub: Hub) -> dict[str, Any]:
 
 
 def _check_model(folder: Path) -> dict[str, Any]:
-    """Count tensors and parameters, from headers; see that the files of the folder are whole, and its tokenizer there.
-
-    Raises:
-        AcquireError: config.json, a safetensors file or the tokenizer is missing or cannot be read.
-    """
+    """Count tensors and parameters, from headers; see that the folder's files are whole, and its tokenizer there."""
     from transformers import AutoTokenizer
 
     try:

@@ -18,7 +18,6 @@ from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.options import UnknownName
 from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.config.data import check_envs, make_tasks
-from mcore_mas.rollout.models.architecture import Architecture, read_architecture
 from mcore_mas.rollout.models.chat_template import has_chat_template
 from mcore_mas.rollout.records.files import RecordError
 from mcore_mas.rollout.tasks.datasets import dataset_files, not_downloaded
@@ -53,17 +52,12 @@ def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:
     made = Path(config.results, start, "bootstrap", "model") if start else None
     for name, model in config.models.items():
         policy = config.policies[name]
-        architecture: Architecture | None = None
         try:
             if made == Path(model):
-                cold_start = suite.checked(start or "").cold_start
-                architecture = cold_started(cold_start.base, f"cold_start of {start}") if cold_start else None
-            elif (Path(model) / "config.json").is_file():
+                if cold_start := suite.checked(start or "").cold_start:
+                    check_layout(config, name, cold_started(cold_start.base, f"cold_start of {start}"))
+            elif Path(model, "config.json").is_file() or (files and suite.scale == "paper" and not start):
                 yield from model_complaints(config, name, model)
-            elif files and suite.scale == "paper" and not start:
-                yield f"policies.{name}: {no_model(model)}"
-            if architecture is not None:
-                check_layout(config, name, architecture)
         except ModelError as error:
             yield str(error)
         if policy.lora is not None and policy.lora.adapter and not Path(policy.lora.adapter).is_dir():
@@ -71,23 +65,21 @@ def _models(suite: Suite, config: RunConfig, files: bool) -> Iterator[str]:
 
 
 def model_complaints(config: RunConfig, name: str, model: str) -> Iterator[str]:
-    """What is wrong with a policy's model that is there."""
+    """What is wrong with a policy's model, or that it is not there."""
+    if not Path(model, "config.json").is_file():
+        near = nearest(model, [str(file.parent) for file in Path(model).parent.glob("*/config.json")])
+        expected = near.removeprefix("; ") or _from(model)
+        yield f"policies.{name}: {model}: no model here (config.json is missing); {expected}"
+        return
     try:
         if config.policies[name].chat_template is None and not has_chat_template(model):
             yield (
                 f"policies.{name}: {model} is a base model without a chat template; set chat_template to plain "
                 "or chatml, or take the instruct model"
             )
-        check_layout(config, name, read_architecture(model))
+        check_layout(config, name, Path(model))
     except ModelError as error:
         yield str(error)
-
-
-def no_model(model: str) -> str:
-    """That a model is not there, and where it can be had."""
-    beside = [str(file.parent) for file in Path(model).parent.glob("*/config.json")]
-    near = nearest(model, beside)
-    return f"{model}: no model here (config.json is missing); {near.removeprefix('; ') or _from(model)}"
 
 
 def _from(path: str) -> str:

@@ -19,6 +19,7 @@ from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from mcore_mas.pipeline import sharing, suite_file
 from mcore_mas.pipeline.sharing import ConfigCache
 from mcore_mas.pipeline.suite_file import SuiteError
+from mcore_mas.planning.choose import PlanError, placed
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.files import read_yaml, write_text
 from mcore_mas.rollout.base.text import nearest
@@ -221,11 +222,7 @@ class Suite:
 def _composed(
     suite: Mapping[str, Any], run: str, overrides: Sequence[str], configs: Path | None, cache: ConfigCache | None
 ) -> dict[str, Any]:
-    """The resolved config of a run, with its placement.
-
-    Raises:
-        SuiteError: it does not compose, or fits nowhere.
-    """
+    """The resolved config of a run, with its placement."""
     scale = suite.get("scale", "paper")
     settings = [*overrides, f"run={run}", f"results={suite.get('results', 'results')}"]
 
@@ -273,15 +270,9 @@ def _check_seat(where: str, run: Mapping[str, Any], agent: str, source: Any, run
 
 
 def _placed(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with a placement for its `cluster.gpus`, if it has that key.
-
-    Raises:
-        SuiteError: none fits.
-    """
+    """The config with a placement for its `cluster.gpus`, if it has that key."""
     if config["cluster"]["gpus"] is None:
         return config
-    from mcore_mas.planning.choose import PlanError, placed  # imports Megatron, which other suites do without
-
     try:
         return placed(config)
     except (ModelError, PlanError) as error:
@@ -309,23 +300,16 @@ def suite_values(suite: str) -> Any:
         SuiteError: there is neither, or the file is no YAML.
     """
     path = Path(suite)
-    try:
-        return read_yaml(path) if path.is_file() else suite_of_experiment(suite)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
-
-
-def suite_of_experiment(name: str) -> dict[str, Any]:
-    """The suite of one experiment.
-
-    Raises:
-        SuiteError: there is none of this name.
-    """
+    if path.is_file():
+        try:
+            return read_yaml(path)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise SuiteError(f"{path}: not YAML ({' '.join(str(error).split())})") from error
     known = experiments()
-    if name not in known:
-        near = nearest(name, [*known, *map(str, Path().glob("*.yaml"))])
-        raise SuiteError(f"{name}: no such file, and no experiment of this name (docs/experiments.md){near}")
-    return {"suite": name, "experiments": {name: [f"experiment={name}"]}}
+    if suite not in known:
+        near = nearest(suite, [*known, *map(str, Path().glob("*.yaml"))])
+        raise SuiteError(f"{suite}: no such file, and no experiment of this name (docs/experiments.md){near}")
+    return {"suite": suite, "experiments": {suite: [f"experiment={suite}"]}}
 
 
 def _pattern(names: Sequence[str]) -> str:

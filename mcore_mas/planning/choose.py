@@ -224,7 +224,7 @@ def placement_of(config: RunConfig) -> Placement:
     trained = {policy: config.policies[policy] for policy in config.trained}
     return Placement(
         pool=config.cluster.pool,
-        layouts={name: ParallelLayout(**layout_of(policy)) for name, policy in trained.items()},
+        layouts={name: layout_of(policy) for name, policy in trained.items()},
         replicas=config.engine.replicas,
         engine_tp=config.engine.tp,
         colocated=any(policy.offload for policy in trained.values()),

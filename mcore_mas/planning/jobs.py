@@ -8,7 +8,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mcore_mas.config.run import RunConfig, engine_holder, for_policy
-from mcore_mas.planning.estimate import workloads
+from mcore_mas.planning.choose import placement_of, shapes_of
+from mcore_mas.planning.estimate import host_bytes, memory_of_trainers, workloads
+from mcore_mas.planning.memory import engine_weights
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.config.sections import RetrieverConfig
 
@@ -153,10 +155,6 @@ def _retriever_mb(retriever: RetrieverConfig) -> int:
 
 def _host_mb(config: RunConfig) -> int:
     """What trainers keep in the memory of machines, and weights that are on their way to engines through it."""
-    from mcore_mas.planning.choose import placement_of, shapes_of  # imports Megatron, which runs on CPUs do without
-    from mcore_mas.planning.estimate import host_bytes, memory_of_trainers
-    from mcore_mas.planning.memory import engine_weights
-
     try:
         models = shapes_of(config)
     except ModelError:  # a model of the user's that is not here yet

@@ -7,17 +7,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 from markupsafe import Markup
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from mcore_mas.reports.pages import render_page
 from mcore_mas.reports.study import Metrics, curve, read_metrics
 from mcore_mas.rollout.base.files import write_text
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # Okabe and Ito's colours, told apart with any colour vision; a line style and a marker repeat the distinction
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -94,18 +94,14 @@ def _place(key: str) -> tuple[str, str] | None:
 
 def _figure(panels: Panels, runs: Sequence[str], bands: Bands) -> str:
     """The panels as SVG; a run has the same line in all of them, and its band around the validation accuracy."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     style: Any = {"svg.hashsalt": "mcore-mas", "svg.fonttype": "none", "font.size": 9, "axes.titlesize": 10}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.formatter.useoffset": False}
-    with pyplot.rc_context(style):  # the salt makes equal numbers equal pictures
+    with rc_context(style):  # the salt makes equal numbers equal pictures
         down = math.ceil(len(panels) / _ACROSS)
         across = min(_ACROSS, len(panels))
         size = (max(5.0, 3.2 * across), 2.5 * down + 0.3 + 0.2 * math.ceil(len(runs) / across))
-        figure, axes = pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(down, across, squeeze=False)
         for axis in axes.flat[len(panels) :]:
             axis.remove()
         for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
@@ -119,7 +115,6 @@ def _figure(panels: Panels, runs: Sequence[str], bands: Bands) -> str:
             figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=across, frameon=False)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
-        pyplot.close(figure)
     return text.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]
 
 

@@ -19,6 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.pages import TurnAdvantages, TurnGroups, TurnPieces, render_page, trajectory_page
@@ -140,16 +142,12 @@ def _credit(path: Path, _changed: int) -> tuple[TurnAdvantages, TurnGroups]:
 
 
 @cache
-def _tokenizer(file: Path) -> Any:
-    from tokenizers import Tokenizer
-
+def _tokenizer(file: Path) -> Tokenizer:
     return Tokenizer.from_file(str(file))
 
 
 def _spelled(file: Path, ids: tuple[int, ...]) -> list[str]:
     """The text that each token adds; a character of several tokens comes with its last."""
-    from tokenizers.decoders import DecodeStream
-
     stream, tokenizer = DecodeStream(skip_special_tokens=False), _tokenizer(file)
     return [stream.step(tokenizer, one) or "" for one in ids]
 
