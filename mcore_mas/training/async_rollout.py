@@ -11,31 +11,28 @@ from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import keep
 from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import NEEDS
-from mcore_mas.rollout.base.task_group import Wait, Waiting, Watchdog, cancel_tasks, together
+from mcore_mas.rollout.base.task_group import Wait, Waiting, Watchdog, together
 from mcore_mas.rollout.config.sections import build_allocator
+from mcore_mas.rollout.engines.remote.caller import RemoteClient
 from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.files import write_trajectories
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Turn, derive_seed
 from mcore_mas.rollout.rewards.allocation import judge_undecided
+from mcore_mas.rollout.rewards.coach import Coach
 from mcore_mas.rollout.teams.collect import CollectOptions, Collector, collect
 from mcore_mas.rollout.teams.episode import Orchestra
-from mcore_mas.rollout.teams.journal import CollectionJournal, Lineage, Recording
+from mcore_mas.rollout.teams.journal import CollectionJournal, Lineage
 from mcore_mas.rollout.teams.team import Team
 from mcore_mas.training.full_disk import until_room
 from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.measure import Scoreboard, measure
 from mcore_mas.training.metrics import StepMetrics
-
-if TYPE_CHECKING:
-    from mcore_mas.rollout.engines.remote.caller import RemoteClient
-    from mcore_mas.rollout.rewards.coach import Coach
 
 _VALIDATION = -1  # the step in the seeds of validation trajectories: the same draws every time
 
@@ -51,7 +48,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncRollouts:
-    """A run's team at its tasks. Collections begin as early as staleness allows, and end with the block around them."""
+    """A run's team at its tasks. Collections begin as early as staleness allows; what is under way its owner ends."""
 
     config: RunConfig
     team: Team
@@ -82,14 +79,6 @@ class AsyncRollouts:
         del self.under_way[step]
         self.lineage[step + 1] = self._journals.pop(step).lineage_after(self.lineage.get(step, ""))
         return batch
-
-    async def __aenter__(self) -> AsyncRollouts:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await cancel_tasks(self.under_way.values())
 
     async def validate(self) -> Scoreboard:
         """The validation tasks, measured as an evaluation measures the test tasks."""
@@ -192,6 +181,9 @@ class AsyncRollouts:
 
     async def _play(self, tasks: Sequence[Task], step: int, group_size: int, **options: Any) -> list[Group]:
         """Some tasks, played by this team; `options` are those of `CollectOptions` beside the run's own."""
+        journal = None
+        if self.config.collection.journal:
+            journal = self._journal(step).part(" ".join(options.get("sampling", ())))
         return await collect(
             tasks,
             self.team,
@@ -200,7 +192,7 @@ class AsyncRollouts:
             group_size=group_size,
             seed=self.config.seed,
             step=step,
-            options=self._options(journal=self._recording(step, *options.get("sampling", ())), **options),
+            options=self._options(journal=journal, **options),
         )
 
     def _journal(self, step: int) -> CollectionJournal:
@@ -208,10 +200,6 @@ class AsyncRollouts:
             path = self.folder.with_name("journal") / f"step_{step:06d}.jsonl"
             self._journals[step] = CollectionJournal(path, self.lineage)
         return self._journals[step]
-
-    def _recording(self, step: int, *apart: str) -> Recording | None:
-        """Where a step's replies are written down, `apart` those of another sampling."""
-        return self._journal(step).part(" ".join(apart)) if self.config.collection.journal else None
 
     def _options(self, **options: Any) -> CollectOptions:
         limits = self.config.collection.limits
@@ -276,7 +264,9 @@ class Schedule:
         self._tasks = tasks
         self._per_step = per_step
         self._seed = seed
-        self._order = lru_cache(maxsize=2)(lambda epoch: self._shuffled(seed, epoch))
+        self._order = lru_cache(maxsize=2)(
+            lambda epoch: sorted(tasks, key=lambda task: derive_seed(seed, "order", epoch, task.id))
+        )
 
     def batch(self, step: int) -> list[Task]:
         """The tasks of `step`, from 0. An epoch's last few tasks that do not fill a step are left out of it."""
@@ -290,6 +280,3 @@ class Schedule:
         others = [task for task in self._tasks if task.id not in used]
         others.sort(key=lambda task: derive_seed(self._seed, "more", step, task.id))
         return others[number * self._per_step : (number + 1) * self._per_step]
-
-    def _shuffled(self, seed: int, epoch: int) -> list[Task]:
-        return sorted(self._tasks, key=lambda task: derive_seed(seed, "order", epoch, task.id))

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from mcore_mas.rollout.base.failpoints import failpoint
-from mcore_mas.rollout.base.files import Digest, sealed, sha256, sync_folder, unsealed, write_json
+from mcore_mas.rollout.base.files import Digest, read_json, sealed, sha256, sync_folder, unsealed, write_json
 from mcore_mas.rollout.base.ownership import epoch_of
 from mcore_mas.rollout.base.processes import ProcessLost
 from mcore_mas.rollout.base.task_group import cancel_tasks
@@ -27,7 +27,6 @@ from mcore_mas.training.recipe import Identity, differences
 
 CHECKPOINT_FORMAT = 2  # of what a checkpoint's folder holds
 _MANIFEST = "manifest.json"
-_MANIFEST_BYTES = 64 << 20
 _REFUSED = "refused_"
 
 _T = TypeVar("_T")
@@ -300,18 +299,11 @@ class _Manifest(BaseModel):
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """A manifest that is what was written.
-
-    Raises:
-        _BadManifest: it is not, or there is none.
-    """
-    path = folder / _MANIFEST
+    """A manifest; `_BadManifest` where it is not what was written, or is not there."""
     try:
-        if path.stat().st_size > _MANIFEST_BYTES:
-            raise _BadManifest(f"{_MANIFEST} has {path.stat().st_size} bytes")
-        manifest = json.loads(path.read_bytes())
+        manifest = read_json(folder / _MANIFEST)
         version, _ = manifest["format"], manifest["sha256"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise _BadManifest(f"no readable {_MANIFEST}") from None
     if version != CHECKPOINT_FORMAT:
         raise _BadManifest(f"written in format {version}, this version reads format {CHECKPOINT_FORMAT}")

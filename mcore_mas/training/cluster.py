@@ -14,6 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray._common.utils import get_default_ray_temp_dir
+from ray._private.services import canonicalize_bootstrap_address
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from mcore_mas.rollout.base.processes import ProcessLost
 from mcore_mas.training.ray_cleanup import reaped, sweep, tidy
 
@@ -78,8 +83,6 @@ def running_ray(
         logs: folder that becomes what its processes have logged, unless all goes well.
         keep_pages: its processes keep the memory that they free, unless this process's environment says otherwise.
     """
-    import ray
-
     if keep_pages:
         for name, value in KEEP_PAGES.items():
             os.environ.setdefault(name, value)
@@ -119,9 +122,6 @@ def private_token() -> None:
 
 
 def _started(cpus: int, gpus: int, object_store_mb: int) -> Any:
-    import ray
-    from ray._common.utils import get_default_ray_temp_dir
-
     def sessions() -> set[Path]:
         """Of this process: Ray ends their names with its number."""
         return set(Path(get_default_ray_temp_dir()).resolve().glob(f"session_*_{os.getpid()}"))
@@ -162,9 +162,6 @@ def joined_ray(address: str, file: Path) -> Iterator[list[Node]]:
     Raises:
         ClusterError: no Ray answers there, or a node does not see the files.
     """
-    import ray
-    from ray._private.services import canonicalize_bootstrap_address
-
     client = address.startswith("ray://")
     hook = {"worker_process_setup_hook": _in_folder(str(Path.cwd()))}
     joining: dict[str, Any] = {"runtime_env": hook, "logging_level": logging.ERROR, "log_to_driver": False}
@@ -203,8 +200,6 @@ def _in_folder(folder: str) -> Any:
 
 def alive_nodes() -> list[Node]:
     """The nodes of the Ray that this process has joined, by address."""
-    import ray
-
     return sorted(
         Node(
             address=str(node["NodeManagerAddress"]),
@@ -220,20 +215,11 @@ def alive_nodes() -> list[Node]:
 
 def node_here() -> str:
     """Ray's id of the node that this process is on."""
-    import ray
-
     return str(ray.get_runtime_context().get_node_id())
 
 
 def _check_files(nodes: Collection[Node], file: Path) -> None:
-    """Have every node read `file`.
-
-    Raises:
-        ClusterError: one does not see it as it is here, or does not answer.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
+    """Have every node read `file`."""
     look = ray.remote(num_cpus=0, max_retries=0)(_text)
     seen = {
         node: look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(str(file))

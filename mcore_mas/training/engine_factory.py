@@ -105,18 +105,12 @@ def _engine_settings(config: RunConfig, engine: EngineConfig, trained: bool) -> 
     """What an engine of this section is made with, besides its model and its place."""
     settings: dict[str, Any] = {"rows": engine.slots, "max_length": engine.max_length}
     if engine.name == "sglang":
+        plain = ("urls", "members", "replicas", "tp", "environment", "verify", "timeout_s", "start_s")
+        settings |= {name: getattr(engine, name) for name in plain}
         settings |= {
             "python": str(engine.python) if engine.python else None,
-            "urls": engine.urls,
-            "members": engine.members,
             "key": engine.key_file.read_text().strip() if engine.key_file else None,
-            "replicas": engine.replicas,
-            "tp": engine.tp,
             "options": {"enable-deterministic-inference": engine.deterministic} | engine.options,
-            "environment": engine.environment,
-            "verify": engine.verify,
-            "timeout_s": engine.timeout_s,
-            "start_s": engine.start_s,
         }
     if engine.name == "sglang" or (engine.name == "embedded" and trained):
         settings |= {"threads": config.cluster.threads_per_process or 1, "restarts": engine.restarts}

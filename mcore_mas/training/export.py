@@ -9,10 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
 from mcore_mas.rollout.base.files import check_tree, write_json, write_text
 from mcore_mas.rollout.base.text import nearest
+from mcore_mas.rollout.engines.embedded.batching import LocalEngine
 from mcore_mas.rollout.models.architecture import read_architecture, read_config
 from mcore_mas.rollout.models.chat_template import CHAT_TEMPLATES, Renderer, has_chat_template
 from mcore_mas.rollout.records.files import read_trajectories
@@ -99,11 +105,7 @@ def _recorded(run: Path, policy: str) -> list[Turn]:
 
 
 def _replay(folder: Path, policy: PolicyConfig, turns: Sequence[Turn], note: Callable[[str], None]) -> None:
-    """Have transformers read `folder` as everybody does, and compare with what this project reads in it.
-
-    Raises:
-        ExportError: it gives other token ids, or other log-probabilities.
-    """
+    """Have transformers read `folder` as everybody does, and compare with what this project reads in it."""
     if policy.chat_template is not None and not has_chat_template(folder):
         write_text(folder / "chat_template.jinja", CHAT_TEMPLATES[policy.chat_template])
     renderer = Renderer(folder, template=policy.chat_template, arguments=policy.chat_template_kwargs)
@@ -124,16 +126,12 @@ def _replay(folder: Path, policy: PolicyConfig, turns: Sequence[Turn], note: Cal
 
 
 def _same_ids(folder: Path, renderer: Renderer, texts: Sequence[str]) -> bool:
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     return all(tuple(tokenizer.encode(text, add_special_tokens=False)) == renderer.encode(text) for text in texts)
 
 
 def _answers(folder: Path, prompts: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     """What this project's engine answers to prompts: ids and log-probabilities, [C] each."""
-    from mcore_mas.rollout.engines.embedded.batching import LocalEngine
-
     longest = max(map(len, prompts)) + 16
     engine = LocalEngine(folder, max_length=longest, rows=2)
 
@@ -150,9 +148,6 @@ def _gap(
     """How far transformers' log-probabilities of the answers are from the engine's, at most."""
     if not answers:
         return 0.0
-    import torch
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True).eval()
     worst = 0.0
     for prompt, (ids, logprobs) in zip(prompts, answers, strict=True):
@@ -167,14 +162,7 @@ def _as_llama(folder: Path) -> None:
     """Write a Qwen2 as what it is too: a Llama whose projections have biases, those of the output being 0.
 
     transformers replaces the pre-tokeniser of any Qwen2 by that of the published ones.
-
-    Raises:
-        ExportError: it is no Qwen2.
     """
-    import torch
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     config = read_config(folder)
     if config.get("model_type") != "qwen2":
         raise ExportError(f"{folder}: AutoTokenizer gives other token ids than the run had")

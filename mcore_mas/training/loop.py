@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from mcore_mas.rollout.base.files import Digest
 from mcore_mas.rollout.base.processes import ProcessLost
+from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.training.checkpoint import CheckpointError, Write, Written
 from mcore_mas.training.joblog import Abandoned, Stopped
 from mcore_mas.training.metrics import StepMetrics
@@ -36,9 +37,11 @@ async def train_steps(session: TrainingSession, first: int, unreported: Mapping[
     session.stop.listen()
     try:
         await _begin(session, first, unreported)
-        async with session.rollouts:
+        try:
             for number in range(first, session.config.trainer.steps):
                 await _take(session, number)
+        finally:
+            await cancel_tasks(session.rollouts.under_way.values())
     except ProcessLost:
         await session.checkpoints.abandon()  # who was to write it may hang
         if session.recent:

@@ -67,21 +67,16 @@ def _lost(trajectories: Sequence[Trajectory]) -> StepMetrics:
     return {name: float(n) for name, n in late.items()} | {name: float(n) for name, n in counts.items() if n}
 
 
-_CHAT_SCORES = {
-    "tool_calls": "calls",
-    "malformed_calls": "malformed_calls",
-    "root": "roots",
-    "folded": "folded",
-    "dropped_results": "dropped_results",
-    "full": "full",
-}
+# scores of turns, by the names that their sums have
+_CHAT_SCORES = {name: name for name in ("malformed_calls", "folded", "dropped_results", "full")}
+_CHAT_SCORES |= {"calls": "tool_calls", "roots": "root"}
 
 
 def _chats(turns: Sequence[Turn]) -> StepMetrics:
     """Turns of chats, and sums over them of what is written down of chats (see `Turn`); nothing without any."""
     if not turns:
         return {}
-    sums = {f"chat/{name}": sum(t.scores.get(score, 0.0) for t in turns) for score, name in _CHAT_SCORES.items()}
+    sums = {f"chat/{name}": sum(t.scores.get(score, 0.0) for t in turns) for name, score in _CHAT_SCORES.items()}
     return {"chat/turns": float(len(turns))} | {name: float(value) for name, value in sums.items()}
 
 

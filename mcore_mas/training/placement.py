@@ -112,11 +112,7 @@ def _check_labels(tenants: Sequence[Tenant], kind: Kind, devices: Mapping[str, i
 
 
 def _check_servers(config: RunConfig) -> None:
-    """What servers on GPUs need: a share of each GPU that several are on, and the trainers' NCCL to be in their group.
-
-    Raises:
-        PlacementError: one lacks it.
-    """
+    """Refuse servers without a share of a GPU that several are on, or with another NCCL than the trainers'."""
     engines = {policy: for_policy(config, policy).engine for policy in config.models}
     ours = {policy: engine for policy, engine in engines.items() if engine.name == "sglang" and not engine.urls}
     own = {policy: engine for policy, engine in ours.items() if engine_holder(config, policy) == policy}

@@ -10,26 +10,23 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate, islice
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from mcore_mas.config.policy import PolicyConfig, RateConfig
 from mcore_mas.config.run import RunConfig, for_policy, places_in_schedule
 from mcore_mas.credit.assign import penalise, reference_kl
 from mcore_mas.credit.samples import Sample, align, deal, split, weigh
-from mcore_mas.equations.divergence import BOUNDS, disagreement, is_agreement
+from mcore_mas.equations.divergence import BOUNDS, AdaptiveKL, disagreement, is_agreement
 from mcore_mas.equations.losses import Objective, ValueObjective, explained_variance
+from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
+from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
 from mcore_mas.rollout.records.trajectory import derive_seed
 from mcore_mas.training.joblog import TrainingError
 from mcore_mas.training.metrics import StepMetrics
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mcore_mas.equations.divergence import AdaptiveKL
-    from mcore_mas.megatron.batch import Microbatch
-    from mcore_mas.megatron.step.trainer_group import TrainerGroup
 
 
 @dataclass(slots=True, kw_only=True)

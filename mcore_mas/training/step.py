@@ -6,32 +6,22 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import CreditWatch, estimate
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.advantages import ALONE
+from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.rollout.base.processes import restart_metrics
 from mcore_mas.rollout.base.task_group import together
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
 from mcore_mas.training.checkpoint import Checkpoints
 from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal, TrainingError
 from mcore_mas.training.logbook import Logbook
-from mcore_mas.training.metrics import (
-    StepMetrics,
-    credit_metrics,
-    losses,
-    rollout_metrics,
-    staleness_metrics,
-)
+from mcore_mas.training.metrics import StepMetrics, credit_metrics, losses, rollout_metrics, staleness_metrics
 from mcore_mas.training.policy_trainer import PolicyTrainer, UpdateBatch
 from mcore_mas.training.recent import RecentState
 from mcore_mas.training.weight_sync import Memory, WeightSync
-
-if TYPE_CHECKING:
-    from mcore_mas.megatron.step.trainer_group import TrainerGroup
-
 
 AfterStep = Callable[[int, StepMetrics], Awaitable[bool]]  # told of each step's metrics; whether to take the next one
 
