@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from mcore_mas.cli.machine import run_names
@@ -230,9 +230,7 @@ def _print_leaks(leaks: Sequence[Leak], examples: int, console: Console) -> None
 
 
 def _leaks_table(leaks: Sequence[Leak]) -> Table:
-    table = Table("splits", "leak")
-    for heading in ("tasks", "of", "%"):
-        table.add_column(heading, justify="right")
+    table = Table("splits", "leak", *(Column(heading, justify="right") for heading in ("tasks", "of", "%")))
     for leak in leaks:
         found = len(leak.matches)
         share = f"{100 * found / leak.tasks:.1f}" if leak.tasks else "-"

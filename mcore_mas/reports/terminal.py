@@ -131,10 +131,9 @@ def print_trajectories(
     trajectories: Sequence[Trajectory], console: Console, advantages: TurnAdvantages, file: Path
 ) -> None:
     """Print a line for each trajectory of a file: its number and task, how it ended, its outcome and mean reward."""
-    table = Table(Column("#", justify="right"), Column("task", overflow="fold"), show_edge=False)
-    for heading in ("sample", "turns", "outcome", "reward", "advantage"):
-        table.add_column(heading, justify="right")
-    table.add_column("status")
+    headings = ("#", "sample", "turns", "outcome", "reward", "advantage")
+    first, *numbers = (Column(heading, justify="right") for heading in headings)
+    table = Table(first, Column("task", overflow="fold"), *numbers, "status", show_edge=False)
     for number, one in enumerate(trajectories):
         rewards = [turn.reward for turn in one.turns if turn.reward is not None]
         credit = [value for (of, _, _), value in advantages.items() if of == one.id]
@@ -225,10 +224,9 @@ def _groups_table(statistics: GroupStatistics, samples: Sequence[Sample], rows: 
 
 def _turns_table(groups: Mapping[str, GroupStatistics], samples: Sequence[Sample], rows: Sequence[int]) -> Table:
     """One line per turn: its reward, the vote it is part of in each comparison, and its advantage."""
-    numbers = ["reward", *(f"vote ({label})" for label in groups), "advantage"]
-    table = Table("sample", "node", Column("turn", justify="right"), "agent", show_edge=False)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
+    headings = ("turn", "reward", *(f"vote ({label})" for label in groups), "advantage")
+    turn, *numbers = (Column(heading, justify="right") for heading in headings)
+    table = Table("sample", "node", turn, "agent", *numbers, show_edge=False)
     for sample, i in ((samples[i], i) for i in rows):
         low, high = min(sample.advantages or (0.0,)), max(sample.advantages or (0.0,))
         table.add_row(

@@ -113,15 +113,8 @@ def write_trace(trajectory: Trajectory, advantages: Mapping[TurnId, float], expe
     for event in events:
         place = (trajectory.id, event.node, event.index) if isinstance(event, Turn) else None
         advantage = advantages.get(place) if place else None
-        name, kind, inputs, outputs, attributes = _span(event, advantage)
-        span = mlflow.start_span_no_context(
-            name,
-            span_type=kind,
-            parent_span=root,
-            inputs=inputs,
-            attributes=attributes,
-            start_time_ns=round(event.started_s * 1e9),
-        )
+        outputs, told = _span(event, advantage)
+        span = mlflow.start_span_no_context(parent_span=root, start_time_ns=round(event.started_s * 1e9), **told)
         if isinstance(event, Turn):
             read, said = len(event.prompt_ids), len(event.completion_ids)
             usage = {"input_tokens": read, "output_tokens": said, "total_tokens": read + said}
@@ -136,10 +129,11 @@ def write_trace(trajectory: Trajectory, advantages: Mapping[TurnId, float], expe
     )
 
 
-def _span(event: Turn | ToolEvent, advantage: float | None) -> tuple[str, str, Any, Any, dict[str, Any]]:
-    """(name, kind, inputs, outputs, attributes) of an event's span; what was not measured is left out."""
+def _span(event: Turn | ToolEvent, advantage: float | None) -> tuple[str, dict[str, Any]]:
+    """(what came of an event, what else MLflow is told of its span); what was not measured is left out."""
     if isinstance(event, ToolEvent):
-        return event.tool, "TOOL", {"query": event.query}, event.result, {"failed": event.failed, "node": event.node}
+        of_tool = {"inputs": {"query": event.query}, "attributes": {"failed": event.failed, "node": event.node}}
+        return event.result, {"name": event.tool, "span_type": "TOOL", **of_tool}
     messages = [{"role": message.role, "content": message.text} for message in event.messages]
     attributes = {
         "agent": event.agent,
@@ -158,4 +152,5 @@ def _span(event: Turn | ToolEvent, advantage: float | None) -> tuple[str, str, A
         **{f"score.{name}": value for name, value in event.scores.items()},
     }
     known = {name: value for name, value in attributes.items() if value is not None}
-    return event.agent, "CHAT_MODEL", {"messages": messages}, event.text, known
+    inputs = {"messages": messages}
+    return event.text, {"name": event.agent, "span_type": "CHAT_MODEL", "inputs": inputs, "attributes": known}
