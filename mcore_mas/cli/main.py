@@ -16,7 +16,6 @@ import typer
 
 from mcore_mas.cli.inspection import UsageError, inspection_commands
 from mcore_mas.cli.machine import RunFolder, machine_commands, run_commands, run_folder, run_names
-from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.base.text import show_logs
 from mcore_mas.training.joblog import Stopped, cause, stop_at_start
 
@@ -229,7 +228,7 @@ def serve_run(
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        serve(run, state=state, host=host, port=port, token_file=token_file, most_calls=most_calls, say=say)
+        serve(run, state=state, host=host, port=port, token_file=token_file, most_calls=most_calls)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 
@@ -244,7 +243,7 @@ def studio(
     """Look at runs in a browser, live: curves by agent and policy, conversations, credit, two runs side by side."""
     from mcore_mas.reports.studio import open_studio
 
-    open_studio(results, host=host, port=port, token_file=token_file, say=say)
+    open_studio(results, host=host, port=port, token_file=token_file)
 
 
 @app.command("export", rich_help_panel=_PANEL)

@@ -30,6 +30,7 @@ from mcore_mas.rollout.base.files import json_lines
 from mcore_mas.rollout.base.http import is_loopback
 from mcore_mas.rollout.base.http_server import bears, listen, server_config, url_of
 from mcore_mas.rollout.base.ownership import FolderError
+from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.records.files import RecordError, read_trajectories
 from mcore_mas.rollout.records.trajectory import Trajectory
@@ -221,13 +222,12 @@ def _admit(request: Request, token: str | None) -> None:
         raise HTTPException(401, "a bearer token is required")
 
 
-def open_studio(results: Path, *, host: str, port: int, token_file: Path | None, say: Callable[[str], None]) -> None:
-    """Answer until interrupted.
+def open_studio(results: Path, *, host: str, port: int, token_file: Path | None) -> None:
+    """Answer until interrupted; a line says where.
 
     Args:
         results: folder of the runs.
         token_file: has a bearer token; needed for a host that is not loopback.
-        say: told where the studio is.
 
     Raises:
         ValueError: the token cannot be used, or nobody may listen there.

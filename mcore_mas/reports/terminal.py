@@ -132,8 +132,8 @@ def print_trajectories(
 ) -> None:
     """Print a line for each trajectory of a file: its number and task, how it ended, its outcome and mean reward."""
     headings = ("#", "sample", "turns", "outcome", "reward", "advantage")
-    first, *numbers = (Column(heading, justify="right") for heading in headings)
-    table = Table(first, Column("task", overflow="fold"), *numbers, "status", show_edge=False)
+    first, *rest = (Column(heading, justify="right") for heading in headings)
+    table = Table(first, Column("task", overflow="fold"), *rest, "status", show_edge=False)
     for number, one in enumerate(trajectories):
         rewards = [turn.reward for turn in one.turns if turn.reward is not None]
         credit = [value for (of, _, _), value in advantages.items() if of == one.id]

@@ -20,6 +20,7 @@ from mcore_mas.rollout.base.errors import EnvError, PromptTooLong
 from mcore_mas.rollout.base.files import writable
 from mcore_mas.rollout.base.http_server import bears, listen, server_config, url_of
 from mcore_mas.rollout.base.ownership import owned
+from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.config.sections import build_team
 from mcore_mas.rollout.environments.protocol import Env, Step
 from mcore_mas.rollout.gateway.app import Entrance, gateway_app
@@ -126,16 +127,13 @@ class ServedTeam:
         )
 
 
-def serve(
-    run: Path, *, state: str, host: str, port: int, token_file: Path | None, most_calls: int, say: Callable[[str], None]
-) -> None:
-    """Answer for the team of the run in folder `run` until interrupted.
+def serve(run: Path, *, state: str, host: str, port: int, token_file: Path | None, most_calls: int) -> None:
+    """Answer for the team of the run in folder `run` until interrupted; a line says where.
 
     Args:
         state: `base` or `trained`, of its policies.
         token_file: has a bearer token; needed for a host that is not loopback.
         most_calls: answered at a time.
-        say: told where the models are.
 
     Raises:
         ConfigError: the run cannot be used.

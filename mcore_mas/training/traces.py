@@ -113,13 +113,13 @@ def write_trace(trajectory: Trajectory, advantages: Mapping[TurnId, float], expe
     for event in events:
         place = (trajectory.id, event.node, event.index) if isinstance(event, Turn) else None
         advantage = advantages.get(place) if place else None
-        outputs, told = _span(event, advantage)
+        result, told = _span(event, advantage)
         span = mlflow.start_span_no_context(parent_span=root, start_time_ns=round(event.started_s * 1e9), **told)
         if isinstance(event, Turn):
             read, said = len(event.prompt_ids), len(event.completion_ids)
             usage = {"input_tokens": read, "output_tokens": said, "total_tokens": read + said}
             span.set_attribute(SpanAttributeKey.CHAT_USAGE, usage)
-        span.end(outputs=outputs, end_time_ns=round((event.started_s + event.took_s) * 1e9))
+        span.end(outputs=result, end_time_ns=round((event.started_s + event.took_s) * 1e9))
     well = trajectory.status is Status.COMPLETED
     outputs = {"outcome": trajectory.outcome, "answer": trajectory.answer, "status": trajectory.status.value}
     root.end(
