@@ -98,10 +98,6 @@ def compare_url(store: Store, run_ids: Sequence[str]) -> str:
     return f"{pages}/#/compare-runs?runs={ids}&experiments={experiments}"
 
 
-class _Refused(RuntimeError):
-    """A store has not taken a run's steps, and has said so."""
-
-
 def _training(store: Store, config: RunConfig, path: Path, warn: Callable[[str], None]) -> tuple[str | None, list[str]]:
     """(Run, models) that MLflow has of a finished training, with all of its steps, its costs and its folders."""
     done = config.folder / "train" / "done.json"
@@ -110,7 +106,7 @@ def _training(store: Store, config: RunConfig, path: Path, warn: Callable[[str],
     written: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
     tracker = open_tracker(config, path, config.trainer.steps, written.get("mlflow_run"), warn, ended=True)
     if not tracker.finish("FINISHED") or tracker.run_id is None:
-        raise _Refused(f"steps of {config.run}")
+        raise RuntimeError(f"the steps of {config.run} are not all there")  # it has said why
     at, last = done.stat().st_mtime, config.trainer.steps - 1
     store.metrics(
         tracker.run_id, [(f"cost/{name}", value, at, last) for name, value in training_costs(config.folder).items()]
