@@ -264,6 +264,10 @@ class EngineClient:
     deadline_s: float | None = None  # of a reply, once it has a slot
     max_length: int | None = None  # tokens of prompt and reply; None: the engine refuses what is longer
     overlong_prompts: str = "wrong"  # what becomes of a prompt without room for its reply, see `render_within`
+    _streaming: StreamingEngine | None = field(init=False, repr=False)  # the engine, if it is one: a slow question
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_streaming", self.engine if isinstance(self.engine, StreamingEngine) else None)
 
     async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
         """Go on with a chat, token by token (see `PolicyClient`).
@@ -292,7 +296,8 @@ class EngineClient:
 
     async def _completion(self, prompt_ids: tuple[int, ...], sampling: Sampling, chat: ChatState | None) -> Completion:
         """The engine's completion, of which the chat hears as it grows where the engine can tell."""
-        given_up, tell, record = False, chat and chat.hear, on_record()
+        given_up, tell, engine = False, chat and chat.hear, self._streaming
+        record = on_record() if engine and engine.resumes else None
         words = WordStream(self.renderer, prompt_ids, calls=bool(chat.tools)) if chat and tell else None
 
         def hear(place: int, ids: Sequence[int]) -> bool:
@@ -302,9 +307,8 @@ class EngineClient:
             return not given_up
 
         async with self.slots:
-            if isinstance(self.engine, StreamingEngine) and (tell or (record and self.engine.resumes)):
-                kept = record if self.engine.resumes else None
-                asked = GrowingReply(prompt_ids, sampling, kept, hear if tell else None).sampled(self.engine)
+            if engine and (tell or record):
+                asked = GrowingReply(prompt_ids, sampling, record, hear if tell else None).sampled(engine)
             else:
                 asked = self.engine.generate(prompt_ids, sampling)
             completion = await within(self.deadline_s, asked, LateCall)
