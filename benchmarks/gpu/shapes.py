@@ -25,6 +25,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "4b": (2560, 36, 32, 8, 128, 9728, 151_936, True, "qwen3"),
     }.items()
 }
+# Qwen3 30B-A3B with 2 of its 48 layers
+MODELS["30b-a3b"] = dict(
+    zip((*_COLUMNS, *_MORE), (2048, 2, 32, 4, 128, 6144, 151_936, False, "qwen3_moe"), strict=True),
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+)
 
 
 def write_model(name: str, folder: Path) -> Path:

@@ -39,6 +39,7 @@ META = torch.device("meta")
 PEAK, MEMORY, LAUNCH = 0.9 * 790e12, 0.8 * 4.8e12, 2.5e-6  # operations and bytes a second, seconds
 FLOAT32_PEAK = 0.9 * 55e12
 TREE_PEAK = 380e12, 350e12  # Triton's flash attention on an H100, forward and backward
+GROUPED_PEAK = 600e12, 450e12  # torch's grouped product on an H100, and Triton's of transposed rows
 HOST_LAUNCH = 7e-6  # seconds that the host needs for one
 ADVERTISED = 989e12  # what MFU is told of
 
@@ -196,7 +197,8 @@ class Meter(TorchDispatchMode):
         if name == "_to_copy" and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu":
             self._crossed(to_host=True)
             return (torch.zeros(x.shape, dtype=kwargs.get("dtype") or x.dtype),)
-        masks = [i for i in args[1] if i is not None and i.dtype == torch.bool] if name.startswith("index") else []
+        places = args[1] if name.startswith("index") and isinstance(args[1], list) else []
+        masks = [i for i in places if i is not None and i.dtype == torch.bool]
         if masks and name != "index" and args[2].numel() == 1:  # torch fills by mask, for which nobody waits
             self.launches[self.region] += 1
             return (args[0],)
@@ -227,6 +229,11 @@ class Meter(TorchDispatchMode):
         peak = PEAK if any(x.dtype == torch.bfloat16 for x in given) else FLOAT32_PEAK
         if name.startswith("tree_attention"):
             operations, launches, peak = tree_attention(name, args)
+        elif name == "_grouped_mm":
+            operations, peak = 2.0 * given[0].numel() * results[0].shape[1], GROUPED_PEAK[0]
+        elif name == "add_grouped":
+            operations, peak = 2.0 * given[1].numel() * given[2].shape[1], GROUPED_PEAK[1]
+            moved += given[0].nbytes  # which is read and written
         elif func._overloadpacket in flop_registry:
             plain = args if "attention" in name else [x for x in args if isinstance(x, torch.Tensor)]
             operations = flop_registry[func._overloadpacket](*plain, out_val=made)

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model import layer_ops
+from mcore_mas.megatron.model.experts import add_grouped
 from mcore_mas.megatron.model.layer_ops import rotated, swiglu
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 from mcore_mas.rollout.models.hash_kernel import sum_of_tiles
@@ -109,5 +110,18 @@ def layer_kernels() -> list[dict[str, int]]:
         ):
             out.backward(torch.zeros_like(out))
         sum_of_tiles(torch.zeros(40_000, dtype=torch.int32), (0x243F6A88, 0xDEADBEEF))
+
+    return compiled(compute)
+
+
+def expert_kernels() -> list[dict[str, int]]:
+    """Of Qwen3 30B-A3B the gradient of its experts' first weights, weighed SwiGLU and its gradient."""
+
+    def compute() -> None:
+        ends, given = torch.tensor([3, 8], dtype=torch.int32), {"dtype": torch.bfloat16}
+        add_grouped(torch.zeros(2, 1536, 2048), torch.zeros(8, 1536, **given), torch.zeros(8, 2048, **given), ends)
+        wide, scale = torch.zeros(8, 1536, **given, requires_grad=True), torch.zeros(8, requires_grad=True)
+        out: Tensor = swiglu(wide, scale)
+        out.backward(torch.zeros_like(out))
 
     return compiled(compute)

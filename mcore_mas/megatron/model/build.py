@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.moe import fused_a2a, moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,6 +25,7 @@ from torch import Tensor
 from mcore_mas.megatron.device import kernels_run, rank_device
 from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
 from mcore_mas.megatron.model.decoder import ColumnLinear, PackedGPTModel, RMSNorm, RowLinear
+from mcore_mas.megatron.model.experts import GroupedExperts, SortedDispatcher
 from mcore_mas.megatron.model.layer_ops import rotated
 from mcore_mas.megatron.model.routing import replay_routing
 from mcore_mas.megatron.spec import TrainerSpec
@@ -47,7 +50,7 @@ def _core_attention(config: TransformerConfig) -> type[torch.nn.Module]:
 
 
 def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    """Megatron's own linear layers."""
+    """Megatron's own linear layers; a layer's experts are two of ours."""
     layer = get_gpt_layer_local_spec(
         num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
@@ -55,9 +58,12 @@ def _local(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = _core_attention(config)
     attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
+    mlp = layer.submodules.mlp
+    mlp = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules  # megatron-core 0.18 has partials
     if experts is None:
-        mlp = layer.submodules.mlp.submodules
         mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
+    else:
+        mlp.experts = GroupedExperts
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
@@ -220,6 +226,9 @@ def build_model(architecture: Architecture, spec: TrainerSpec, vp_stage: int | N
         rotary_base=a.rope_theta,
     )
     model.rotary_pos_emb.inv_freq.copy_(a.inverse_frequencies())  # Megatron's own Llama 3 bands are fixed
+    for module in model.modules():
+        if isinstance(module, MoELayer) and spec.layers == "local":
+            SortedDispatcher.take_over(module.token_dispatcher)
     if a.experts is not None and not value_head:
         replay_routing(model.decoder.layers, a.experts)
     return model

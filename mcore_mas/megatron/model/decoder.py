@@ -31,12 +31,13 @@ from mcore_mas.megatron.model.layer_ops import KernelHead, swiglu
 from mcore_mas.rollout.models.exact import row_product
 
 LAYER = re.compile(r"(?<=layers\.)\d+")  # the layer's number in a parameter's name
-EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+")  # and the expert's
+# and the expert's, or those of the first and the last of a stack
+EXPERT = re.compile(r"(?<=experts\.linear_fc[12]\.weight)\d+(-\d+)?")
 
 
 def renumbered(number: re.Pattern[str], name: str, shift: int) -> str:
     """A parameter's name with `LAYER` or `EXPERT` counted from elsewhere."""
-    return number.sub(lambda found: str(int(found.group()) + shift), name)
+    return number.sub(lambda found: re.sub(r"\d+", lambda digits: str(int(digits[0]) + shift), found[0]), name)
 
 
 class PackedGPTModel(GPTModel):
@@ -311,27 +312,34 @@ class RMSNorm(torch.nn.Module):
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP as all these models have it, of a layer or an expert: two halves, SwiGLU, no biases.
+    """Megatron's MLP as all these models have it: two halves, SwiGLU, no biases."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        """(output [..., hidden], None) of hidden states of that shape."""
+        wide, _bias = self.linear_fc1(hidden_states)
+        return multiply_gated(self.config, wide, None, self.linear_fc2)
+
+
+def multiply_gated(
+    config: TransformerConfig, wide: Tensor, scale: Tensor | None, linear: Callable[[Tensor], Any]
+) -> Any:
+    """(output, bias) of `linear` for what is `gated` [..., f] of `wide` [..., 2 f].
 
     With selective recomputation SwiGLU's product is freed once it is multiplied, and made again in the backward pass.
     """
-
-    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
-        """(output [..., hidden], None) of hidden states of that shape; an expert's [T] scales are of its tokens."""
-        wide, _bias = self.linear_fc1(hidden_states)
-        if self.config.recompute_granularity != "selective":
-            return self.linear_fc2(gated(wide, per_token_scale))
-        product = CheckpointWithoutOutput()
-        out = self.linear_fc2(product.checkpoint(gated, wide, per_token_scale))
-        product.discard_output_and_register_recompute(out[0])
-        return out
+    if config.recompute_granularity != "selective":
+        return linear(gated(wide, scale))
+    product = CheckpointWithoutOutput()
+    out = linear(product.checkpoint(gated, wide, scale))
+    product.discard_output_and_register_recompute(out[0])
+    return out
 
 
 def gated(wide: Tensor, scale: Tensor | None = None) -> Tensor:
-    """silu(gate) · up [..., f] of `wide` [..., 2 f], gate first; times the `scale` of each row, if there is one."""
+    """silu(gate) · up [..., f] of `wide` [..., 2 f], gate first; times the `scale` [...] of its rows, if given."""
     if kernels_run(wide.device):
-        out: Tensor = swiglu(wide)
-    else:
-        gate, up = wide.chunk(2, dim=-1)
-        out = F.silu(gate) * up
+        out: Tensor = swiglu(wide, scale)
+        return out
+    gate, up = wide.chunk(2, dim=-1)
+    out = F.silu(gate) * up
     return out if scale is None else (out * scale.unsqueeze(-1)).to(out.dtype)

@@ -1,5 +1,6 @@
 """Triton kernels between the products of layers and head: SwiGLU, rotation by position, and passes over rows of logits.
 
+And the gradient of a layer's experts, which is a product of each one's rows.
 All compute in float32 whatever they read and write. In those over logits, which are read once and stay as they are,
 `sizes` is (columns of this rank that are tokens, columns, stride of rows).
 """
@@ -13,20 +14,22 @@ import triton.language as tl
 
 
 @triton.jit
-def swiglu_kernel(wide, out, width, block: tl.constexpr):
-    """`out` [rows, width] = silu(gate) · up of `wide` [rows, 2 width], gate first."""
+def swiglu_kernel(wide, scale, out, width, block: tl.constexpr):
+    """`out` [rows, width] = silu(gate) · up of `wide` [rows, 2 width], gate first; times `scale` [rows], if given."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     there = column < width
     gate = tl.load(wide + 2 * row * width + column, mask=there, other=0.0).to(tl.float32)
     up = tl.load(wide + (2 * row + 1) * width + column, mask=there, other=0.0).to(tl.float32)
     value = gate * tl.sigmoid(gate) * up
+    if scale is not None:
+        value *= tl.load(scale + row)
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def swiglu_gradient_kernel(wide, of_out, of_wide, width, block: tl.constexpr):
-    """The gradient [rows, 2 width] of `wide` from that of the product [rows, width]."""
+def swiglu_gradient_kernel(wide, scale, of_out, of_wide, of_scale, width, block: tl.constexpr):
+    """The gradients of `wide` [rows, 2 width] and, in parts [rows, blocks], of the scale from the product's."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     there = column < width
@@ -35,6 +38,10 @@ def swiglu_gradient_kernel(wide, of_out, of_wide, width, block: tl.constexpr):
     slope = tl.load(of_out + row * width + column, mask=there, other=0.0).to(tl.float32)
     # d silu(g)/dg = σ(g) (1 + g (1 − σ(g)))
     share = tl.sigmoid(gate)
+    if scale is not None:
+        of_rows = tl.sum(slope * gate * share * up, 0)
+        tl.store(of_scale + row * tl.num_programs(1) + tl.program_id(1), of_rows)
+        slope *= tl.load(scale + row)
     of_gate = slope * up * share * (1 + gate * (1 - share))
     of_up = slope * gate * share
     tl.store(of_wide + 2 * row * width + column, of_gate.to(of_wide.dtype.element_ty), mask=there)
@@ -61,6 +68,34 @@ def rotate_kernel(x, angles, out, sizes, back: tl.constexpr, heads: tl.constexpr
     place = out + (token * sizes[0] + head) * 2 * sizes[1] + column
     tl.store(place, (first * cos - second * sin).to(out.dtype.element_ty), mask=there)
     tl.store(place + sizes[1], (second * cos + first * sin).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def add_grouped_kernel(total, left, right, ends, sizes, block: tl.constexpr, terms: tl.constexpr):
+    """A tile of one expert's `total` [E, *sizes] += leftᵀ right of its rows, which end at `ends` [E].
+
+    Each element is one program's, so sums have one order; atomic adding saves the registers that reading first takes.
+    """
+    group = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * block + tl.arange(0, block)[None, :]
+    column = tl.program_id(0) * block + tl.arange(0, block)[None, :]
+    token = tl.arange(0, terms)[:, None]
+    first = tl.load(ends + group - 1, mask=group > 0, other=0)
+    last = tl.load(ends + group)
+    if first < last:  # else there is nothing to add
+        sums = tl.zeros((block, block), dtype=tl.float32)
+        a_start, b_start = left + first.to(tl.int64) * sizes[0], right + first.to(tl.int64) * sizes[1]
+        for at in range(first, last, terms):
+            there = token < last - at
+            a = tl.load(a_start + token * sizes[0] + row, mask=there & (row < sizes[0]), other=0.0)
+            b = tl.load(b_start + token * sizes[1] + column, mask=there & (column < sizes[1]), other=0.0)
+            a_start += terms * sizes[0]
+            b_start += terms * sizes[1]
+            sums = tl.dot(tl.trans(a), b, sums, input_precision="ieee")
+        down = tl.trans(row)
+        place = total + group * sizes[0] * sizes[1] + (down * sizes[1] + column)
+        inside = (down < sizes[0]) & (column < sizes[1])
+        tl.atomic_add(place, sums, mask=inside, sem="relaxed")
 
 
 @triton.jit

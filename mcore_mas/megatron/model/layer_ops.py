@@ -19,36 +19,46 @@ LAYER_BLOCK, _LAYER_WARPS = 1024, 4  # columns of a row that a program of SwiGLU
 
 
 @torch.library.custom_op("mcore_mas::swiglu", mutates_args=())
-def swiglu(wide: Tensor) -> Tensor:
-    """silu(gate) · up [..., f] of contiguous `wide` [..., 2 f], gate first (arXiv 2002.05202)."""
+def swiglu(wide: Tensor, scale: Tensor | None = None) -> Tensor:
+    """silu(gate) · up [..., f] of contiguous `wide` [..., 2 f], gate first (arXiv 2002.05202), times `scale` [...]."""
     from mcore_mas.megatron.model import layer_kernels as kernels
 
     width = wide.shape[-1] // 2
     out = wide.new_empty(*wide.shape[:-1], width)
-    kernels.swiglu_kernel[_grid(out)](wide, out, width, LAYER_BLOCK, num_warps=_LAYER_WARPS)
+    kernels.swiglu_kernel[_grid(out)](wide, scale, out, width, LAYER_BLOCK, num_warps=_LAYER_WARPS)
     return out
 
 
 @torch.library.custom_op("mcore_mas::swiglu_gradient", mutates_args=())
-def _swiglu_gradient(wide: Tensor, of_out: Tensor) -> Tensor:
+def _swiglu_gradient(wide: Tensor, scale: Tensor | None, of_out: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of `wide`, and in parts [..., blocks] that of the scale, or [0] where there is none."""
     from mcore_mas.megatron.model import layer_kernels as kernels
 
-    of_wide = torch.empty_like(wide)
-    width = wide.shape[-1] // 2
-    kernels.swiglu_gradient_kernel[_grid(of_out)](wide, of_out, of_wide, width, LAYER_BLOCK, num_warps=_LAYER_WARPS)
-    return of_wide
+    grid, of_wide = _grid(of_out), torch.empty_like(wide)
+    of_scale = wide.new_empty((*wide.shape[:-1], grid[1]) if scale is not None else 0, dtype=torch.float32)
+    sizes = of_out.shape[-1], LAYER_BLOCK
+    kernels.swiglu_gradient_kernel[grid](wide, scale, of_out, of_wide, of_scale, *sizes, num_warps=_LAYER_WARPS)
+    return of_wide, of_scale
 
 
 def _grid(narrow: Tensor) -> tuple[int, int]:
     return narrow.numel() // narrow.shape[-1], -(-narrow.shape[-1] // LAYER_BLOCK)
 
 
-swiglu.register_fake(lambda wide: wide.new_empty(*wide.shape[:-1], wide.shape[-1] // 2))
-swiglu.register_autograd(
-    lambda ctx, of_out: _swiglu_gradient(*ctx.saved_tensors, of_out.contiguous()),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+def _swiglu_backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor | None]:
+    wide, scale = ctx.saved_tensors
+    of_wide, of_scale = _swiglu_gradient(wide, scale, of_out.contiguous())
+    return of_wide, None if scale is None else of_scale.sum(-1).to(scale.dtype)
+
+
+swiglu.register_fake(lambda wide, scale=None: wide.new_empty(*wide.shape[:-1], wide.shape[-1] // 2))
+swiglu.register_autograd(_swiglu_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+_swiglu_gradient.register_fake(
+    lambda wide, scale, of_out: (
+        torch.empty_like(wide),
+        wide.new_empty((*wide.shape[:-1], _grid(of_out)[1]) if scale is not None else 0, dtype=torch.float32),
+    )
 )
-_swiglu_gradient.register_fake(lambda wide, of_out: torch.empty_like(wide))
 
 
 @torch.library.custom_op("mcore_mas::rotate", mutates_args=())

@@ -271,7 +271,7 @@ def export_weights(
         for names, shards in zip(holders, _shards(local, bucket), strict=True):
             tp = len(shards) // len(names)
             for number, holder in enumerate(names):
-                full = holder.sharding.join(shards[number * tp : (number + 1) * tp], architecture)
+                full = holder.join(shards[number * tp : (number + 1) * tp], architecture)
                 yield from zip(holder.tensors, full, strict=True)
 
 
@@ -301,7 +301,7 @@ def _shards(local: Callable[[str], Tensor], bucket: Bucket) -> list[list[Tensor]
 
 
 def _holders(entry: WeightMapping, architecture: Architecture) -> list[WeightMapping]:
-    """The same parameter on every expert-parallel rank, where it is another expert's; else just this one."""
+    """The same parameter on every expert-parallel rank, where it is of other experts; else just this one."""
     if not entry.expert:
         return [entry]
     assert architecture.experts is not None

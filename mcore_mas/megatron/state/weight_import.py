@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -49,8 +49,8 @@ class Sharding:
     # (a rank's shard, to be filled; full tensors; architecture; tp; the rank). In place: the allocator keeps part of
     # what copies on the way took, and over many weights that is a good part of a model
     fill: Callable[[Tensor, Sequence[LazyTensor], Architecture, int, int], object]
-    # shards -> the blocks of rows of each full tensor; no copies where rows are whole
-    join: Callable[[Sequence[Tensor], Architecture], list[list[Tensor]]]
+    # (shards, architecture, how many full tensors) -> the blocks of rows of each; no copies where rows are whole
+    join: Callable[[Sequence[Tensor], Architecture, int], list[list[Tensor]]]
 
 
 def _share(size: int, tp: int, rank: int) -> slice:
@@ -73,7 +73,7 @@ def _group_rows(a: Architecture) -> list[int]:
     return [a.heads // a.kv_heads * a.head_dim, a.head_dim, a.head_dim]
 
 
-def _join_qkv(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
+def _join_qkv(shards: Sequence[Tensor], a: Architecture, _: int) -> list[list[Tensor]]:
     groups = [group for shard in shards for group in shard.chunk(a.kv_heads // len(shards))]
     return [list(parts) for parts in zip(*(group.split(_group_rows(a)) for group in groups), strict=True)]
 
@@ -86,23 +86,32 @@ def _fill_vocab(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: 
     shard[held:].zero_()
 
 
-def _join_vocab(shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
+def _join_vocab(shards: Sequence[Tensor], a: Architecture, _: int) -> list[list[Tensor]]:
     ends = accumulate((len(shard) for shard in shards), initial=0)
     blocks = [shard[: max(a.vocab - first, 0)] for shard, first in zip(shards, ends, strict=False)]
     return [[block for block in blocks if len(block)]]
 
 
-WHOLE = Sharding(fill=lambda shard, full, *_: shard.copy_(full[0].read()), join=lambda shards, a: [[shards[0]]])
+def _fill_columns(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
+    for part, source in zip(shard.chunk(len(full)), full, strict=True):
+        part.copy_(source.read(slice(None), _share(source.shape[1], tp, rank)))
+
+
+def _parts(shards: Sequence[Tensor], count: int) -> Iterator[list[Tensor]]:
+    """Of each of `count` tensors below each other in every shard its part of each."""
+    return map(list, zip(*(shard.chunk(count) for shard in shards), strict=True))
+
+
+WHOLE = Sharding(fill=lambda shard, full, *_: shard.copy_(full[0].read()), join=lambda shards, a, _: [[shards[0]]])
 BY_COLUMNS = Sharding(
-    fill=lambda shard, full, _, tp, rank: shard.copy_(full[0].read(slice(None), _share(full[0].shape[1], tp, rank))),
-    join=lambda shards, a: [[shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1)]],
+    fill=_fill_columns,
+    join=lambda shards, a, count: [
+        parts if len(parts) == 1 else [torch.cat(parts, dim=1)] for parts in _parts(shards, count)
+    ],
 )
-BY_ROWS = Sharding(fill=_fill_rows, join=lambda shards, a: [list(shards)])
+BY_ROWS = Sharding(fill=_fill_rows, join=lambda shards, a, count: list(_parts(shards, count)))
 VOCAB = Sharding(fill=_fill_vocab, join=_join_vocab)
 QKV = Sharding(fill=_fill_qkv, join=_join_qkv)
-GATE_UP = Sharding(
-    fill=_fill_rows, join=lambda shards, a: list(map(list, zip(*(shard.chunk(2) for shard in shards), strict=True)))
-)
 
 VALUE_HEAD = "output_layer.value"
 
@@ -125,13 +134,12 @@ WEIGHT_MAP: dict[str, tuple[Sharding, tuple[str, ...]]] = {
     "decoder.layers.{}.self_attention.linear_proj.weight": (BY_COLUMNS, (_ATTENTION + "o_proj.weight",)),
     "decoder.layers.{}.pre_mlp_layernorm.weight": (WHOLE, _MLP_NORM),
     "decoder.layers.{}.mlp.linear_fc1.layer_norm_weight": (WHOLE, _MLP_NORM),  # Transformer Engine
-    "decoder.layers.{}.mlp.linear_fc1.weight": (GATE_UP, (_MLP + "gate_proj.weight", _MLP + "up_proj.weight")),
+    "decoder.layers.{}.mlp.linear_fc1.weight": (BY_ROWS, (_MLP + "gate_proj.weight", _MLP + "up_proj.weight")),
     "decoder.layers.{}.mlp.linear_fc2.weight": (BY_COLUMNS, (_MLP + "down_proj.weight",)),
     "decoder.layers.{}.mlp.router.weight": (WHOLE, (_MLP + "gate.weight",)),
-    "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight": (GATE_UP, _EXPERT_IN),
-    "decoder.layers.{}.mlp.experts.linear_fc1.weight{}": (GATE_UP, _EXPERT_IN),  # Transformer Engine
-    "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc2.weight": (BY_COLUMNS, _EXPERT_OUT),
-    "decoder.layers.{}.mlp.experts.linear_fc2.weight{}": (BY_COLUMNS, _EXPERT_OUT),  # Transformer Engine
+    # of one expert with Transformer Engine, else of as many as the rank has: 0-63 in place of 0
+    "decoder.layers.{}.mlp.experts.linear_fc1.weight{}": (BY_ROWS, _EXPERT_IN),
+    "decoder.layers.{}.mlp.experts.linear_fc2.weight{}": (BY_COLUMNS, _EXPERT_OUT),
     "decoder.final_layernorm.weight": (WHOLE, ("model.norm.weight",)),
     "output_layer.weight": (VOCAB, ("lm_head.weight",)),
     VALUE_HEAD: (WHOLE, ("score.weight",)),  # as in transformers' models for sequence classification
@@ -167,12 +175,16 @@ class WeightMapping:
 
     @property
     def expert(self) -> bool:
-        """Whether it is one expert's, so that expert-parallel ranks hold different ones."""
+        """Whether it is of experts, of which expert-parallel ranks hold different ones."""
         return EXPERT.search(self.parameter) is not None
+
+    def join(self, shards: Sequence[Tensor], a: Architecture) -> list[list[Tensor]]:
+        """The blocks of rows of each of its full tensors, from all ranks' shards."""
+        return self.sharding.join(shards, a, len(self.tensors))
 
     def shapes(self, shard: Sequence[int], a: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
         """The shapes of its full tensors by name, of which each of `tp` ranks holds a shard of this shape."""
-        joined = self.sharding.join([torch.empty(tuple(shard), device="meta")] * tp, a)
+        joined = self.join([torch.empty(tuple(shard), device="meta")] * tp, a)
         return {name: tuple(shape_of(blocks)) for name, blocks in zip(self.tensors, joined, strict=True)}
 
 
@@ -189,10 +201,18 @@ def weight_mappings(parameters: Iterable[str], *, tied: bool = False) -> list[We
         copy = tied and name == "output_layer.weight"
         row = "embedding.word_embeddings.weight" if copy else EXPERT.sub("{}", LAYER.sub("{}", name))
         sharding, tensors = WEIGHT_MAP[row]
-        numbers = [found.group() for found in (LAYER.search(name), EXPERT.search(name)) if found]
-        held = tuple(tensor.format(*numbers) for tensor in tensors)
+        layer = [found[0] for found in LAYER.finditer(name)]
+        held = tuple(tensor.format(*layer, expert) for expert in _experts(name) for tensor in tensors)
         rows.append(WeightMapping(parameter=name, sharding=sharding, tensors=held))
     return rows
+
+
+def _experts(name: str) -> range:
+    """Which experts a Megatron parameter holds; one that is of none is once."""
+    if (found := EXPERT.search(name)) is None:
+        return range(1)
+    first, _, last = found[0].partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 def import_weights(

@@ -25,6 +25,8 @@ SPEED = {  # estimated share of an H200's peak that an update has at least, and 
     "1.7b branches": ({"model": "1.7b", "layout": "branches"}, 0.445, 3_850),
     "1.7b whole": ({"model": "1.7b", "layout": "whole"}, 0.42, 3_800),
     "0.5b groups": ({"model": "0.5b", "layout": "groups"}, 0.365, 3_000),
+    # two of 48 layers, whose experts weigh most on the optimizer; of one micro-batch
+    "30b-a3b groups": ({"model": "30b-a3b", "layout": "groups", "recompute": "selective"}, 0.345, 500),
 }
 MEMORY = {"model": "0.5b", "layout": "groups", "updates": 2}  # the second, which has Adam's moments from the start
 # Way of an update of 16384 tokens, and the least share of the planned peak that the meter may count; a plan is an upper
@@ -39,6 +41,7 @@ HELD: dict[str, tuple[dict[str, Any], float]] = {
     "adapters": ({"lora": {"rank": 4, "alpha": 8.0}}, 0.97),
     "a critic": ({"head": "value"}, 0.97),
     "norms of queries and keys": ({"model": "1.7b"}, 0.97),
+    "a mixture": ({"model": "30b-a3b"}, 0.97),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -13,7 +13,7 @@ from mcore_mas.megatron.model.decoder import EXPERT, LAYER
 from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 from mcore_mas.megatron.state.weight_import import (
     BY_COLUMNS,
-    GATE_UP,
+    BY_ROWS,
     QKV,
     VOCAB,
     WEIGHT_MAP,
@@ -63,13 +63,13 @@ def test_a_rank_reads_its_rows_of_queries_keys_and_values_and_interleaves_them()
     shards = [shard(QKV, [source(x, seen) for x in (q, k, v)], (4, 1), rank) for rank in (0, 1)]
     assert [held[:, 0].tolist() for held in shards] == [[0, 1, 10, 20], [2, 3, 11, 21]]
     assert seen[3:] == [((2, 4), (None, None)), ((1, 2), (None, None)), ((1, 2), (None, None))]
-    joined = QKV.join(shards, CUTS)
+    joined = QKV.join(shards, CUTS, 3)
     assert [[block[:, 0].tolist() for block in blocks] for blocks in joined] == [
         [[0, 1], [2, 3]],
         [[10], [11]],
         [[20], [21]],
     ]
-    (alone,) = QKV.join([torch.cat(shards)], CUTS)[:1]  # one rank's two groups, where they are
+    (alone,) = QKV.join([torch.cat(shards)], CUTS, 3)[:1]  # one rank's two groups, where they are
     assert alone[1].untyped_storage().data_ptr() == alone[0].untyped_storage().data_ptr()
     assert torch.equal(torch.cat(alone), q)
 
@@ -77,14 +77,14 @@ def test_a_rank_reads_its_rows_of_queries_keys_and_values_and_interleaves_them()
 def test_padding_of_the_vocabulary_is_left_out_wherever_it_begins() -> None:
     rows = torch.arange(4.0)[:, None]
     for tp, kept in [(1, [[0, 1, 2]]), (2, [[0, 1], [2]]), (4, [[0], [1], [2]])]:
-        (blocks,) = VOCAB.join(rows.chunk(tp), CUTS)  # a vocabulary of three, padded to four
+        (blocks,) = VOCAB.join(rows.chunk(tp), CUTS, 1)  # a vocabulary of three, padded to four
         assert [block[:, 0].tolist() for block in blocks] == kept
 
 
 def test_a_rank_reads_its_part_of_gates_columns_and_vocabulary() -> None:
     seen: list = []
     gate, up = torch.tensor([[0.0], [1]]), torch.tensor([[10.0], [11]])
-    assert shard(GATE_UP, [source(x, seen) for x in (gate, up)], (2, 1), 1).tolist() == [[1], [11]]
+    assert shard(BY_ROWS, [source(x, seen) for x in (gate, up)], (2, 1), 1).tolist() == [[1], [11]]
     assert shard(BY_COLUMNS, [source(torch.tensor([[0.0, 1, 2, 3]]), seen)], (1, 2), 1).tolist() == [[2, 3]]
     assert shard(VOCAB, [source(torch.tensor([[5.0], [6], [7]]), seen)], (2, 1), 1).tolist() == [[7], [0]]
     assert seen == [((1, 2), (None, None))] * 2 + [((None, None), (2, 4)), ((2, 3), (None, None))]
@@ -182,8 +182,8 @@ def test_layers_of_transformer_engine_hold_the_same_tensors() -> None:
     for fused, plain in [
         ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
-        ("mlp.experts.linear_fc1.weight5", "mlp.experts.local_experts.5.linear_fc1.weight"),
-        ("mlp.experts.linear_fc2.weight5", "mlp.experts.local_experts.5.linear_fc2.weight"),
+        ("mlp.experts.linear_fc1.weight5", "mlp.experts.linear_fc1.weight5-5"),
+        ("mlp.experts.linear_fc2.weight5", "mlp.experts.linear_fc2.weight5-5"),
     ]:
         one, other = weight_mappings([layer + fused, layer + plain])
         assert (one.tensors, one.sharding, one.expert) == (other.tensors, other.sharding, other.expert)
