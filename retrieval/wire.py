@@ -6,12 +6,14 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.json_schema import models_json_schema
 
 from mcore_mas.retrieval.corpus import Passage, RetrievalError
+from mcore_mas.rollout.base.files import read_yaml
 
 Ranking = Literal["dense", "bm25", "hybrid"]  # by vectors, by words, or both fused
 
@@ -123,32 +125,13 @@ def _named(what: str) -> Iterator[None]:
 
 
 def openapi() -> dict[str, Any]:
-    """The server's OpenAPI document."""
-    posts: dict[str, type[BaseModel]] = {"/retrieve": SearchRequest, "/passages": PassagesRequest}
-    name = "#/components/schemas/{model}"
-    _, schemas = models_json_schema([(kind, "validation") for kind in posts.values()], ref_template=name)
-    rows = {"type": "array", "items": {"type": "array", "items": {"type": "object"}}}
-    problem = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
-    refused = {"401": "no bearer token", "413": "the body is too large", "422": "bad input", "503": "busy: ask again"}
-    answers = {code: {"description": said, "content": _json(problem)} for code, said in refused.items()}
-    found = {"type": "object", "required": ["result"], "properties": {"result": rows}}
-    answers["200"] = {"description": "for each that is asked, passages", "content": _json(found)}
-    paths: dict[str, Any] = {}
-    for path, kind in posts.items():
-        body = {"required": True, "content": _json({"$ref": name.format(model=kind.__name__)})}
-        paths[path] = {"post": {"requestBody": body, "responses": answers}}
-    said = {
-        "200": {"description": "docs/retrieval.md says what"},
-        "401": answers["401"],
-        "503": {"description": "not yet"},
-    }
-    paths |= {path: {"get": {"responses": said}} for path in ("/health", "/ready", "/info", "/metrics")}
-    about = {"title": "mcore-mas retrieval server", "version": "1"}
-    return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas["$defs"]}}
-
-
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}}
+    """The server's OpenAPI document: that of openapi.yaml, with the schemas of the requests."""
+    document: dict[str, Any] = read_yaml(Path(__file__).with_name("openapi.yaml"))
+    requests: list[type[BaseModel]] = [SearchRequest, PassagesRequest]
+    _, schemas = models_json_schema(
+        [(kind, "validation") for kind in requests], ref_template="#/components/schemas/{model}"
+    )
+    return {**document, "components": {"schemas": schemas["$defs"]}}
 
 
 def parse_passages(body: bytes) -> list[Passage]:

@@ -6,8 +6,10 @@ import asyncio
 import re
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from mcore_mas.rollout.base.errors import EnvError, Undecided
+from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.task_group import once
 from mcore_mas.rollout.environments.math_equality import (
     AnswerComparison,
@@ -84,16 +86,8 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
 _EQUATION = re.compile(r"(?<![<>!:])=")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TUPLE = re.compile(r"\(.*,.*\)")
-_UNITS = {
-    name: names[0]
-    for names in (
-        *(("mm", "millimeter"), ("cm", "centimeter"), ("m", "meter"), ("km", "kilometer"), ("in", "inch", "inche")),
-        *(("ft", "foot", "feet"), ("yd", "yard"), ("mi", "mile"), ("mg", "milligram"), ("g", "gram")),
-        *(("kg", "kilogram"), ("s", "sec", "second"), ("min", "minute"), ("h", "hr", "hour"), ("day",), ("week",)),
-        *(("degree", "deg"), ("rad", "radian")),
-    )
-    for name in names
-}
+_NAMES = read_yaml(Path(__file__).with_suffix(".yaml"))
+_UNITS: dict[str, str] = {name: unit for unit, names in _NAMES.items() for name in (unit, *names)}
 _MARKED = re.compile(r"\\(?:text|textrm|mathrm|mbox)\{([^{}]*)\}")
 _QUOTIENT = re.compile(r"\\frac\{(~[^{}]*)\}\{(~[^{}]*)\}$")
 _PARTS = r"(?:[~/]*[a-zA-Z]+(?:\^\{?-?\d\}?)?)+$"

@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.task_group import cancel_tasks, once
 from mcore_mas.rollout.environments.protocol import Step, ToolCall, last_tag
 from mcore_mas.rollout.environments.search import REWARDS, AnswerReward, exact_match, normalise
@@ -22,8 +24,7 @@ from mcore_mas.rollout.environments.tools import BadArguments, Tool, ToolFailed,
 from mcore_mas.rollout.models.tool_calls import ToolSchema
 from mcore_mas.rollout.records.trajectory import Task
 
-_FORM = """Call a tool: <call>{"tool": "name", "arguments": {...}}</call>
-Or end with the answer alone: <answer> your answer </answer>"""
+_FORM: str = read_yaml(Path(__file__).with_name("forms.yaml"))["call"]
 _END_S = 10.0  # for servers to end
 _COUNTED = ("calls", "bad_calls", "tool_errors")
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import PositiveInt
 
 from mcore_mas.rollout.base.errors import EnvError
+from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.task_group import once, together
 from mcore_mas.rollout.environments.patches import BadPatch, apply_patch, parse_patch
 from mcore_mas.rollout.environments.protocol import Step, ToolCall
@@ -23,14 +24,7 @@ from mcore_mas.rollout.sandbox import Sandbox
 from mcore_mas.rollout.sandbox.judge import CallTest, judge
 from mcore_mas.rollout.sandbox.records import RunLimits, Verdict
 
-_FORM = """Answer with a unified diff, or with blocks of this form, each under the path of its file:
-
-path/to/file.py
-<<<<<<< SEARCH
-lines as they are
-=======
-lines as they should be
->>>>>>> REPLACE"""
+_FORM: str = read_yaml(Path(__file__).with_name("forms.yaml"))["patch"]
 _HERE = "import os, sys\nsys.path.insert(0, os.getcwd())\n"
 _PYTEST = f"""{_HERE}import pytest
 raise SystemExit(pytest.main(['-q', '-rA', '-p', 'no:cacheprovider', *sys.stdin.read().split()]))
@@ -167,11 +161,7 @@ class RepositoryEnv:
         )
 
     async def _test(self, instance: _Instance, files: Mapping[str, str]) -> dict[str, bool]:
-        """Which tests pass, by name.
-
-        Raises:
-            SandboxError: nothing is known about one of them.
-        """
+        """Which tests pass, by name; SandboxError where nothing is known about one of them."""
         sandbox = self.sandbox or own_sandbox(self.tier)
         wall_s = 3.0 * self.cpu_s
         limits = RunLimits(cpu_s=self.cpu_s, wall_s=wall_s, memory_mb=self.memory_mb, disk_mb=512, files=50_000)

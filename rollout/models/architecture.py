@@ -9,10 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.base.files import read_json
+from mcore_mas.rollout.base.files import read_json, read_yaml
 
 if TYPE_CHECKING:  # a config.json is read without torch
     from torch import Tensor
@@ -201,13 +199,10 @@ def _rope(config: Mapping[str, Any], where: str) -> tuple[float, float | None, t
     return given["rope_theta"], factor, (bands[0], bands[1], bands[2])
 
 
-_TABLE = Path(__file__).with_name("published.yaml")
-
-
 @cache
 def published_shapes() -> dict[str, Any]:
     """The table: columns, a row for each of `models`, names that are `like` one, and those whose shape is `assumed`."""
-    table: dict[str, Any] = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
+    table: dict[str, Any] = read_yaml(Path(__file__).with_name("published.yaml"))
     return table
 
 

@@ -14,18 +14,11 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from mcore_mas.rollout.base.errors import ModelError
-from mcore_mas.rollout.base.files import read_json
+from mcore_mas.rollout.base.files import read_json, read_yaml
 from mcore_mas.rollout.models.tool_calls import PYTHON_TAG, ToolSchema, in_words, tool_format_of
 from mcore_mas.rollout.records.trajectory import Message, Turn
 
-# for models that bring none
-CHAT_TEMPLATES = {
-    "plain": "{{ bos_token }}{% for message in messages %}### {{ message['role'] }}\n{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}### assistant\n{% endif %}",
-    "chatml": "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-}
+CHAT_TEMPLATES: Mapping[str, str] = read_yaml(Path(__file__).with_name("chat_templates.yaml"))
 _TURN_ENDS = {"chatml": "<|im_end|>"}  # by template, what ends a reply where it is not the tokenizer's own end
 
 # What is left of [T] tokens when `most` may stay. A name is the side that goes, as in verl's `data.truncation`.
@@ -264,11 +257,7 @@ def _as_template_takes(message: Message) -> dict[str, Any]:
 
 
 def _ends(model: Path | str, *own: int | None) -> tuple[int, ...]:
-    """The ids that end a reply, the template's and the tokenizer's `own` first.
-
-    Raises:
-        ModelError: there is none, or generation_config.json cannot be read.
-    """
+    """The ids that end a reply, the template's and the tokenizer's `own` first; a model without any is refused."""
     path = Path(model) / "generation_config.json"
     try:
         named = read_json(path).get("eos_token_id") if path.is_file() else None

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
-from mcore_mas.rollout.base.files import atomic_path
+from mcore_mas.rollout.base.files import atomic_path, read_yaml
 from mcore_mas.rollout.base.ownership import epoch_of
 from mcore_mas.rollout.base.parquet import bounded_table
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
@@ -25,59 +25,17 @@ class RecordError(ValueError):
     """A file of records cannot be read: says which file, what is wrong and what to do."""
 
 
-_TYPES = {
-    "string": pa.string(),
-    "strings": pa.list_(pa.string()),
-    "bool": pa.bool_(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "uint64": pa.uint64(),
-    "float32": pa.float32(),
-    "float64": pa.float64(),
-    "tokens": pa.list_(pa.int32()),
-    "logprobs": pa.list_(pa.float32()),
-    "scores": pa.map_(pa.string(), pa.float64()),
-    "bytes": pa.binary(),
-}
+def _arrow_type(told: Any) -> pa.DataType:
+    """A type as schemas.yaml tells it."""
+    if isinstance(told, list):
+        return pa.list_(_arrow_type(told[0]))
+    if isinstance(told, dict):
+        return pa.struct([(name, _arrow_type(kind)) for name, kind in told.items()])
+    return pa.map_(pa.string(), pa.float64()) if told == "numbers" else pa.type_for_alias(told)
 
 
-def _columns(text: str) -> list[tuple[str, pa.DataType]]:
-    """Columns written as `name:type`, in their order; a type is one of `_TYPES`."""
-    return [(name, _TYPES[kind]) for name, _, kind in (column.partition(":") for column in text.split())]
-
-
-_TYPES["spans"] = pa.list_(pa.struct(_columns("version:int64 start:int32 end:int32")))
-_TYPES["calls"] = pa.list_(pa.struct(_columns("id:string name:string arguments:string")))
-_TYPES["messages"] = pa.list_(
-    pa.struct(_columns("role:string content:string reasoning:string calls:calls answers:string raw:string"))
-)
-_TYPES["turns"] = pa.list_(
-    pa.struct(
-        _columns("""
-            index:int32 round:int32 agent:string policy:string policy_version:int64 versions:spans node:string
-            state_key:string anchor:string messages:messages prompt_ids:tokens completion_ids:tokens logprobs:logprobs
-            temperature:float32 text:string finish_reason:string valid:bool seed:uint64 scores:scores reward:float64
-            masked:bool chat:string started_s:float64 took_s:float64 routing:bytes
-        """)
-    )
-)
-_TYPES["tools"] = pa.list_(
-    pa.struct(
-        _columns("""
-            after_turn:int32 node:string tool:string query:string result:string failed:bool started_s:float64
-            took_s:float64
-        """)
-    )
-)
-TASK_SCHEMA = pa.schema(_columns("id:string prompt:string answers:strings env:string source:string split:string"))
-TRAJECTORY_SCHEMA = pa.schema(
-    _columns("""
-        id:string task_id:string source:string sample:int32 step:int64 turns:turns tools:tools outcome:float64
-        answer:string leaf:string metrics:scores status:string error:string
-    """)
-)
-
-
+_SCHEMAS = read_yaml(Path(__file__).with_name("schemas.yaml"))
+TASK_SCHEMA, TRAJECTORY_SCHEMA = (pa.schema(_arrow_type(_SCHEMAS[name])) for name in ("task", "trajectory"))
 _ROW_GROUP = 256  # rows that are read together, where one is looked at
 
 

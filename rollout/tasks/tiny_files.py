@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_mas.rollout.base.files import write_text
+from mcore_mas.rollout.base.files import read_yaml, write_text
 from mcore_mas.rollout.base.options import lookup
+from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.tasks.arithmetic import arithmetic_tasks
 from mcore_mas.rollout.tasks.encyclopedia import encyclopedia_tasks
 
@@ -22,81 +24,49 @@ _TESTS = 6  # of a program
 Row = dict[str, Any]
 
 
-def _verl(question: str, answer: str, number: int) -> Row:
-    return {
-        "data_source": "math_dapo",
-        "prompt": [{"role": "user", "content": question}],
-        "reward_model": {"ground_truth": answer, "style": "rule"},
-        "extra_info": {"index": str(number), "question": question},
-    }
+_QUESTIONS: Mapping[str, str] = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
-def _search(question: str, answer: str, number: int) -> Row:
-    source = SEARCH_SOURCES[number % len(SEARCH_SOURCES)]
-    return {"id": f"made_{number}", "question": question, "golden_answers": [answer], "data_source": source}
+def _question(row: str, number: int, task: Task) -> Row:
+    answer, source = task.answers[0], SEARCH_SOURCES[number % len(SEARCH_SOURCES)]
+    texts = {"question": task.prompt, "answer": answer, "boxed": f"\\boxed{{{answer}}}", "source": source}
+    quoted = {name: json.dumps(text) for name, text in texts.items()}
+    return dict(json.loads(Template(row).substitute(quoted, value=answer, number=number)))
 
 
-def _program(number: int) -> tuple[str, list[str], list[str]]:
-    """A problem with the inputs and outputs of its tests."""
-    given = list(range(_TESTS))
-    question = f"Read a whole number and print it plus {number}."
-    return question, [f"{n}\n" for n in given], [f"{n + number}\n" for n in given]
+def _tests(given: list[str], wanted: list[str], **kind: str) -> str:
+    return json.dumps([{"input": one, "output": other, **kind} for one, other in zip(given, wanted, strict=True)])
 
 
-def _apps(number: int) -> Row:
-    question, given, wanted = _program(number)
-    return {
-        "problem_id": number,
-        "question": question,
+# (number, question, inputs and outputs of its tests)
+_PROGRAMS: dict[str, Callable[[int, str, list[str], list[str]], Row]] = {
+    "apps": lambda n, q, given, wanted: {
+        "problem_id": n,
+        "question": q,
         "input_output": json.dumps({"inputs": given, "outputs": wanted}),
         "starter_code": "",
-    }
-
-
-def _code_contests(number: int) -> Row:
-    question, given, wanted = _program(number)
-    tests = [{"input": given[part], "output": wanted[part]} for part in (slice(2), slice(2, None))]
-    return {"name": f"made_{number}", "description": question, "public_tests": tests[0], "private_tests": tests[1]}
-
-
-def _live_code_bench(number: int) -> Row:
-    question, given, wanted = _program(number)
-    tests = [{"input": i, "output": o, "testtype": "stdin"} for i, o in zip(given, wanted, strict=True)]
-    return {
-        "question_id": f"made_{number}",
-        "question_content": question,
-        "public_test_cases": json.dumps(tests[:2]),
-        "private_test_cases": json.dumps(tests[2:]),
+    },
+    "code_contests": lambda n, q, given, wanted: {
+        "name": f"made_{n}",
+        "description": q,
+        "public_tests": {"input": given[:2], "output": wanted[:2]},
+        "private_tests": {"input": given[2:], "output": wanted[2:]},
+    },
+    "live_code_bench": lambda n, q, given, wanted: {
+        "question_id": f"made_{n}",
+        "question_content": q,
+        "public_test_cases": _tests(given[:2], wanted[:2], testtype="stdin"),
+        "private_test_cases": _tests(given[2:], wanted[2:], testtype="stdin"),
         "metadata": "{}",
-    }
-
-
-def _deep_coder(number: int) -> Row:
-    question, given, wanted = _program(number)
-    tests = [{"input": i, "output": o, "type": "stdin_stdout"} for i, o in zip(given, wanted, strict=True)]
-    return {"problem": question, "tests": json.dumps(tests)}
-
-
-_QUESTIONS: Mapping[str, Callable[[str, str, int], Row]] = {  # (question, answer, number)
-    "math": lambda q, a, n: {"problem": q, "answer": a, "id": str(n)},
-    "aime": lambda q, a, n: {"ID": f"1983-{n}", "Question": q, "Answer": a},
-    "aime_2024": lambda q, a, n: {"id": n, "problem": q, "solution": f"\\boxed{{{a}}}", "answer": a},
-    "aime_2025": lambda q, a, n: {"problem_idx": n, "problem": q, "answer": int(a)},
-    "amc_23": lambda q, a, n: {"id": n, "problem": q, "answer": float(a)},
-    "dapo": _verl,
-    "math_500": lambda q, a, n: {"problem": q, "answer": a, "unique_id": f"test/made/{n}.json"},
-    "minerva": lambda q, a, n: {"problem": q, "solution": f"\\boxed{{{a}}}", "answer": a, "idx": n},
-    "olympiad_bench": lambda q, a, n: {"id": n, "question": q, "final_answer": [a]},
-    "polaris": lambda q, a, n: {"problem": q, "answer": a, "difficulty": "1/8"},
-    "search": _search,
+    },
+    "deep_coder": lambda n, q, given, wanted: {"problem": q, "tests": _tests(given, wanted, type="stdin_stdout")},
 }
-_PROGRAMS: Mapping[str, Callable[[int], Row]] = {
-    "apps": _apps,
-    "code_contests": _code_contests,
-    "live_code_bench": _live_code_bench,
-    "deep_coder": _deep_coder,
-    "deep_coder_shown": _deep_coder,
-}
+_PROGRAMS |= {"deep_coder_shown": _PROGRAMS["deep_coder"]}
+
+
+def _program(format: str, number: int) -> Row:
+    question, given = f"Read a whole number and print it plus {number}.", range(_TESTS)
+    return _PROGRAMS[format](number, question, [f"{n}\n" for n in given], [f"{n + number}\n" for n in given])
 
 
 def write_tiny_file(path: Path, format: str) -> None:
@@ -107,11 +77,11 @@ def write_tiny_file(path: Path, format: str) -> None:
     """
     seed = sum(map(ord, path.stem))
     if format in _PROGRAMS:
-        rows = [_PROGRAMS[format](100 * (seed % 997) + number) for number in range(1, _ROWS + 1)]
+        rows = [_program(format, 100 * (seed % 997) + number) for number in range(1, _ROWS + 1)]
     else:
         row = lookup("generated data format", format, _QUESTIONS)
         tasks = (encyclopedia_tasks if format == "search" else arithmetic_tasks)(seed, {"train": _ROWS})
-        rows = [row(task.prompt, task.answers[0], number) for number, task in enumerate(tasks)]
+        rows = [_question(row, number, task) for number, task in enumerate(tasks)]
     if path.suffix == ".parquet":
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(rows), path)

@@ -16,16 +16,7 @@ from mcore_mas.rollout.base.errors import Unusable
 from mcore_mas.rollout.engines.remote import Answer, BudgetConfig, RemoteError
 
 LEDGER_VERSION = 1
-LEDGER_SCHEMA = (
-    """CREATE TABLE replies (
-        digest TEXT PRIMARY KEY, model TEXT NOT NULL, text TEXT NOT NULL, finish_reason TEXT NOT NULL,
-        prompt_tokens INTEGER, completion_tokens INTEGER
-    ) WITHOUT ROWID""",
-    """CREATE TABLE calls (
-        id INTEGER PRIMARY KEY, agent TEXT NOT NULL, open INTEGER NOT NULL, tokens INTEGER NOT NULL,
-        nanos INTEGER NOT NULL
-    )""",
-)
+LEDGER_SCHEMA = Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")
 
 
 class BudgetExhausted(Unusable):
@@ -101,7 +92,7 @@ class Ledger:
                     f"{path}: has version {version}, expected {LEDGER_VERSION}; move it away to start a new one"
                 )
             if version == 0:
-                for statement in LEDGER_SCHEMA:
+                for statement in LEDGER_SCHEMA.split(";"):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {LEDGER_VERSION}")
             calls, tokens, nanos = self._db.execute("SELECT count(*), sum(tokens), sum(nanos) FROM calls").fetchone()
