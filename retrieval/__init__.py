@@ -10,8 +10,7 @@ build     an index of one's own passages, in shards; the manifest of a published
 batcher   many concurrent requests -> few searches, on one thread
 app       the HTTP routes, limits and statuses
 server    `python -m mcore_mas.retrieval.server`
-client    what agents import, without torch or FAISS
-endpoints the servers that a client asks, with circuit breakers
+client    what agents import, without torch or FAISS; the servers that it asks, with circuit breakers
 sidecar   the server as a child process
 wire      limits and JSON shapes that server and client share
 """

@@ -26,19 +26,10 @@ BATCH = 64
 Pooling = Literal["mean", "cls"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderFamily:
-    """How a family of encoders is asked; `retriever.encoder` names one."""
-
-    pooling: Pooling = "mean"
-    query_prefix: str = ""
-    passage_prefix: str = ""
-
-
-ENCODERS: dict[str, EncoderFamily] = {
-    "minilm": EncoderFamily(),
-    "e5": EncoderFamily(query_prefix="query: ", passage_prefix="passage: "),
-    "bge": EncoderFamily(pooling="cls", query_prefix="Represent this sentence for searching relevant passages: "),
+ENCODERS: dict[str, dict[str, Any]] = {  # how a family is asked, as its identity says it; `retriever.encoder` names one
+    "minilm": {"pooling": "mean"},
+    "e5": {"pooling": "mean", "query_prefix": "query: ", "passage_prefix": "passage: "},
+    "bge": {"pooling": "cls", "query_prefix": "Represent this sentence for searching relevant passages: "},
 }
 
 
@@ -102,7 +93,7 @@ class Encoder:
             if family != "minilm":
                 raise RetrievalError(f"encoder {family!r} has no folder; name one in retriever.encoder_folder")
             return cls.minilm()
-        return cls(folder, name=Path(folder).resolve().name, **asdict(ENCODERS[family]))
+        return cls(folder, name=Path(folder).resolve().name, **ENCODERS[family])
 
     def to(self, device: str) -> Encoder:
         """Itself, which computes on that device from now on; raises RetrievalError where there is none."""

@@ -111,11 +111,7 @@ class Facets:
         return known_sha256(out_dir / FACETS)
 
     def _found(self, where: Where) -> np.ndarray:
-        """The rows `[n]` int64, in order, that have one of the values of every name.
-
-        Raises:
-            BadRequest: they are more than can be scored.
-        """
+        """The rows `[n]` int64, in order, that have one of the values of every name, unless they are too many."""
         found: np.ndarray | None = None
         for name, values in where:
             own = np.unique(np.concatenate([self._with(name, value) for value in values]))

@@ -19,14 +19,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_attempt,
-    stop_before_delay,
-    wait_random_exponential,
-)
+import tenacity
 
 BACKOFF_S = 0.2  # mean of the first pause; doubles with each retry
 MAX_BACKOFF_S = 20.0  # mean of the longest
@@ -217,10 +210,8 @@ def content_digest(body: bytes | bytearray) -> str:
     return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
 
 
-@functools.cache
-def _trusted() -> ssl.SSLContext:
-    """The certificates of public authorities, which take 50 ms to read."""
-    return httpx.create_ssl_context(trust_env=False)
+# the certificates of public authorities, which take 50 ms to read
+_trusted: Callable[[], ssl.SSLContext] = functools.cache(functools.partial(httpx.create_ssl_context, trust_env=False))
 
 
 def unanswered(error: httpx.RequestError) -> Unanswered:
@@ -249,15 +240,15 @@ async def retried(
         Unanswered: the last attempt's.
     """
     backoff_s = BACKOFF_S if backoff_s is None else backoff_s
-    jitter = wait_random_exponential(multiplier=2 * backoff_s, max=2 * MAX_BACKOFF_S)
+    jitter = tenacity.wait_random_exponential(multiplier=2 * backoff_s, max=2 * MAX_BACKOFF_S)
 
-    def pause_s(state: RetryCallState) -> float:
+    def pause_s(state: tenacity.RetryCallState) -> float:
         failure = state.outcome.exception() if state.outcome else None
         return max(jitter(state), failure.retry_after_s if isinstance(failure, Unanswered) else 0.0)
 
-    attempts = AsyncRetrying(
-        retry=retry_if_exception_type(Unanswered),
-        stop=stop_after_attempt(retries + 1) | stop_before_delay(patience_s),
+    attempts = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type(Unanswered),
+        stop=tenacity.stop_after_attempt(retries + 1) | tenacity.stop_before_delay(patience_s),
         wait=pause_s,
         before_sleep=(lambda _: note()) if note else None,
         reraise=True,

@@ -78,7 +78,7 @@ def _parse(body: bytes) -> ChatRequest:
         [_message(said) for said in asked.messages],
         (dialects.schema_of(tool.name, tool.description, tool.parameters) for tool in tools),
         max_tokens=asked.max_completion_tokens or asked.max_tokens,
-        stop=tuple(text for text in stop if text),
+        stop=tuple(filter(None, stop)),
         usage=bool(asked.stream_options and asked.stream_options.include_usage),
     )
 
@@ -110,8 +110,7 @@ def _render(reply: ChatReply) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
     message |= {"reasoning_content": reply.reasoning} if reply.reasoning else {}
     message |= {"content": reply.text or None, "tool_calls": _calls(reply)} if reply.calls else {}
-    finish = _finish(reply)
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(reply)}
     return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
 

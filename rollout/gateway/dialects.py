@@ -24,7 +24,20 @@ class GatewayError(Exception):
     def __init__(self, status: int, message: str, code: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.kind = _ERROR_KINDS.get(status, "api_error")
         self.code = code  # OpenAI's
+
+
+# what an error of a status is called
+_ERROR_KINDS: dict[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,16 +185,19 @@ class Body(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = None
 
-    def request(self, messages: Sequence[Message], tools: Iterable[ToolSchema], **own: Any) -> ChatRequest:
-        """What is asked, with the fields that are the dialect's `own`.
+    def request(
+        self, messages: Sequence[Message], tools: Iterable[ToolSchema], *, system: str | None = None, **own: Any
+    ) -> ChatRequest:
+        """What is asked, with the fields that are the dialect's `own`; `system` is said before the messages.
 
         Raises:
             GatewayError: there is nothing to reply to.
         """
         named = {"temperature": self.temperature, "top_p": self.top_p}
+        opening = [Message(role="system", content=system)] if system else []
         return ChatRequest(
             model=self.model,
-            messages=conversation(messages),
+            messages=conversation([*opening, *messages]),
             tools=tuple(tools),
             sampling={name: value for name, value in named.items() if value is not None},
             stream=bool(self.stream),
@@ -245,19 +261,6 @@ def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
     return (*([Message(role="system", content=opening)] if opening else ()), *messages[systems:])
 
 
-# what an error of a status is called
-ERROR_KINDS: dict[int, str] = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
 def openai_error(error: GatewayError) -> dict[str, Any]:
     """The body of an error as OpenAI's APIs write it."""
-    kind = ERROR_KINDS.get(error.status, "api_error")
-    return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code or None}}
+    return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.code or None}}

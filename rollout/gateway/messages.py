@@ -9,16 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from mcore_mas.rollout.gateway import dialects
-from mcore_mas.rollout.gateway.dialects import (
-    Body,
-    ChatReply,
-    ChatRequest,
-    Content,
-    ContentPart,
-    Dialect,
-    Event,
-    GatewayError,
-)
+from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Content, ContentPart, Event
 from mcore_mas.rollout.records.trajectory import Message, ToolUse
 
 _STOP_REASONS: dict[str | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -48,7 +39,7 @@ class _Tool(BaseModel):
     input_schema: dict[str, Any] | None = None  # none of those that Anthropic defines, and the client runs
 
 
-class _MessagesBody(Body):
+class _MessagesBody(dialects.Body):
     messages: list[_Said] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
     system: Content = None
@@ -76,13 +67,12 @@ def _messages(said: _Said) -> Iterator[Message]:
 
 def _parse(body: bytes) -> ChatRequest:
     asked: _MessagesBody = dialects.read(_MessagesBody, body)
-    system = dialects.text_of(asked.system)
-    opening = [Message(role="system", content=system)] if system else []
     return asked.request(
-        [*opening, *(message for said in asked.messages for message in _messages(said))],
+        [message for said in asked.messages for message in _messages(said)],
         (dialects.schema_of(tool.name, tool.description, tool.input_schema) for tool in asked.tools or ()),
+        system=dialects.text_of(asked.system),
         max_tokens=asked.max_tokens,
-        stop=tuple(text for text in asked.stop_sequences or () if text),
+        stop=tuple(filter(None, asked.stop_sequences or ())),
     )
 
 
@@ -137,9 +127,10 @@ def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
     yield from ((event["type"], event) for event in events)
 
 
-def _error(error: GatewayError) -> dict[str, Any]:
-    kind = dialects.ERROR_KINDS.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": None}
+def _error(error: dialects.GatewayError) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": error.kind, "message": str(error)}, "request_id": None}
 
 
-MESSAGES = Dialect(name="messages", path="/v1/messages", parse=_parse, render=_render, stream=_stream, error=_error)
+MESSAGES = dialects.Dialect(
+    name="messages", path="/v1/messages", parse=_parse, render=_render, stream=_stream, error=_error
+)

@@ -9,16 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from mcore_mas.rollout.gateway import dialects
-from mcore_mas.rollout.gateway.dialects import (
-    Body,
-    ChatReply,
-    ChatRequest,
-    Content,
-    Dialect,
-    Event,
-    GatewayError,
-    TextFormat,
-)
+from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, Content, Event, GatewayError
 from mcore_mas.rollout.records.trajectory import Message, ToolUse
 
 _ROLES = {"developer": "system"}
@@ -52,10 +43,10 @@ class _Tool(BaseModel):
 
 
 class _Text(BaseModel):
-    format: TextFormat | None = None
+    format: dialects.TextFormat | None = None
 
 
-class _ResponsesBody(Body):
+class _ResponsesBody(dialects.Body):
     input: str | list[_Item]
     instructions: str | None = None
     tools: list[_Tool] | None = None
@@ -97,10 +88,10 @@ def _messages(items: list[_Item]) -> list[Message]:
 def _parse(body: bytes) -> ChatRequest:
     asked: _ResponsesBody = dialects.read(_ResponsesBody, body)
     items = [_Item(content=asked.input)] if isinstance(asked.input, str) else asked.input
-    opening = [Message(role="system", content=asked.instructions)] if asked.instructions else []
     return asked.request(
-        [*opening, *_messages(items)],
+        _messages(items),
         (dialects.schema_of(tool.name, tool.description, tool.parameters) for tool in asked.tools or ()),
+        system=asked.instructions,
         max_tokens=asked.max_output_tokens,
         kept=asked.store is not False,
         previous=(asked.previous_response_id or "").removeprefix("resp_"),
@@ -181,6 +172,6 @@ def _stream(growth: dialects.Growth, asked: ChatRequest) -> Iterator[Event]:
         yield event("response.incomplete" if reply.finish == "length" else "response.completed", response=whole)
 
 
-RESPONSES = Dialect(
+RESPONSES = dialects.Dialect(
     name="responses", path="/v1/responses", parse=_parse, render=_render, stream=_stream, error=dialects.openai_error
 )

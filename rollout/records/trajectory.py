@@ -164,6 +164,12 @@ class Completion:
         return replace(rest, token_ids=tokens, logprobs=logprobs, versions=tuple(versions))
 
 
+# of a model that answers in text alone
+SILENCE = Completion(
+    token_ids=(), logprobs=(), finish_reason="stop", versions=(VersionSpan(version=0, start=0, end=0),)
+)
+
+
 class Status(enum.StrEnum):
     """How a trajectory ended; only COMPLETED trajectories may train or count as evidence."""
 

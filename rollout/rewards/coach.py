@@ -18,6 +18,7 @@ from pydantic import Field
 
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.http import Refused, Unanswered
+from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.rollout.engines.remote import RemoteConfig, ReplySettings
 from mcore_mas.rollout.engines.remote.caller import Caller, Tally
 from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted
@@ -150,9 +151,7 @@ class Coach:
                 tasks.values(), timeout=self._config.batch_deadline_s, return_when=asyncio.FIRST_EXCEPTION
             )
         finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await cancel_tasks(tasks.values())
         late = Unscored("deadline", f"the batch took longer than {self._config.batch_deadline_s:g} s")
         return {place: task.result() if task in done else late for place, task in tasks.items()}
 

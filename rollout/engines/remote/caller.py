@@ -13,20 +13,12 @@ from pathlib import Path
 
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.http import Refused, Unanswered, retried
-from mcore_mas.rollout.base.task_group import LateCall
-from mcore_mas.rollout.engines import ChatState, PolicyReply
-from mcore_mas.rollout.engines.remote import (
-    Answer,
-    Provider,
-    RemoteConfig,
-    RemoteError,
-    ReplySettings,
-    provider_class,
-    read_key,
-)
+from mcore_mas.rollout.base.task_group import LateCall, cancel_tasks
+from mcore_mas.rollout.engines import ChatState, PolicyReply, remote
+from mcore_mas.rollout.engines.remote import Answer, Provider, RemoteConfig, RemoteError, ReplySettings
 from mcore_mas.rollout.engines.remote.ledger import BudgetExhausted, Kept, Ledger, Reservation, Spending
 from mcore_mas.rollout.models.tool_calls import in_words
-from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, VersionSpan
+from mcore_mas.rollout.records.trajectory import SILENCE, Message, Sampling, valid_text
 
 CALL_BACKOFF_S = 0.5  # mean of the first pause; doubles with each retry
 _REPLY_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # fields of requests
@@ -85,8 +77,8 @@ class Caller:
             RemoteError: no key, no library, or a ledger that cannot be used.
         """
         self._config = config
-        self._key = read_key(config.key_variable, config.key_file)
-        self._make = provider_class(config.provider)
+        self._key = remote.read_key(config.key_variable, config.key_file)
+        self._make = remote.provider_class(config.provider)
         self._spare: Provider | None = self._make(config, self._key)  # now, so that a missing library is known now
         self._ledger = Ledger(folder / "ledger.sqlite", config.budget)
         self._live: _Live | None = None
@@ -119,7 +111,6 @@ class Caller:
             BudgetExhausted: the call might cost more than is left.
             RemoteError: the model cannot be used at all.
         """
-        messages = [Message(role=message.role, content=_sendable(message.content)) for message in messages]
         digest = self._digest(messages, settings)
         found = self._ledger.find(digest)
         if found is not None:
@@ -149,9 +140,7 @@ class Caller:
         """End what is in flight and close the connections and the ledger."""
         live, self._live = self._live, None
         if live is not None and live.loop is asyncio.get_running_loop():
-            for task in live.tasks:
-                task.cancel()
-            await asyncio.gather(*live.tasks, return_exceptions=True)
+            await cancel_tasks(live.tasks)
             await live.provider.aclose()
         if self._spare is not None:
             await self._spare.aclose()
@@ -209,7 +198,7 @@ class Caller:
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 answer = await self._enter_loop().provider.complete(messages, settings)
-            answer = replace(answer, text=self._redact(_sendable(answer.text)))
+            answer = replace(answer, text=self._redact(valid_text(answer.text)))
             cost = self._cost(answer.prompt_tokens, answer.completion_tokens, reservation.worst)
             kept = Kept(digest, self._config.model, answer)
             tally.seconds += time.monotonic() - start
@@ -271,14 +260,6 @@ class Caller:
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
-def _sendable(text: str) -> str:
-    """`text` without what UTF-8 cannot say: half a surrogate pair becomes a question mark."""
-    return text.encode(errors="replace").decode()
-
-
-_FROZEN = VersionSpan(version=0, start=0, end=0)
-
-
 class RemoteClient:
     """Stands in a team's `players` where a policy's `Player` would. Its tokens are not known, so there are none.
 
@@ -314,7 +295,7 @@ class RemoteClient:
                 raise LateCall(f"{self._config.model}: no reply within {self._config.deadline_s:g} s") from None
             except (Unanswered, Refused) as failure:
                 raise EngineError(f"{self._config.model}: {failure}") from failure
-        silence = Completion(token_ids=(), logprobs=(), finish_reason=answer.finish_reason, versions=(_FROZEN,))
+        silence = replace(SILENCE, finish_reason=answer.finish_reason)
         return PolicyReply(text=answer.text, raw=answer.text, prompt_ids=(), completion=silence, trainable=False)
 
     def metrics(self) -> dict[str, float]:

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from mcore_mas.rollout.base.http import HttpClient, Unanswered, unanswered
-from mcore_mas.rollout.engines.remote import (
-    Answer,
-    ApiKey,
-    RemoteError,
-    ReplySettings,
-    counted,
-    filled,
-    required,
-    split_system,
-    status_error,
-)
+from mcore_mas.rollout.engines import remote
+from mcore_mas.rollout.engines.remote import Answer, ApiKey, RemoteConfig, RemoteError, ReplySettings, counted, filled
 from mcore_mas.rollout.records.trajectory import Message
-
-if TYPE_CHECKING:
-    from mcore_mas.rollout.engines.remote import RemoteConfig
 
 OPENAI_URL = "https://api.openai.com/v1"
 LARGEST = 4 * 2**20  # bytes of a reply
@@ -33,8 +21,7 @@ class OpenAIChat:
     """`POST {url}/chat/completions` of one model. Redirects are not followed: the key goes to one host only."""
 
     def __init__(self, config: RemoteConfig, key: ApiKey | None) -> None:
-        self._model = config.model
-        self._extra = dict(config.request)
+        self._config = config
         self._http = HttpClient(
             config.url or OPENAI_URL,
             token=key.reveal() if key else None,
@@ -46,16 +33,16 @@ class OpenAIChat:
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
         """Ask once (see `Provider`)."""
         fields = {
-            "model": self._model,
+            "model": self._config.model,
             "messages": [{"role": message.role, "content": message.content} for message in messages],
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "max_tokens": settings.max_tokens,
             "seed": None if settings.seed is None else settings.seed % 2**63,
         }
-        reply = await self._http.send("POST", "/chat/completions", filled(fields, self._extra))
+        reply = await self._http.send("POST", "/chat/completions", filled(fields, self._config.request))
         if reply.status != 200:
-            raise status_error(reply.status, reply.text, reply.headers)
+            raise remote.status_error(reply.status, reply.text, reply.headers)
         return _answer(reply.content)
 
     async def aclose(self) -> None:
@@ -97,10 +84,9 @@ class AnthropicMessages:
         except ImportError:
             raise RemoteError("provider 'anthropic' needs its library; run `pip install mcore-mas[coach]`") from None
         self._library = anthropic
-        self._model = config.model
-        self._extra = dict(config.request)
+        self._config = config
         self._client = anthropic.AsyncAnthropic(
-            api_key=required(key, "anthropic").reveal(),
+            api_key=remote.required(key, "anthropic").reveal(),
             base_url=config.url or ANTHROPIC_URL,
             timeout=config.timeout_s,
             max_retries=0,  # retries are counted and paid for in `caller`
@@ -109,18 +95,18 @@ class AnthropicMessages:
 
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
         """Ask once (see `Provider`). Messages that are not the system's alternate between user and assistant."""
-        system, others = split_system(messages)
+        system, others = remote.split_system(messages)
         fields = {
-            "model": self._model,
+            "model": self._config.model,
             "system": system,
             "messages": [{"role": m.role, "content": m.content} for m in others],
             "max_tokens": settings.max_tokens,
             "temperature": settings.temperature,
         }
         try:
-            reply = await self._client.messages.create(**filled(fields, self._extra))
+            reply = await self._client.messages.create(**filled(fields, self._config.request))
         except self._library.APIStatusError as error:
-            raise status_error(error.status_code, error.message, error.response.headers) from None
+            raise remote.status_error(error.status_code, error.message, error.response.headers) from None
         except self._library.APIConnectionError as error:  # a timeout too
             raise Unanswered(str(error) or type(error).__name__) from None
         except self._library.APIError as error:
@@ -154,19 +140,18 @@ class GeminiContent:
         except ImportError:
             raise RemoteError("provider 'gemini' needs google-genai; run `pip install mcore-mas[coach]`") from None
         self._error = errors.APIError
-        self._model = config.model
-        self._extra = dict(config.request)
+        self._config = config
         # a client of ours, because without one the library would choose aiohttp where that is installed
         self._http = httpx.AsyncClient(proxy=config.proxy, trust_env=False, timeout=config.timeout_s)
         self._client = genai.Client(
-            api_key=required(key, "gemini").reveal(),
+            api_key=remote.required(key, "gemini").reveal(),
             vertexai=False,
             http_options={"base_url": config.url or GEMINI_URL, "httpx_async_client": self._http},
         )
 
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
         """Ask once (see `Provider`)."""
-        system, others = split_system(messages)
+        system, others = remote.split_system(messages)
         fields = {
             "system_instruction": system,
             "temperature": settings.temperature,
@@ -177,13 +162,13 @@ class GeminiContent:
         roles = {"user": "user", "assistant": "model"}
         try:
             reply = await self._client.aio.models.generate_content(
-                model=self._model,
+                model=self._config.model,
                 contents=[{"role": roles[m.role], "parts": [{"text": m.content}]} for m in others],
-                config=filled(fields, self._extra),
+                config=filled(fields, self._config.request),
             )
         except self._error as error:
             headers = getattr(error.response, "headers", None) or {}
-            raise status_error(error.code or 500, str(error.message), headers) from None
+            raise remote.status_error(error.code or 500, str(error.message), headers) from None
         except httpx.RequestError as error:
             raise unanswered(error) from None
         usage = reply.usage_metadata

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mcore_mas.retrieval import endpoints as endpoints_module
+from mcore_mas.retrieval import client as client_module
 from mcore_mas.retrieval.client import (
     BadRequest,
     NoRetriever,
@@ -124,7 +124,7 @@ def test_a_refusal_is_not_retried() -> None:
 
 
 def test_a_silent_server_meets_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints_module, "HEALTH_S", 0.2)
+    monkeypatch.setattr(client_module, "HEALTH_S", 0.2)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(NoRetriever, match=r"deadline of 0\.2 s passed"),

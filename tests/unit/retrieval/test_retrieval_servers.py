@@ -14,14 +14,15 @@ import httpx
 import pytest
 
 from mcore_mas.retrieval import client as client_module
-from mcore_mas.retrieval import endpoints as endpoints_module
 from mcore_mas.retrieval.client import (
+    BALANCES,
+    Endpoint,
+    EndpointPool,
     Passage,
     RetrievalClient,
     RetrievalError,
     RetrievalUnavailable,
 )
-from mcore_mas.retrieval.endpoints import BALANCES, Endpoint, EndpointPool
 from mcore_mas.retrieval.sidecar import Golden, RetrieverSidecar, probe
 from tests.support.lessons import teach
 from tests.support.ranks import Job
@@ -101,8 +102,8 @@ def test_balances_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_circuit_opens_after_three_failures_and_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(endpoints_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(endpoints_module.random, "uniform", lambda low, high: 1.0)
+    monkeypatch.setattr(client_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(client_module.random, "uniform", lambda low, high: 1.0)
     one = Endpoint("http://127.0.0.1:1")
     rests = []
     for _ in range(5):
@@ -126,7 +127,7 @@ def test_a_busy_server_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_members_come_go_and_stop_beating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(endpoints_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(client_module.time, "monotonic", lambda: now[0])
     pool = EndpointPool([], members=tmp_path, balance="round_robin")
 
     def urls(after: float) -> list[str]:
