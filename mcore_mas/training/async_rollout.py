@@ -17,7 +17,7 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import keep
 from mcore_mas.credit.samples import Sample, to_samples
 from mcore_mas.equations.advantages import NEEDS
-from mcore_mas.rollout.base.task_group import Wait, Waiting, Watchdog, together
+from mcore_mas.rollout.base.task_group import Wait, Watchdog, together
 from mcore_mas.rollout.config.sections import build_allocator
 from mcore_mas.rollout.engines.remote.caller import RemoteClient
 from mcore_mas.rollout.environments.protocol import Env
@@ -172,8 +172,8 @@ class AsyncRollouts:
             ]
         groups = judge_undecided(groups, config.collection.max_undecided)
         if self.coach is not None:
-            waiting = Waiting(Wait(what="the coach's scores", since=asyncio.get_running_loop().time()))
-            with self.watchdog.over(f"step {step}", waiting) if self.watchdog else nullcontext():
+            waits = [Wait(what="the coach's scores", since=asyncio.get_running_loop().time())]
+            with self.watchdog.over(f"step {step}", lambda: waits) if self.watchdog else nullcontext():
                 groups = await self.coach.score(groups)
         allocate = build_allocator(config.reward, config.agents)
         groups = [allocate(group) for group in groups]

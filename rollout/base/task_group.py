@@ -159,22 +159,7 @@ class Wait:
     since: float  # s, on the event loop's clock
 
 
-class Waiter(Protocol):
-    """What a watchdog looks at."""
-
-    def waits(self) -> list[Wait]:
-        """Everything it waits for now; [] when it waits for nothing that is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A waiter for one thing."""
-
-    wait: Wait
-
-    def waits(self) -> list[Wait]:
-        """The one thing."""
-        return [self.wait]
+Waits = Callable[[], list[Wait]]  # everything that somebody waits for now; [] where that is nothing that is known
 
 
 class Watchdog:
@@ -189,18 +174,18 @@ class Watchdog:
         self._quiet_s = quiet_s
         self._say = say
         self._shown = shown
-        self._watched: dict[object, tuple[str, Waiter]] = {}
+        self._watched: dict[object, tuple[str, Waits]] = {}
         self._pulse: EventLoopMonitor | None = None
         self._progress = 0.0  # when something began or ended last, as far as was seen
         self._patience = quiet_s
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
-    def over(self, name: str, waiter: Waiter) -> Iterator[None]:
-        """Watch `waiter` for the block."""
+    def over(self, name: str, waits: Waits) -> Iterator[None]:
+        """Watch, for the block, somebody who waits for what `waits` tells."""
         loop = asyncio.get_running_loop()
         key = object()  # two may have one name
-        self._watched[key] = name, waiter
+        self._watched[key] = name, waits
         self._stir(loop.time())
         if self._timer is None:
             self._timer = loop.call_later(self._quiet_s / 4, self._look)
@@ -220,7 +205,7 @@ class Watchdog:
         now = loop.time()
         if self._pulse is not None:
             self._pulse.beat()
-        found = [(name, waiter.waits()) for name, waiter in self._watched.values()]
+        found = [(name, waits()) for name, waits in self._watched.values()]
         # whoever waits for something new has got what it waited for before
         begun = max((wait.since for _, waits in found for wait in waits), default=0.0)
         self._stir(begun)
@@ -340,6 +325,4 @@ async def once(kind: Any, call: Callable[[], Awaitable[_T]], *asked: object) -> 
     return answer
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)

@@ -16,20 +16,14 @@ from mcore_mas.rollout.base.task_group import once
 from mcore_mas.rollout.environments.protocol import Case, Step, ToolCall, last_tag
 from mcore_mas.rollout.environments.running import SandboxedEnv
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.sandbox.judge import CallTest, CompareBy, Judged, StdinTest, Test, judge_all
-from mcore_mas.rollout.sandbox.records import Verdict
+from mcore_mas.rollout.sandbox.judge import CallTest, CompareBy, StdinTest, Test, judge_all
+from mcore_mas.rollout.sandbox.records import ENDINGS, RunResult, Verdict
 
 _THOUGHT = "</think>"
 _FENCE = re.compile(r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 _SOLUTION = '{"solution":'
 _SHOWN_CHARS = 400  # of an input, an expected or a given output, in what a model reads
-_WORDS = {
-    Verdict.WA: "wrong answer",
-    Verdict.RE: "failed",
-    Verdict.TLE: "out of time",
-    Verdict.MLE: "out of memory",
-    Verdict.OLE: "too much output",
-}
+_WORDS = {**ENDINGS, Verdict.WA: "wrong answer", Verdict.RE: "failed"}
 
 
 def last_program(text: str) -> str | None:
@@ -174,9 +168,9 @@ class CodeEnv(SandboxedEnv):
             return None
         return _passed(await self._judge(answers.solution, answers.read(cases))) / max(len(cases), 1)
 
-    async def _judge(self, program: str, tests: Sequence[Test]) -> list[Judged]:
+    async def _judge(self, program: str, tests: Sequence[Test]) -> list[RunResult]:
         judged = partial(judge_all, self.runner, program, tests, compare=self.compare, limits=self.limits)
-        return await once(list[Judged], judged, program, tests)
+        return await once(list[RunResult], judged, program, tests)
 
     async def _try(self, program: str, tests: Sequence[Test], nothing: str) -> Step:
         judged = await self._judge(program, tests)
@@ -196,7 +190,7 @@ class CodeEnv(SandboxedEnv):
         return Step(reward=reward, done=True, answer=(program or "").strip(), metrics=metrics | counts)
 
 
-def _passed(judged: Sequence[Judged]) -> int:
+def _passed(judged: Sequence[RunResult]) -> int:
     return sum(one.verdict is Verdict.OK for one in judged)
 
 
@@ -204,7 +198,7 @@ def _input(test: Test) -> str:
     return test.stdin if isinstance(test, StdinTest) else json.dumps(test.arguments)
 
 
-def _report(number: int, test: Test, judged: Judged) -> str:
+def _report(number: int, test: Test, judged: RunResult) -> str:
     """What a model reads about its program on a visible test."""
     if judged.verdict is Verdict.OK:
         return f"Test {number}: passed"
@@ -215,9 +209,9 @@ def _report(number: int, test: Test, judged: Judged) -> str:
         f"Expected: {_short(expected)}",
     ]
     if judged.verdict is Verdict.WA:
-        lines.append(f"Output: {_short(judged.result.stdout)}")
-    elif judged.result.stderr:
-        lines.append(f"Error: {judged.result.stderr.strip()[-_SHOWN_CHARS:]}")
+        lines.append(f"Output: {_short(judged.stdout)}")
+    elif judged.stderr:
+        lines.append(f"Error: {judged.stderr.strip()[-_SHOWN_CHARS:]}")
     return "\n".join(lines)
 
 

@@ -134,8 +134,8 @@ class DataScienceEnv:
         except BadSubmission as error:
             metrics |= {"malformed_submission": metrics["submitted"], "solved": 0.0}
             observation = f"The submission cannot be scored: {error}."
-            reward, answer = self.malformed, ""
-            return Step(observation=observation, reward=reward, done=True, answer=answer, tools=tools, metrics=metrics)
+            reward = self.malformed
+            return Step(observation=observation, reward=reward, done=True, answer="", tools=tools, metrics=metrics)
         except ValueError as error:  # the task's own fault
             raise EnvError(str(error)) from error
         metrics |= {

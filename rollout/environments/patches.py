@@ -114,11 +114,7 @@ def _diff(text: str) -> list[Edit]:
 
 
 def _path(text: str) -> str:
-    """A path within the repository.
-
-    Raises:
-        BadPatch: it leads out of it.
-    """
+    """A path within the repository; one that leads out of it is refused."""
     name = re.sub(r"^[ab]/", "", text.strip().strip('"'))
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or not name.isprintable() or len(name) > 200:

@@ -34,13 +34,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from mcore_mas.rollout.base.files import read_yaml
+from mcore_mas.rollout.orchestras import replies
 from mcore_mas.rollout.orchestras.ab_mcts import ab_mcts
 from mcore_mas.rollout.orchestras.acting import game_team, self_verify, single
 from mcore_mas.rollout.orchestras.coding import code_reflect, coder_tester, dsbench, tool_coder
 from mcore_mas.rollout.orchestras.graph import graph
 from mcore_mas.rollout.orchestras.parallel import debate, ensemble_judge, mixture, reason_tool
 from mcore_mas.rollout.orchestras.program import program
-from mcore_mas.rollout.orchestras.replies import PARSERS
 from mcore_mas.rollout.orchestras.search import m_ask, memory_search, qa_decompose, qa_evidence, qa_rewrite, search_team
 from mcore_mas.rollout.orchestras.sequential import chain, math_refine, mathchat, solver_verifier
 from mcore_mas.rollout.teams.roles import register_agent
@@ -64,4 +64,4 @@ CHATS = frozenset({"memory_search", "tool_coder"})  # which open chats, in which
 
 
 for _name, _role in read_yaml(Path(__file__).with_name("roles.yaml")).items():
-    register_agent(_name, system=_role["system"], user=_role["user"])(PARSERS[_role["parse"]])
+    register_agent(_name, system=_role["system"], user=_role["user"])(getattr(replies, f"parse_{_role['parse']}"))

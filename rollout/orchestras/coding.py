@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated
 
 from pydantic import Field, PositiveInt
@@ -148,13 +147,11 @@ async def pass_rate(env: PlayedEnv, program: str | None) -> float:
     return metrics["pass_rate"]
 
 
-ARTEFACTS: Mapping[str, Sequence[str]] = MappingProxyType(
-    {
-        "engineer": ("X_train.pkl", "y_train.pkl", "X_test.pkl"),
-        "modeler": ("model.pkl",),
-        "analyst": ("submission.csv",),
-    }
-)
+ARTEFACTS: Mapping[str, Sequence[str]] = {
+    "engineer": ("X_train.pkl", "y_train.pkl", "X_test.pkl"),
+    "modeler": ("model.pkl",),
+    "analyst": ("submission.csv",),
+}
 
 
 async def dsbench(

@@ -177,12 +177,7 @@ async def _within(seconds: float, work: Awaitable[str]) -> str:
 
 
 async def _run(command: Sequence[str], job: Job, seconds: float, sandbox: Sequence[str] | None, at_once: int) -> str:
-    """What a command prints that is one of so many at once.
-
-    Raises:
-        ProgramFailed: it cannot be started, prints too much, or ends with another status than 0.
-        LateTool: it has not ended in time.
-    """
+    """What a command prints that is one of so many at once."""
     direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
     environment = {**os.environ, **job.environment, "NO_PROXY": direct, "no_proxy": direct}
     run = partial(run_command, command, job.problem.encode(), most_bytes=_MOST_BYTES)

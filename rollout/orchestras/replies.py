@@ -1,4 +1,4 @@
-"""Agents' replies: the parsers that roles.yaml names, and how answers are graded alone, computed or voted on."""
+"""Agents' replies: parsers, which roles.yaml names without `parse_`, and how answers are graded, computed, voted on."""
 
 from __future__ import annotations
 
@@ -196,35 +196,13 @@ def parse_call_or_answer(text: str) -> str | None:
     return next((f"<{name}>{content}</{name}>" for name, content in found if content), None)
 
 
-PARSERS: dict[str, Callable[[str], str | None]] = {
-    "action": _tag("action", spoken=True),
-    "answer": _tag("answer"),
-    "approval": parse_approval,
-    "boxed": parse_boxed,
-    "boxed_verdict": parse_boxed_verdict,
-    "call_or_answer": parse_call_or_answer,
-    "cases": parse_cases,
-    "change": parse_change,
-    "decided": parse_decided,
-    "enough": parse_enough,
-    "evidence": _tag("evidence"),
-    "fenced_program": parse_fenced_program,
-    "listed": parse_listed,
-    "plan": parse_plan,
-    "program": last_program,
-    "pseudocode": _tag("pseudocode", spoken=True),
-    "queries": parse_queries,
-    "query": parse_query,
-    "reflection": _tag("reflection", spoken=True),
-    "repair": parse_repair,
-    "review": parse_review,
-    "search": parse_search,
-    "search_or_answer": parse_search_or_answer,
-    "selection": parse_selection,
-    "solution": parse_solution,
-    "spoken": parse_spoken,
-    "summary": _tag("summary", spoken=True),
-}
+parse_action = _tag("action", spoken=True)
+parse_answer = _tag("answer")
+parse_evidence = _tag("evidence")
+parse_program = last_program
+parse_pseudocode = _tag("pseudocode", spoken=True)
+parse_reflection = _tag("reflection", spoken=True)
+parse_summary = _tag("summary", spoken=True)
 
 
 def boxed(answer: str | None) -> str:

@@ -26,13 +26,9 @@ from mcore_mas.rollout.rewards.turn_scores import coach, local_team, shaping, tr
 Allocator = Callable[..., Group]  # (group, **options) -> the group with rewards on its turns
 
 ALLOCATORS: dict[str, Allocator] = {
-    "shared_outcome": shared_outcome,
-    "shares": shares,
-    "discounts": discounts,
-    "majority": majority,
-    "turn_difference": turn_difference,
-    "shaping": shaping,
-    "local_team": local_team,
-    "tree_shaping": tree_shaping,
-    "coach": coach,
+    allocator.__name__: allocator
+    for allocator in (
+        *(shared_outcome, shares, discounts, majority),
+        *(turn_difference, shaping, local_team, tree_shaping, coach),
+    )
 }

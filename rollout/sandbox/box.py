@@ -192,11 +192,7 @@ class Sandbox(Runner):
                 raise SandboxUnavailable(f"its walls have a hole: {result.stderr.strip() or result.verdict}")
 
     async def _revive(self) -> None:
-        """Start the pool again if its zygote is gone; of many that find it so, one does.
-
-        Raises:
-            SandboxUnavailable: it has been started again too often.
-        """
+        """Start the pool again if its zygote is gone, unless that was too often; of many that find it so, one does."""
         async with self._starting:
             if self._pool is None or not self._pool.alive:
                 if self._pool is not None and not self._restarts.take():
@@ -288,17 +284,13 @@ class SandboxFusion(Runner):
 
 
 def _read(answer: dict[str, Any], limits: RunLimits) -> RunResult:
-    """The result in an answer.
-
-    Raises:
-        SandboxError: it has not the fields it should have.
-    """
+    """The result in an answer, if that has the fields it should have."""
     try:
         run = answer["run_result"] or answer["compile_result"]
         stdout, stderr = str(run["stdout"] or ""), str(run["stderr"] or "")
         code = run["return_code"]
         files = {name: base64.b64decode(content) for name, content in (answer.get("files") or {}).items()}
-        result = RunResult(
+        return RunResult(
             verdict=_verdict(run["status"], code, max(len(stdout), len(stderr)), limits, stderr),
             stdout=stdout[: limits.output_kb << 10],
             stderr=stderr[: limits.output_kb << 10],
@@ -308,7 +300,6 @@ def _read(answer: dict[str, Any], limits: RunLimits) -> RunResult:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise SandboxError(f"the sandbox server's answer is malformed ({type(error).__name__}: {error})") from error
-    return result
 
 
 def _verdict(status: str, code: int | None, length: int, limits: RunLimits, stderr: str) -> Verdict:

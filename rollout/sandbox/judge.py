@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,14 +37,6 @@ class CallTest:
 Test = StdinTest | CallTest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """One program on one test."""
-
-    verdict: Verdict
-    result: RunResult  # its own verdict does not know what was expected
-
-
 async def judge(
     runner: Runner,
     source: str,
@@ -53,8 +45,8 @@ async def judge(
     compare: CompareBy = "tokens",
     limits: RunLimits | None = None,
     files: Mapping[str, bytes] | None = None,
-) -> Judged:
-    """Run a program on one test; `compare`, for what is printed, is a name in COMPARES.
+) -> RunResult:
+    """Run a program on one test, whose verdict knows what was expected; `compare` is a name in COMPARES.
 
     Raises:
         SandboxError: there is no verdict.
@@ -67,8 +59,7 @@ async def judge(
         request = {"source": source, "function": test.function, "arguments": test.arguments}
         result = await runner.run(_CALLER, stdin=json.dumps(request), limits=limits, files=files)
         right = any(same_value(result.stdout, value) for value in test.accepted)
-    wrong = result.verdict is Verdict.OK and not right
-    return Judged(verdict=Verdict.WA if wrong else result.verdict, result=result)
+    return result if right or result.verdict is not Verdict.OK else replace(result, verdict=Verdict.WA)
 
 
 async def judge_all(
@@ -78,7 +69,7 @@ async def judge_all(
     *,
     compare: CompareBy = "tokens",
     limits: RunLimits | None = None,
-) -> list[Judged]:
+) -> list[RunResult]:
     """Run a program on every test, in order.
 
     Raises:

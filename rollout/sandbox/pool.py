@@ -12,10 +12,9 @@ import sys
 import sysconfig
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 
 from mcore_mas.rollout.sandbox import cgroup
 from mcore_mas.rollout.sandbox.guest import wire
@@ -28,20 +27,16 @@ BOXES = Path(tempfile.gettempdir())  # where boxes are, in tiers without a file 
 
 _HERE = Path(__file__).resolve().parent
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from guest.warden import main; del sys.path[0]; main()"
-_ENVIRONMENT = MappingProxyType(  # all of it: nothing of the parent's environment goes in
-    {
-        "PATH": "/usr/bin:/bin",
-        "HOME": "/box",
-        "LANG": "C.UTF-8",
-        "TMPDIR": "/box",
-        "PYTHONHASHSEED": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "MPLBACKEND": "agg",
-    }
-)
+_ENVIRONMENT: Mapping[str, str] = {  # all of it: nothing of the parent's environment goes in
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/box",
+    "LANG": "C.UTF-8",
+    "TMPDIR": "/box",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "MPLBACKEND": "agg",
+}
 _READY_S = 60.0  # numerical packages take seconds to import on a busy machine
 
 
@@ -72,7 +67,7 @@ class JailPool:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
-                env=dict(_ENVIRONMENT),
+                env=_ENVIRONMENT,
                 cwd="/",
                 start_new_session=True,
             )

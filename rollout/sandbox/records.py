@@ -87,7 +87,7 @@ class RunResult:
 
 
 NO_OUTPUT = "[no output]"
-_ENDINGS = {
+ENDINGS = {  # in words
     Verdict.TLE: "out of time",
     Verdict.MLE: "out of memory",
     Verdict.OLE: "too much output",
@@ -104,7 +104,7 @@ def render_result(result: RunResult, max_chars: int) -> str:
     if len(text) > max_chars:
         half = max_chars // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
-    ending = _ENDINGS.get(result.verdict)
+    ending = ENDINGS.get(result.verdict)
     if ending and not (result.verdict is Verdict.RE and result.stderr):
         text = f"{text}\n[{ending}]".lstrip()
     return text or NO_OUTPUT

@@ -129,11 +129,7 @@ class Session:
 
 
 async def _answer(cells: socket.socket, patience_s: float) -> str | None:
-    """The name of the exception that ended a cell, "" for none; None if it does not end in time.
-
-    Raises:
-        EOFError: its process is gone, or says what is no answer.
-    """
+    """The name of the exception that ended a cell, "" for none; None if it is late; EOFError where nobody answers."""
     try:
         async with asyncio.timeout(patience_s):
             await until_readable(cells)

@@ -19,14 +19,6 @@ _FIRST, _VERDICTS = 0.75, 0.15  # shares of demonstrations; the rest are second 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SumLevel:
-    """One data source, a level of difficulty: numbers of a size, put in one of several wordings."""
-
-    digits: int
-    wordings: Mapping[str, Sequence[str]]  # by operation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sum:
     """One drawn problem."""
 
@@ -47,7 +39,8 @@ class Sum:
 
 
 _WORDS: Mapping[str, Any] = read_yaml(Path(__file__).with_suffix(".yaml"))
-LEVELS = {name: SumLevel(**level) for name, level in _WORDS["levels"].items()}  # in order of difficulty
+# data sources, in order of difficulty: the `digits` of numbers, and by operation the `wordings` they are put in
+LEVELS: Mapping[str, Mapping[str, Any]] = _WORDS["levels"]
 
 
 def arithmetic_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
@@ -115,14 +108,14 @@ def _draw_tasks(random: Random, source: str, split: str, count: int) -> list[Tas
 
 
 def _draw(random: Random, name: str, split: str) -> Sum:
-    source = LEVELS[name]
+    digits, wordings = LEVELS[name]["digits"], LEVELS[name]["wordings"]
     while True:
-        operation = random.choice(tuple(source.wordings))
-        low, high = 10 ** (source.digits - 1), 10**source.digits - 1
+        operation = random.choice(tuple(wordings))
+        low, high = 10 ** (digits - 1), 10**digits - 1
         numbers = [random.randint(low, high) for _ in range(2)]
         if operation == "-":
             numbers.sort(reverse=True)
-        wording = random.choice(source.wordings[operation])
+        wording = random.choice(wordings[operation])
         who, what = random.choice(_WORDS["names"]), random.choice(_WORDS["things"])
         text = wording.format(*numbers, sum=operation.join(map(str, numbers)), name=who, things=what)
         problem = Sum(source=name, operation=operation, numbers=tuple(numbers), text=text)

@@ -20,15 +20,7 @@ from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.models.tool_calls import in_words
 from mcore_mas.rollout.orchestras.coding import tool_coder
 from mcore_mas.rollout.orchestras.replies import fenced
-from mcore_mas.rollout.records.trajectory import (
-    Completion,
-    Demonstration,
-    Message,
-    Sampling,
-    Task,
-    VersionSpan,
-    derive_seed,
-)
+from mcore_mas.rollout.records.trajectory import SILENCE, Demonstration, Message, Sampling, Task, derive_seed
 from mcore_mas.rollout.sandbox.judge import StdinTest
 from mcore_mas.rollout.tasks.splits import draw_different, split_of
 from mcore_mas.rollout.teams.episode import Episode, Orchestra
@@ -78,10 +70,7 @@ class _Voice:
         text = self.teacher(self.agent, messages)
         said = in_words([*messages, Message(role="assistant", content=text)], chat.tools)
         self.chats[chat.id] = Demonstration(agent=self.agent, messages=tuple(said))
-        completion = Completion(
-            token_ids=(), logprobs=(), finish_reason="stop", versions=(VersionSpan(version=0, start=0, end=0),)
-        )
-        return PolicyReply(text=text, raw=text, prompt_ids=(), completion=completion)
+        return PolicyReply(text=text, raw=text, prompt_ids=(), completion=SILENCE)
 
 
 def taught(

@@ -85,8 +85,6 @@ def encyclopedia_demonstrations(
     a one-hop question with probability 0.55 and a two-hop question with 0.3. The rest is for reinforcement learning.
 
     Args:
-        seed: of the encyclopedia and of the slips.
-        n: number of demonstrations.
         roles: the roles as the rollout will use them, by agent name: verifier, searcher, answerer.
         slips: probability of a slip, in [0, 1], by agent; 0 for an agent that is not named.
         top_k: passages a search, as at rollout.

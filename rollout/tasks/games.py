@@ -77,8 +77,6 @@ def demonstrate(
     half of the proposals are wrong, and half of those are taken.
 
     Args:
-        seed: of the puzzles and of the slips.
-        n: number of demonstrations.
         roles: the roles as the rollout will use them, by agent name.
         slips: probability of a slip, in [0, 1], by agent; 0 for an agent that is not named.
         max_turns: as at rollout.

@@ -7,8 +7,8 @@ import json
 import pickletools
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mcore_mas.rollout.environments.code import pack_solution, pack_test
@@ -46,9 +46,14 @@ class Programs:
             raise BadRow(f"has no problem with tests ({type(error).__name__}: {error})") from error
         if not visible and not hidden:
             return None
-        problem = _problem(row, question, visible, hidden)
-        solution = _solution(row.get("solutions"))
-        return replace(problem, answers=(*problem.answers, pack_solution(solution))) if solution else problem
+        first = (visible or hidden)[0]
+        function = first.function if isinstance(first, CallTest) else None
+        name = next((row[key] for key in ("problem_id", "question_id", "name", "id") if row.get(key) is not None), "")
+        answers = [pack_test(test, visible=True) for test in visible]
+        answers += [pack_test(test, visible=False) for test in hidden]
+        answers += [pack_solution(solution)] if (solution := _solution(row.get("solutions"))) else []
+        prompt = _prompt(question.strip(), function, (row.get("starter_code") or "").strip())
+        return Problem(question=question, prompt=prompt, answers=tuple(answers), name=str(name))
 
 
 def apps(row: DataRow) -> tuple[str, list[Test], list[Test]]:
@@ -81,12 +86,8 @@ def deep_coder_shown(row: DataRow) -> tuple[str, list[Test], list[Test]]:
 
 
 STYLES: dict[str, Callable[[DataRow], tuple[str, list[Test], list[Test]]]] = {  # row -> question, visible, hidden tests
-    "apps": apps,
     "taco": apps,
-    "code_contests": code_contests,
-    "live_code_bench": live_code_bench,
-    "deep_coder": deep_coder,
-    "deep_coder_shown": deep_coder_shown,
+    **{read.__name__: read for read in (apps, code_contests, live_code_bench, deep_coder, deep_coder_shown)},
 }
 
 
@@ -173,14 +174,6 @@ def _call(name: str, given: Any, wanted: Any) -> CallTest:
 def _object(value: Any) -> DataRow:
     value = json.loads(value) if isinstance(value, str) and value.strip() else value
     return value if isinstance(value, Mapping) else {}
-
-
-def _problem(row: DataRow, question: str, visible: Iterable[Test], hidden: Iterable[Test]) -> Problem:
-    packed = [pack_test(test, visible=True) for test in visible] + [pack_test(test, visible=False) for test in hidden]
-    name = next((row[key] for key in ("problem_id", "question_id", "name", "id") if row.get(key) is not None), "")
-    function = next((json.loads(text).get("function") for text in packed), None)
-    prompt = _prompt(question.strip(), function, (row.get("starter_code") or "").strip())
-    return Problem(question=question, prompt=prompt, answers=tuple(packed), name=str(name))
 
 
 def _prompt(question: str, function: str | None, starter: str) -> str:

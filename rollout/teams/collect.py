@@ -99,7 +99,7 @@ class Collector:
             played = Episode(task, team.seat(*place), self._env(task), self.orchestra, tool_s=limits.tool_s)
         else:
             played = Tree(options.tree, task, team, place, self._env, self.orchestra, tool_s=limits.tool_s)
-        with options.watchdog.over(name, played) if options.watchdog else nullcontext():
+        with options.watchdog.over(name, played.waits) if options.watchdog else nullcontext():
             ending = await _play(played, limits, ends, quota)
         trajectory = Trajectory(
             id=name,

@@ -23,8 +23,5 @@ GAMES: dict[str, type[Game[Any]]] = {  # keyword arguments are the rewards
 }
 
 PUZZLES: dict[str, type[PuzzleSource]] = {  # by game; keyword arguments are a generator's options
-    "plan_path": PlanPathSource,
-    "sokoban": SokobanSource,
-    "sudoku": SudokuSource,
-    "blocksworld": BlocksworldSource,
+    source.game: source for source in (PlanPathSource, SokobanSource, SudokuSource, BlocksworldSource)
 }

@@ -31,12 +31,9 @@ def main() -> None:
         scope: dict[str, Any] = {"__name__": "solution"}
         exec(_PRELUDE, scope)
         exec(compile(request["source"], "solution.py", "exec"), scope)
-        channel.write(json.dumps(_find(scope, request["function"])(*request["arguments"]), default=_plain))
-
-
-def _find(scope: dict[str, Any], name: str) -> Any:
-    """The function of that name, or else the method of a class `Solution`."""
-    return scope[name] if name in scope else getattr(scope["Solution"](), name)
+        name = request["function"]
+        function = scope[name] if name in scope else getattr(scope["Solution"](), name)
+        channel.write(json.dumps(function(*request["arguments"]), default=_plain))
 
 
 def _plain(value: Any) -> Any:

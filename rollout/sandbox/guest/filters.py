@@ -112,11 +112,12 @@ _UNIX, _INTERNET, _STREAM = 1, 2, 1
 
 # linux/bpf_common.h, linux/seccomp.h
 _LOAD, _EQUAL, _AT_LEAST, _ABOVE, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x25, 0x45, 0x54, 0x06
-_ALLOW, _ERROR, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
+_ERROR, _KILL_PROCESS = 0x00050000, 0x80000000
 _X86_64, _X32_BIT = 0xC000003E, 0x40000000
 _SET_MODE_FILTER = 2
 
 Instruction = tuple[int, int, int, int]  # operation, jump if true, jump if false, operand
+_ALLOW: Instruction = (_RETURN, 0, 0, 0x7FFF0000)
 
 
 def install_filter(*, processes: bool, own_pid: int, connects: bool = False) -> None:
@@ -149,25 +150,25 @@ def rules(processes: bool, own_pid: int, connects: bool = False) -> list[Instruc
     if connects:
         code += _only_if(_SOCKET, _if_stream(_INTERNET))
         for number, flags in _SENDS:
-            code += _only_if(number, [*_argument(flags), (_ANY_BIT, 0, 1, _FAST_OPEN), _refuse(), _allow()])
-    code += _only_if(_IOCTL, _if_argument(1, _TERMINAL_QUERIES, _allow(), _refuse(errno.ENOTTY)))
-    code += _only_if(_FCNTL, _if_argument(1, _OWNER_COMMANDS, _refuse(), _allow()))
-    code += _only_if(_PRCTL, _if_argument(0, _HARMLESS_PRCTL, _allow(), _refuse()))
-    code += _only_if(_PRLIMIT, _if_argument(0, (0,), _allow(), _refuse()))
+            code += _only_if(number, [*_argument(flags), (_ANY_BIT, 0, 1, _FAST_OPEN), _refuse(), _ALLOW])
+    code += _only_if(_IOCTL, _if_argument(1, _TERMINAL_QUERIES, _ALLOW, _refuse(errno.ENOTTY)))
+    code += _only_if(_FCNTL, _if_argument(1, _OWNER_COMMANDS, _refuse(), _ALLOW))
+    code += _only_if(_PRCTL, _if_argument(0, _HARMLESS_PRCTL, _ALLOW, _refuse()))
+    code += _only_if(_PRLIMIT, _if_argument(0, (0,), _ALLOW, _refuse()))
     code += _only_if(_CLONE3, [_refuse(errno.ENOSYS)])  # its flags are out of sight; libc falls back to clone
     allowed = _numbers(_ALLOWED)
     if processes:
-        code += _only_if(_CLONE, [*_argument(0), (_ANY_BIT, 0, 1, _NAMESPACES), _refuse(), _allow()])
+        code += _only_if(_CLONE, [*_argument(0), (_ANY_BIT, 0, 1, _NAMESPACES), _refuse(), _ALLOW])
         allowed += _numbers(_PROCESSES) + _numbers(_CONNECTIONS if connects else _ATTRIBUTES)
     else:
-        code += _only_if(_CLONE, [*_argument(0), (_ANY_BIT, 1, 0, _THREAD), _refuse(), _allow()])
+        code += _only_if(_CLONE, [*_argument(0), (_ANY_BIT, 1, 0, _THREAD), _refuse(), _ALLOW])
         for number in (_KILL, _TGKILL):
-            code += _only_if(number, _if_argument(0, (own_pid,), _allow(), _refuse()))
+            code += _only_if(number, _if_argument(0, (own_pid,), _ALLOW, _refuse()))
     if connects or not processes:
         for number in _numbers(_ATTRIBUTES):
             code += _only_if(number, [_refuse(0)])
     for first, last in _runs(sorted(set(allowed) - set(_numbers(_SESSIONS) if connects else ()))):
-        code += [(_AT_LEAST, 0, 2, first), (_ABOVE, 1, 0, last), _allow()]
+        code += [(_AT_LEAST, 0, 2, first), (_ABOVE, 1, 0, last), _ALLOW]
     return [*code, (_AT_LEAST, 0, 1, _FIRST_RECENT), _refuse(errno.ENOSYS), _refuse()]
 
 
@@ -178,7 +179,7 @@ def _only_if(number: int, body: list[Instruction]) -> list[Instruction]:
 def _if_stream(family: int) -> list[Instruction]:
     """Of sockets only streams of this family."""
     kind = [*_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM)]
-    return [*_argument(0), (_EQUAL, 0, 3, family), *kind, _refuse(), _allow()]
+    return [*_argument(0), (_EQUAL, 0, 3, family), *kind, _refuse(), _ALLOW]
 
 
 def _if_argument(index: int, values: tuple[int, ...], then: Instruction, otherwise: Instruction) -> list[Instruction]:
@@ -188,10 +189,6 @@ def _if_argument(index: int, values: tuple[int, ...], then: Instruction, otherwi
 
 def _argument(index: int) -> list[Instruction]:
     return [(_LOAD, 0, 0, 16 + 8 * index)]  # the low half: what is tested here is a C int or fits one
-
-
-def _allow() -> Instruction:
-    return (_RETURN, 0, 0, _ALLOW)
 
 
 def _refuse(number: int = errno.EPERM) -> Instruction:

@@ -289,7 +289,10 @@ def main() -> None:
     if os.getppid() != settings["parent"]:
         return
     try:
-        proc = _enter(settings)
+        if settings["tier"] == "namespaces":
+            proc = jail.enter(settings["readable"])
+        else:
+            proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         sys.path.extend(settings["packages"])
     except OSError as error:
         wire.send(host, {"fault": str(error)})
@@ -301,12 +304,6 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps wardens
     wire.send(host, {"ready": True})
     _serve_clones(host, settings, proc)
-
-
-def _enter(settings: dict[str, Any]) -> int:
-    if settings["tier"] == "namespaces":
-        return jail.enter(settings["readable"])
-    return os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _serve_clones(host: socket.socket, settings: dict[str, Any], proc: int) -> None:

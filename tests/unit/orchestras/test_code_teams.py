@@ -11,7 +11,7 @@ import pytest
 
 from mcore_mas.rollout.environments.code import CodeEnv, pack_solution, pack_test
 from mcore_mas.rollout.environments.protocol import Env
-from mcore_mas.rollout.orchestras.replies import PARSERS, parse_cases
+from mcore_mas.rollout.orchestras.replies import parse_cases, parse_pseudocode, parse_reflection
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
 from mcore_mas.rollout.rewards.turn_scores import local_team, turn_difference
 from mcore_mas.rollout.sandbox.judge import CallTest, StdinTest, Test
@@ -195,10 +195,10 @@ def test_cases_are_pairs_of_tags(text: str, cases: str | None) -> None:
 
 
 def test_plan_and_reflection_are_tags() -> None:
-    assert [PARSERS["pseudocode"](text) for text in (PLAN, f"<think>{PLAN}</think>", "<pseudocode></pseudocode>")] == [
+    assert [parse_pseudocode(text) for text in (PLAN, f"<think>{PLAN}</think>", "<pseudocode></pseudocode>")] == [
         "add them", None, None,
     ]  # fmt: skip
-    assert [PARSERS["reflection"](text) for text in (ADVICE, PLAN)] == ["mind large ones", None]
+    assert [parse_reflection(text) for text in (ADVICE, PLAN)] == ["mind large ones", None]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_mas.rollout.orchestras.replies import PARSERS, parse_queries, parse_selection
+from mcore_mas.rollout.orchestras.replies import parse_evidence, parse_queries, parse_selection
 from mcore_mas.rollout.orchestras.search import select
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
 from tests.support.shipped import Library, play_shipped, seen
@@ -157,4 +157,4 @@ def test_select_keeps_the_order_of_the_selection() -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("<evidence> x </evidence>", "x"), ("<evidence> </evidence>", None)])
 def test_parse_evidence(text: str, value: str | None) -> None:
-    assert PARSERS["evidence"](text) == value
+    assert parse_evidence(text) == value

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from mcore_mas.rollout.environments.search import SearchEnv
-from mcore_mas.rollout.orchestras.replies import PARSERS, parse_enough, parse_query
+from mcore_mas.rollout.orchestras.replies import parse_answer, parse_enough, parse_query
 from mcore_mas.rollout.orchestras.search import search_team
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.tasks.encyclopedia import Article
@@ -112,4 +112,4 @@ def test_parse_query(text: str, value: str | None) -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("<answer> Otter </answer>", "Otter"), ("<answer></answer>", None)])
 def test_parse_answer(text: str, value: str | None) -> None:
-    assert PARSERS["answer"](text) == value
+    assert parse_answer(text) == value

@@ -146,7 +146,7 @@ def test_all_tests_in_order(box: Sandbox) -> None:
     for source, verdicts in (("print(input())", "OK WA OK WA"), ("print(abs(int(input())))", "OK OK OK OK")):
         judged = asyncio.run(judge_all(box, source, tests))
         assert [one.verdict for one in judged] == verdicts.split()
-        assert judged[0].result.stdout == "1\n"
+        assert judged[0].stdout == "1\n"
 
 
 def test_no_verdict_on_one_test_is_none_on_the_program() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from mcore_mas.rollout.environments.search import SearchEnv
 from mcore_mas.rollout.environments.tools import Tool, tool_of
 from mcore_mas.rollout.records.trajectory import Completion, Sampling, Trajectory
 from mcore_mas.rollout.sandbox import RunResult, Verdict
-from mcore_mas.rollout.sandbox.judge import Judged
 from mcore_mas.rollout.teams.journal import CollectionJournal
 from mcore_mas.rollout.teams.roles import Agent, Role
 from mcore_mas.rollout.teams.team import Team
@@ -195,7 +195,7 @@ def test_what_is_answered_comes_back_as_it_was_and_what_raised_is_asked_again(tm
     answers = {
         AnswerComparison: AnswerComparison.UNDECIDED,
         RunResult: result,
-        list[Judged]: [Judged(verdict=Verdict.WA, result=result)],
+        list[RunResult]: [replace(result, verdict=Verdict.WA)],
         ToolCall: ToolCall(tool="t", query="{}", result="r", failed=True),
         tuple[str, bool]: ("x", True),
         dict[str, bool]: {"a": False},

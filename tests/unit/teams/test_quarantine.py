@@ -28,12 +28,12 @@ from mcore_mas.rollout.environments.search import REWARDS
 from mcore_mas.rollout.environments.tools import call_tool
 from mcore_mas.rollout.models.tool_calls import TOOL_FORMATS, parse_reply
 from mcore_mas.rollout.orchestras import ORCHESTRAS
-from mcore_mas.rollout.orchestras.replies import PARSERS
 from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
 from mcore_mas.rollout.records.trajectory import Message, Status, Task, ToolUse, valid_text
 from mcore_mas.rollout.rewards.penalties import VALIDITY_RULES
 from mcore_mas.rollout.tasks import GENERATORS
 from mcore_mas.rollout.teams.journal import Quarantined
+from mcore_mas.rollout.teams.roles import ROLES
 from tests.support import casts
 from tests.support.play import SEED, STEP, TASK, Adder, collect, make_team
 from tests.support.scripted_engine import ScriptedEngine
@@ -320,8 +320,8 @@ def test_no_call_breaks_a_tool(name: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(text=st.lists(st.sampled_from(PIECES) | st.text(max_size=8)).map("".join))
 def test_no_text_breaks_what_reads_replies(text: str) -> None:
-    for name, parse in PARSERS.items():
-        assert isinstance(parse(text), str | None), name
+    for name, role in ROLES.items():
+        assert isinstance(role.parse(text), str | None), name
     for form in TOOL_FORMATS:
         for use in parse_reply(text, form, "c").calls:
             assert isinstance(use.name, str) and use.arguments.encode() is not None
