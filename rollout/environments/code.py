@@ -21,7 +21,7 @@ from mcore_mas.rollout.sandbox.records import ENDINGS, RunResult, Verdict
 
 _THOUGHT = "</think>"
 _FENCE = re.compile(r"^```(?:python|py|python3)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
-_SOLUTION = '{"solution":'
+SOLUTION = '{"solution":'  # with which an answer begins that is a program and no test
 _SHOWN_CHARS = 400  # of an input, an expected or a given output, in what a model reads
 _WORDS = {**ENDINGS, Verdict.WA: "wrong answer", Verdict.RE: "failed"}
 
@@ -75,7 +75,7 @@ class _Answers:
         solution, tests = None, []
         try:
             for text in task.answers:
-                if text.startswith(_SOLUTION):
+                if text.startswith(SOLUTION):
                     solution = str(json.loads(text)["solution"])
                 else:
                     tests.append(unpack_test(text))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, TypeVar
 
-from mcore_mas.rollout.environments.code import unpack_test
+from mcore_mas.rollout.environments.code import SOLUTION, unpack_test
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.sandbox.judge import StdinTest, Test
 
@@ -154,11 +154,11 @@ def shows_its_score(task: Task) -> bool:
     """Whether a program is scored on a test that it is also shown: one is in both sets, or there are no hidden ones.
 
     Raises:
-        ValueError: an answer is no packed test.
+        ValueError: an answer is no packed test or solution.
     """
     shown: set[str] = set()
     hidden: set[str] = set()
-    for text in task.answers:
+    for text in (text for text in task.answers if not text.startswith(SOLUTION)):
         test, visible = unpack_test(text)
         (shown if visible else hidden).add(_input(test))
     return bool(shown & hidden) or not hidden

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mcore_mas.rollout.environments.code import pack_test
+from mcore_mas.rollout.environments.code import pack_solution, pack_test
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.sandbox.judge import CallTest, StdinTest
 from mcore_mas.rollout.tasks.splits import Leak, LeakKind, find_leaks, shingles, shows_its_score, tokenise
@@ -66,7 +66,7 @@ def packed(*tests: tuple[str, bool]) -> tuple[str, ...]:
 
 def test_programs_scored_on_tests_that_they_are_shown() -> None:
     hidden_only = task("a", "A", "code", packed(("1", False)))
-    apart = task("b", "B", "code", packed(("1", True), ("2", False)))
+    apart = task("b", "B", "code", (*packed(("1", True), ("2", False)), pack_solution("print(7)")))
     among = task("c", "C", "code", packed(("1", True), ("2", False), ("1\n", False)))
     visible_only = task("d", "D", "code", packed(("1", True)))
     leaks = find_leaks({"test": [hidden_only, apart, among, visible_only, task("m", "M")]})
