@@ -21,16 +21,8 @@ from importlib.metadata import EntryPoint, entry_points
 from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PydanticUserError,
-    ValidationError,
-    ValidationInfo,
-    create_model,
-)
+import pydantic
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
 from mcore_mas.rollout.base.schema_words import expected, json_schema, keys_of, walk
@@ -239,8 +231,8 @@ def options_model(target: Callable[..., Any], supplied: frozenset[str] = frozens
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # an option may have the name of a method of BaseModel
-            return create_model("Options", __config__=STRICT, **fields)
-    except (PydanticUserError, NameError, TypeError) as error:
+            return pydantic.create_model("Options", __config__=STRICT, **fields)
+    except (pydantic.PydanticUserError, NameError, TypeError) as error:
         raise OptionsError(f"its options cannot be typed: {' '.join(str(error).split())}") from error
 
 

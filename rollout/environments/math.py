@@ -11,13 +11,7 @@ from pathlib import Path
 from mcore_mas.rollout.base.errors import EnvError, Undecided
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.task_group import once
-from mcore_mas.rollout.environments.math_equality import (
-    AnswerComparison,
-    AnswerRefused,
-    Comparer,
-    ComparerError,
-    check_answer,
-)
+from mcore_mas.rollout.environments.math_equality import AnswerComparison, Comparer, ComparerError, is_refused
 from mcore_mas.rollout.environments.protocol import Step
 from mcore_mas.rollout.environments.running import CalculatingEnv
 from mcore_mas.rollout.records.trajectory import Task
@@ -61,9 +55,9 @@ def compare_answers(given: str, truth: str) -> AnswerComparison:
     given, truth = _normalise(given), _normalise(truth)
     if given == truth and truth:
         return AnswerComparison.EQUAL
-    if _refused(truth):
+    if is_refused(truth):
         return AnswerComparison.UNDECIDED
-    if _refused(given):
+    if is_refused(given):
         return AnswerComparison.DIFFERENT
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(truth):
         same = int(given.replace(",", "")) == int(truth.replace(",", ""))
@@ -136,7 +130,7 @@ class MathEnv(CalculatingEnv):
             raise Undecided(f"task {self.task.id}: it cannot be decided whether '{shown}' is right")
         right = found is AnswerComparison.EQUAL
         metrics = {"answered": float(bool(given))}
-        if given and not right and _refused(_normalise(given)):
+        if given and not right and is_refused(_normalise(given)):
             metrics["refused"] = 1.0
         return Step(reward=float(right), done=True, answer=_normalise(given), metrics=metrics)
 
@@ -162,14 +156,6 @@ def _compare_any(given: str, truths: Sequence[str]) -> AnswerComparison:
         if one is AnswerComparison.UNDECIDED:
             found = one
     return found
-
-
-def _refused(normalised: str) -> bool:
-    try:
-        check_answer(normalised)
-    except AnswerRefused:
-        return True
-    return False
 
 
 def _normalise(answer: str) -> str:

@@ -187,6 +187,15 @@ def check_answer(text: str) -> None:
     _size(text)
 
 
+def is_refused(text: str) -> bool:
+    """Whether `check_answer` refuses it."""
+    try:
+        check_answer(text)
+    except AnswerRefused:
+        return True
+    return False
+
+
 def _size(text: str) -> int:
     """About how large an expression is, at most `_BEYOND`: a sum of products, in which a letter counts 1."""
     total, product, factor, at = 0, 1, 1, 0

@@ -11,16 +11,8 @@ from pydantic import AfterValidator
 
 from mcore_mas.rollout.base.options import Names, Share
 from mcore_mas.rollout.records.trajectory import Group, Trajectory, Turn
-from mcore_mas.rollout.rewards.allocation import (
-    RewardError,
-    allocate,
-    local_score,
-    locate,
-    outcome,
-    rounds,
-    score_of,
-    unbranched,
-)
+from mcore_mas.rollout.rewards import allocation
+from mcore_mas.rollout.rewards.allocation import RewardError, allocate, locate
 
 
 def local_team(group: Group, *, alpha: float = 1.0, missing_local: Literal["refuse", "zero"] = "refuse") -> Group:
@@ -41,7 +33,7 @@ def local_team(group: Group, *, alpha: float = 1.0, missing_local: Literal["refu
     def local(trajectory: Trajectory, turn: Turn) -> float | None:
         if missing_local == "zero" and not {"local", "undecided"} & turn.scores.keys():
             return 0.0
-        return local_score(trajectory, turn, "local")
+        return allocation.local_score(trajectory, turn, "local")
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
         together: dict[str, float] = defaultdict(float)  # local scores by node
@@ -51,9 +43,9 @@ def local_team(group: Group, *, alpha: float = 1.0, missing_local: Literal["refu
         for turn in trajectory.turns:
             own = local(trajectory, turn)
             if turn.node:
-                team = score_of(trajectory, turn, "branch") - together[turn.node]
+                team = allocation.score_of(trajectory, turn, "branch") - together[turn.node]
             else:
-                team = score_of(trajectory, turn, "team")
+                team = allocation.score_of(trajectory, turn, "team")
             # r_i = r_local + alpha r_team   Stronger-MAS (arXiv 2510.11062)
             paid.append(None if own is None else own + alpha * team)
         return paid
@@ -82,9 +74,9 @@ def turn_difference(group: Group, *, metric: str, scored: Names, absolute: Seque
     def rewards(trajectory: Trajectory) -> list[float]:
         paid: list[float] = []
         previous = 0.0
-        for i, turn in enumerate(unbranched(trajectory).turns):
+        for i, turn in enumerate(allocation.unbranched(trajectory).turns):
             if turn.agent in scored:
-                value = score_of(trajectory, turn, metric)
+                value = allocation.score_of(trajectory, turn, metric)
                 for member in trajectory.turns[len(paid) : i + 1]:
                     if member.scores.get(metric, value) != value:
                         raise RewardError(
@@ -112,7 +104,7 @@ FORMULAS: dict[Formula, Callable[[float, float], float]] = {
 
 
 def _rounds(turns: Sequence[Turn], i: int) -> list[int]:
-    number = rounds(turns)
+    number = allocation.rounds(turns)
     return [j for j in range(len(turns)) if number[j] < number[i]]
 
 
@@ -155,8 +147,8 @@ def shaping(
     """
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
-        turns = unbranched(trajectory).turns
-        raw = [local_score(trajectory, turn, measure) for turn in turns]
+        turns = allocation.unbranched(trajectory).turns
+        raw = [allocation.local_score(trajectory, turn, measure) for turn in turns]
         last = dict(zip((turn.agent for turn in turns), raw, strict=True))
         shaped: list[float | None] = []
         for i, (turn, value) in enumerate(zip(turns, raw, strict=True)):
@@ -191,7 +183,7 @@ def tree_shaping(group: Group, *, measure: str = "local", gamma: float = 0.3, mi
     def rewards(trajectory: Trajectory) -> list[float | None]:
         if not any(turn.node for turn in trajectory.turns):
             raise RewardError(f"{locate(trajectory)}: no tree: none of its turns has a node; sample trees")
-        raw = [local_score(trajectory, turn, measure) for turn in trajectory.turns]
+        raw = [allocation.local_score(trajectory, turn, measure) for turn in trajectory.turns]
         scores: dict[str, list[float]] = defaultdict(list)
         for turn, value in zip(trajectory.turns, raw, strict=True):
             if value is not None:
@@ -251,12 +243,12 @@ def coach(
     """
 
     def process(trajectory: Trajectory, turn: Turn) -> float:
-        value = scale * score_of(trajectory, turn, measure)
+        value = scale * allocation.score_of(trajectory, turn, measure)
         return value if clip is None else min(max(value, clip[0]), clip[1])
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
         # r_i = clip(c s_i) + w R, with s_i the coach's score   MAPPA (arXiv 2601.23228), where c = 1 and w = 0
-        team = outcome_weight * outcome(trajectory) if outcome_weight else 0.0
+        team = outcome_weight * allocation.outcome(trajectory) if outcome_weight else 0.0
         return [process(trajectory, turn) + team if measure in turn.scores else None for turn in trajectory.turns]
 
     return allocate(group, rewards)

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,13 +21,12 @@ from mcore_mas.rollout.base.parquet import bounded_batches
 from mcore_mas.rollout.records.files import RecordError, read_tasks
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.tasks.fields import BadRow, Fields, Format, Problem
-from mcore_mas.rollout.tasks.programs import STYLES, Programs, SweBench
+from mcore_mas.rollout.tasks.programs import STYLES, Programs, swe_bench, tested
 
 FORMATS: dict[str, Format] = {
     **TypeAdapter(dict[str, Fields]).validate_python(read_yaml(Path(__file__).with_name("formats.yaml"))),
-    "swe_bench": SweBench(),
-    # programs and their tests
-    **{name: Programs(read=read) for name, read in STYLES.items()},
+    "swe_bench": Programs(read=swe_bench, env="repository", none="is no instance of SWE-bench"),
+    **{name: Programs(read=partial(tested, read)) for name, read in STYLES.items()},
 }
 
 _BATCH_ROWS = 256

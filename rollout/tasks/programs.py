@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_mas.rollout.environments.code import pack_solution, pack_test
-from mcore_mas.rollout.environments.patches import BadPatch, parse_patch
+from mcore_mas.rollout.environments.patches import parse_patch
 from mcore_mas.rollout.environments.repository import pack_instance
 from mcore_mas.rollout.sandbox.judge import CallTest, StdinTest, Test
 from mcore_mas.rollout.tasks.fields import BadRow, DataRow, Problem
@@ -27,12 +27,16 @@ _FENCE = re.compile(r"^```[a-z0-9]*\n(.*?)\n?```$", re.DOTALL)
 _PLAIN_TEXT = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "STOP"}
 
 
+Tested = tuple[str, list[Test], list[Test]]  # a question, its visible and its hidden tests
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
     """A format of programming problems, whose answers are their tests."""
 
-    read: Callable[[DataRow], tuple[str, list[Test], list[Test]]]  # row -> question, visible and hidden tests
+    read: Callable[[DataRow], Problem | None]
     env: str = "code"
+    none: str = "has no problem with tests"  # what is said of a row that is not of this format
 
     def problem(self, row: DataRow) -> Problem | None:
         """The problem with its tests, None if it has none.
@@ -41,51 +45,56 @@ class Programs:
             BadRow: the row is not of this format.
         """
         try:
-            question, visible, hidden = self.read(row)
+            return self.read(row)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BadRow(f"has no problem with tests ({type(error).__name__}: {error})") from error
-        if not visible and not hidden:
-            return None
-        first = (visible or hidden)[0]
-        function = first.function if isinstance(first, CallTest) else None
-        name = next((row[key] for key in ("problem_id", "question_id", "name", "id") if row.get(key) is not None), "")
-        answers = [pack_test(test, visible=True) for test in visible]
-        answers += [pack_test(test, visible=False) for test in hidden]
-        answers += [pack_solution(solution)] if (solution := _solution(row.get("solutions"))) else []
-        prompt = _prompt(question.strip(), function, (row.get("starter_code") or "").strip())
-        return Problem(question=question, prompt=prompt, answers=tuple(answers), name=str(name))
+            raise BadRow(f"{self.none} ({type(error).__name__}: {error})") from error
 
 
-def apps(row: DataRow) -> tuple[str, list[Test], list[Test]]:
+def tested(read: Callable[[DataRow], Tested], row: DataRow) -> Problem | None:
+    """The problem of a row with the tests that `read` finds in it, None if there are none."""
+    question, visible, hidden = read(row)
+    if not visible and not hidden:
+        return None
+    first = (visible or hidden)[0]
+    function = first.function if isinstance(first, CallTest) else None
+    name = next((row[key] for key in ("problem_id", "question_id", "name", "id") if row.get(key) is not None), "")
+    answers = [pack_test(test, visible=True) for test in visible]
+    answers += [pack_test(test, visible=False) for test in hidden]
+    answers += [pack_solution(solution)] if (solution := _solution(row.get("solutions"))) else []
+    prompt = _prompt(question.strip(), function, (row.get("starter_code") or "").strip())
+    return Problem(question=question, prompt=prompt, answers=tuple(answers), name=str(name))
+
+
+def apps(row: DataRow) -> Tested:
     """APPS and TACO: `question`, `input_output` (JSON: inputs, outputs, perhaps fn_name), `starter_code`."""
     return row["question"], [], parse_tests(row["input_output"] or "[]")
 
 
-def code_contests(row: DataRow) -> tuple[str, list[Test], list[Test]]:
+def code_contests(row: DataRow) -> Tested:
     """CodeContests: `description`, and public, private and generated tests as lists of inputs and outputs."""
     hidden = [test for kind in ("private_tests", "generated_tests") for test in _columns(row.get(kind))]
     return row["description"], _columns(row["public_tests"]), hidden
 
 
-def live_code_bench(row: DataRow) -> tuple[str, list[Test], list[Test]]:
+def live_code_bench(row: DataRow) -> Tested:
     """LiveCodeBench: `question_content`, `public_test_cases` and packed `private_test_cases`, `metadata` (JSON)."""
     function = _object(row.get("metadata")).get("func_name")
     visible = parse_tests(row["public_test_cases"], function=function)
     return row["question_content"], visible, parse_tests(unpack_private(row["private_test_cases"]), function=function)
 
 
-def deep_coder(row: DataRow) -> tuple[str, list[Test], list[Test]]:
+def deep_coder(row: DataRow) -> Tested:
     """DeepCoder: `problem`, and `tests` in the form of whichever collection the problem is from."""
     return row["problem"], [], parse_tests(row["tests"], function=_object(row.get("metadata")).get("func_name"))
 
 
-def deep_coder_shown(row: DataRow) -> tuple[str, list[Test], list[Test]]:
+def deep_coder_shown(row: DataRow) -> Tested:
     """DeepCoder with the first three tests visible, as UnityMAS-O (arXiv 2605.26646) shows them; others stay hidden."""
     question, _, tests = deep_coder(row)
     return question, tests[:_SHOWN], tests[_SHOWN:]
 
 
-STYLES: dict[str, Callable[[DataRow], tuple[str, list[Test], list[Test]]]] = {  # row -> question, visible, hidden tests
+STYLES: dict[str, Callable[[DataRow], Tested]] = {
     "taco": apps,
     **{read.__name__: read for read in (apps, code_contests, live_code_bench, deep_coder, deep_coder_shown)},
 }
@@ -183,29 +192,16 @@ def _prompt(question: str, function: str | None, starter: str) -> str:
     return f"{question}\n\n{_CALL.format(name=function, starter=begun)} {_END}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweBench:
+def swe_bench(row: DataRow) -> Problem | None:
     """SWE-bench, its Lite and its Verified: `instance_id`, `problem_statement`, `patch`, `test_patch`, `FAIL_TO_PASS`,
     `PASS_TO_PASS`. Agents read the files that the right patch changes, which is its "oracle" setting.
     """
-
-    env: str = "repository"
-
-    def problem(self, row: DataRow) -> Problem | None:
-        """The issue with its tests, None without a test that it should make pass.
-
-        Raises:
-            BadRow: the row is not of this format.
-        """
-        try:
-            name, issue = str(row["instance_id"]), str(row["problem_statement"])
-            fail, keep = _names(row["FAIL_TO_PASS"]), _names(row["PASS_TO_PASS"])
-            shown = sorted({edit.path for edit in parse_patch(row["patch"])})
-            parse_patch(row["test_patch"])
-            tests = pack_instance(name, fail_to_pass=fail, pass_to_pass=keep, test_patch=row["test_patch"], shown=shown)
-        except (KeyError, TypeError, ValueError, AttributeError, BadPatch) as error:
-            raise BadRow(f"is no instance of SWE-bench ({type(error).__name__}: {error})") from error
-        return Problem(question=issue, prompt=issue.strip(), answers=(tests,), name=name) if fail else None
+    name, issue = str(row["instance_id"]), str(row["problem_statement"])
+    fail, keep = _names(row["FAIL_TO_PASS"]), _names(row["PASS_TO_PASS"])
+    shown = sorted({edit.path for edit in parse_patch(row["patch"])})
+    parse_patch(row["test_patch"])
+    tests = pack_instance(name, fail_to_pass=fail, pass_to_pass=keep, test_patch=row["test_patch"], shown=shown)
+    return Problem(question=issue, prompt=issue.strip(), answers=(tests,), name=name) if fail else None
 
 
 def _names(value: Any) -> list[str]:

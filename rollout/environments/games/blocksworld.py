@@ -13,18 +13,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mcore_mas.rollout.environments.games.game import (
-    RULES,
-    BadPuzzle,
-    Game,
-    Owns,
-    Played,
-    PuzzleSource,
-    breadth_first,
-    items,
-    one_by_one,
-    replace_one,
-)
+from mcore_mas.rollout.environments.games import game as puzzles
+from mcore_mas.rollout.environments.games.game import Game, Owns, Played, PuzzleSource
 
 Stacks = frozenset[tuple[str, ...]]  # each from the table upwards
 _TABLE = "table"
@@ -50,14 +40,14 @@ class Blocksworld(Game[BlocksTable]):
     fail: float = 0.0
     malformed: float = -1.0
 
-    about = RULES["blocksworld"]
+    about = puzzles.RULES["blocksworld"]
 
     def read(self, puzzle: str) -> BlocksTable:
         match = _TEXT.fullmatch(puzzle)
         now, goal = (_parse(side) for side in match.groups()) if match else (frozenset(), frozenset())
         blocks = sorted(block for stack in now for block in stack)
         if not blocks or blocks != sorted(block for stack in goal for block in stack) or len({*blocks}) < len(blocks):
-            raise BadPuzzle("Blocksworld: expected lines 'now: A B | C' and 'goal: C B A' with the same blocks")
+            raise puzzles.BadPuzzle("Blocksworld: expected lines 'now: A B | C' and 'goal: C B A' with the same blocks")
         return BlocksTable(now=now, goal=goal, shortest=len(_plan(now, goal)))
 
     def show(self, state: BlocksTable) -> str:
@@ -71,10 +61,10 @@ class Blocksworld(Game[BlocksTable]):
 
     def play(self, state: BlocksTable, actions: str) -> Played[BlocksTable] | None:
         """Move blocks; moves after the goal is reached are not made."""
-        moves = [action.split() for action in items(actions)]
+        moves = [action.split() for action in puzzles.items(actions)]
         if not moves or any(len(move) != 2 for move in moves):
             return None
-        played = one_by_one(self, state, moves, _move)
+        played = puzzles.one_by_one(self, state, moves, _move)
         return replace(played, reward=self.solved_reward if self.solved(played.state) else 0.0)
 
     def solved(self, state: BlocksTable) -> bool:
@@ -104,7 +94,7 @@ def _parse(side: str) -> Stacks:
 
 @lru_cache(maxsize=1024)
 def _plan(now: Stacks, goal: Stacks) -> tuple[str, ...]:
-    moves = breadth_first(now, _moves, lambda stacks: stacks == goal)
+    moves = puzzles.breadth_first(now, _moves, lambda stacks: stacks == goal)
     assert moves is not None, "every stacking can be reached from every other"
     return tuple(moves)
 
@@ -151,7 +141,7 @@ class BlocksworldSource(PuzzleSource):
         return _pairs(self.blocks) if self.blocks <= _LISTED else None
 
     def slip(self, random: Random, actions: str) -> str:
-        return replace_one(random, actions, r"\b\w+(?=,|$)", [*ascii_uppercase[: self.blocks], _TABLE])
+        return puzzles.replace_one(random, actions, r"\b\w+(?=,|$)", [*ascii_uppercase[: self.blocks], _TABLE])
 
 
 @lru_cache(maxsize=8)

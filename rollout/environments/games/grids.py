@@ -11,19 +11,8 @@ from typing import Annotated, TypeVar
 from pydantic import Field, PositiveInt
 
 from mcore_mas.rollout.base.options import Share
-from mcore_mas.rollout.environments.games.game import (
-    RULES,
-    BadPuzzle,
-    Game,
-    Owns,
-    Played,
-    PuzzleSource,
-    breadth_first,
-    letters,
-    one_by_one,
-    parse_rows,
-    replace_one,
-)
+from mcore_mas.rollout.environments.games import game as puzzles
+from mcore_mas.rollout.environments.games.game import Game, Owns, Played, PuzzleSource
 
 Cell = tuple[int, int]  # row, column, from 0 at the top left
 
@@ -58,8 +47,8 @@ class _GridGame(Game[_Grid]):
     max_moves: int
 
     def play(self, state: _Grid, actions: str) -> Played[_Grid] | None:
-        moves = letters(actions, "UDLR")
-        return one_by_one(self, state, moves, self._move) if moves else None
+        moves = puzzles.letters(actions, "UDLR")
+        return puzzles.one_by_one(self, state, moves, self._move) if moves else None
 
     def _move(self, state: _Grid, move: str) -> Played[_Grid]:
         raise NotImplementedError
@@ -76,7 +65,7 @@ class _GridGame(Game[_Grid]):
 
 class _GridSource(PuzzleSource):
     def slip(self, random: Random, actions: str) -> str:
-        return replace_one(random, actions, r"\w", "UDLR")
+        return puzzles.replace_one(random, actions, r"\w", "UDLR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,19 +92,19 @@ class PlanPath(_GridGame[Walk]):
     gamma: Share = 0.99
     max_moves: PositiveInt = 10_000
 
-    about = RULES["plan_path"]
+    about = puzzles.RULES["plan_path"]
 
     def read(self, puzzle: str) -> Walk:
-        rows = parse_rows(puzzle.partition("\n")[2], ".#SG")
+        rows = puzzles.parse_rows(puzzle.partition("\n")[2], ".#SG")
         cells = {(r, c): sign for r, row in enumerate(rows) for c, sign in enumerate(row)}
         ends = [[cell for cell, sign in cells.items() if sign == end] for end in "SG"]
         if [len(found) for found in ends] != [1, 1]:
-            raise BadPuzzle("Plan-Path: expected a grid with one S and one G below its first line")
+            raise puzzles.BadPuzzle("Plan-Path: expected a grid with one S and one G below its first line")
         free = frozenset(cell for cell, sign in cells.items() if sign != "#")
         start, goal = ends[0][0], ends[1][0]
         way = shortest_way(free, start, goal)
         if way is None:
-            raise BadPuzzle("Plan-Path: there is no way from S to G")
+            raise puzzles.BadPuzzle("Plan-Path: there is no way from S to G")
         return Walk(free=free, rows=len(rows), columns=len(rows[0]), at=start, goal=goal, shortest=len(way))
 
     def show(self, state: Walk) -> str:
@@ -153,7 +142,7 @@ class PlanPath(_GridGame[Walk]):
 
 def shortest_way(free: frozenset[Cell], start: Cell, goal: Cell) -> list[str] | None:
     """The fewest moves through `free` cells from `start` to `goal`, None when there is no way."""
-    return breadth_first(
+    return puzzles.breadth_first(
         start,
         lambda cell: ((move, to) for move in MOVES if (to := neighbour(cell, move)) in free),
         lambda cell: cell == goal,
@@ -216,10 +205,10 @@ class Sokoban(_GridGame[SokobanRoom]):
     gamma: Share = 0.99
     max_moves: PositiveInt = 200
 
-    about = RULES["sokoban"]
+    about = puzzles.RULES["sokoban"]
 
     def read(self, puzzle: str) -> SokobanRoom:
-        rows = parse_rows(puzzle, _SIGNS)
+        rows = puzzles.parse_rows(puzzle, _SIGNS)
         cells = {(r, c): sign for r, row in enumerate(rows) for c, sign in enumerate(row)}
 
         def which(signs: str) -> frozenset[Cell]:
@@ -228,10 +217,10 @@ class Sokoban(_GridGame[SokobanRoom]):
         players, boxes, goals = which("@+"), which("$*"), which(".*+")
         if len(players) != 1 or not boxes or len(boxes) != len(goals):
             found = f"{len(players)} players, {len(boxes)} boxes, {len(goals)} goals"
-            raise BadPuzzle(f"Sokoban: {found}; expected one player and as many boxes as goals")
+            raise puzzles.BadPuzzle(f"Sokoban: {found}; expected one player and as many boxes as goals")
         height, width = len(rows), len(rows[0])
         if any(cells[cell] != "#" for cell in cells if cell[0] in (0, height - 1) or cell[1] in (0, width - 1)):
-            raise BadPuzzle("Sokoban: expected walls all around the room")
+            raise puzzles.BadPuzzle("Sokoban: expected walls all around the room")
         return SokobanRoom(walls=which("#"), goals=goals, boxes=boxes, player=min(players), rows=height, columns=width)
 
     def _sign(self, state: SokobanRoom, cell: Cell) -> str:
@@ -267,7 +256,7 @@ class Sokoban(_GridGame[SokobanRoom]):
             steps = ((move, _push(state.walls, boxes, player, move)) for move in MOVES)
             return [(move, to) for move, to in steps if to is not None]
 
-        moves = breadth_first((state.player, state.boxes), after, lambda node: node[1] == state.goals)
+        moves = puzzles.breadth_first((state.player, state.boxes), after, lambda node: node[1] == state.goals)
         return None if moves is None else " ".join(moves)
 
 

@@ -12,17 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ValidationInfo
 
-from mcore_mas.rollout.environments.games.game import (
-    RULES,
-    BadPuzzle,
-    Game,
-    Owns,
-    Played,
-    PuzzleSource,
-    items,
-    parse_rows,
-    replace_one,
-)
+from mcore_mas.rollout.environments.games import game as puzzles
+from mcore_mas.rollout.environments.games.game import Game, Owns, Played, PuzzleSource
 
 Cells = tuple[int, ...]  # [size * size] by rows, 0 where empty
 
@@ -58,17 +49,19 @@ class Sudoku(Game[SudokuGrid]):
     fail: float = 0.0
     malformed: float = -1.0
 
-    about = RULES["sudoku"]
+    about = puzzles.RULES["sudoku"]
 
     def read(self, puzzle: str) -> SudokuGrid:
-        rows = parse_rows(puzzle, ".123456789")
+        rows = puzzles.parse_rows(puzzle, ".123456789")
         size = len(rows)
         given = tuple(0 if sign == "." else int(sign) for row in rows for sign in row)
         if size not in (4, 9) or len(rows[0]) != size or max(given) > size:
-            raise BadPuzzle(f"Sudoku: {size} rows of {len(rows[0])}; expected 4 of 4 or 9 of 9, with digits up to that")
+            raise puzzles.BadPuzzle(
+                f"Sudoku: {size} rows of {len(rows[0])}; expected 4 of 4 or 9 of 9, with digits up to that"
+            )
         solution = _solution(given)
         if solution is None:
-            raise BadPuzzle("Sudoku: the grid has no solution")
+            raise puzzles.BadPuzzle("Sudoku: the grid has no solution")
         return SudokuGrid(size=size, given=given, cells=given, solution=solution)
 
     def board(self, state: SudokuGrid) -> list[list[str]]:
@@ -76,7 +69,7 @@ class Sudoku(Game[SudokuGrid]):
         return [signs[i : i + state.size] for i in range(0, len(signs), state.size)]
 
     def play(self, state: SudokuGrid, actions: str) -> Played[SudokuGrid] | None:
-        found = _writes(items(actions), state.size)
+        found = _writes(puzzles.items(actions), state.size)
         if found is None:
             return None
         count, writes = found
@@ -259,7 +252,7 @@ class SudokuSource(PuzzleSource):
         return Sudoku().show(SudokuGrid(size=self.size, given=given, cells=given, solution=grid))
 
     def slip(self, random: Random, actions: str) -> str:
-        return replace_one(random, actions, r"\d", [str(digit) for digit in range(1, self.size + 1)])
+        return puzzles.replace_one(random, actions, r"\d", [str(digit) for digit in range(1, self.size + 1)])
 
     @property
     def _givens(self) -> int:
