@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
-from mcore_mas.rollout.records.files import write_trajectories
-from mcore_mas.rollout.records.trajectory_list import (
+from mcore_mas.rollout.records.files import (
     TrajectoryFilter,
     count_trajectories,
     list_trajectories,
     trajectory_at,
+    write_trajectories,
 )
 from tests.support.played import trajectory, turn
 

@@ -19,8 +19,7 @@ from mcore_mas.rollout.base.options import HERE, checked, lookup
 from mcore_mas.rollout.base.schema_words import invalid
 from mcore_mas.rollout.config.data import TaskFile, placed_tasks
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
-from mcore_mas.rollout.tasks.datasets import located_dataset, not_downloaded
-from mcore_mas.rollout.tasks.files import distinct
+from mcore_mas.rollout.tasks.files import distinct, located_dataset, not_downloaded
 from mcore_mas.rollout.teams.roles import Parser
 
 PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question", "problem"), ("answer", "answers", "solution", "target")

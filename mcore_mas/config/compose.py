@@ -34,7 +34,7 @@ from mcore_mas.config.scale import ScaleError, scaled
 from mcore_mas.equations.advantages import ESTIMATORS
 from mcore_mas.rollout.base.files import read_yaml
 from mcore_mas.rollout.base.options import merged
-from mcore_mas.rollout.tasks.datasets import located_dataset
+from mcore_mas.rollout.tasks.files import located_dataset
 from mcore_mas.rollout.tasks.splits import SPLITS
 
 CONFIGS = SHIPPED / "configs"

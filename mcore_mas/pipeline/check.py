@@ -20,7 +20,7 @@ from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.config.data import check_envs, make_tasks
 from mcore_mas.rollout.models.chat_template import has_chat_template
 from mcore_mas.rollout.records.files import RecordError
-from mcore_mas.rollout.tasks.datasets import dataset_files, not_downloaded
+from mcore_mas.rollout.tasks.files import dataset_files, not_downloaded
 from mcore_mas.rollout.tasks.splits import SPLITS
 
 

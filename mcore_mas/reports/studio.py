@@ -32,14 +32,15 @@ from mcore_mas.rollout.base.http_server import bears, listen, server_config, url
 from mcore_mas.rollout.base.ownership import FolderError
 from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.base.text import shown_text
-from mcore_mas.rollout.records.files import RecordError, read_trajectories
-from mcore_mas.rollout.records.trajectory import Trajectory
-from mcore_mas.rollout.records.trajectory_list import (
+from mcore_mas.rollout.records.files import (
+    RecordError,
     TrajectoryFilter,
     count_trajectories,
     list_trajectories,
+    read_trajectories,
     trajectory_at,
 )
+from mcore_mas.rollout.records.trajectory import Trajectory
 
 _PAGE_ROWS, _LOG_BYTES = 100, 20_000
 _MOST_COMPARED = 4096  # trajectories of a file whose advantages are computed to show one

@@ -15,8 +15,7 @@ from mcore_mas.rollout.environments import ENVS
 from mcore_mas.rollout.records.files import RecordError, read_tasks
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.tasks import GENERATORS, Generator
-from mcore_mas.rollout.tasks.datasets import dataset_files
-from mcore_mas.rollout.tasks.files import OWN, READABLE, Placed, distinct, read_task_file
+from mcore_mas.rollout.tasks.files import OWN, READABLE, Placed, dataset_files, distinct, read_task_file
 from mcore_mas.rollout.tasks.splits import SPLITS, Split
 
 

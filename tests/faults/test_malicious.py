@@ -139,13 +139,13 @@ CASES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     ),
     "trajectories in the studio are one": (
         lambda folder: many(folder / "t.parquet", TRAJECTORY_SCHEMA, {"answer": pa.array([LONG])}),
-        "from mcore_mas.rollout.records.trajectory_list import TrajectoryFilter, list_trajectories; "
+        "from mcore_mas.rollout.records.files import TrajectoryFilter, list_trajectories; "
         "list_trajectories(Path(sys.argv[1]), TrajectoryFilter())",
         "RecordError: .*a damaged file .its .* bytes become more than",
     ),
     "the same in `show`": (
         lambda folder: many(folder / "t.parquet", TRAJECTORY_SCHEMA, {"answer": pa.array([LONG])}),
-        "from mcore_mas.rollout.records.trajectory_list import trajectory_at; trajectory_at(Path(sys.argv[1]), 1)",
+        "from mcore_mas.rollout.records.files import trajectory_at; trajectory_at(Path(sys.argv[1]), 1)",
         "RecordError: .*a damaged file .its .* bytes become more than",
     ),
     "an index of FAISS says that it is large": (

@@ -54,10 +54,7 @@ def get(box: int, name: str) -> int:
 
 def listing(path: str) -> int:
     """An open file with a JSON object: path below `path` to size in bytes, of every regular file."""
-    sizes = {}
-    for name, status in _walk(path):
-        if stat.S_ISREG(status.st_mode):
-            sizes[name] = status.st_size
+    sizes = {name: status.st_size for name, status in _walk(path) if stat.S_ISREG(status.st_mode)}
     file = os.memfd_create("listing")
     with open(file, "wb", closefd=False) as out:
         out.write(json.dumps(sizes).encode())

@@ -22,14 +22,15 @@ from tokenizers.models import WordLevel
 from mcore_mas.reports.studio import Studio, studio_app
 from mcore_mas.rollout.base import http_server
 from mcore_mas.rollout.base.http_server import bind, server_config, url_of
-from mcore_mas.rollout.records.files import RecordError, write_trajectories
-from mcore_mas.rollout.records.trajectory import ToolEvent
-from mcore_mas.rollout.records.trajectory_list import (
+from mcore_mas.rollout.records.files import (
+    RecordError,
     TrajectoryFilter,
     count_trajectories,
     list_trajectories,
     trajectory_at,
+    write_trajectories,
 )
+from mcore_mas.rollout.records.trajectory import ToolEvent
 from tests.support.browser import browse, needs_chromium
 from tests.support.half_open import hold_open
 from tests.support.played import failed, trajectory, turn

@@ -15,8 +15,7 @@ import mcore_mas as mm
 from mcore_mas.config.compose import resolve
 from mcore_mas.rollout.config.data import DataConfig, make_tasks
 from mcore_mas.rollout.records.files import RecordError
-from mcore_mas.rollout.tasks.datasets import dataset_files, located_dataset
-from mcore_mas.rollout.tasks.files import read_task_file
+from mcore_mas.rollout.tasks.files import dataset_files, located_dataset, read_task_file
 from tests.support.hub import FakeHub, running
 
 CARD = """---
