@@ -181,12 +181,11 @@ def problem_task(problem: Problem, env: str, split: str, source: str) -> Task:
 
 
 _ALSO = {"validation": ("valid", "val", "dev"), "train": ("training",), "test": ("testing", "eval", "evaluation")}
-_DATA = (".parquet", ".jsonl", ".json", ".csv")
 
 
 def located_dataset(path: str) -> str:
     """`path` itself; of a hub's id that was downloaded (`hf download --repo-type dataset ID`) its folder."""
-    if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.endswith(_DATA):
+    if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.endswith(tuple(READERS)):
         return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -199,7 +198,7 @@ def located_dataset(path: str) -> str:
 
 def not_downloaded(path: str) -> str:
     """What to do about a data file or data set that is not there."""
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.endswith(_DATA):
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.endswith(tuple(READERS)):
         return f"nor is it in the hub's cache on this machine: `hf download --repo-type dataset {path}`, or name a file"
     return "name another one"
 
@@ -224,7 +223,7 @@ def dataset_files(folder: Path, subset: str | None, split: str) -> list[Path]:
         there: Iterable[str] = patterns
     else:
         below = folder / subset if subset else folder
-        files = sorted(file for file in below.rglob("*") if file.suffix in _DATA)
+        files = sorted(file for file in below.rglob("*") if file.suffix in READERS)
         words = "|".join((split, *_ALSO.get(split, ())))
         called = re.compile(rf"(?<![a-zA-Z0-9])({words})(?![a-zA-Z0-9])")
         found = [file for file in files if called.search(file.relative_to(below).as_posix())]
