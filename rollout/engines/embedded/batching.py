@@ -191,7 +191,7 @@ class EmbeddedEngine:
             self.decoder.restore()
         if "kv_cache" in tags and self._cache is None:
             sizes = self.decoder.shape, len(self._rows.live), self.max_length
-            self._cache = Cache(*sizes, self.decoder.device, routing=self._routing)
+            self._cache = Cache(*sizes, self.decoder.device, routing=self._routing, exact=self.decoder.exact)
 
     def reset(self) -> None:
         """Drop every request and every cached prefix, unanswered: the way back after `step` has raised."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,9 +22,19 @@ class Cache:
     """Keys and values of `rows` sequences of at most `length` tokens."""
 
     def __init__(
-        self, shape: Architecture, rows: int, length: int, device: torch.device, *, routing: bool = False
+        self,
+        shape: Architecture,
+        rows: int,
+        length: int,
+        device: torch.device,
+        *,
+        routing: bool = False,
+        exact: bool = False,
     ) -> None:
-        """Empty; with `routing` a mixture's also holds which experts each token went to."""
+        """Empty; with `routing` a mixture's also holds which experts each token went to.
+
+        A token's key is contiguous, as its value; with `exact` the keys lie as `models/exact.py` takes them.
+        """
         lead, experts = (shape.layers, rows, shape.kv_heads), shape.experts
         self.routing: np.ndarray | None = None  # [rows, length, sparse layers, k]
         if routing and experts is not None:
@@ -31,10 +42,13 @@ class Cache:
             self.routing = np.zeros(sizes, f"<u{experts.number_bytes}")
         length = 16 * math.ceil(length / 16)
         length += 16 * (length % 128 == 0)  # a power-of-two stride would put a row's keys on the same cache lines
-        # transposed: the product with a query is then fast
-        self.keys = torch.zeros(*lead, shape.head_dim, length, device=device)
-        self.values = torch.zeros(*lead, length, shape.head_dim, device=device)
+        self.values = _zeros(*lead, length, shape.head_dim, device=device)
+        transposed = *lead, shape.head_dim, length
+        keys = _zeros(*(transposed if exact else self.values.shape), device=device)
+        self.keys = keys if exact else keys.transpose(-1, -2)  # [L, S, KV, D, M]
         self._prefixes: dict[bytes, tuple[Tensor, Tensor]] = {}
+        self._batch: Decoding | None = None  # the last one, and what it was cut into
+        self._blocks: list[RowBlock | GroupBlock] = []
 
     def copy(self, source: int, targets: int | list[int], tokens: int, layers: slice | int = slice(None)) -> None:
         """Give the rows `targets` the first `tokens` positions of row `source`."""
@@ -62,6 +76,16 @@ class Cache:
         """Cut a batch into what attends together; `alone`: each row to all its keys, shared or not."""
         if alone:
             return [*self._row_blocks(batch, 0, len(batch.rows))]
+        if self._batch is not None and _goes_on(self._batch, batch):
+            for block in self._blocks:
+                block.advance()
+        else:
+            self._blocks = self._cut(batch)
+        self._batch = batch
+        return self._blocks
+
+    def _cut(self, batch: Decoding) -> list[RowBlock | GroupBlock]:
+        """Into groups on a grid, as far as there are some that are worth it, and the rows between."""
         known, self._prefixes = self._prefixes, {}
         blocks: list[RowBlock | GroupBlock] = []
         first = 0
@@ -78,7 +102,7 @@ class Cache:
         rows = torch.tensor([int(batch.rows[run.start]) for run in runs], device=self.keys.device)
         tokens = max(int(batch.common[run].min()) for run in runs)
         keys, values = self.keys[:, rows, :, :, :tokens], self.values[:, rows, :, :tokens]
-        return keys.flatten(1, 2), values.flatten(1, 2)
+        return keys.flatten(1, 2).contiguous(), values.flatten(1, 2)
 
     def _row_blocks(self, batch: Decoding, first: int, last: int) -> list[RowBlock]:
         """Cut where one attention product would read too many idle rows or too much padding."""
@@ -113,8 +137,19 @@ class _Window:
         self.part, self._rows = part, slice(first, first + window)
         places = batch.rows[part] - first
         self._inside = None if window == len(places) else torch.from_numpy(places).to(device)  # None: all are live
+        self._places, self._device = places, device
         self._at = np.zeros(window, dtype=np.int64)  # position of each row
         self._at[places] = batch.positions[part]
+        self._look()
+
+    def advance(self) -> None:
+        """Go on with the next token of each row."""
+        self._at[self._places] += 1
+        self._look()
+
+    def _look(self) -> None:
+        """Find out what the rows see."""
+        raise NotImplementedError
 
     def _spread(self, q: Tensor) -> Tensor:
         """Queries [n, H, D] where their rows are in the window [window, H, D]."""
@@ -136,8 +171,10 @@ class RowBlock(_Window):
         """Of the `part` of a batch."""
         first, last = int(batch.rows[part][0]), int(batch.rows[part][-1])
         super().__init__(batch, part, first, last - first + 1, device)
+
+    def _look(self) -> None:
         self._width = COLUMNS * -(-(int(self._at.max()) + 1) // COLUMNS)
-        self._mask = _mask(np.arange(self._width) <= self._at[:, None], device)[:, None]
+        self._mask = _mask(np.arange(self._width) <= self._at[:, None], self._device)[:, None]
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False) -> Tensor:
         """Attention of queries [n, H, D] over a layer's keys [S, KV, D, M] and values [S, KV, M, D]; [n, H D]."""
@@ -158,18 +195,23 @@ class GroupBlock(_Window):
 
     def __init__(self, batch: Decoding, runs: Sequence[slice], most: int, keys: Tensor, values: Tensor) -> None:
         """Of the `runs` of a batch, a group each, with the `keys` and `values` that it has in common."""
-        part, self._prefix = slice(runs[0].start, runs[-1].stop), (keys, values)
+        part, self._prefix, self._tokens = slice(runs[0].start, runs[-1].stop), (keys, values), keys.shape[-1]
         homes = [int(batch.groups[run.start]) % most for run in runs]
         first, apart = homes[0], homes[1] - homes[0] if len(runs) > 1 else 0
         if not apart:
             first, apart = int(batch.rows[part][0]), int(np.ptp(batch.rows[part])) + 1
         self._grid = len(runs), apart
+        self._common = np.repeat([int(batch.common[run].min()) for run in runs], apart)
         super().__init__(batch, part, first, len(runs) * apart, keys.device)
-        common = np.repeat([int(batch.common[run].min()) for run in runs], apart)
-        self._own = slice(int(common.min()), int(self._at.max()) + 1)
-        at, column = self._at[:, None], np.arange(self._own.start, self._own.stop)
-        seen = np.arange(keys.shape[-1]) < common[:, None], (common[:, None] <= column) & (column <= at)
-        self._mask = _mask(np.concatenate(seen, 1), keys.device).view(*self._grid, 1, 1, -1).transpose(1, 2)
+
+    def _look(self) -> None:
+        at, common = self._at[:, None], self._common[:, None]
+        self._own, self._mask = slice(int(common.min()), int(at.max()) + 1), None
+        if np.ptp(common) or np.ptp(at):
+            column = np.arange(self._own.start, self._own.stop)
+            seen = np.arange(self._tokens) < common, (common <= column) & (column <= at)
+            mask = _mask(np.concatenate(seen, 1), self._device)
+            self._mask = mask.view(*self._grid, 1, 1, -1).transpose(1, 2)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: int, *, exact: bool = False) -> Tensor:
         """Attention as in `RowBlock`, never exact."""
@@ -177,17 +219,27 @@ class GroupBlock(_Window):
         (groups, apart), shared = self._grid, heads // kv_heads
         q = self._spread(q).reshape(groups, apart, kv_heads, shared, dim)
         common, common_values = self._prefix[0][layer], self._prefix[1][layer]
-        tokens, own = common.shape[-1], self._own.stop - self._own.start
-        scores = q.new_empty(groups, kv_heads, apart, shared, tokens + own)
-        folded = scores.view(groups * kv_heads, apart * shared, -1)
-        folded[..., :tokens] = torch.bmm(q.transpose(1, 2).reshape(groups * kv_heads, -1, dim), common)
+        near = torch.bmm(q.transpose(1, 2).reshape(groups * kv_heads, -1, dim), common)
         alone = torch.bmm(q.flatten(0, 2), keys[self._rows].flatten(0, 1)[:, :, self._own])
-        scores[..., tokens:] = alone.view(groups, apart, kv_heads, shared, own).transpose(1, 2)
-        weights = scores.add_(self._mask).softmax(-1)
-        mixed = torch.bmm(weights.view_as(folded)[..., :tokens], common_values).view(*scores.shape[:-1], dim)
-        alone = weights[..., tokens:].transpose(1, 2).reshape(-1, shared, own)
-        rest = torch.bmm(alone, values[self._rows].flatten(0, 1)[:, self._own])
-        return self._live(rest.view(q.shape).add_(mixed.transpose(1, 2)).view(groups * apart, heads * dim))
+        alone = alone.view(groups, apart, kv_heads, shared, -1).transpose(1, 2)
+        scores = torch.cat([near.view(*alone.shape[:-1], -1), alone], -1)
+        weights = (scores if self._mask is None else scores.add_(self._mask)).softmax(-1)
+        mixed = torch.bmm(weights.view(groups * kv_heads, apart * shared, -1)[..., : self._tokens], common_values)
+        alone = weights[..., self._tokens :].transpose(1, 2).flatten(0, 2)
+        rest = torch.bmm(alone, values[self._rows].flatten(0, 1)[:, self._own]).view(q.shape)
+        rest += mixed.view(groups, kv_heads, apart, shared, dim).transpose(1, 2)
+        return self._live(rest.view(groups * apart, heads * dim))
+
+
+def _goes_on(last: Decoding, batch: Decoding) -> bool:
+    """Whether a batch has the next tokens of the last one's rows; every 16 tokens it is cut anew even so."""
+    pairs = (
+        (last.positions + 1, batch.positions),
+        (last.rows, batch.rows),
+        (last.groups, batch.groups),
+        (last.common, batch.common),
+    )
+    return all(np.array_equal(a, b) for a, b in pairs) and bool(batch.positions.max() % COLUMNS)
 
 
 def _grids(batch: Decoding, most: int) -> Iterator[list[slice]]:
@@ -220,6 +272,16 @@ def _fits(batch: Decoding, runs: Sequence[slice], most: int) -> bool:
     ragged = [abs(int(x[runs[-1]].max() - x[runs[0]].max())) for x in (batch.common, batch.positions)]
     adjacent = runs[-2].stop == runs[-1].start and homes[-1] - homes[-2] == apart
     return inside and adjacent and apart * sum(ragged) <= _SHARED_COST
+
+
+def _zeros(*size: int, device: torch.device) -> Tensor:
+    """Zeros, on a CPU in large pages: rows are far apart, and small pages are more than its page tables' cache has."""
+    if device.type != "cpu":
+        return torch.zeros(size, device=device)
+    memory = mmap.mmap(-1, 4 * math.prod(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32).view(size)
 
 
 def _mask(seen: np.ndarray, device: torch.device) -> Tensor:

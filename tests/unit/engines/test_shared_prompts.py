@@ -83,3 +83,25 @@ def test_a_short_prompt_is_not_worth_it(engine: EmbeddedEngine) -> None:
         engine.submit(number, [1, 2, 3], Sampling(max_tokens=4, seed=number))
     engine.step()
     assert blocks(engine) == [("RowBlock", 4)]
+
+
+def test_blocks_that_go_on_see_what_new_ones_see(engine: EmbeddedEngine) -> None:
+    asked = prompts()
+    for number in range(8):  # two groups, of which replies end one after another
+        engine.submit(number, asked[number // 4], Sampling(max_tokens=6 + 5 * (number % 4), seed=number))
+    for number in range(8, 10):
+        engine.submit(number, [1, 2, number], Sampling(max_tokens=40, seed=number))
+    engine.step()
+    cache, draw, kept = engine._cache, torch.Generator().manual_seed(0), 0
+    while engine.has_work:
+        batch, _ = engine._rows.newest(np.flatnonzero(engine._rows.live))
+        before = cache._blocks
+        engine.step()
+        kept += cache._blocks is before
+        q = torch.randn(len(batch.rows), SIZES["num_attention_heads"], 8, generator=draw)
+        old, new = (
+            torch.cat([block.attend(q[block.part], cache.keys[0], cache.values[0], 0) for block in found])
+            for found in (cache._blocks, cache._cut(batch))
+        )
+        torch.testing.assert_close(old, new, rtol=0, atol=1e-6)
+    assert kept > 20, "most steps go on with what the last one had"
