@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_mas.rollout.engines.embedded.decoder import QUERY_BLOCK, Add, CachedDecoder
@@ -43,8 +44,9 @@ class ExactDecoder(CachedDecoder):
     def _project(self, layer: Layer, x: Tensor, rotation: Tensor, add: Add) -> tuple[Tensor, Tensor, Tensor]:
         """As above, by cosines and sines [N, 1, D, 2]: halves of a head are rotated, not neighbours."""
         shape = self.shape
-        qkv = row_product(self._norm(x, layer.input_norm), layer.qkv)
-        qkv = (qkv if layer.qkv_bias is None else qkv + layer.qkv_bias).unflatten(-1, (-1, shape.head_dim))
+        qkv = self._times(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias).unflatten(
+            -1, (-1, shape.head_dim)
+        )
         *parts, v = qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
         parts = [_halves(part) for part in parts]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -67,8 +69,12 @@ class ExactDecoder(CachedDecoder):
             out.append(mixed.unflatten(1, (groups, -1)).permute(2, 0, 1, 3).flatten(1))
         return torch.cat(out)
 
-    def _times(self, x: Tensor, weight: Tensor) -> Tensor:
-        return row_product(x, weight)
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.shape.norm_eps)
+
+    def _times(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        product = row_product(x, weight)
+        return product if bias is None else product + bias
 
     def _plus(self, x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor:
         return x + row_product(mixed, weight)

@@ -1,0 +1,74 @@
+"""The decoder's products by oneDNN, and its normalisation, against torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mcore_mas.rollout.engines.embedded import decoder as module
+from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
+from mcore_mas.rollout.engines.embedded.cache import Cache
+from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
+from mcore_mas.rollout.models.architecture import architecture_of
+from mcore_mas.rollout.records.trajectory import Sampling
+from tests.support.embedded import LOGPROB_TOLERANCE, drain, make_qwen2, worst
+
+torch.set_num_threads(1)
+needs_one_dnn = pytest.mark.skipif(module._one_dnn is None, reason="torch is built without oneDNN")
+
+
+def make_decoder(seed: int) -> CachedDecoder:
+    model = make_qwen2(seed)
+    decoder = CachedDecoder(architecture_of(model.config.to_dict(), "a test's"), 64)
+    decoder.load(model.state_dict().items())
+    return decoder
+
+
+@needs_one_dnn
+def test_large_weights_are_multiplied_in_blocks_and_follow_every_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WORTH_BLOCKS", 32 * 64)  # of this model all but the output of attention
+    decoder = make_decoder(0)
+    layer = decoder.weights.layers[0]
+    large = layer.qkv, layer.gate_up, layer.down, decoder.weights.head
+    assert [weight in decoder._blocked for weight in (*large, layer.out)] == [True] * 4 + [False]
+    x = torch.randn(7, 32)
+    torch.testing.assert_close(decoder._times(x, layer.qkv, layer.qkv_bias), F.linear(x, layer.qkv, layer.qkv_bias))
+    engine, prompt = EmbeddedEngine(decoder), [5, 6, 7]
+    for seed in (1, 0, 2):  # in either half of the buffers
+        model = make_qwen2(seed)
+        engine.load_weights(model.state_dict().items(), seed)
+        for number in range(3):
+            engine.submit(number, prompt, Sampling(max_tokens=20, seed=number))
+        assert max(worst(model, prompt, said) for said in drain(engine).values()) < LOGPROB_TOLERANCE
+    engine.sleep(("weights",))
+    assert not decoder._blocked
+    engine.wake(("weights",))
+    assert len(decoder._blocked) == 7  # three in each of two layers, and the head
+
+
+def test_small_weights_and_exact_products_have_no_copies() -> None:
+    decoder = make_decoder(0)
+    assert not decoder._blocked
+    assert not EmbeddedEngine(decoder, deterministic=True).decoder._blocked
+
+
+def test_normalisation_is_torchs() -> None:
+    decoder, generator = make_decoder(0), torch.Generator().manual_seed(0)
+    weight = torch.randn(32, generator=generator)
+    for scale in (1e-4, 1.0, 1e3):  # the first as small as what keeps a length from 0
+        x = scale * torch.randn(3, 5, 32, generator=generator)
+        torch.testing.assert_close(decoder._norm(x, weight), F.rms_norm(x, (32,), weight, decoder.shape.norm_eps))
+    assert decoder._norm(torch.zeros(1, 32), weight).eq(0).all()
+
+
+def test_a_tokens_key_is_contiguous_but_in_the_exact_mode() -> None:
+    shape = make_decoder(0).shape
+    for exact, strides in ((False, (1, 8)), (True, (48, 1))):  # of a head's 8 dimensions, and of 48 positions
+        cache = Cache(shape, 3, 40, torch.device("cpu"), exact=exact)
+        assert cache.keys.shape == (2, 3, 2, 8, 48)
+        assert cache.keys.stride()[-2:] == strides
+        assert not cache.keys.any()
+        cache.keys[1, 0, 1, :, 2] = torch.arange(8.0)
+        cache.copy(0, [2], 3)
+        assert cache.keys[1, 2, 1, :, 2].tolist() == list(range(8))
