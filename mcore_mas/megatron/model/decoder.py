@@ -27,7 +27,7 @@ from torch import Tensor
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.device import add_product, added, kernels_run
 from mcore_mas.megatron.model.attention import TreeRotary
-from mcore_mas.megatron.model.layer_ops import KernelHead, swiglu
+from mcore_mas.megatron.model.layer_ops import KernelHead, of_weight, swiglu
 from mcore_mas.rollout.models.exact import row_product
 
 LAYER = re.compile(r"(?<=layers\.)\d+")  # the layer's number in a parameter's name
@@ -138,7 +138,7 @@ def logprobs_and_entropy(
         parts = list(_chunks(len(labels), weight))
         logprobs, entropy = KernelHead.apply(hidden, weight, labels - first, temperatures, columns, embeds, parts)
     else:
-        logprobs, entropy = _Head.apply(hidden, weight, labels - first, temperatures, columns, exact)
+        logprobs, entropy = _Head.apply(hidden, weight, labels - first, temperatures, columns, embeds, exact)
     return logprobs, entropy
 
 
@@ -147,68 +147,78 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperatures: Tensor, columns: int, exact: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperatures: Tensor,
+        columns: int,
+        embeds: bool,
+        exact: bool,
     ) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_tensor_model_parallel_group()
-        peak, log_z, expected, label = torch.zeros(4, len(labels), device=hidden.device)
+        peak, z, expected, label = torch.zeros(4, len(labels), device=hidden.device)
         parts = list(_chunks(len(labels), weight))
         rows = max((part.stop - part.start for part in parts), default=1)
-        # of the chunks' logits as many as may exist at a time
+        # of the chunks' exponentials as many as may exist at a time
         kept: deque[Tensor] = deque(maxlen=max(1, _chunk_bytes(weight) // (4 * len(weight) * rows)))
         for part in parts:
             if len(kept) == kept.maxlen:
-                kept.popleft()  # before the next is made
+                kept.popleft()  # before the next are made
             shifted = _logits(hidden[part], weight, temperatures[part], columns, exact)
             peak[part] = shifted.amax(dim=-1)
             dist.all_reduce(peak[part], op=dist.ReduceOp.MAX, group=group)
-            shifted.sub_(peak[part, None])
+            kept.append(shifted.sub_(peak[part, None]).exp())
             mine, column = _mine(labels[part], len(weight))
-            weights = shifted.exp()
             said = torch.where(mine, shifted.gather(1, column)[:, 0], 0.0)
-            sums = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, shifted), said])
-            del weights
-            dist.all_reduce(sums, group=group)
-            log_z[part], expected[part], label[part] = sums[0].log(), sums[1] / sums[0], sums[2]
-            kept.append(shifted.sub_(log_z[part, None]))
+            sums = torch.stack([kept[-1].sum(-1), shifted.mul_(kept[-1]).sum(-1), said])
             del shifted
+            dist.all_reduce(sums, group=group)
+            z[part], expected[part], label[part] = sums[0], sums[1] / sums[0], sums[2]
+        log_z = z.log()
         # H = log Z − E[z]
         entropy = log_z - expected
         ctx.set_materialize_grads(False)
-        ctx.columns, ctx.exact = columns, exact
-        ctx.save_for_backward(hidden, weight, labels, temperatures, peak, log_z, entropy, *kept)
+        ctx.columns, ctx.embeds, ctx.exact, ctx.kept = columns, embeds, exact, kept
+        ctx.total = getattr(weight, "main_grad", None)
+        ctx.save_for_backward(hidden, weight, labels, temperatures, peak, z, entropy)
         return label - log_z, entropy
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, temperatures, peak, log_z, entropy, *kept = ctx.saved_tensors
-        of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
+        hidden, weight, labels, temperatures, peak, z, entropy = ctx.saved_tensors
+        of_hidden, total = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            total = torch.zeros(weight.shape, device=weight.device) if ctx.total is None else ctx.total
+        of_label: Any
+        of_h: Any
+        of_label, of_h = (0.0 if x is None else x / temperatures for x in (of_logprobs, of_entropy))
+        # d log p_l/dz_j = [j = l] − p_j; dH/dz_j = −p_j log p_j − p_j H
+        by_p = -(of_label + of_h * entropy)
         parts = list(_chunks(len(labels), weight))
-        for number, part in enumerate(parts, len(kept) - len(parts)):
+        for number, part in enumerate(parts, len(ctx.kept) - len(parts)):
             if number >= 0:
-                logp = kept[number]
+                gradient = ctx.kept.popleft()
             else:
-                logp = _logits(hidden[part], weight, temperatures[part], ctx.columns, ctx.exact)
-                logp.sub_(peak[part, None]).sub_(log_z[part, None])
-            gradient = logp.exp()
-            if of_entropy is not None:
-                # dH/dz_j = −p_j (log p_j + H); d log p_l/dz_j = [j = l] − p_j
-                factor = (logp + entropy[part, None]).mul_(of_entropy[part, None])
-                gradient.mul_(factor if of_logprobs is None else factor.add_(of_logprobs[part, None])).neg_()
+                gradient = _logits(hidden[part], weight, temperatures[part], ctx.columns, ctx.exact)
+                gradient.sub_(peak[part, None]).exp_()
+            if of_entropy is None:
+                gradient.mul_((by_p[part] / z[part])[:, None])
             else:
-                assert of_logprobs is not None
-                gradient.mul_(-of_logprobs[part, None])
+                uncertain = torch.special.entr(gradient.div_(z[part, None]))
+                gradient.mul_(by_p[part, None]).add_(uncertain.mul_(of_h[part, None]))
+                del uncertain
             if of_logprobs is not None:
                 mine, column = _mine(labels[part], len(weight))
-                gradient.scatter_add_(1, column, (of_logprobs[part] * mine)[:, None])
-            of_logits = gradient.div_(temperatures[part, None]).to(weight.dtype)
+                gradient.scatter_add_(1, column, (of_label[part] * mine)[:, None])
+            of_logits = gradient.to(weight.dtype)
             of_hidden[part] = product(of_logits, weight.t())
-            if of_weight is not None:
-                add_product(of_weight, of_logits.t(), hidden[part])
-            del logp, gradient, of_logits  # before the next are made
+            if total is not None:
+                add_product(total, of_logits.t(), hidden[part])
+            del gradient, of_logits  # before the next are made
         # every rank has the part of its own columns
         dist.all_reduce(of_hidden, group=parallel_state.get_tensor_model_parallel_group())
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None, None
+        return of_hidden, of_weight(weight, total, ctx), None, None, None, None, None
 
 
 def _chunks(rows: int, weight: Tensor) -> Iterator[slice]:
@@ -226,7 +236,9 @@ def _chunk_bytes(weight: Tensor) -> int:
 
 def _logits(hidden: Tensor, weight: Tensor, temperatures: Tensor, columns: int, exact: bool) -> Tensor:
     """[rows, columns of this rank] float32, after temperature."""
-    logits = (row_product if exact else product)(hidden, weight).float().div_(temperatures[:, None])
+    logits = (row_product if exact else product)(hidden, weight).float()
+    if logits.device.type != "cpu" or (temperatures != 1).any():
+        logits.div_(temperatures[:, None])
     logits[:, columns:] = -1e30
     return logits
 

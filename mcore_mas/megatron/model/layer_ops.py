@@ -176,10 +176,10 @@ class KernelHead(torch.autograd.Function):
             del gradient  # before the next is made
         # every rank has the part of its own columns
         dist.all_reduce(of_hidden, group=parallel_state.get_tensor_model_parallel_group())
-        return of_hidden, _of_weight(weight, total, ctx), None, None, None, None, None
+        return of_hidden, of_weight(weight, total, ctx), None, None, None, None, None
 
 
-def _of_weight(weight: Tensor, total: Tensor | None, ctx: Any) -> Tensor | None:
+def of_weight(weight: Tensor, total: Tensor | None, ctx: Any) -> Tensor | None:
     """The gradient as autograd is to see it: of a buffer it is told nothing new, where another use passes one on."""
     if total is None or ctx.total is None:
         return None if total is None else total.to(weight.dtype)

@@ -180,7 +180,7 @@ def test_the_head_in_float32_is_the_cpu_head(with_entropy: bool, one_rank: None)
         leaf, weights = x.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
         given = (leaf, weights, labels, temperatures, vocab)
         if parts is None:
-            logprobs, entropy = _Head.apply(*given, False)
+            logprobs, entropy = _Head.apply(*given, False, False)
         else:
             weights.main_grad = torch.ones(width, hidden)  # type: ignore[attr-defined]  # of a micro-batch before
             logprobs, entropy = KernelHead.apply(*given, False, parts)
