@@ -116,6 +116,7 @@ class PackedTrees(PackedSeqParams):
     starts: Tensor | None = None  # [sequences + 1] int32, where none shares anything: the first token of each, and T
     longest: int = 0  # tokens of the longest segment
     positions: int = 0  # tokens of the longest sequence
+    asked: Tensor | None = None  # [n] this rank's tokens that predict something, where only they leave the last layer
     routing: Tensor | None = None  # [tokens of this rank, sparse layers, k], see `RoutingReplay`
 
     @classmethod

@@ -25,7 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.device import add_product, added, kernels_run
+from mcore_mas.megatron.device import add_product, added, kernels_run, rank_device
+from mcore_mas.megatron.layout import PackedTrees
 from mcore_mas.megatron.model.attention import TreeRotary
 from mcore_mas.megatron.model.layer_ops import KernelHead, of_weight, swiglu
 from mcore_mas.rollout.models.exact import row_product
@@ -46,7 +47,9 @@ class PackedGPTModel(GPTModel):
     The head is most of the work of a small model and most of the memory of any, and prompts need none of it.
     """
 
-    asked: Microbatch  # this rank's tokens and rows, set before each forward pass
+    _asked: Microbatch  # this rank's tokens and rows
+    _tokens: Tensor  # [n] those that leave the last layer, where it `_narrows`, in its forward pass
+    _places: Tensor  # [N] where the rows are among them
 
     def __init__(self, *args: Any, value_head: bool, vocab: int, **kwargs: Any) -> None:
         """As `GPTModel`; with `value_head`, a `ValueHead` in place of the output layer.
@@ -62,6 +65,30 @@ class PackedGPTModel(GPTModel):
                 module.__class__ = GatedMLP
         if self.post_process and value_head:
             self.output_layer: Any = ValueHead(self.config)
+        last, c = self.decoder.layers[-1], self.config
+        whole = c.sequence_parallel or last.is_moe_layer  # other ranks, or a recorded routing, know all its tokens
+        self._narrows = self.post_process and rank_device().type == "cpu" and not whole
+        if self._narrows:
+            add = last.self_attn_bda
+            last.self_attn_bda = lambda *how: lambda out, residual, p: add(*how)(out, self._narrow(residual), p)
+            last.self_attention.core_attention.register_forward_hook(self._attended, with_kwargs=True)
+
+    def ask(self, asked: Microbatch, layout: PackedTrees) -> None:
+        """Say what the next forward pass is asked of this rank's tokens.
+
+        On a CPU only those that predict something go on behind the last layer's attention: nothing attends to them.
+        """
+        self._asked, self._places = asked, asked.predictors
+        if self._narrows:
+            layout.asked, self._places = asked.predictors.unique(return_inverse=True)
+
+    def _attended(self, _: Any, __: Any, given: dict[str, Any], out: Tensor) -> Tensor:
+        self._tokens = given["packed_seq_params"].asked  # also of a layer that is computed again
+        return self._narrow(out)
+
+    def _narrow(self, x: Tensor) -> Tensor:
+        """[n, ...] of [T, ...]."""
+        return x.index_select(0, self._tokens)
 
     def numbered_parameters(self) -> dict[str, torch.nn.Parameter]:
         """This rank's parameters by name, with layers and experts counted from the first of the whole model."""
@@ -81,14 +108,14 @@ class PackedGPTModel(GPTModel):
         if self.config.sequence_parallel:
             # the head makes the gradient whole on every rank: each takes its part of it
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-        rows = hidden_states[self.asked.predictors, 0]
+        rows = hidden_states[self._places, 0]
         if isinstance(self.output_layer, ValueHead):
             return (self.output_layer(rows),)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         # of a weight that embeds here too, that use will pass on the gradient
         how = {"embeds": tied and self.pre_process, "exact": self.config.deterministic_mode}
-        return logprobs_and_entropy(rows, weight, self.asked.labels, self.asked.temperatures, self._vocab, **how)
+        return logprobs_and_entropy(rows, weight, self._asked.labels, self._asked.temperatures, self._vocab, **how)
 
 
 class ValueHead(torch.nn.Module):

@@ -204,7 +204,7 @@ class Pipeline:
         decoder: PackedGPTModel = unwrap_model(model)
         decoder.rotary_pos_emb.position_ids = part.position_ids
         decoder.rotary_pos_emb.positions = layout.positions
-        decoder.asked = part
+        decoder.ask(part, layout)
         layout.routing = self._routing(part)
         output: Tensor | _Output = model(part.token_ids[None], None, None, packed_seq_params=layout)
 
