@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
@@ -19,10 +19,9 @@ from mcore_mas.rollout.base.options import HERE, checked, lookup
 from mcore_mas.rollout.base.schema_words import invalid
 from mcore_mas.rollout.config.data import TaskFile, placed_tasks
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory
-from mcore_mas.rollout.tasks.files import distinct, located_dataset, not_downloaded
+from mcore_mas.rollout.tasks.files import PLAIN, distinct, located_dataset, not_downloaded, row_tasks
+from mcore_mas.rollout.tasks.splits import SPLITS
 from mcore_mas.rollout.teams.roles import Parser
-
-PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question", "problem"), ("answer", "answers", "solution", "target")
 
 
 class TaskError(ValueError):
@@ -126,32 +125,32 @@ def allocator_of(reward: Callable[..., Any]) -> Callable[[Group], Group]:
     return allocate
 
 
-def split_tasks(given: Any, env: str) -> dict[str, list[Task]]:
-    """Tasks by split. Of one sequence a tenth is held out for validation, and a tenth for the test.
+def split_tasks(given: Any) -> dict[str, list[Task]]:
+    """Tasks by split. Of train a tenth is held out for the test, and a tenth for validation, where these are not given.
 
     Args:
         given: tasks, (prompt, answer) pairs or rows with a prompt and an answer, also those of a data set; or a mapping
-            of train, validation and test to them.
-        env: of those that name none.
+            of splits to them. Those that name no environment have "".
 
     Raises:
         TaskError: something is no task, or there are fewer than three.
     """
-    if isinstance(given, Mapping):
-        if set(given) != {"train", "validation", "test"}:
-            raise TaskError(f"tasks has keys {', '.join(map(str, given))}; expected train, validation and test")
-        parts = dict(given)
-    else:
-        items = list(given)
-        if len(items) < 3:
-            raise TaskError(f"{len(items)} tasks; expected 3 or more: a tenth is for validation, a tenth for the test")
-        held = max(1, len(items) // 10)
-        parts = {"train": items[: -2 * held], "validation": items[-2 * held : -held], "test": items[-held:]}
-    return {split: [_task(item, env, split, n) for n, item in enumerate(own)] for split, own in parts.items()}
+    parts = dict(given) if isinstance(given, Mapping) else {"train": given}
+    if "train" not in parts or not parts.keys() <= {*SPLITS}:
+        raise TaskError(f"tasks has keys {', '.join(map(str, parts))}; expected {', '.join(SPLITS)}")
+    train = list(parts["train"])
+    if len(train) < 3 and len(parts) < 3:
+        raise TaskError(f"{len(train)} tasks; expected 3 or more: a tenth is for validation, a tenth for the test")
+    held = max(1, len(train) // 10)
+    for split in SPLITS[:0:-1]:
+        if split not in parts:
+            parts[split], train = train[-held:], train[:-held]
+    parts["train"] = train
+    return {split: [_task(item, split, n) for n, item in enumerate(parts[split])] for split in SPLITS}
 
 
 def load_tasks(
-    path: str | Path,
+    given: str | Path | Iterable[Mapping[str, Any]],
     *,
     split: str = "train",
     subset: str | None = None,
@@ -162,8 +161,8 @@ def load_tasks(
     """Tasks of a data set, for `mm.Run(tasks=...)`: rows with prompts and answers, each row once.
 
     Args:
-        path: the hub's id of a data set that was downloaded (`hf download --repo-type dataset ID`), its folder, or a
-            .parquet, .jsonl, .json or .csv file.
+        given: the hub's id of a data set that was downloaded (`hf download --repo-type dataset ID`), its folder, or a
+            .parquet, .jsonl, .json or .csv file; or the rows themselves, such as a `datasets.Dataset`.
         split: of the data set.
         subset: of the data set, where it has several.
         columns: where a row has its prompt, answer, id, source or context, in place of the format's columns.
@@ -174,34 +173,40 @@ def load_tasks(
         TaskError: it is not there, or a column is mistyped.
         RecordError: it has no such subset or split, or a row is not of the format.
     """
-    keys = {"path": located_dataset(str(path)), "subset": subset, "columns": dict(columns), "format": format}
+    rows = None if isinstance(given, str | Path) else given
+    keys = {"path": located_dataset(str(given)) if rows is None else "rows", "subset": subset, "columns": dict(columns)}
     try:
-        file = TaskFile(**checked("a data set", TaskFile, keys))
+        file = TaskFile(**checked("a data set", TaskFile, {**keys, "format": format}))
     except ValidationError as error:
         raise TaskError(invalid(error, TaskFile)) from error
-    if not file.path.exists():
-        raise TaskError(f"{path}: not here; {not_downloaded(str(path))}")
-    return list(islice(distinct(placed_tasks(file, split, format), {}, drop=True), limit))
+    if rows is not None:
+        own = file.columns.model_dump(exclude_none=True)
+        placed = row_tasks("rows", rows, format=format, split=split, columns=own)
+    elif file.path.exists():
+        placed = placed_tasks(file, split, format)
+    else:
+        raise TaskError(f"{given}: not here; {not_downloaded(str(given))}")
+    return list(islice(distinct(placed, {}, drop=True), limit))
 
 
-def _task(item: Any, env: str, split: str, number: int) -> Task:
+def _task(item: Any, split: str, number: int) -> Task:
     if isinstance(item, Task):
         return replace(item, split=split)
     prompt: Any = None
     answers: Any = ()
     if isinstance(item, Mapping):
-        prompt = next((item[key] for key in PROMPT_KEYS if key in item), None)
-        answers = next((item[key] for key in ANSWER_KEYS if key in item), ())
+        prompt = next((item[key] for key in PLAIN.question if key in item), None)
+        answers = next((item[key] for key in PLAIN.answers if key in item), ())
     elif isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2:
         prompt, answers = item
     if not isinstance(prompt, str):
         raise TaskError(
             f"tasks.{split}[{number}] is {str(item)[:80]!r}; expected a Task, (prompt, answer), or a mapping with "
-            f"{' or '.join(PROMPT_KEYS)}, and {' or '.join(ANSWER_KEYS)}"
+            f"{' or '.join(PLAIN.question)}, and {' or '.join(PLAIN.answers)}; mm.load_tasks reads other columns"
         )
     accepted = answers if isinstance(answers, list | tuple) else (answers,)
     texts = tuple(map(str, accepted))
-    return Task(id=f"{split}-{number}", prompt=prompt, answers=texts, env=env, source="own", split=split)
+    return Task(id=f"{split}-{number}", prompt=prompt, answers=texts, env="", source="own", split=split)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

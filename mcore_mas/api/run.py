@@ -7,8 +7,9 @@ import json
 import queue
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -42,18 +43,22 @@ class Run:
     inside a running event loop: the training has a thread and a loop of its own, and takes no signals.
 
     Args:
-        agents: who can act.
+        agents: who can act; or the name of a team that ships, with its orchestra, environment and reward
+            (docs/catalogue.md).
         orchestra: who speaks when: an async function `(task, team, env)`, or the name of one that ships.
-        tasks: a sequence of tasks, (prompt, answer) pairs or rows with a prompt and an answer; a mapping of train,
-            validation and test to them; or the `data` section of a config, such as a generator.
+        tasks: tasks, (prompt, answer) pairs or rows with a prompt and an answer, also those of a data set; a mapping
+            of splits to them; or the `data` section of a config, such as a generator. Of train a tenth is held out for
+            each of validation and test that is not given.
         policies: a model for all policies, or a model or section for each: a folder, or the hub's id of a model that
             was downloaded.
-        env: the environment: a function or class that takes a task, or the name of one that ships.
+        env: the environment: a function or class that takes a task, or the name of one that ships. By default the
+            team's, or math.
         reward: of a trajectory, a number or a number for each agent; of a `group`, the group with rewards on its turns;
-            or the name of an allocator that ships.
+            or the name of an allocator that ships. By default the team's, or shared_outcome.
         folder: of the run; all that it writes lies there.
-        settings: keys of the trainer and of policies (steps, group_size, lr), names of groups of configs
-            (advantage="grpo"), sections (engine={"max_length": 256}), and penalties beside the reward.
+        settings: keys of the trainer and of policies (steps, 20 by default; group_size, 8; lr, 1e-6), names of groups
+            of configs (advantage="grpo"), sections (engine={"max_length": 256}), who shares weights in a team that
+            ships (sharing="separate"), and penalties beside the reward.
 
     Raises:
         ConfigError, TaskError: something does not fit; says what, where, expected, what to do.
@@ -61,37 +66,31 @@ class Run:
 
     def __init__(
         self,
-        agents: Sequence[AgentSpec],
-        orchestra: Callable[..., Any] | str,
+        agents: Sequence[AgentSpec] | str,
+        orchestra: Callable[..., Any] | str | None = None,
         *,
         tasks: Any,
         policies: str | Path | Mapping[str, Any],
-        env: Callable[..., Any] | str = "math",
-        reward: Callable[..., Any] | str = "shared_outcome",
+        env: Callable[..., Any] | str | None = None,
+        reward: Callable[..., Any] | str | None = None,
         folder: str | Path = "results/run",
         **settings: Any,
     ) -> None:
         self.folder = Path(folder)
         name = self.folder.name
-        world = known_here(env, f"{name}.env")
-        _check_names(agents)
-        own = {
-            "run": name,
-            "agents": {agent.name: agent.section(name) for agent in agents},
-            "orchestra": {"name": known_here(orchestra, f"{name}.orchestra")},
-            "env": {"name": world},
-            "reward": reward_section(reward, f"{name}.reward"),
-            "evaluation": {},
-            "policies": _policies(agents, policies),
-        }
         is_section = isinstance(tasks, Mapping) and ("generator" in tasks or "format" in tasks)  # `data` of a config
-        self._tasks = None if is_section else split_tasks(tasks, world)
-        own["data"] = tasks if self._tasks is None else {s: [str(self._given(s))] for s in self._tasks}
-        most = min(_COLLECTED, len(self._tasks["train"])) if self._tasks else _COLLECTED
+        given = {} if is_section else split_tasks(tasks)
+        most = min(_COLLECTED, len(given["train"])) if given else _COLLECTED
         chosen, sections = _settings(settings, most)
+        team = _team(name, agents, orchestra, env, reward)
+        own = {"run": name, "evaluation": {}, "data": {s: [str(self._given(s))] for s in given} or tasks}
+        own |= {**team, **_policies(agents, policies)}
+        chosen += [f"team={agents}"] if isinstance(agents, str) else []
         overrides = ["~experiment", f"results={json.dumps(str(self.folder.parent))}", *chosen]
         self._values = resolve(overrides, own=merged(own, sections))
-        self.config = _checked(self._values, f"run '{name}'", self._tasks or {})
+        world = self._values["env"]["name"]
+        self._tasks = {split: [replace(t, env=t.env or world) for t in tasks] for split, tasks in given.items()}
+        self.config = _checked(self._values, f"run '{name}'", self._tasks)
 
     def _given(self, split: str) -> Path:
         return self.folder / "given" / f"{split}.parquet"
@@ -99,7 +98,7 @@ class Run:
     def _prepared(self) -> Path:
         """The resolved config, written with the run's tasks as the pipeline does."""
         file = self.folder / "config.yaml"
-        for split, tasks in (self._tasks or {}).items():
+        for split, tasks in self._tasks.items():
             write_tasks(self._given(split), tasks)
         write_text(file, yaml.safe_dump(self._values, sort_keys=False, allow_unicode=True, width=120))
         prepare_tasks(file, self.folder / "tasks")
@@ -235,10 +234,23 @@ class Run:
         return f"<p>{escape(str(self.folder))}: {steps}</p>{key_curves({self.config.run: metrics}) if metrics else ''}"
 
 
-def _check_names(agents: Sequence[AgentSpec]) -> None:
-    for name, times in Counter(agent.name for agent in agents).items():
-        if times > 1:
-            raise TaskError(f"agents: '{name}' is there twice; expected different names")
+def _team(run: str, agents: Any, orchestra: Any, env: Any, reward: Any) -> dict[str, Any]:
+    """Sections that these arguments of `Run` stand for; a team that ships has what is None."""
+    sections: dict[str, Any] = {}
+    if not isinstance(agents, str):
+        for name, times in Counter(agent.name for agent in agents).items():
+            if times > 1:
+                raise TaskError(f"agents: '{name}' is there twice; expected different names")
+        if orchestra is None:
+            raise TaskError("orchestra is missing; expected an async function (task, team, env), or a name that ships")
+        sections["agents"] = {agent.name: agent.section(run) for agent in agents}
+        env, reward = env or "math", reward or "shared_outcome"
+    for key, given in (("orchestra", orchestra), ("env", env)):
+        if given is not None:
+            sections[key] = {"name": known_here(given, f"{run}.{key}")}
+    if reward is not None:
+        sections["reward"] = reward_section(reward, f"{run}.reward")
+    return sections
 
 
 def _checked(values: Mapping[str, Any], where: str, tasks: Mapping[str, Sequence[Task]]) -> RunConfig:
@@ -259,27 +271,32 @@ def _checked(values: Mapping[str, Any], where: str, tasks: Mapping[str, Sequence
     return config
 
 
-def _policies(agents: Iterable[AgentSpec], given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    names = dict.fromkeys(agent.policy for agent in agents)
-    models = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
-    return {name: {"model": str(m)} if isinstance(m, str | Path) else m for name, m in models.items()}
+def _policies(agents: Sequence[AgentSpec] | str, given: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Sections for policies of these models: one for all, or one or a section for each."""
+    if isinstance(given, Mapping):
+        return {"policies": {k: {"model": str(m)} if isinstance(m, str | Path) else m for k, m in given.items()}}
+    names: dict[str, Any] = {} if isinstance(agents, str) else {agent.policy: {} for agent in agents}
+    return {"policies": names, "policy_defaults": {"model": str(given)}}
 
 
 def _settings(given: Mapping[str, Any], tasks_per_step: int) -> tuple[list[str], dict[str, Any]]:
     """(Choices of groups of configs, sections) that keyword arguments stand for."""
-    sections: dict[str, Any] = {"trainer": {"steps": 20, "tasks_per_step": tasks_per_step, "group_size": 8}}
+    sections: dict[str, Any] = {
+        "trainer": {"steps": 20, "tasks_per_step": tasks_per_step, "group_size": 8},
+        "policy_defaults": {"lr": 1e-6},
+    }
     chosen = []
     for key, value in given.items():
         if key in GROUPS and isinstance(value, str):
             chosen.append(f"{key}={value}")
         elif key == "penalties":  # of the section whose other keys are the argument `reward`
             sections["reward"] = {key: value}
-        elif key in RunConfig.model_fields:
+        elif key in RunConfig.model_fields or key == "sharing":
             sections[key] = merged(sections.get(key, {}), value) if isinstance(value, Mapping) else value
         elif key in TrainerConfig.model_fields:
             sections["trainer"][key] = value
         elif key in PolicyConfig.model_fields:
-            sections.setdefault("policy_defaults", {})[key] = value
+            sections["policy_defaults"][key] = value
         else:
             known = [*RunConfig.model_fields, *TrainerConfig.model_fields, *PolicyConfig.model_fields]
             places = _places(key)

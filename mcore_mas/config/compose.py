@@ -60,7 +60,7 @@ def resolve(
     folders = [CONFIGS] if folder is None else [folder.resolve(), CONFIGS]
     where = f"run '{own['run']}'" if own else f"configs/ with {' '.join(overrides) or 'no overrides'}"
     try:
-        values = scaled(_located(_shared(_merged(_composed(overrides, folders), own or {}))), scale)
+        values = scaled(_located(_shared(_over(_composed(overrides, folders), own or {}))), scale)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not YAML ({' '.join(str(error).split())})") from error
     except (HydraException, OmegaConfBaseException) as error:
@@ -258,6 +258,17 @@ def _merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
     for part in parts:
         out = merged(out, part)
     return out | {"defaults": reduce(_joined, lists, [])} if lists else out
+
+
+def _over(values: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """`own` in `values`; a section that names another thing begins without the options of the one before."""
+    for key, section in own.items():
+        before = values.get(key)
+        if isinstance(before, dict) and isinstance(section, Mapping):
+            named = before.get("name")
+            if section.get("name", named) != named:
+                before.pop("options", None)
+    return _merged(values, own)
 
 
 def _joined(first: Sequence[Any], last: Sequence[Any]) -> list[Any]:

@@ -257,9 +257,9 @@ class RunConfig(Section):
             said = invalid(error, cls).removeprefix("the config: ")
             for old, new in _RENAMED.items():
                 said = said.replace(f"unknown key '{old}'", f"'{old}' is now '{new}'")
-            raise ConfigError(f"{where}: {said}") from error
+            raise ConfigError(f"{where}: {said}") from None
         except UnknownName as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{where}: {error}") from None
 
 
 def for_policy(config: RunConfig, policy: str) -> RunConfig:

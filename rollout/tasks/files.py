@@ -25,8 +25,10 @@ from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.tasks.fields import BadRow, Fields, Format, Problem
 from mcore_mas.rollout.tasks.programs import STYLES, Programs, swe_bench, tested
 
+_FIELDS = TypeAdapter(dict[str, Fields]).validate_python(read_yaml(Path(__file__).with_name("formats.yaml")))
+PLAIN = _FIELDS["plain"]
 FORMATS: dict[str, Format] = {
-    **TypeAdapter(dict[str, Fields]).validate_python(read_yaml(Path(__file__).with_name("formats.yaml"))),
+    **_FIELDS,
     "swe_bench": Programs(read=swe_bench, env="repository", none="is no instance of SWE-bench"),
     **{name: Programs(read=partial(tested, read)) for name, read in STYLES.items()},
 }
@@ -133,24 +135,41 @@ def read_task_file(
         RecordError: the file or a row of it is not of that format: says which, and what was expected.
         UnknownName: no such format.
     """
-    known = lookup("data format", format, READABLE)
-    if known is None:
+    if lookup("data format", format, READABLE) is None:
         for number, task in enumerate(read_tasks(path)):
             yield f"{path}: row {number}", task
         return
+    yield from row_tasks(path, read_rows(path), format=format, split=split, source=source, columns=columns)
+
+
+def row_tasks(
+    place: Path | str,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    format: str,
+    split: str,
+    source: str = "",
+    columns: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Placed]:
+    """The tasks of rows that are at `place`, as `read_task_file`.
+
+    Raises:
+        RecordError, UnknownName: as `read_task_file`.
+    """
+    known = lookup("data format", format, FORMATS)
     if columns:
         if not isinstance(known, Fields):
-            raise RecordError(f"{path}: rows of format {format} are programs with tests; leave columns out")
+            raise RecordError(f"{place}: rows of format {format} are programs with tests; leave columns out")
         own: dict[str, Any] = {_COLUMNS[what]: (name.lower(),) for what, name in columns.items()}
         known = replace(known, **own)
-    for number, row in enumerate(read_rows(path)):
+    for number, row in enumerate(rows):
         try:
             problem = known.problem(row)
         except BadRow as error:
-            raise RecordError(f"{path}: row {number} of format {format} {error}") from error
+            raise RecordError(f"{place}: row {number} of format {format} {error}") from error
         if problem is not None:
             label = source or problem.source or format.rpartition(":")[2]
-            yield f"{path}: row {number}", problem_task(problem, known.env, split, label)
+            yield f"{place}: row {number}", problem_task(problem, known.env, split, label)
 
 
 def distinct(placed: Iterable[Placed], seen: dict[str, Placed], *, drop: bool) -> Iterator[Task]:

@@ -66,9 +66,24 @@ def test_objects_are_the_sections_of_a_config(tmp_path: Path) -> None:
     assert not (tmp_path / "own").exists()  # nothing starts, nothing is written
 
 
+def test_a_team_that_ships_brings_all_but_what_is_given(tmp_path: Path) -> None:
+    team = made(tmp_path, agents="chain", orchestra=None, lr=1e-4, sharing="partly").config
+    assert list(team.agents) == ["generator", "verifier", "refiner"] and team.env.name == "math"
+    assert {name: (p.model, p.lr) for name, p in team.policies.items()} == dict.fromkeys(
+        ("writer", "verifier"), (str(tmp_path / "m"), 1e-4)
+    )
+    assert team.reward.options == {"history": "before", "formula": "quality"}
+    own = made(tmp_path, agents="chain", orchestra=None, env="code", reward=lambda trajectory: 1.0)
+    assert (own.config.env.name, list(own.config.reward.options)) == ("code", ["reward"])  # without the team's options
+    assert {task.env for tasks in own._tasks.values() for task in tasks} == {"code"}
+    assert own.config.policies["shared"].lr == 1e-3
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
+        ({"agents": "chian", "orchestra": None}, ConfigError, "no team 'chian' in the configs; nearest: chain"),
+        ({"orchestra": None}, TaskError, r"^orchestra is missing; expected an async function \(task, team, env\), or"),
         ({"stepz": 3}, TaskError, "Run has no setting 'stepz'; .*; nearest: steps"),
         ({"max_length": 256}, TaskError, r"^Run has no setting 'max_length'; write engine=\{\"max_length\": \.\.\.\}$"),
         ({"samples": 2}, TaskError, r"setting 'samples'; write evaluation=\{\"samples\": \.\.\.\}$"),
@@ -91,6 +106,7 @@ def test_objects_are_the_sections_of_a_config(tmp_path: Path) -> None:
         ({"tasks": TASKS[:2]}, TaskError, "2 tasks; expected 3 or more"),
         ({"tasks": [1, 2, 3]}, TaskError, r"tasks.train\[0\] is '1'; expected a Task, \(prompt, answer\)"),
         ({"tasks": {"train": TASKS, "tset": TASKS}}, TaskError, "tasks has keys train, tset; expected train, valid"),
+        ({"tasks": {"test": TASKS}}, TaskError, "tasks has keys test; expected train, validation, test"),
         ({"folder": "results/a b"}, ConfigError, "run"),
         ({"agents": [AGENTS[0], AGENTS[0]]}, TaskError, "agents: 'writer' is there twice; expected different names"),
         ({"reward": 3}, TaskError, "reward is 3; expected a function of a trajectory or a group, or an allocator's"),
@@ -117,16 +133,19 @@ def test_a_mistake_is_one_line(tmp_path: Path, settings: dict[str, Any], error: 
 def test_tasks_come_in_the_forms_that_people_have_them_in() -> None:
     rows = [{"question": "a?", "answer": 1}, {"problem": "b?", "solution": ["2", "two"]}, ("c?", "3")]
     own = Task(id="mine", prompt="d?", answers=("4",), env="search", source="s", split="")
-    found = split_tasks([*rows, own, *TASKS], "math")
+    found = split_tasks([*rows, own, *TASKS])
     assert [len(found[split]) for split in ("train", "validation", "test")] == [20, 2, 2]
     assert [(t.id, t.prompt, t.answers, t.env) for t in found["train"][:4]] == [
-        ("train-0", "a?", ("1",), "math"),
-        ("train-1", "b?", ("2", "two"), "math"),
-        ("train-2", "c?", ("3",), "math"),
+        ("train-0", "a?", ("1",), ""),
+        ("train-1", "b?", ("2", "two"), ""),
+        ("train-2", "c?", ("3",), ""),
         ("mine", "d?", ("4",), "search"),
     ]
     assert found["test"][1].prompt == "19+1"
-    by_split = split_tasks({"train": TASKS, "validation": TASKS[:1], "test": TASKS[:2]}, "math")
+    no_validation = split_tasks({"train": TASKS, "test": TASKS[:2]})
+    assert {split: len(tasks) for split, tasks in no_validation.items()} == {"train": 18, "validation": 2, "test": 2}
+    assert no_validation["validation"][1].prompt == "19+1"
+    by_split = split_tasks({"train": TASKS, "validation": TASKS[:1], "test": TASKS[:2]})
     assert {split: len(tasks) for split, tasks in by_split.items()} == {"train": 20, "validation": 1, "test": 2}
 
 
@@ -184,7 +203,7 @@ def test_the_public_names_stay() -> None:
         mm.Run.chat: "self prompts state",
         mm.Run.explain: "self advantage step task options",
         mm.AgentSpec: "name user system parse policy settings",
-        mm.load_tasks: "path split subset columns format limit",
+        mm.load_tasks: "given split subset columns format limit",
         mm.make_tiny_model: "out_dir",
         mm.register_agent: "name system user",
     }
@@ -196,4 +215,4 @@ def test_the_public_names_stay() -> None:
 def test_the_page_of_the_api_is_current() -> None:
     page = pages()[API_PAGE]
     assert API_PAGE.read_text() == page, "run python -m docs.writers api"
-    assert "### `Run.evaluate`" in page and "- `tasks`: a sequence of tasks" in page
+    assert "### `Run.evaluate`" in page and "- `tasks`: tasks, (prompt" in page

@@ -12,6 +12,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 import mcore_mas as mm
+from mcore_mas.api.objects import split_tasks
 from mcore_mas.config.compose import resolve
 from mcore_mas.rollout.config.data import DataConfig, make_tasks
 from mcore_mas.rollout.records.files import RecordError
@@ -157,3 +158,41 @@ def test_programs_have_no_columns_to_name(tmp_path: Path) -> None:
     path = rows(tmp_path / "x.parquet", {"a": 1})
     with pytest.raises(RecordError, match=r"rows of format apps are programs with tests; leave columns out"):
         list(read_task_file(path, format="apps", split="test", columns={"prompt": "a"}))
+
+
+def test_rows_are_read_as_those_of_a_file(tmp_path: Path) -> None:
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1?"}]
+    found = [{"Query": asked, "gold": "so \\boxed{2}"}, {"Query": asked, "gold": "2"}, {"Query": "2+2?", "gold": 4}]
+    columns = {"prompt": "Query", "answer": "gold"}
+    tasks = mm.load_tasks(iter(found), columns=columns, format="math")
+    assert [(task.prompt, task.answers) for task in tasks] == [("1+1?", ("2",)), ("2+2?", ("4",))]  # each once
+    assert mm.load_tasks(rows(tmp_path / "a.parquet", found[2]), columns=columns) == mm.load_tasks(
+        found[2:], columns=columns
+    )
+    with pytest.raises(
+        RecordError, match=r"^rows: row 0 of format plain has no question: .*; its columns: Query, gold$"
+    ):
+        mm.load_tasks(found)
+    with pytest.raises(
+        RecordError, match=r"^rows: row 1 of format plain has a question that is neither text nor a conv"
+    ):
+        mm.load_tasks([{"prompt": "p", "answer": 1}, {"prompt": asked * 2, "answer": 1}])
+
+
+def test_objects_of_the_library_datasets_are_tasks(tmp_path: Path) -> None:
+    """With a Python that has it: of a file, of a folder that it saved, streamed, and by split."""
+    datasets = pytest.importorskip("datasets")
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"Query": f"{n}+1?", "gold": n + 1}) + "\n" for n in range(20)))
+    columns = {"prompt": "Query", "answer": "gold"}
+    expected = mm.load_tasks(file, columns=columns)
+    loaded = datasets.load_dataset("json", data_files=str(file), split="train")
+    loaded.save_to_disk(tmp_path / "saved")
+    streamed = datasets.load_dataset("json", data_files=str(file), split="train", streaming=True)
+    for given in (loaded, datasets.load_from_disk(tmp_path / "saved"), streamed):
+        assert mm.load_tasks(given, columns=columns) == expected and len(expected) == 20
+    by_split = loaded.rename_columns({"Query": "prompt", "gold": "answer"}).train_test_split(test_size=4, seed=1)
+    assert isinstance(by_split, datasets.DatasetDict)
+    found = split_tasks(by_split)
+    assert {split: len(tasks) for split, tasks in found.items()} == {"train": 15, "validation": 1, "test": 4}
+    assert [task.prompt for task in found["test"]] == by_split["test"]["prompt"][:]
