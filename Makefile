@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SHELL  := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo study tables-tiny test test-gpu test-package test-documents first-curve test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock clean-results clean-env
+.PHONY: help setup demo study tables-tiny test test-gpu test-package test-container test-documents first-curve test-sglang test-gateway test-frameworks test-nodes test-slurm test-mlflow kills chaos notebooks lint format site bench bench-gpu gpu-acceptance exactness ui retriever lock clean-results clean-env
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ test-package: $(STAMP) ## build the package, check it, and use it in an empty en
 
 first-curve: $(STAMP) ## time it from pip install of the wheel to a risen curve, everything fetched (TORCH=torch==2.13.0+cpu)
 	TORCH=$(TORCH) tests/package.sh $(BIN)/python timed
+
+test-container: $(STAMP) ## build containers/Dockerfile with buildah on Debian's packages, train in it, time the first curve in its base (as root)
+	TORCH=$(TORCH) tests/package.sh $(BIN)/python container
 
 test-gateway: $(STAMP) ## play a thousand random agent programs: every sampled token accounted for, never a 5xx
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.gateway_fuzz 1000

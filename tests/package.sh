@@ -2,7 +2,7 @@
 # Builds the package, checks what an index would show of it, and uses it in an empty folder and environment, where the
 # commands of docs/quickstart.md install it. Libraries come from the environment of $1 (its site-packages), so that
 # nothing but build and twine is fetched. With `timed` after it they are fetched too, and it says how long it takes from
-# `pip install` to a curve that has risen.
+# `pip install` to a curve that has risen (first_curve.sh); with `container` it says so of a container (container.sh).
 set -euo pipefail
 unset PYTHONPATH
 python=$(realpath "$1")
@@ -21,24 +21,19 @@ mapfile -t commands < <(sed -n '/^```sh$/,/^```$/p' docs/quickstart.md | sed -n 
 # where there is another index for the CPU build, TORCH names torch as it is called there
 [ -z "${TORCH:-}" ] || commands[0]="pip install $TORCH"
 
-"$python" -m venv "$work/empty"
-export PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_WARN_CONFLICTS=1 PATH="$work/empty/bin:$PATH"
 if [ "${2:-}" = timed ]; then
     mkdir "$work/folder"
+    cp "$work"/dist/*.whl "$work/folder"
+    first_curve=$PWD/tests/first_curve.sh
     cd "$work/folder"
-    cp "$work"/dist/*.whl .
-    began=$SECONDS
-    export PIP_NO_CACHE_DIR=1
-    ${commands[0]}
-    ${commands[1]}
-    installed=$SECONDS
-    "$work/empty/bin/mcore-mas" new my_team
-    cd my_team
-    "$work/empty/bin/mcore-mas" run my_team.yaml results/my_team/train/done.json --quiet all
-    echo "installed after $((installed - began)) s, trained after $((SECONDS - began)) s; validation before and after:"
-    grep -o '"validation/accuracy": [0-9.]*' results/my_team/train/metrics.jsonl | sed -n '1p;$p'
+    PYTHON=$python "$first_curve" "${commands[@]}"
+    exit
+elif [ "${2:-}" = container ]; then
+    tests/container.sh "$work"/dist/*.whl "${commands[@]}"
     exit
 fi
+"$python" -m venv "$work/empty"
+export PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_WARN_CONFLICTS=1 PATH="$work/empty/bin:$PATH"
 (cd "$work/dist" && PIP_NO_DEPS=1 ${commands[1]})
 echo "$libraries" >"$("$work/empty/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/libraries.pth"
 mkdir "$work/folder"

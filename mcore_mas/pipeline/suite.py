@@ -329,7 +329,8 @@ def make_report(suite: Mapping[str, Any], targets: Sequence[str], out: Path) -> 
         suite_file, page = Path(folder) / "suite.yaml", Path(folder) / "report.html"
         suite_file.write_text(yaml.safe_dump(dict(suite), sort_keys=False), encoding="utf-8")
         command = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE), "--configfile", str(suite_file)]
-        command += ["--workflow-profile", "none", "--nolock", "--cores", "1", "--report", str(page), "--", *targets]
+        command += ["--workflow-profile", "none", "--nolock", "--cores", "1", "--report", str(page)]
+        command += ["--report-stylesheet", str(SNAKEFILE.parent / "report/narrow.css"), "--", *targets]
         status = subprocess.run(command, check=False).returncode
         if status != 0 or not page.is_file():
             raise ReportError(f"{out}: snakemake --report ended with status {status}")

@@ -35,6 +35,7 @@ def test_the_tiny_suite_runs_to_its_report_and_then_has_nothing_to_do(tmp_path: 
     assert {row["policy_state"] for row in rows} == {"base", "trained", "trained-base"}
     assert {row["n"] for row in rows if row["dataset"] == "all"} == {"8"}
     page = (results / "reports/tiny.html").read_text()
+    assert "@media (max-width: 640px)" in page  # a stylesheet of ours
     store = MlflowClient(f"sqlite:///{results}/mlflow.db")
     runs = store.search_runs([experiment.experiment_id for experiment in store.search_experiments()])
     stages = [run.data.tags["stage"] for run in runs]
