@@ -77,6 +77,13 @@ def added(weight: Tensor) -> Tensor:
     return torch.empty_like(weight)
 
 
+def of_weight(weight: Tensor, total: Tensor | None, ctx: Any) -> Tensor | None:
+    """The gradient as autograd is to see it: of a buffer it is told nothing new, where another use passes one on."""
+    if total is None or ctx.total is None:
+        return None if total is None else total.to(weight.dtype)
+    return None if ctx.embeds else added(weight)
+
+
 def _norm(_chunk: int, _flag: Tensor, tensors: Sequence[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
     """The norm [1] of all tensors together."""
     norms = torch._foreach_norm(tensors[0])

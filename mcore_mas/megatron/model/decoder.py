@@ -25,10 +25,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.device import add_product, added, kernels_run, rank_device
+from mcore_mas.megatron.device import add_product, added, kernels_run, of_weight, rank_device
 from mcore_mas.megatron.layout import PackedTrees
 from mcore_mas.megatron.model.attention import TreeRotary
-from mcore_mas.megatron.model.layer_ops import KernelHead, of_weight, swiglu
+from mcore_mas.megatron.model.layer_ops import KernelHead, swiglu
 from mcore_mas.rollout.models.exact import row_product
 
 LAYER = re.compile(r"(?<=layers\.)\d+")  # the layer's number in a parameter's name

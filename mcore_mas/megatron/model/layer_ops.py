@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_mas.megatron.device import add_product, added
+from mcore_mas.megatron.device import add_product, of_weight
 
 LAYER_BLOCK, _LAYER_WARPS = 1024, 4  # columns of a row that a program of SwiGLU computes
 
@@ -177,13 +177,6 @@ class KernelHead(torch.autograd.Function):
         # every rank has the part of its own columns
         dist.all_reduce(of_hidden, group=parallel_state.get_tensor_model_parallel_group())
         return of_hidden, of_weight(weight, total, ctx), None, None, None, None, None
-
-
-def of_weight(weight: Tensor, total: Tensor | None, ctx: Any) -> Tensor | None:
-    """The gradient as autograd is to see it: of a buffer it is told nothing new, where another use passes one on."""
-    if total is None or ctx.total is None:
-        return None if total is None else total.to(weight.dtype)
-    return None if ctx.embeds else added(weight)
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
