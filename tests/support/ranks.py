@@ -265,8 +265,14 @@ def rest(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None
 
 
 def held(rank: int, spec: TrainerSpec, out: Path, samples: list[Sample]) -> None:
-    """An update; bytes of this rank's weights, gradients and optimizer, and of what the forward pass saved."""
-    trainer, saved, sizes = MegatronTrainer(spec), {}, []
+    """An update; bytes of this rank's weights, gradients and optimizer, and of what the forward pass saved.
+
+    All tokens pass through the last layer, as on a GPU, whose memory is planned.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "rank_device", lambda: torch.device("cuda"))
+        trainer = MegatronTrainer(spec)
+    saved, sizes = {}, []
     weights = {tensor.untyped_storage().data_ptr() for tensor in trainer.model.tensors.values()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
