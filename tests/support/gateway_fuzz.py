@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +157,10 @@ _MOVES = [name for name in vars(Player) if not name.startswith("_") and name != 
 async def fuzz(folder: Path, sessions: int, seed: int = 0) -> tuple[Report, Any]:
     """Play random programs side by side; what came of it, and Hugging Face's model of the same weights."""
     team, engine, model = sampling_team(folder, max_tokens=12, max_length=1024)
-    client: Any = team.players["p"]
     report, slots = Report(), asyncio.Semaphore(_AT_ONCE)
     recorder = Recorder(engine)
-    object.__setattr__(client, "engine", recorder)
+    client: Any = team.players["p"]
+    team = replace(team, players={"p": replace(client, engine=recorder)})
     limits = httpx.Limits(max_connections=200)
 
     async def one(number: int) -> None:
