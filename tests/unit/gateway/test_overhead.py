@@ -1,34 +1,66 @@
-"""What chats and the gateway cost beside generation, by the benchmarks' own measure of processor time."""
+"""What a chat is tokenised, by team.chat and through the gateway: every text once, whatever it has grown to."""
 
 from __future__ import annotations
+
+import asyncio
+from pathlib import Path
 
 import pytest
 
 from benchmarks import chat_tokenising, gateway_overhead
-from benchmarks.run_all import Result, parse
+from benchmarks.support.gateway import Paced, clients
+from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.models.chat_template import Renderer
+from tests.support.gateway import opened, team_of
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.templates import renderer_of
 
 
-def measured(output: str) -> Result:
-    """The one result that a benchmark printed."""
-    (result,) = parse(output)
-    return result
+@pytest.fixture
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Characters of every text that any renderer tokenises."""
+    sizes: list[int] = []
+    encode = Renderer._encode
+
+    def counted(self: Renderer, marked: str) -> tuple[int, ...]:
+        sizes.append(len(marked))
+        return encode(self, marked)
+
+    monkeypatch.setattr(Renderer, "_encode", counted)
+    return sizes
 
 
-def test_tokenising_takes_two_percent_of_a_chat_of_128_turns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_turn_of_a_chat_tokenises_what_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenised: list[int]
 ) -> None:
-    monkeypatch.setattr(chat_tokenising, "CHATS", 1)
-    monkeypatch.setattr(chat_tokenising, "REPEATS", 1)
-    chat_tokenising.main()
-    result = measured(capsys.readouterr().out)
-    assert chat_tokenising.TURNS == 128 and 0 < result.ratio <= result.goal == 2.0  # percent
+    renderer = renderer_of("qwen2.5", tmp_path)
+    monkeypatch.setattr(chat_tokenising, "TURNS", 12)
+    raw, ids = chat_tokenising.reply(renderer)
+    client = EngineClient(engine=ScriptedEngine(lambda prompt, call: ids), renderer=renderer)
+    tokenised.clear()
+    asyncio.run(chat_tokenising.chat(client, raw))
+    first, *later = tokenised
+    assert len(later) == chat_tokenising.TURNS - 1 and first > len(chat_tokenising.OPENING[1].content)
+    tags = len("\n<|im_start|>user\n<tool_response>\n\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert set(later) == {len(chat_tokenising.RESULT) + tags}
 
 
-def test_calls_through_the_gateway_cost_three_percent_of_generation(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_gateway_tokenises_what_team_chat_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenised: list[int]
 ) -> None:
-    for name, value in {"CHATS": 8, "TURNS": 2, "REPEATS": 1}.items():
+    for name, value in {"CHATS": 2, "TURNS": 3, "WORDS": 20}.items():
         monkeypatch.setattr(gateway_overhead, name, value)
-    gateway_overhead.main()
-    result = measured(capsys.readouterr().out)
-    assert result.ratio >= result.goal == 0.97
+    renderer = renderer_of("qwen2.5", tmp_path)
+    team = team_of(Paced(renderer, 0.0), renderer, max_tokens=100)
+
+    async def through_the_gateway() -> None:
+        async with opened(team, most_turns=6) as (url, key, seat, _):
+            await clients(url, key, 2, 3, 20, 0.0)
+            assert len(seat.turns) == 6 and not any("root" in turn.scores for turn in seat.turns)
+
+    tokenised.clear()
+    asyncio.run(gateway_overhead.directly(team))
+    directly = sorted(tokenised)
+    tokenised.clear()
+    asyncio.run(through_the_gateway())
+    assert sorted(tokenised) == directly and len(directly) == 6
