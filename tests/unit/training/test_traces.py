@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,14 +68,16 @@ def read_back(store, played, advantages):
     warnings: list[str] = []
     uri, tracker = store
     traces = Traces(tracker, warnings.append)
-    began = time.perf_counter()
-    traces.send(played, advantages)
-    handed_over_s = time.perf_counter() - began
+    client = MlflowClient(tracking_uri=uri)
+    held = threading.Event()
+    tracker.sink.put(lambda: held.wait(60))
+    traces.send(played, advantages)  # a step does not wait for the store
+    where: Any = {"locations": [tracker.store.experiment_id], "run_id": tracker.run_id}
+    assert not client.search_traces(**where)
+    held.set()
     done(tracker)
     assert warnings == []
-    assert handed_over_s < 0.05  # a step does not wait for the store
-    client = MlflowClient(tracking_uri=uri)
-    return client.search_traces(locations=[tracker.store.experiment_id], run_id=tracker.run_id)
+    return client.search_traces(**where)
 
 
 def test_a_trajectory_is_a_trace_of_its_run_with_a_span_per_turn_and_tool(store):
