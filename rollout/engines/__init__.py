@@ -118,7 +118,11 @@ class Engine(Protocol):
     """A policy's rollout side. Transports stay inside an engine's file."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion for `prompt_ids` [P]."""
+        """Sample one completion for `prompt_ids` [P].
+
+        Raises:
+            EngineError: the request cannot be served (too long, bad token ids or sampling), or the engine is broken.
+        """
 
     async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by a stream of (Hugging Face name, full tensor).
@@ -184,7 +188,11 @@ class TrainedEngine(Engine, Protocol):
         await asyncio.Event().wait()
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Give memory back until `wake`; an idle engine only. Who sleeps without weights wakes without them."""
+        """Give memory back until `wake`. Who sleeps without weights wakes without them.
+
+        Raises:
+            EngineError: requests are running.
+        """
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Take memory again."""

@@ -131,11 +131,7 @@ class CodeEnv(SandboxedEnv):
         return task.prompt
 
     async def step(self, action: str) -> Step:
-        """Try a program, or score the last one of the text.
-
-        Raises:
-            EnvError: the task's tests cannot be read, or the sandbox failed.
-        """
+        """Try a program, or score the last one of the text."""
         step = await self.preview(action)
         if not step.done:
             self._runs += 1

@@ -166,7 +166,6 @@ class McpEnv:
     _steps: int = field(default=0, init=False)
 
     async def open(self, task: Task) -> None:
-        """Start the servers (see `McpServers`)."""
         self._own = McpServers(self.servers, self.start_s)
         await self._own.open()
         self._tools = self._own.tools
@@ -185,11 +184,7 @@ class McpEnv:
         return f"{task.prompt}\n\nTools:\n{chr(10).join(about)}\n\n{_FORM}"
 
     async def step(self, action: str) -> Step:
-        """Call a tool, or answer.
-
-        Raises:
-            EnvError: the environment is not open, or a server is late or broken.
-        """
+        """Call a tool, or answer."""
         if self._own is None:
             raise EnvError("McpEnv.step before open")
         self._steps += 1

@@ -88,11 +88,7 @@ class WorldEnv:
         return self._own
 
     async def open(self, task: Task) -> None:
-        """Start the world.
-
-        Raises:
-            EnvError: its library is missing, it fails, or the task has no key.
-        """
+        """Start the world."""
         if not task.answers:
             raise EnvError(f"task {task.id} has no answers; the first is the key of a game")
         self._scene = await self._call(self.start, task.answers[0])
@@ -109,16 +105,11 @@ class WorldEnv:
                 self._own.shutdown(wait=False, cancel_futures=True)
 
     def reset(self, task: Task) -> str:
-        """Start `task`; returns its prompt and the first scene."""
         self._turns = self._bad = 0
         return f"{task.prompt}\n\n{self._shown(self._started())}".strip()
 
     async def step(self, action: str) -> Step:
-        """Do what the text says.
-
-        Raises:
-            EnvError: the world is not open, has ended, or fails.
-        """
+        """Do what the text says."""
         before = self._started()
         if before.done or self._turns == self.max_turns:
             raise EnvError("WorldEnv.step after the end")

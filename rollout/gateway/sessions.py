@@ -167,11 +167,7 @@ class GatewaySession:
         return [*self._agents, *(name for name in self._aliases if name != "*")]
 
     def agent(self, model: str) -> Agent:
-        """Who answers as `model`.
-
-        Raises:
-            GatewayError: nobody does.
-        """
+        """Who answers as `model`."""
         name = model if model in self._agents else self._aliases.get(model, self._aliases.get("*", ""))
         if name not in self._agents:
             known = ", ".join(self.models)

@@ -133,11 +133,7 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 def read_architecture(folder: Path | str) -> Architecture:
-    """Read `folder`/config.json, as written by transformers 4 or 5.
-
-    Raises:
-        ModelError: the file is missing or describes another kind of model.
-    """
+    """Read `folder`/config.json, as written by transformers 4 or 5."""
     return architecture_of(read_config(folder), f"{Path(folder) / 'config.json'}")
 
 

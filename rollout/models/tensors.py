@@ -51,11 +51,7 @@ class TensorFiles:
     """The tensors in safetensors files, by Hugging Face name; what is read of them is what is sliced."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Map `files`.
-
-        Raises:
-            ModelError: one cannot be read.
-        """
+        """Map `files`."""
         self.where = files[0].parent
         self.opened: dict[Path, Any] = {}
         self._files: dict[str, Any] = {}  # opened file by the name of each tensor in it
@@ -103,21 +99,13 @@ class TensorFiles:
 
 
 def read_tensors(folder: Path | str) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of all in a folder, one at a time.
-
-    Raises:
-        ModelError: there are none, or a file cannot be read.
-    """
+    """(Hugging Face name, tensor) of all in a folder, one at a time."""
     files = TensorFiles.of_folder(folder)
     return ((name, files.read(name)) for name in files)
 
 
 def tensor_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
-    """Shape by name of every tensor of a folder, from the files' headers alone.
-
-    Raises:
-        ModelError: there are none, or a file cannot be read.
-    """
+    """Shape by name of every tensor of a folder, from the files' headers alone."""
     files = TensorFiles.of_folder(folder)
     return {name: tuple(files.sliced(name).get_shape()) for name in files}
 

@@ -102,11 +102,7 @@ def score_of(trajectory: Trajectory, turn: Turn, name: str) -> float:
 
 
 def local_score(trajectory: Trajectory, turn: Turn, name: str) -> float | None:
-    """`score`, but None when the environment could not decide it: such a turn is to be masked.
-
-    Raises:
-        RewardError: see `score`.
-    """
+    """`score`, but None when the environment could not decide it: such a turn is to be masked."""
     if name not in turn.scores and "undecided" in turn.scores:
         return None
     return score_of(trajectory, turn, name)
@@ -154,11 +150,7 @@ def _graded(turn: Turn) -> Turn:
 
 
 def shared_outcome(group: Group) -> Group:
-    """The group with each trajectory's outcome on all of its turns.
-
-    Raises:
-        RewardError: a completed trajectory has no outcome, or is a tree.
-    """
+    """The group with each trajectory's outcome on all of its turns."""
     # r_i = R   Dr.MAS (arXiv 2602.08847), EpisodeRewardManager
     return allocate(group, lambda trajectory: [outcome(trajectory)] * len(trajectory.turns))
 
@@ -192,9 +184,6 @@ def discounts(
         max_hops: N of the hop rules.
         max_turns: N of the turn rules.
         threshold: outcome above which `binary` pays 1.
-
-    Raises:
-        RewardError: a completed trajectory has no outcome or is a tree.
     """
 
     # (R, hop, round) -> r   Stronger-MAS (arXiv 2510.11062), core_algo.calculate_reward
@@ -257,9 +246,6 @@ def majority(group: Group) -> Group:
     Completed trajectories vote, each once, with the final answer as the environment wrote it down. Among answers given
     equally often the one that comes first in the group is taken, as in the released code. An empty answer neither
     votes nor is ever right.
-
-    Raises:
-        RewardError: the environment reports no answers, or a trajectory is a tree.
     """
     votes = Counter(_answer(trajectory) for trajectory in group.trajectories if trajectory.status is Status.COMPLETED)
     del votes[""]

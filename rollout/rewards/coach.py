@@ -135,7 +135,6 @@ class Coach:
         return {f"coach/{name}": float(value) for name, value in metrics.items()}
 
     async def aclose(self) -> None:
-        """Close the connections and the cache."""
         await self._caller.aclose()
 
     def _is_judged(self, turn: Turn) -> bool:

@@ -58,12 +58,6 @@ class Session:
                     os.close(handle)
 
     async def put(self, name: str, content: bytes) -> None:
-        """Write a file of the box.
-
-        Raises:
-            OSError: it does not fit, or a link is in the way.
-            ValueError: the path leads out of the box.
-        """
         async with self._turn:
             await self._jail.put(name, content)
 
@@ -73,7 +67,6 @@ class Session:
             return await self._jail.get(name, self._limits.file_mb << 20)
 
     async def files(self) -> dict[str, int]:
-        """Size in bytes of every regular file in the box, by path."""
         async with self._turn:
             return await self._jail.files()
 

@@ -41,7 +41,7 @@ from mcore_mas.rollout.tasks.tabular import dsbench_tasks, tabular_tasks
 class Generator:
     """A world of tasks that is a function of a seed."""
 
-    tasks: Callable[..., list[Task]]  # (seed, tasks per split, *, options)
+    tasks: Callable[..., list[Task]]  # (seed, tasks per split, *, options); ValueError: there are fewer
     # (seed, n, *, roles or agents, the options of the tasks, options of its own), on training tasks only; None: none
     demonstrations: Callable[..., Iterator[Demonstration]] | None = None
     options: Callable[..., object] | None = None  # whose keyword arguments say which tasks; None: those of `tasks`

@@ -151,11 +151,7 @@ def tokenise(task: Task) -> list[str]:
 
 
 def shows_its_score(task: Task) -> bool:
-    """Whether a program is scored on a test that it is also shown: one is in both sets, or there are no hidden ones.
-
-    Raises:
-        ValueError: an answer is no packed test or solution.
-    """
+    """Whether a program is scored on a test that it is also shown: one is in both sets, or there are no hidden ones."""
     shown: set[str] = set()
     hidden: set[str] = set()
     for text in (text for text in task.answers if not text.startswith(SOLUTION)):

@@ -78,9 +78,6 @@ class Collector:
 
         A trajectory whose engine, environment or orchestra fails has status FAILED and its error, one of which
         something is late LATE, one that is given up ABORTED. One that failed by a `Defect` is quarantined.
-
-        Raises:
-            Unusable: the run cannot go on.
         """
         options, limits = self.options, self.options.limits
         name = f"{self.step}/{task.id}/{sample}"

@@ -213,20 +213,12 @@ class TeamSession:
         return derive_seed(*self._place, "orchestra", *what)
 
     def mask(self, turn: int, /) -> None:
-        """Have a turn not train, because nobody has read its reply: its score `unread` is 1.
-
-        Raises:
-            KeyError: there is no such turn.
-        """
+        """Have a turn not train, because nobody has read its reply: its score `unread` is 1."""
         self._turns[turn] = replace(self._turns[turn], masked=True)
         self.score(turn, unread=1.0)
 
     def place(self, turn: int, /, node: str) -> None:
-        """Say which node of a tree that the orchestra grows by itself a turn is; `leaf` says where the tree ended.
-
-        Raises:
-            KeyError: there is no such turn.
-        """
+        """Say which node of a tree that the orchestra grows by itself a turn is; `leaf` says where the tree ended."""
         self._turns[turn] = replace(self._turns[turn], node=node)
 
     def credit(self, reward: float, metrics: Mapping[str, float]) -> None:

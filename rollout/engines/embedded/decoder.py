@@ -83,11 +83,7 @@ class CachedDecoder:
         return self.halves[self.half]
 
     def load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights by a stream of (Hugging Face name, full tensor); all or nothing.
-
-        Raises:
-            EngineError: names the tensor that is missing, unknown, repeated or of another shape.
-        """
+        """Replace all weights by a stream of (Hugging Face name, full tensor), as `Weights.fill`; all or nothing."""
         self.halves[1 - self.half].fill(stream)
         self.adopt(1 - self.half)
 

@@ -304,5 +304,4 @@ class RemoteClient:
         return tally.metrics()
 
     async def aclose(self) -> None:
-        """Close the connections and the cache."""
         await self._caller.aclose()

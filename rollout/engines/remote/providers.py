@@ -31,7 +31,6 @@ class OpenAIChat:
         )
 
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
-        """Ask once (see `Provider`)."""
         fields = {
             "model": self._config.model,
             "messages": [{"role": message.role, "content": message.content} for message in messages],
@@ -46,7 +45,6 @@ class OpenAIChat:
         return _answer(reply.content)
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
 
@@ -119,7 +117,6 @@ class AnthropicMessages:
         )
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._client.close()
 
 
@@ -150,7 +147,6 @@ class GeminiContent:
         )
 
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
-        """Ask once (see `Provider`)."""
         system, others = remote.split_system(messages)
         fields = {
             "system_instruction": system,
@@ -184,5 +180,4 @@ class GeminiContent:
         )
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._http.aclose()

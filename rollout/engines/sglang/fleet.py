@@ -49,9 +49,6 @@ class Fleet:
             tell: called with one line when a server is started again.
             weigh: gives a new server the present weights, or says that it cannot.
             restore: has an update come, for a server that was left paused.
-
-        Raises:
-            EngineError: no interpreter.
         """
         self.tell = tell
         self._weigh, self._restore = weigh, restore
@@ -179,7 +176,6 @@ class Fleet:
             replica.asleep.update(tags)
 
     async def wake(self, tags: Sequence[Tag]) -> None:
-        """Take it again."""
         await self._each(lambda replica: self._wake(replica, tags))
 
     async def _wake(self, replica: Replica, tags: Sequence[Tag]) -> None:

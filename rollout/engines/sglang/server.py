@@ -281,11 +281,7 @@ def visible_gpus() -> list[str]:
 
 
 def owned_replica(settings: SGLangSettings, number: int) -> Replica:
-    """A server of our own: where Ray runs in an actor of its own, with one for each further GPU; else in this process.
-
-    Raises:
-        EngineError: no interpreter at `settings.python`.
-    """
+    """A server of our own: where Ray runs in an actor of its own, with one for each further GPU; else in this process."""
     log = str(Path(settings.log).with_suffix(f".{number}.log"))
     words = server_arguments(settings)
     told = (settings.python or "", words, log, settings.variables, settings.own_key, settings.far)

@@ -124,11 +124,7 @@ class GameEnv(CalculatingEnv, Generic[_State]):
         self._game: Game[_State] = self.rewards or self.game()
 
     def reset(self, task: Task) -> str:
-        """Start `task`, whose prompt is the first state; returns the game's rules and that state.
-
-        Raises:
-            EnvError: the prompt is no puzzle of this game.
-        """
+        """Start `task`, whose prompt is the first state; returns the game's rules and that state."""
         try:
             self._state = self._game.read(task.prompt)
         except BadPuzzle as error:
@@ -138,11 +134,7 @@ class GameEnv(CalculatingEnv, Generic[_State]):
         return f"{self._game.about}\n\n{task.prompt}"
 
     async def step(self, action: str) -> Step:
-        """Carry out a list of actions.
-
-        Raises:
-            EnvError: there is no puzzle, or it has ended.
-        """
+        """Carry out a list of actions."""
         game, state = self._game, self._state
         if state is None or self._done:
             raise EnvError(f"GameEnv.step {'before reset' if state is None else 'after the end'}")

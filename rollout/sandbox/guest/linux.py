@@ -44,11 +44,7 @@ def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None
 
 
 def prctl(option: int, *arguments: int) -> None:
-    """Set one of this process's properties.
-
-    Raises:
-        OSError: the kernel refused it.
-    """
+    """Set one of this process's properties."""
     four = [*arguments, 0, 0, 0, 0][:4]
     if _libc.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, four)) != 0:
         raise _refused(f"prctl {option}")
