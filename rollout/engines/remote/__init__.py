@@ -1,9 +1,4 @@
-"""Frozen models behind an API: their config, the provider protocol, errors of a call, and keys that are never logged.
-
-- `providers`  any URL that speaks OpenAI's chat completions; Anthropic's and Google's own libraries
-- `ledger`     replies and spending on disk
-- `caller`     the call of coaches and of agents not trained here: cache, budget, retries, equal questions asked once
-"""
+"""Frozen models behind an API: their config, the provider protocol, errors of a call, and keys that are never logged."""
 
 from __future__ import annotations
 
