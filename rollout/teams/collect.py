@@ -95,7 +95,7 @@ class Collector:
         if options.tree is None:
             played = Episode(task, team.seat(*place), self._env(task), self.orchestra, tool_s=limits.tool_s)
         else:
-            played = Tree(options.tree, task, team, place, self._env, self.orchestra, tool_s=limits.tool_s)
+            played = Tree(options.tree, task, team, place, self._env, self.orchestra, limits.tool_s)
         with options.watchdog.over(name, played.waits) if options.watchdog else nullcontext():
             ending = await _play(played, limits, ends, quota)
         trajectory = Trajectory(
