@@ -52,11 +52,7 @@ class McpServers:
         self._over = asyncio.Event()
 
     async def open(self) -> None:
-        """Start the servers and ask for their tools.
-
-        Raises:
-            EnvError: the library is missing, or a server does not start.
-        """
+        """Start the servers and ask for their tools; EnvError if the library is missing, or a server does not start."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ready.add_done_callback(lambda _: None if ready.cancelled() else ready.exception())  # perhaps nobody waits
         self._alive = asyncio.create_task(self._live(ready))
@@ -208,10 +204,10 @@ class McpEnv:
             fields = json.loads(call or "")
             name, arguments = fields["tool"], fields.get("arguments", {})
             json.dumps(arguments, ensure_ascii=False).encode()  # refuses text that no message can hold
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                raise TypeError("expected a name and an object")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BadArguments(f"This is no call.\n{_FORM}") from error
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            raise BadArguments(f"This is no call.\n{_FORM}")
         if name not in self._tools:
             raise BadArguments(f"There is no tool '{name}'; tools: {', '.join(self._tools)}")
         check_arguments(name, arguments, self._tools[name].schema.parameters)

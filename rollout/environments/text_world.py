@@ -67,19 +67,11 @@ class WorldEnv:
     _bad: int = field(default=0, init=False)
 
     def start(self, key: str) -> Scene:
-        """Begin the game with this key, the same whenever it is begun.
-
-        Raises:
-            EnvError: there is no such game, or the library is missing.
-        """
+        """Begin the game with this key, always the same; EnvError if there is none, or the library is missing."""
         raise NotImplementedError
 
     def act(self, action: str) -> Scene:
-        """Do something.
-
-        Raises:
-            BadAction: the text is no action, and nothing was changed.
-        """
+        """Do something; BadAction if the text is no action, and nothing was changed."""
         raise NotImplementedError
 
     def thread(self) -> Executor:
@@ -274,10 +266,7 @@ def _games(config: str) -> Any:
     return get_environment("AlfredTWEnv")(settings, train_eval="eval_out_of_distribution")
 
 
-@cache
-def shop_thread() -> ThreadPoolExecutor:
-    """The thread of the shop, whose search engine is one for all trajectories."""
-    return ThreadPoolExecutor(1, thread_name_prefix="webshop")
+_SHOP = ThreadPoolExecutor(1, thread_name_prefix="webshop")  # its search engine is one for all trajectories
 
 
 @dataclass(eq=False, kw_only=True)
@@ -295,7 +284,7 @@ class WebshopEnv(WorldEnv):
     deadline_s: PositiveFloat = 600.0
 
     def thread(self) -> Executor:
-        return shop_thread()
+        return _SHOP
 
     def start(self, key: str) -> Scene:
         if not key.isdecimal():
