@@ -76,11 +76,7 @@ class HttpReply:
         return self.content.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """The body's JSON.
-
-        Raises:
-            Unanswered: it is none.
-        """
+        """The body's JSON; Unanswered if it is none."""
         try:
             return json.loads(self.content)
         except ValueError as error:

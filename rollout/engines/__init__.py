@@ -278,12 +278,7 @@ class EngineClient:
         object.__setattr__(self, "_streaming", self.engine if isinstance(self.engine, StreamingEngine) else None)
 
     async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
-        """Go on with a chat, token by token (see `PolicyClient`).
-
-        Raises:
-            EngineError: no reply can be had; `LateCall` that there was none in time, and the engine was told to stop;
-                `PromptTooLong` that there is no room for one.
-        """
+        """Go on with a chat, token by token (see `PolicyClient`); `LateCall` if no reply came in time."""
         room = None if self.max_length is None else self.max_length - sampling.max_tokens
         shown, root = messages, False
         if chat is not None:

@@ -38,11 +38,7 @@ def pack_test(test: Test, *, visible: bool) -> str:
 
 
 def unpack_test(text: str) -> tuple[Test, bool]:
-    """A test and whether it is visible.
-
-    Raises:
-        ValueError: the text is no packed test.
-    """
+    """A test and whether it is visible; ValueError if the text is no packed test."""
     try:
         fields = json.loads(text)
         visible = bool(fields["visible"])
@@ -67,11 +63,7 @@ class _Answers:
 
     @classmethod
     def of(cls, task: Task) -> _Answers:
-        """What the task's answers say.
-
-        Raises:
-            EnvError: they cannot be read, or there is no test among them.
-        """
+        """What the task's answers say; EnvError if they cannot be read, or there is no test among them."""
         solution, tests = None, []
         try:
             for text in task.answers:

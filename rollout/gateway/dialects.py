@@ -118,11 +118,7 @@ class Growth:
 
     @property
     def news(self) -> list[BlockNews]:
-        """What is new, block by block.
-
-        Raises:
-            GatewayError: the reply does not begin with what was streamed.
-        """
+        """What is new, block by block; GatewayError if the reply does not begin with what was streamed."""
         old, new, found = self.before.blocks if self.before else [], self.now.blocks, list[BlockNews]()
         for index, block in enumerate(new):
             begins, ended = index >= len(old), index < len(old) - 1

@@ -118,11 +118,7 @@ class Architecture:
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """The content of `folder`/config.json.
-
-    Raises:
-        ModelError: the file is missing or no JSON object.
-    """
+    """The content of `folder`/config.json; ModelError if the file is missing or no JSON object."""
     path = Path(folder) / "config.json"
     try:
         return dict(read_json(path))

@@ -65,11 +65,7 @@ class TensorFiles:
 
     @classmethod
     def of_folder(cls, folder: Path | str) -> Self:
-        """Those of a Hugging Face folder: what its index names, else all of them.
-
-        Raises:
-            ModelError: there are none, or one cannot be read.
-        """
+        """Those of a Hugging Face folder: what its index names, else all; ModelError if none is there to be read."""
         index = Path(folder) / "model.safetensors.index.json"
         if index.is_file():
             try:

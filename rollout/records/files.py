@@ -116,11 +116,7 @@ _TRAJECTORY = TypeAdapter(Trajectory)
 
 
 def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
-    """A trajectory from its fields as plain values.
-
-    Raises:
-        ValidationError: they are not those of one.
-    """
+    """A trajectory from its fields as plain values; ValidationError if they are not those of one."""
     turns = row["turns"] and [{**_known(turn), "messages": _all_known(turn["messages"])} for turn in row["turns"]]
     return _TRAJECTORY.validate_python({**row, "turns": turns, "tools": _all_known(row["tools"])})
 

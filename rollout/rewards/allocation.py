@@ -61,11 +61,7 @@ def locate(trajectory: Trajectory, turn: Turn | None = None) -> str:
 
 
 def unbranched(trajectory: Trajectory) -> Trajectory:
-    """The trajectory itself, if it was not sampled as a tree.
-
-    Raises:
-        RewardError: it was; turns off its path led to no outcome.
-    """
+    """The trajectory itself; RewardError if it is a tree, whose turns off the path led to no outcome."""
     if trajectory.leaf or any(turn.node for turn in trajectory.turns):
         raise RewardError(
             f"{locate(trajectory)}: sampled as a tree, whose turns off the path have no outcome; "
@@ -75,11 +71,7 @@ def unbranched(trajectory: Trajectory) -> Trajectory:
 
 
 def outcome(trajectory: Trajectory) -> float:
-    """The outcome that all turns of `trajectory` led to.
-
-    Raises:
-        RewardError: there is none, it is not finite, or the trajectory is a tree.
-    """
+    """The outcome that all turns led to; RewardError if there is none, it is not finite, or there is a tree."""
     value = unbranched(trajectory).outcome
     if value is None or not math.isfinite(value):
         raise RewardError(f"{locate(trajectory)}: completed with outcome {value}; its environment must give a number")
@@ -87,11 +79,7 @@ def outcome(trajectory: Trajectory) -> float:
 
 
 def score_of(trajectory: Trajectory, turn: Turn, name: str) -> float:
-    """What was measured of `turn` by that name.
-
-    Raises:
-        RewardError: it was not measured, or is not finite.
-    """
+    """What was measured of `turn` by that name; RewardError if it was not measured, or is not finite."""
     value = turn.scores.get(name)
     if value is None:
         known = ", ".join(turn.scores) or "nothing"

@@ -70,9 +70,6 @@ class Coach:
         """Read the key, and open the replies and the spending kept in `cache_folder`.
 
         Make it before child processes start: the key's variable is removed from this process's environment.
-
-        Raises:
-            RemoteError: no key, or a folder in use.
         """
         self._config, self._caller = config, Caller(config, cache_folder)
         self._settings = ReplySettings(temperature=config.temperature, max_tokens=config.max_tokens)
@@ -91,6 +88,7 @@ class Coach:
             RemoteError: the coach cannot be used at all (key, model, URL, quota).
             BudgetExhausted: a call did not fit and `when_exhausted` is `stop`. Replies that came are kept.
         """
+        judged = self._config.agents
         tasks = {
             (g, t, i): asyncio.create_task(
                 self._judge(turn.agent, question(group.task, trajectory, turn, self._config))
@@ -98,7 +96,8 @@ class Coach:
             for g, group in enumerate(groups)
             for t, trajectory in enumerate(group.trajectories)
             for i, turn in enumerate(trajectory.turns)
-            if trajectory.status is Status.COMPLETED and self._is_judged(turn)
+            # a masked turn, such as a frozen agent's, cannot train
+            if trajectory.status is Status.COMPLETED and not turn.masked and (not judged or turn.agent in judged)
         }
         found = await self._gather(tasks)
         out = [f for f in found.values() if isinstance(f, Unscored) and f.kind == "budget"]
@@ -136,10 +135,6 @@ class Coach:
 
     async def aclose(self) -> None:
         await self._caller.aclose()
-
-    def _is_judged(self, turn: Turn) -> bool:
-        """Whether a turn can train (a frozen agent's cannot) and is to be judged."""
-        return not turn.masked and (not self._config.agents or turn.agent in self._config.agents)
 
     async def _gather(self, tasks: dict[TurnPlace, asyncio.Task[Judgement]]) -> dict[TurnPlace, Judgement]:
         """What the tasks found; those that are late are ended. One that raises ends them all."""

@@ -33,11 +33,7 @@ class Jail:
         self._ended: dict[str, Any] | None = None  # report on the last one, if it came before it was waited for
 
     def open(self, limits: RunLimits) -> None:
-        """Furnish the box; the first thing to ask for.
-
-        Raises:
-            SandboxError: the warden or its group is gone.
-        """
+        """Furnish the box, the first thing to ask for; SandboxError if the warden or its group is gone."""
         if self.group is not None:
             try:
                 self.group.limit((limits.memory_mb + limits.disk_mb) << 20, limits.processes)

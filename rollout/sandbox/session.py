@@ -146,11 +146,7 @@ async def _ended_soon(jail: Jail) -> dict[str, Any]:
 
 
 async def execute(jail: Jail, program: Program) -> RunResult:
-    """Run a program in a jail that was just lent.
-
-    Raises:
-        SandboxError: the jail failed.
-    """
+    """Run a program in a jail that was just lent; SandboxError if the jail failed."""
     limits = program.limits
     handles: list[int] = []
     try:

@@ -172,8 +172,4 @@ class Format(Protocol):
         """The environment that scores such problems, a name in ENVS."""
 
     def problem(self, row: DataRow) -> Problem | None:
-        """The problem of a row, None where nothing could be scored.
-
-        Raises:
-            BadRow: the row is not of this format.
-        """
+        """The problem of a row, None where nothing could be scored; BadRow if the row is not of this format."""

@@ -155,7 +155,6 @@ def alfworld_tasks(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[
 
     Raises:
         RecordError: the folder lacks one of these.
-        ValueError: there are fewer games than asked for.
     """
     tasks = []
     for split, size in sizes.items():

@@ -56,11 +56,7 @@ def draw_different(
 
 
 def draw_listed(source: str, split: str, size: int, owned: Sequence[_T], random: Random) -> list[_T]:
-    """`size` of what a split owns, without replacement.
-
-    Raises:
-        ValueError: it owns fewer.
-    """
+    """`size` of what a split owns, without replacement; ValueError if it owns fewer."""
     if size > len(owned):
         raise ValueError(f"{source}: {size} {split} tasks asked for, but there are {len(owned)}; lower data.{split}")
     return random.sample(owned, size)

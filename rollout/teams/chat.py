@@ -75,11 +75,7 @@ class Chat:
         return await self._reply()
 
     async def ask(self, **slots: object) -> AgentReply:
-        """Say what the role's user template makes of `slots`.
-
-        Raises:
-            KeyError: the template has a slot that was not given.
-        """
+        """Say what the role's user template makes of `slots`; KeyError if it has one that was not given."""
         return await self.say(self._agent.role.user.format(**slots))
 
     async def tool(self, call_id: str, result: str) -> AgentReply | None:

@@ -48,11 +48,7 @@ class Episode:
         self._tool_s = tool_s
 
     async def play(self) -> None:
-        """Run the orchestra. What it, an engine or the environment raises becomes `error`.
-
-        Raises:
-            Unusable: the run cannot go on.
-        """
+        """Run the orchestra. What it, an engine or the environment raises becomes `error`."""
         opened = AsyncExitStack()
         try:
             if self._living is not None:

@@ -65,11 +65,7 @@ ROLES: dict[str, Role] = {}
 
 
 def register_agent(name: str, *, system: str, user: str) -> Callable[[Parser], Parser]:
-    """Register the decorated parser, with its prompts, as the role `name`.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Register the decorated parser, with its prompts, as the role `name`; ValueError if the name is taken."""
 
     def register(parse: Parser) -> Parser:
         if name in ROLES:
@@ -109,11 +105,7 @@ class AgentReply:
 
 
 def template_slots(agent: str, template: str) -> list[str]:
-    """The slots of an agent's user template.
-
-    Raises:
-        ValueError: it is no template, or a slot has no name.
-    """
+    """The slots of an agent's user template; ValueError if it is no template, or a slot has no name."""
     try:
         found = [re.split(r"[.\[]", name)[0] for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:

@@ -151,9 +151,6 @@ class TeamSession:
         Args:
             system: its system prompt; None: the role's.
             tools: that it may call; None: those that the config gives to the agent.
-
-        Raises:
-            KeyError: the team has no such agent.
         """
         agent = self._team.agents[name]
         own = self.tools.get(name, ()) if tools is None else tools

@@ -54,11 +54,7 @@ class ActorDied(EngineError):
 
 @dataclass(frozen=True, kw_only=True)
 class HostedSettings:
-    """Settings of an embedded engine in an actor.
-
-    Raises:
-        EngineError: no such transport.
-    """
+    """Settings of an embedded engine in an actor; EngineError if there is no such transport."""
 
     max_length: int  # tokens of prompt and reply
     rows: int = 192  # sequences held at once
@@ -74,7 +70,6 @@ class HostedSettings:
     hang_s: float = 600.0  # that the actor may take for one call
 
     def __post_init__(self) -> None:
-        """Check the transport."""
         known = sorted(TRANSPORTS["embedded"])
         if self.transport not in known:
             raise EngineError(f"the embedded engine has no transport '{self.transport}'; known: {', '.join(known)}")

@@ -71,11 +71,7 @@ class Caller:
     """A frozen model that can be asked; used from one event loop after another, never from two at once."""
 
     def __init__(self, config: RemoteConfig, folder: Path) -> None:
-        """Read the key and open the ledger in `folder`.
-
-        Raises:
-            RemoteError: no key, no library, or a ledger that cannot be used.
-        """
+        """Read the key and open the ledger in `folder`; RemoteError if there is no key, no library or no ledger."""
         self._config = config
         self._key = remote.read_key(config.key_variable, config.key_file)
         self._make = remote.provider_class(config.provider)
@@ -267,11 +263,7 @@ class RemoteClient:
     """
 
     def __init__(self, config: RemoteConfig, cache_folder: Path) -> None:
-        """Read the key, and open the replies and the spending kept in `cache_folder`.
-
-        Raises:
-            RemoteError: no key, or a folder in use.
-        """
+        """Read the key, and open the replies and the spending kept in `cache_folder` (see `Caller`)."""
         self._config, self._caller, self._tally = config, Caller(config, cache_folder), Tally()
 
     async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:

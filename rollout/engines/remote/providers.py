@@ -73,10 +73,6 @@ class AnthropicMessages:
     """The Messages API of one model."""
 
     def __init__(self, config: RemoteConfig, key: ApiKey | None) -> None:
-        """
-        Raises:
-            RemoteError: the library is not installed, or there is no key.
-        """
         try:
             import anthropic
         except ImportError:
@@ -127,10 +123,6 @@ class GeminiContent:
     """`generate_content` of one model of the Gemini Developer API."""
 
     def __init__(self, config: RemoteConfig, key: ApiKey | None) -> None:
-        """
-        Raises:
-            RemoteError: the library is not installed, or there is no key.
-        """
         try:
             from google import genai
             from google.genai import errors

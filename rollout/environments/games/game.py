@@ -53,11 +53,7 @@ class Game(Protocol[_State]):
         """The reward that is added when the turns, or the game's own moves, are spent without a solution."""
 
     def read(self, puzzle: str) -> _State:
-        """The first state of the puzzle that `show` wrote.
-
-        Raises:
-            BadPuzzle: the text is no puzzle of this game.
-        """
+        """The first state of the puzzle that `show` wrote; BadPuzzle if the text is no puzzle of this game."""
 
     def show(self, state: _State) -> str:
         """The state as text: its board, unless the game says more."""
@@ -211,11 +207,7 @@ _Node = TypeVar("_Node", bound=Hashable)
 
 
 def parse_rows(text: str, signs: str) -> list[list[str]]:
-    """Rows of signs separated by spaces, all of one length.
-
-    Raises:
-        BadPuzzle: a sign is not in `signs`, or the rows are no rectangle.
-    """
+    """Rows of signs with spaces between; BadPuzzle if a sign is not in `signs`, or they are no rectangle."""
     rows = [line.split() for line in text.splitlines() if line.strip()]
     if not rows or len({len(row) for row in rows}) != 1:
         raise BadPuzzle("expected rows of signs separated by spaces, all of one length")
