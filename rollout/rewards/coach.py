@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import math
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -134,6 +133,7 @@ class Coach:
         return {f"coach/{name}": float(value) for name, value in metrics.items()}
 
     async def aclose(self) -> None:
+        """Close the connections and the cache."""
         await self._caller.aclose()
 
     async def _gather(self, tasks: dict[TurnPlace, asyncio.Task[Judgement]]) -> dict[TurnPlace, Judgement]:
@@ -150,26 +150,24 @@ class Coach:
         return {place: task.result() if task in done else late for place, task in tasks.items()}
 
     async def _judge(self, agent: str, messages: tuple[Message, ...]) -> Judgement:
-        async with self._caller.slots:
-            deadline = time.monotonic() + self._config.deadline_s
-            try:
-                async with asyncio.timeout(self._config.deadline_s):
-                    reply = await self._ask(agent, messages, deadline)
-                    try:
-                        return parse(reply)
-                    except Malformed as trouble:
-                        messages = ask_again(messages, reply, str(trouble))
-                    return parse(await self._ask(agent, messages, deadline))
-            except TimeoutError:
-                return Unscored("deadline", f"no verdict within {self._config.deadline_s:g} s")
-            except BudgetExhausted as trouble:
-                return Unscored("budget", str(trouble))
-            except Malformed as trouble:
-                return Unscored("malformed", f"{trouble}, also when asked again")
-            except Refused as trouble:
-                return Unscored("refused", str(trouble))
-            except Unanswered as trouble:
-                return Unscored("unavailable", str(trouble))
+        try:
+            async with self._caller.turn() as deadline:
+                reply = await self._ask(agent, messages, deadline)
+                try:
+                    return parse(reply)
+                except Malformed as trouble:
+                    messages = ask_again(messages, reply, str(trouble))
+                return parse(await self._ask(agent, messages, deadline))
+        except TimeoutError:
+            return Unscored("deadline", f"no verdict within {self._config.deadline_s:g} s")
+        except BudgetExhausted as trouble:
+            return Unscored("budget", str(trouble))
+        except Malformed as trouble:
+            return Unscored("malformed", f"{trouble}, also when asked again")
+        except Refused as trouble:
+            return Unscored("refused", str(trouble))
+        except Unanswered as trouble:
+            return Unscored("unavailable", str(trouble))
 
     async def _ask(self, agent: str, messages: tuple[Message, ...], deadline: float) -> str:
         tally = self._judged[agent].tally
