@@ -83,12 +83,7 @@ class HttpReply:
             raise Unanswered(f"malformed reply: {error}") from None
 
     def succeeded(self) -> HttpReply:
-        """Itself, if its status is 200.
-
-        Raises:
-            Unanswered: the server is busy or broken.
-            Refused: it has any other status.
-        """
+        """Itself, if its status is 200; Unanswered if the server is busy or broken, Refused at any other."""
         if self.status == 200:
             return self
         raise failure_of(self.status, self.text, self.headers)

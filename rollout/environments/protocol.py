@@ -33,17 +33,17 @@ class Step:
 
 
 class Env(Protocol):
-    """One task's world, used by one trajectory.
-
-    Whatever it is asked may raise EnvError: the task cannot be read, something is not open, a tool or the sandbox
-    failed for good; `Undecided` where it is not known what a text is worth.
-    """
+    """One task's world, used by one trajectory; any of its methods may raise what `step` raises."""
 
     def reset(self, task: Task) -> str:
         """Start `task`; returns the problem as the agents see it."""
 
     async def step(self, action: str) -> Step:
-        """Apply an agent's text."""
+        """Apply an agent's text.
+
+        Raises:
+            EnvError: a tool failed for good; `Undecided` when it is not known what the text is worth.
+        """
 
 
 @runtime_checkable

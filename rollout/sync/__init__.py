@@ -99,11 +99,7 @@ SENDERS = {
 
 
 def make_sender(route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> WeightSender:
-    """The trainer's side of `route` on one of its ranks; `exchange` gives every rank what each of them gave.
-
-    Raises:
-        UnknownName: no such transport.
-    """
+    """The trainer's side of `route` on one of its ranks; `exchange` gives every rank what each of them gave."""
     made: WeightSender = imported("transport", route.transport, SENDERS)(route, rank=rank, exchange=exchange)
     return made
 

@@ -65,7 +65,11 @@ ROLES: dict[str, Role] = {}
 
 
 def register_agent(name: str, *, system: str, user: str) -> Callable[[Parser], Parser]:
-    """Register the decorated parser, with its prompts, as the role `name`; ValueError if the name is taken."""
+    """Register the decorated parser, with its prompts, as the role `name`.
+
+    Raises:
+        ValueError: the name is taken.
+    """
 
     def register(parse: Parser) -> Parser:
         if name in ROLES:

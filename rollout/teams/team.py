@@ -151,6 +151,9 @@ class TeamSession:
         Args:
             system: its system prompt; None: the role's.
             tools: that it may call; None: those that the config gives to the agent.
+
+        Raises:
+            KeyError: the team has no such agent.
         """
         agent = self._team.agents[name]
         own = self.tools.get(name, ()) if tools is None else tools
@@ -210,12 +213,20 @@ class TeamSession:
         return derive_seed(*self._place, "orchestra", *what)
 
     def mask(self, turn: int, /) -> None:
-        """Have a turn not train, because nobody has read its reply: its score `unread` is 1."""
+        """Have a turn not train, because nobody has read its reply: its score `unread` is 1.
+
+        Raises:
+            KeyError: there is no such turn.
+        """
         self._turns[turn] = replace(self._turns[turn], masked=True)
         self.score(turn, unread=1.0)
 
     def place(self, turn: int, /, node: str) -> None:
-        """Say which node of a tree that the orchestra grows by itself a turn is; `leaf` says where the tree ended."""
+        """Say which node of a tree that the orchestra grows by itself a turn is; `leaf` says where the tree ended.
+
+        Raises:
+            KeyError: there is no such turn.
+        """
         self._turns[turn] = replace(self._turns[turn], node=node)
 
     def credit(self, reward: float, metrics: Mapping[str, float]) -> None:
