@@ -23,7 +23,7 @@ class GrowingReply:
     prompt: tuple[int, ...]
     sampling: Sampling
     record: CallRecord | None
-    tell: Callable[[int, Sequence[int]], bool] | None  # hears of further tokens and the place of the first: to go on?
+    tell: Callable[[int, Sequence[int]], bool] | None  # hears tokens and the place of the first; whether to go on
 
     def __post_init__(self) -> None:
         self._place, before = self.record.part(self.sampling.seed, self.prompt) if self.record else ("", None)

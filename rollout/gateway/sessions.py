@@ -130,7 +130,7 @@ class GatewaySession:
 
     team: TeamSession  # the trajectory's
     _: KW_ONLY
-    aliases: Mapping[str, str] | None = None  # agents by names that programs have for models; `*` is any other name
+    aliases: Mapping[str, str] = field(default_factory=dict)  # agents by programs' names for models; `*` is any other
     most_turns: int = 1000  # calls that are answered
     own_sampling: bool = False  # whether a call's temperature and top_p are heeded; in training they are the agent's
 
@@ -138,7 +138,6 @@ class GatewaySession:
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.overlong: PromptTooLong | None = None
         self._agents = {agent.name: agent for agent in self.team.agents}
-        self._aliases = dict(self.aliases or {})
         self._name = secrets.token_hex(6)  # of replies' ids
         self._said: dict[bytes, _Said] = {}  # by digest of the conversation up to the reply, as the program knows it
         self._given: dict[str, tuple[Message, ...]] = {}  # by a reply's id, the conversation up to it
@@ -150,11 +149,11 @@ class GatewaySession:
     @property
     def models(self) -> list[str]:
         """The names that calls may ask for."""
-        return [*self._agents, *(name for name in self._aliases if name != "*")]
+        return [*self._agents, *(name for name in self.aliases if name != "*")]
 
     def agent(self, model: str) -> Agent:
         """Who answers as `model`."""
-        name = model if model in self._agents else self._aliases.get(model, self._aliases.get("*", ""))
+        name = model if model in self._agents else self.aliases.get(model, self.aliases.get("*", ""))
         if name not in self._agents:
             known = ", ".join(self.models)
             raise GatewayError(404, f"no model '{model[:80]}'; the agents here: {known}", "model_not_found")

@@ -59,7 +59,7 @@ class Tree:
 
     def _sprout(self) -> Branch:
         seat = BranchSession(self.team, self.place)
-        return Branch(self.task, seat, self.make_env(self.task), self.orchestra, tool_s=self.tool_s)
+        return Branch(Episode(self.task, seat, self.make_env(self.task), self.orchestra, tool_s=self.tool_s), seat)
 
     async def play(self) -> None:
         """Grow the tree to its end. It fails when all branches of a round fail, or when it cannot branch."""
@@ -209,14 +209,11 @@ class Branch:
     and their replies are handed over together, in the order of the calls.
     """
 
-    def __init__(
-        self, task: Task, seat: BranchSession, env: Env, orchestra: Orchestra, *, tool_s: float | None = None
-    ) -> None:
-        self.episode = Episode(task, seat, env, orchestra, tool_s=tool_s)
+    def __init__(self, episode: Episode, seat: BranchSession) -> None:
+        self.episode, self._seat = episode, seat
         self.node = ""
         self.rounds: list[list[Asked]] = []
         self.resting = False
-        self._seat = seat
         self._before = 0  # steps of the environment before the latest round
         self._task: asyncio.Task[None] | None = None
 
