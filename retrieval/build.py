@@ -141,9 +141,6 @@ def build_index(
         encoder: None makes an index of words alone.
         kind: a name in INDEX_TYPES.
         lexical: with an index of words (BM25) beside it.
-
-    Raises:
-        RetrievalError: a line of the corpus is malformed (file:line), or a vector is not finite.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / MANIFEST).unlink(missing_ok=True)

@@ -148,11 +148,7 @@ class Encoder:
 
 
 def minilm_folder() -> Path:
-    """Where the installed package keeps its model, found without importing it.
-
-    Raises:
-        RetrievalError: it is not installed, or in another version.
-    """
+    """Where the package keeps its model, found without importing it; RetrievalError if it is not there, or another."""
     wanted = f"pip install {MINILM_PACKAGE}=={MINILM_VERSION}"
     try:
         package = metadata.distribution(MINILM_PACKAGE)

@@ -158,11 +158,7 @@ class Index:
         return index
 
     def rows_with(self, where: Where) -> np.ndarray | None:
-        """The rows of the corpus that a filter leaves; None: all.
-
-        Raises:
-            BadRequest: there are too many, or the index is older than filters.
-        """
+        """The rows that a filter leaves, None for all; BadRequest if too many, or the index is older than filters."""
         if where and self.facets is None:
             raise BadRequest("where: the index knows nothing to filter by; build it again")
         return self.facets.rows(where) if where and self.facets else None

@@ -50,11 +50,7 @@ class FaissGpuScan:
     """FAISS over all GPUs of the machine: fp16, rows in shards. One thread only may ask it."""
 
     def __init__(self, index: faiss.Index) -> None:
-        """Copy a flat index.
-
-        Raises:
-            RetrievalError: this FAISS is one for CPUs, or there is no GPU.
-        """
+        """Copy a flat index; RetrievalError if this FAISS is one for CPUs, or there is no GPU."""
         library: Any = faiss
         if not hasattr(library, "GpuMultipleClonerOptions") or not library.get_num_gpus():
             raise RetrievalError("FAISS finds no GPU here; take retrieval/environment.yml, or --backend torch")

@@ -144,11 +144,7 @@ def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(value: Any) -> Any:
-    """What was `sealed`, and what has no seal as it is.
-
-    Raises:
-        ValueError: it is not what was written.
-    """
+    """What was `sealed`, and what has no seal as it is; ValueError if it is not what was written."""
     if not isinstance(value, dict) or "sha256" not in value:
         return value
     if sealed(value) != value:
@@ -248,11 +244,7 @@ def known_sha256(*paths: Path, again: bool = False) -> str:
 
 
 def writable(folder: Path) -> Path:
-    """Make `folder`, which is this user's alone if it is new, and return it.
-
-    Raises:
-        FolderError: it cannot be made or written.
-    """
+    """Make `folder`, this user's alone if it is new, and return it; FolderError if it cannot be made or written."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         probe = folder / ".writable"

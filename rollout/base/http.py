@@ -76,23 +76,14 @@ class HttpReply:
         return self.content.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """The body's JSON.
-
-        Raises:
-            Unanswered: it is none.
-        """
+        """The body's JSON; Unanswered if it is none."""
         try:
             return json.loads(self.content)
         except ValueError as error:
             raise Unanswered(f"malformed reply: {error}") from None
 
     def succeeded(self) -> HttpReply:
-        """Itself, if its status is 200.
-
-        Raises:
-            Unanswered: the server is busy or broken.
-            Refused: it has any other status.
-        """
+        """Itself, if its status is 200; Unanswered if the server is busy or broken, Refused at any other."""
         if self.status == 200:
             return self
         raise failure_of(self.status, self.text, self.headers)

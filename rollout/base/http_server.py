@@ -53,11 +53,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The body of a request, of at most `most` bytes.
-
-    Raises:
-        BodyTooLarge: it has more, or says so.
-    """
+    """The body of a request, of at most `most` bytes; BodyTooLarge if it has more, or says so."""
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared[:20]) > most:
         raise BodyTooLarge(f"the body is over {most} bytes")

@@ -109,11 +109,7 @@ def lookup(kind: str, name: str, known: Mapping[str, _T], *, own: bool = True) -
 
 
 def imported(kind: str, name: str, paths: Mapping[str, str]) -> Any:
-    """What is at the import path of `name`, or found as `lookup` finds it; imports what that needs.
-
-    Raises:
-        UnknownName: as `lookup`.
-    """
+    """What is at the import path of `name`, or found as `lookup` finds it; imports what that needs."""
     found: Any = lookup(kind, name, paths)
     return lookup(kind, found, {}) if isinstance(found, str) else found
 

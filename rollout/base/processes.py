@@ -178,11 +178,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def interface_of(address: str) -> str:
-    """The name of this machine's network interface with the IP `address`.
-
-    Raises:
-        LookupError: it has none.
-    """
+    """The name of this machine's network interface with the IP `address`; LookupError if it has none."""
     for name, given in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in given):
             return str(name)

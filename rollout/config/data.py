@@ -176,11 +176,7 @@ def prepared_tasks(folder: Path, split: Split) -> list[Task]:
 
 
 def check_envs(tasks: Iterable[Task]) -> None:
-    """Refuse an environment that a task names and that is not there.
-
-    Raises:
-        UnknownName: it cannot be found.
-    """
+    """Refuse, with UnknownName, an environment that a task names and that is not there."""
     for env in sorted({task.env for task in tasks}):
         lookup("env", env, ENVS)
 

@@ -118,7 +118,11 @@ class Engine(Protocol):
     """A policy's rollout side. Transports stay inside an engine's file."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion for `prompt_ids` [P]."""
+        """Sample one completion for `prompt_ids` [P].
+
+        Raises:
+            EngineError: the request cannot be served (too long, bad token ids or sampling), or the engine is broken.
+        """
 
     async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by a stream of (Hugging Face name, full tensor).
@@ -184,7 +188,11 @@ class TrainedEngine(Engine, Protocol):
         await asyncio.Event().wait()
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Give memory back until `wake`; an idle engine only. Who sleeps without weights wakes without them."""
+        """Give memory back until `wake`. Who sleeps without weights wakes without them.
+
+        Raises:
+            EngineError: requests are running.
+        """
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Take memory again."""
@@ -270,12 +278,7 @@ class EngineClient:
         object.__setattr__(self, "_streaming", self.engine if isinstance(self.engine, StreamingEngine) else None)
 
     async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
-        """Go on with a chat, token by token (see `PolicyClient`).
-
-        Raises:
-            EngineError: no reply can be had; `LateCall` that there was none in time, and the engine was told to stop;
-                `PromptTooLong` that there is no room for one.
-        """
+        """Go on with a chat, token by token (see `PolicyClient`); `LateCall` if no reply came in time."""
         room = None if self.max_length is None else self.max_length - sampling.max_tokens
         shown, root = messages, False
         if chat is not None:

@@ -20,36 +20,25 @@ class AdapterEngine(StreamingEngine, TrainedEngine):
 
     @property
     def starts(self) -> int:  # type: ignore[override]
-        """Starts of the host's processes."""
         return int(self.host.starts)
 
     async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
-        """Sample one completion, in the same batches as those of other adapters (see `StreamingEngine`)."""
         completion: Completion = await self.host.stream(prompt_ids, sampling, hear, self._number)
         return completion
 
     async def begin_update(self) -> SyncRoute:
-        """A place of this adapter's own (see `TrainedEngine`)."""
         route: SyncRoute = await self.host.route(self._number)
         return route
 
     async def commit_update(self, update: WeightUpdate) -> None:
-        """Compute with the adapter of `update` (see `TrainedEngine`).
-
-        Raises:
-            EngineError: its bytes are not the trainer's, or a server refuses it; the one before stays.
-        """
         self.pause_s = await self.host.take(update, self._number)
         self.version = update.version
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Give the host's memory back, which is that of all adapters."""
         await self.host.sleep(tags)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Take it again."""
         await self.host.wake(tags)
 
     def close(self) -> None:
-        """End the host."""
         self.host.close()

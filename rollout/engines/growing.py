@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mcore_mas.rollout.base.task_group import CallRecord
@@ -16,21 +16,19 @@ KEPT = 16  # tokens that are put on record at a time: at most so many of a reply
 _NOTHING = Completion(token_ids=(), logprobs=(), finish_reason="", versions=())
 
 
+@dataclass(eq=False)
 class GrowingReply:
     """A reply under way, as an engine tells of it (see `Hear`)."""
 
-    def __init__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        record: CallRecord | None,
-        tell: Callable[[int, Sequence[int]], bool] | None,
-    ) -> None:
-        """`tell` hears of further tokens and the place of the first; whether to go on."""
-        self._prompt, self._sampling, self._record, self._tell = tuple(prompt_ids), sampling, record, tell
-        self._place, before = record.part(sampling.seed, self._prompt) if record else ("", None)
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    record: CallRecord | None
+    tell: Callable[[int, Sequence[int]], bool] | None  # hears tokens and the place of the first; whether to go on
+
+    def __post_init__(self) -> None:
+        self._place, before = self.record.part(self.sampling.seed, self.prompt) if self.record else ("", None)
         self._before: Completion = before or _NOTHING
-        self.every = 1 if tell else KEPT  # tokens that are worth telling
+        self.every = 1 if self.tell else KEPT  # tokens that are worth telling
         self._begin()
 
     def _begin(self) -> None:
@@ -38,17 +36,17 @@ class GrowingReply:
 
     async def sampled(self, engine: StreamingEngine) -> Completion:
         """The whole of it, sampled by `engine` from where it was."""
-        before, sampling = self._before.token_ids, self._sampling
-        if before and self._tell and not self._tell(0, before):
+        before, sampling = self._before.token_ids, self.sampling
+        if before and self.tell and not self.tell(0, before):
             return replace(self._before, finish_reason="abort")
         rest = changed(sampling, first=len(before), max_tokens=sampling.max_tokens - len(before))
-        return self._before.then(await engine.stream(self._prompt + before, rest, self))
+        return self._before.then(await engine.stream(self.prompt + before, rest, self))
 
     def __call__(self, place: int, part: Completion) -> bool:
         """Take a further part."""
         if not place:  # or the engine had to begin anew
             self._begin()
         self._new = self._new.then(part)
-        if self._record and len(self._new.token_ids) >= KEPT:
-            self._next, self._new = self._record.keep_part(self._next, self._new), _NOTHING
-        return self._tell is None or self._tell(place + len(self._before.token_ids), part.token_ids)
+        if self.record and len(self._new.token_ids) >= KEPT:
+            self._next, self._new = self.record.keep_part(self._next, self._new), _NOTHING
+        return self.tell is None or self.tell(place + len(self._before.token_ids), part.token_ids)

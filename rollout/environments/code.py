@@ -38,11 +38,7 @@ def pack_test(test: Test, *, visible: bool) -> str:
 
 
 def unpack_test(text: str) -> tuple[Test, bool]:
-    """A test and whether it is visible.
-
-    Raises:
-        ValueError: the text is no packed test.
-    """
+    """A test and whether it is visible; ValueError if the text is no packed test."""
     try:
         fields = json.loads(text)
         visible = bool(fields["visible"])
@@ -67,11 +63,7 @@ class _Answers:
 
     @classmethod
     def of(cls, task: Task) -> _Answers:
-        """What the task's answers say.
-
-        Raises:
-            EnvError: they cannot be read, or there is no test among them.
-        """
+        """What the task's answers say; EnvError if they cannot be read, or there is no test among them."""
         solution, tests = None, []
         try:
             for text in task.answers:
@@ -131,11 +123,7 @@ class CodeEnv(SandboxedEnv):
         return task.prompt
 
     async def step(self, action: str) -> Step:
-        """Try a program, or score the last one of the text.
-
-        Raises:
-            EnvError: the task's tests cannot be read, or the sandbox failed.
-        """
+        """Try a program, or score the last one of the text."""
         step = await self.preview(action)
         if not step.done:
             self._runs += 1

@@ -70,11 +70,7 @@ class DataScienceEnv:
     _steps: int = field(default=0, init=False)
 
     async def open(self, task: Task) -> None:
-        """Open a folder with the task's files.
-
-        Raises:
-            EnvError: the task's answers cannot be read, or the sandbox keeps no folders.
-        """
+        """Open a folder with the task's files."""
         files, self._target = unpack_files(task)
         sandbox = self.sandbox or own_sandbox(self.tier)
         if not hasattr(sandbox, "session"):
@@ -96,11 +92,7 @@ class DataScienceEnv:
         return task.prompt
 
     async def step(self, action: str) -> Step:
-        """Run the action's program, or have the submission scored.
-
-        Raises:
-            EnvError: the environment is not open, or the sandbox failed.
-        """
+        """Run the action's program, or have the submission scored."""
         self._steps += 1
         program = last_program(action)
         call = None if program is None or SUBMIT in action else await self.run(program)

@@ -138,11 +138,7 @@ class MathEnv(CalculatingEnv):
         return await self.step(action)  # which changes nothing
 
     async def same(self, answer: str, other: str) -> bool:
-        """Whether two answers are known to be mathematically equal; undecided ones do not agree.
-
-        Raises:
-            EnvError: they cannot be compared on this machine.
-        """
+        """Whether two answers are known to be mathematically equal; undecided ones do not agree."""
         compare = partial(asyncio.to_thread, compare_answers, answer, other)
         return await once(AnswerComparison, compare, answer, other) is AnswerComparison.EQUAL
 

@@ -52,11 +52,7 @@ class McpServers:
         self._over = asyncio.Event()
 
     async def open(self) -> None:
-        """Start the servers and ask for their tools.
-
-        Raises:
-            EnvError: the library is missing, or a server does not start.
-        """
+        """Start the servers and ask for their tools; EnvError if the library is missing, or a server does not start."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ready.add_done_callback(lambda _: None if ready.cancelled() else ready.exception())  # perhaps nobody waits
         self._alive = asyncio.create_task(self._live(ready))
@@ -166,7 +162,6 @@ class McpEnv:
     _steps: int = field(default=0, init=False)
 
     async def open(self, task: Task) -> None:
-        """Start the servers (see `McpServers`)."""
         self._own = McpServers(self.servers, self.start_s)
         await self._own.open()
         self._tools = self._own.tools
@@ -185,11 +180,7 @@ class McpEnv:
         return f"{task.prompt}\n\nTools:\n{chr(10).join(about)}\n\n{_FORM}"
 
     async def step(self, action: str) -> Step:
-        """Call a tool, or answer.
-
-        Raises:
-            EnvError: the environment is not open, or a server is late or broken.
-        """
+        """Call a tool, or answer."""
         if self._own is None:
             raise EnvError("McpEnv.step before open")
         self._steps += 1
@@ -213,10 +204,10 @@ class McpEnv:
             fields = json.loads(call or "")
             name, arguments = fields["tool"], fields.get("arguments", {})
             json.dumps(arguments, ensure_ascii=False).encode()  # refuses text that no message can hold
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                raise TypeError("expected a name and an object")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BadArguments(f"This is no call.\n{_FORM}") from error
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            raise BadArguments(f"This is no call.\n{_FORM}")
         if name not in self._tools:
             raise BadArguments(f"There is no tool '{name}'; tools: {', '.join(self._tools)}")
         check_arguments(name, arguments, self._tools[name].schema.parameters)

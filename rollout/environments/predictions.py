@@ -23,22 +23,16 @@ def f1(rows: ScoredRows) -> float:
     """F1 of label 1 where the truths are 0 and 1; else the mean over the truths' labels (macro)."""
     labels = sorted({a for a, _ in rows}, key=str)
     labels = [1.0] if set(labels) <= {0.0, 1.0} else labels
-    return fmean(_f1(rows, label) for label in labels)
-
-
-def _f1(rows: ScoredRows, label: object) -> float:
-    # F1 = 2 TP / (2 TP + FP + FN)
-    hits = sum(a == label == b for a, b in rows)
-    named = sum(a == label for a, _ in rows) + sum(b == label for _, b in rows)
-    return 2 * hits / named if named else 0.0
+    scores = []
+    for label in labels:  # F1 = 2 TP / (2 TP + FP + FN)
+        hits = sum(a == label == b for a, b in rows)
+        named = sum(a == label for a, _ in rows) + sum(b == label for _, b in rows)
+        scores.append(2 * hits / named if named else 0.0)
+    return fmean(scores)
 
 
 def auc(rows: ScoredRows) -> float:
-    """The chance that a row of label 1 has a higher prediction than a row of label 0; ties count half.
-
-    Raises:
-        ValueError: all rows have one label.
-    """
+    """The chance that label 1 is predicted higher than label 0, ties counted half; ValueError if one is missing."""
     ones, zeros = (sorted(b for a, b in rows if a == label) for label in (1, 0))
     if not ones or not zeros:
         raise ValueError("auc needs truths of both labels, 0 and 1")
@@ -52,11 +46,7 @@ def rmse(rows: ScoredRows) -> float:
 
 
 def rmsle(rows: ScoredRows) -> float:
-    """The root of the mean squared error of log(1 + x).
-
-    Raises:
-        BadSubmission: a prediction is -1 or less.
-    """
+    """The root of the mean squared error of log(1 + x); BadSubmission if a prediction is -1 or less."""
     try:
         return rmse([(math.log1p(a), math.log1p(b)) for a, b in rows])
     except ValueError as error:

@@ -33,7 +33,7 @@ class Step:
 
 
 class Env(Protocol):
-    """One task's world, used by one trajectory."""
+    """One task's world, used by one trajectory; any of its methods may raise what `step` raises."""
 
     def reset(self, task: Task) -> str:
         """Start `task`; returns the problem as the agents see it."""
@@ -47,35 +47,18 @@ class Env(Protocol):
 
 
 @runtime_checkable
-class Stateful(Protocol):
-    """What an environment can do besides whose agents may stand in the same state twice."""
-
-    def state(self) -> str:
-        """The state as it is now, from `reset` on, without history: equal texts, equal states."""
-
-
-@runtime_checkable
 class Running(Protocol):
     """What an environment with a sandbox can do besides, without a step."""
 
     async def run(self, program: str) -> ToolCall:
-        """Run an agent's Python program; the result is what it printed.
-
-        Raises:
-            EnvError: the sandbox failed.
-        """
+        """Run an agent's Python program; the result is what it printed, and what went wrong if it failed."""
 
 
-@runtime_checkable
 class Living(Protocol):
-    """What an environment needs besides that holds something of the machine: a process, a session, a connection."""
+    """What an environment has besides that holds something of the machine: a process, a session, a connection."""
 
     async def open(self, task: Task) -> None:
-        """Take hold of it, before `reset`.
-
-        Raises:
-            EnvError: it cannot be had.
-        """
+        """Take hold of it, before `reset`."""
 
     async def close(self) -> None:
         """Let go of it, however the trajectory ended; also when `open` failed or was never called."""
@@ -93,25 +76,13 @@ class PlayedEnv(Env, Running, Protocol):
     """
 
     async def preview(self, action: str) -> Step:
-        """What `step` would answer, with the world left as it is.
-
-        Raises:
-            EnvError: a tool failed for good; `Undecided` when it is not known what the action is worth.
-        """
+        """What `step` would answer, with the world left as it is."""
 
     async def same(self, answer: str, other: str) -> bool:
-        """Whether two answers are known to be equal.
-
-        Raises:
-            EnvError: answers cannot be compared on this machine.
-        """
+        """Whether two answers are known to be equal."""
 
     async def files(self) -> Mapping[str, int]:
-        """Size in bytes of every file, by path.
-
-        Raises:
-            EnvError: the sandbox failed.
-        """
+        """Size in bytes of every file, by path."""
 
     async def forget(self) -> None:
         """End the process that programs share: its variables are gone, the files stay."""
@@ -122,17 +93,10 @@ class PlayedEnv(Env, Running, Protocol):
         Returns:
             What went wrong as observation, the run as tool call, and the metric `check_rate`: the share of tests that
             pass, 0 without any.
-
-        Raises:
-            EnvError: the sandbox failed.
         """
 
     async def agreement(self, cases: Sequence[Case]) -> float | None:
-        """The share of an agent's tests that the task's own solution passes, 0 without any; None when it has none.
-
-        Raises:
-            EnvError: the sandbox failed.
-        """
+        """The share of an agent's tests that the task's own solution passes, 0 without any; None when it has none."""
 
 
 def last_tag(text: str, name: str) -> str | None:

@@ -114,11 +114,7 @@ class RepositoryEnv:
     _malformed: int = field(default=0, init=False)
 
     def reset(self, task: Task) -> str:
-        """Start `task`; returns the issue, the files and the form of a patch.
-
-        Raises:
-            EnvError: the task's answers cannot be read, or its checkout is missing.
-        """
+        """Start `task`; returns the issue, the files and the form of a patch."""
         self._turns = self._malformed = 0
         self._instance = _read(task, Path(self.checkouts) if self.checkouts else None)
         sources = self._instance.sources
@@ -128,11 +124,7 @@ class RepositoryEnv:
         return f"# Issue\n{task.prompt}\n\n# Files\n{listed}\n\n# Form of a patch\n{_FORM}"
 
     async def step(self, action: str) -> Step:
-        """Apply a patch, and test it.
-
-        Raises:
-            EnvError: `reset` was not called, or the sandbox failed.
-        """
+        """Apply a patch, and test it."""
         instance = self._instance
         if instance is None:
             raise EnvError("RepositoryEnv.step before reset")

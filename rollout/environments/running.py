@@ -54,11 +54,6 @@ class CalculatingEnv(SandboxedEnv):
     """One whose agents may run programs on the way (see `Running`)."""
 
     async def run(self, program: str) -> ToolCall:
-        """Run a program; the result is what it printed, and what went wrong if it failed.
-
-        Raises:
-            SandboxError: nothing is known about the program.
-        """
         result = await once(RunResult, partial(self.runner.run, program, limits=self.limits), program)
         failed = result.verdict is not Verdict.OK
         shown = result if failed else replace(result, stderr="")  # a warning is no part of an answer

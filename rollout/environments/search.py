@@ -87,11 +87,7 @@ class PassageSource(Protocol):
         """As a retriever's, of passages that are as `where` says only."""
 
     async def passages(self, id: str, around: int) -> Sequence[Hit]:
-        """A passage by its id, among up to `around` neighbours of its document on each side; none if there is none.
-
-        Raises:
-            RetrievalError: the retriever failed.
-        """
+        """A passage by its id, among up to `around` neighbours of its document on each side; none if there is none."""
 
 
 @dataclass(eq=False, kw_only=True)

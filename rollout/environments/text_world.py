@@ -67,19 +67,11 @@ class WorldEnv:
     _bad: int = field(default=0, init=False)
 
     def start(self, key: str) -> Scene:
-        """Begin the game with this key, the same whenever it is begun.
-
-        Raises:
-            EnvError: there is no such game, or the library is missing.
-        """
+        """Begin the game with this key, always the same; EnvError if there is none, or the library is missing."""
         raise NotImplementedError
 
     def act(self, action: str) -> Scene:
-        """Do something.
-
-        Raises:
-            BadAction: the text is no action, and nothing was changed.
-        """
+        """Do something; BadAction if the text is no action, and nothing was changed."""
         raise NotImplementedError
 
     def thread(self) -> Executor:
@@ -88,11 +80,7 @@ class WorldEnv:
         return self._own
 
     async def open(self, task: Task) -> None:
-        """Start the world.
-
-        Raises:
-            EnvError: its library is missing, it fails, or the task has no key.
-        """
+        """Start the world."""
         if not task.answers:
             raise EnvError(f"task {task.id} has no answers; the first is the key of a game")
         self._scene = await self._call(self.start, task.answers[0])
@@ -109,16 +97,11 @@ class WorldEnv:
                 self._own.shutdown(wait=False, cancel_futures=True)
 
     def reset(self, task: Task) -> str:
-        """Start `task`; returns its prompt and the first scene."""
         self._turns = self._bad = 0
         return f"{task.prompt}\n\n{self._shown(self._started())}".strip()
 
     async def step(self, action: str) -> Step:
-        """Do what the text says.
-
-        Raises:
-            EnvError: the world is not open, has ended, or fails.
-        """
+        """Do what the text says."""
         before = self._started()
         if before.done or self._turns == self.max_turns:
             raise EnvError("WorldEnv.step after the end")
@@ -283,10 +266,7 @@ def _games(config: str) -> Any:
     return get_environment("AlfredTWEnv")(settings, train_eval="eval_out_of_distribution")
 
 
-@cache
-def shop_thread() -> ThreadPoolExecutor:
-    """The thread of the shop, whose search engine is one for all trajectories."""
-    return ThreadPoolExecutor(1, thread_name_prefix="webshop")
+_SHOP = ThreadPoolExecutor(1, thread_name_prefix="webshop")  # its search engine is one for all trajectories
 
 
 @dataclass(eq=False, kw_only=True)
@@ -304,7 +284,7 @@ class WebshopEnv(WorldEnv):
     deadline_s: PositiveFloat = 600.0
 
     def thread(self) -> Executor:
-        return shop_thread()
+        return _SHOP
 
     def start(self, key: str) -> Scene:
         if not key.isdecimal():

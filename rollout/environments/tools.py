@@ -65,12 +65,7 @@ def tool_of(function: Callable[..., Awaitable[str]], **flags: bool) -> Tool:
 
 
 def check_arguments(name: str, arguments: object, schema: Mapping[str, Any]) -> None:
-    """Refuse arguments that are not as the tool's schema says.
-
-    Raises:
-        BadArguments: they are not.
-        EnvError: the schema is none.
-    """
+    """Refuse, with BadArguments, what is not as the tool's schema says; EnvError if that is no schema."""
     import jsonschema
 
     try:

@@ -58,11 +58,7 @@ class Entrance:
     refused: bool = False  # whether there were too many once: who asks again need not have been heard before
 
     async def answer(self, dialect: Dialect, request: Request) -> Response:
-        """Answer a call in its dialect.
-
-        Raises:
-            GatewayError: it cannot be answered.
-        """
+        """Answer a call in its dialect."""
         session = self.find(request)
         body = await read_body(request, MAX_CALL_BYTES)
         far = len(body) > _OFF_LOOP_BYTES

@@ -1,4 +1,7 @@
-"""Dialects of a gateway: what is asked and what is answered, in terms that the dialects share."""
+"""Dialects of a gateway: what is asked and what is answered, in terms that the dialects share.
+
+What cannot be read, or not be answered, raises a GatewayError that says so.
+"""
 
 from __future__ import annotations
 
@@ -115,11 +118,7 @@ class Growth:
 
     @property
     def news(self) -> list[BlockNews]:
-        """What is new, block by block.
-
-        Raises:
-            GatewayError: the reply does not begin with what was streamed.
-        """
+        """What is new, block by block; GatewayError if the reply does not begin with what was streamed."""
         old, new, found = self.before.blocks if self.before else [], self.now.blocks, list[BlockNews]()
         for index, block in enumerate(new):
             begins, ended = index >= len(old), index < len(old) - 1
@@ -158,11 +157,7 @@ _TEXTS = {"text", "input_text", "output_text", "refusal"}
 
 
 def text_of(content: Content) -> str:
-    """The text of a message's content.
-
-    Raises:
-        GatewayError: a part of it is none.
-    """
+    """The text of a message's content."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
@@ -188,11 +183,7 @@ class Body(BaseModel):
     def request(
         self, messages: Sequence[Message], tools: Iterable[ToolSchema], *, system: str | None = None, **own: Any
     ) -> ChatRequest:
-        """What is asked, with the fields that are the dialect's `own`; `system` is said before the messages.
-
-        Raises:
-            GatewayError: there is nothing to reply to.
-        """
+        """What is asked, with the fields that are the dialect's `own`; `system` is said before the messages."""
         named = {"temperature": self.temperature, "top_p": self.top_p}
         opening = [Message(role="system", content=system)] if system else []
         return ChatRequest(
@@ -206,11 +197,7 @@ class Body(BaseModel):
 
 
 def read(model: type[Any], body: bytes) -> Any:
-    """A body as an instance of `model`.
-
-    Raises:
-        GatewayError: it is no such JSON.
-    """
+    """A body as an instance of `model`."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -220,11 +207,7 @@ def read(model: type[Any], body: bytes) -> Any:
 
 
 def arguments_of(given: str | dict[str, Any]) -> str:
-    """The arguments of a tool call that a program repeats, as records write them.
-
-    Raises:
-        GatewayError: they are no JSON object.
-    """
+    """The arguments of a tool call that a program repeats, as records write them."""
     try:
         value = from_json(given or "{}") if isinstance(given, str) else given
         if isinstance(value, dict):
@@ -235,11 +218,7 @@ def arguments_of(given: str | dict[str, Any]) -> str:
 
 
 def schema_of(name: str, description: str | None, parameters: dict[str, Any] | None) -> ToolSchema:
-    """A tool as a program describes it.
-
-    Raises:
-        GatewayError: it cannot be written as JSON.
-    """
+    """A tool as a program describes it."""
     parameters = parameters or {"type": "object", "properties": {}}
     try:
         json.dumps(parameters)
@@ -249,11 +228,7 @@ def schema_of(name: str, description: str | None, parameters: dict[str, Any] | N
 
 
 def conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages with those of the system at the beginning as one, which is all that most chat templates know.
-
-    Raises:
-        GatewayError: there is nothing to reply to.
-    """
+    """The messages with those of the system at the beginning as one, which is all that most chat templates know."""
     systems = next((n for n, message in enumerate(messages) if message.role != "system"), len(messages))
     if systems == len(messages) or messages[-1].role == "assistant":
         raise GatewayError(400, "expected messages that end with one of the user or a tool")

@@ -12,7 +12,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeVar
 
 import jinja2
@@ -84,11 +84,7 @@ class GatewayCall:
         return not self.ended
 
     def whole(self) -> ChatReply:
-        """The reply, which is there.
-
-        Raises:
-            GatewayError: the trajectory has ended.
-        """
+        """The reply, which is there; GatewayError if the trajectory has ended."""
         if self.task.cancelled():
             raise GatewayError(503, "the trajectory has ended")
         return self.task.result()
@@ -123,6 +119,7 @@ def settled(raw: str, marks: Sequence[str]) -> tuple[str, str]:
     return thought.strip().removeprefix("<think>").strip(), text[: min(ends)].rstrip()
 
 
+@dataclass(eq=False)
 class GatewaySession:
     """A trajectory's session, as HTTP calls of a program use it.
 
@@ -131,29 +128,17 @@ class GatewaySession:
         overlong: the latest prompt that left no room for its reply; the program was told, and may go on.
     """
 
-    def __init__(
-        self,
-        team: TeamSession,
-        *,
-        aliases: Mapping[str, str] | None = None,
-        most_turns: int = 1000,
-        own_sampling: bool = False,
-    ) -> None:
-        """`team` is the trajectory's.
+    team: TeamSession  # the trajectory's
+    _: KW_ONLY
+    aliases: Mapping[str, str] = field(default_factory=dict)  # agents by programs' names for models; `*` is any other
+    most_turns: int = 1000  # calls that are answered
+    own_sampling: bool = False  # whether a call's temperature and top_p are heeded; in training they are the agent's
 
-        Args:
-            aliases: agents by further names that programs have for their models; `*` is any other name.
-            most_turns: calls that are answered.
-            own_sampling: whether a call's temperature and top_p are heeded; in training they are the agent's.
-        """
+    def __post_init__(self) -> None:
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.overlong: PromptTooLong | None = None
-        self._team = team
-        self._agents = {agent.name: agent for agent in team.agents}
-        self._aliases = dict(aliases or {})
-        self._left = most_turns
+        self._agents = {agent.name: agent for agent in self.team.agents}
         self._name = secrets.token_hex(6)  # of replies' ids
-        self._own_sampling = own_sampling
         self._said: dict[bytes, _Said] = {}  # by digest of the conversation up to the reply, as the program knows it
         self._given: dict[str, tuple[Message, ...]] = {}  # by a reply's id, the conversation up to it
         self._running: set[asyncio.Task[ChatReply]] = set()
@@ -164,15 +149,11 @@ class GatewaySession:
     @property
     def models(self) -> list[str]:
         """The names that calls may ask for."""
-        return [*self._agents, *(name for name in self._aliases if name != "*")]
+        return [*self._agents, *(name for name in self.aliases if name != "*")]
 
     def agent(self, model: str) -> Agent:
-        """Who answers as `model`.
-
-        Raises:
-            GatewayError: nobody does.
-        """
-        name = model if model in self._agents else self._aliases.get(model, self._aliases.get("*", ""))
+        """Who answers as `model`."""
+        name = model if model in self._agents else self.aliases.get(model, self.aliases.get("*", ""))
         if name not in self._agents:
             known = ", ".join(self.models)
             raise GatewayError(404, f"no model '{model[:80]}'; the agents here: {known}", "model_not_found")
@@ -207,9 +188,8 @@ class GatewaySession:
         lost = self._once.get(place.key) if asked.again else None
         if lost is not None and lost.turn >= 0 and not lost.ended:
             return lost
-        if self._left < 1:
+        if self._asked >= self.most_turns:
             raise GatewayError(403, "this session has had all the calls that it may make", "turns_exhausted")
-        self._left -= 1
         call = GatewayCall(key=place.key, head=ChatReply(id=f"{self._name}_{self._asked}", model=asked.model))
         self._asked += 1
         self._once[place.key] = None if place.key in self._once else call
@@ -232,7 +212,7 @@ class GatewaySession:
         await cancel_tasks(self._running)
         for call in (call for calls in self._unread.values() for call in calls):
             if call.turn >= 0:
-                self._team.mask(call.turn)
+                self.team.mask(call.turn)
 
     def _ended(self, task: asyncio.Task[ChatReply]) -> None:
         self._running.discard(task)
@@ -264,11 +244,11 @@ class GatewaySession:
                 ) from None
             raise
         if any(message.role == "assistant" for message in news):
-            self._team.score(reply.turn, root=1.0)
+            self.team.score(reply.turn, root=1.0)
         call.turn = reply.turn
         given, cut = self._give(asked, reply, call.head)
         if call.ended:
-            self._team.mask(reply.turn)
+            self.team.mask(reply.turn)
             return given
         whole = replace(asked, messages=(*asked.messages, given.message))
         if asked.kept:
@@ -280,15 +260,15 @@ class GatewaySession:
 
     def _chat(self, asked: ChatRequest, agent: Agent, place: _Place) -> tuple[Chat, list[Message]]:
         """The chat that a call goes on with, and what is new in it."""
-        limits: dict[str, Any] = asked.sampling if self._own_sampling else {}
+        limits: dict[str, Any] = asked.sampling if self.own_sampling else {}
         if asked.max_tokens is not None:
             limits = {**limits, "max_tokens": min(asked.max_tokens, agent.sampling.max_tokens)}
         agent = replace(agent, sampling=replace(agent.sampling, **limits))
         tools = [Tool(schema=schema, run=_elsewhere) for schema in asked.tools]
         said, news = place.said, list(asked.messages[place.read :])
-        name = self._team.chat_id(agent.name) if said is None or said.goes_on else said.chat.id
+        name = self.team.chat_id(agent.name) if said is None or said.goes_on else said.chat.id
         system = "" if asked.messages[0].role == "system" else agent.role.system
-        chat = Chat(self._team, agent, name, system, tools)
+        chat = Chat(self.team, agent, name, system, tools)
         if said is None:
             return chat, news
         said.goes_on = True
@@ -299,7 +279,7 @@ class GatewaySession:
 
     def _give(self, asked: ChatRequest, reply: AgentReply, head: ChatReply) -> tuple[ChatReply, bool]:
         """A reply as the program gets it, and whether that is cut at one of its stops."""
-        turn = self._team.turn(reply.turn)
+        turn = self.team.turn(reply.turn)
         message = reply.message or Message(role="assistant", content=reply.text)
         text = "\n".join([after_thought(message.content), *(c.arguments for c in message.calls if not c.name)]).strip()
         ends = [(end, stop) for stop in asked.stop if (end := text.find(stop)) >= 0]

@@ -118,11 +118,7 @@ class Architecture:
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """The content of `folder`/config.json.
-
-    Raises:
-        ModelError: the file is missing or no JSON object.
-    """
+    """The content of `folder`/config.json; ModelError if the file is missing or no JSON object."""
     path = Path(folder) / "config.json"
     try:
         return dict(read_json(path))
@@ -133,11 +129,7 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 def read_architecture(folder: Path | str) -> Architecture:
-    """Read `folder`/config.json, as written by transformers 4 or 5.
-
-    Raises:
-        ModelError: the file is missing or describes another kind of model.
-    """
+    """Read `folder`/config.json, as written by transformers 4 or 5."""
     return architecture_of(read_config(folder), f"{Path(folder) / 'config.json'}")
 
 

@@ -51,11 +51,7 @@ class TensorFiles:
     """The tensors in safetensors files, by Hugging Face name; what is read of them is what is sliced."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Map `files`.
-
-        Raises:
-            ModelError: one cannot be read.
-        """
+        """Map `files`."""
         self.where = files[0].parent
         self.opened: dict[Path, Any] = {}
         self._files: dict[str, Any] = {}  # opened file by the name of each tensor in it
@@ -69,11 +65,7 @@ class TensorFiles:
 
     @classmethod
     def of_folder(cls, folder: Path | str) -> Self:
-        """Those of a Hugging Face folder: what its index names, else all of them.
-
-        Raises:
-            ModelError: there are none, or one cannot be read.
-        """
+        """Those of a Hugging Face folder: what its index names, else all; ModelError if none is there to be read."""
         index = Path(folder) / "model.safetensors.index.json"
         if index.is_file():
             try:
@@ -103,21 +95,13 @@ class TensorFiles:
 
 
 def read_tensors(folder: Path | str) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of all in a folder, one at a time.
-
-    Raises:
-        ModelError: there are none, or a file cannot be read.
-    """
+    """(Hugging Face name, tensor) of all in a folder, one at a time."""
     files = TensorFiles.of_folder(folder)
     return ((name, files.read(name)) for name in files)
 
 
 def tensor_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
-    """Shape by name of every tensor of a folder, from the files' headers alone.
-
-    Raises:
-        ModelError: there are none, or a file cannot be read.
-    """
+    """Shape by name of every tensor of a folder, from the files' headers alone."""
     files = TensorFiles.of_folder(folder)
     return {name: tuple(files.sliced(name).get_shape()) for name in files}
 
@@ -224,8 +208,10 @@ def gpu_hash(tensor: Tensor) -> int:
     if data.is_cuda and importlib.util.find_spec("triton"):
         from mcore_mas.rollout.models.hash_kernel import sum_of_tiles  # Triton comes with torch for CUDA only
 
-        return _finish(sum_of_tiles(data, _SEEDS) & _LONG)
-    return _finish(_sum_of_tiles(data) & _LONG)
+        total = sum_of_tiles(data, _SEEDS)
+    else:
+        total = _sum_of_tiles(data)
+    return int(splitmix(np.array([total & _LONG], np.uint64))[0])
 
 
 def _sum_of_tiles(data: Tensor) -> int:
@@ -249,8 +235,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def _finish(x: int) -> int:
-    """The end of SplitMix64 (Steele et al. 2014)."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _LONG
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _LONG
-    return x ^ (x >> 31)
+def splitmix(z: np.ndarray) -> np.ndarray:
+    """The end of SplitMix64 (Steele, Lea and Flood 2014) of uint64, whose products wrap."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed

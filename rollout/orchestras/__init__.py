@@ -1,6 +1,7 @@
 """Orchestras (multi-agent workflows): who speaks when, each an async function in plain control flow.
 
-Their roles' prompts are in roles.yaml, the parsers of replies in replies.py.
+Their roles' prompts are in roles.yaml, the parsers of replies in replies.py. One raises EnvError where its environment
+lacks an ability that it asks for (see `PlayedEnv`).
 
 ab_mcts           a tree of attempts that widens or deepens by Thompson sampling (MARTI's MARS2)
 chain             a generator, a verifier and a refiner, each once (MARTI)

@@ -60,9 +60,6 @@ async def game_team(
     Args:
         order: `sequential`: the planner sees the proposal of this turn; `simultaneous`: both agents are asked at once,
             and the planner sees the proposal of the turn before.
-
-    Raises:
-        EnvError: the environment cannot preview.
     """
     problem = env.reset(task)
     state, history, earlier = task.prompt, "", ""
@@ -98,9 +95,6 @@ async def single(
     the slots `problem` (as `reset` gave it), `state` (the last observation; at the start the task's prompt) and
     `history` (every step with its action and observation). With `tool: program` the parser's value is a program, in
     games (role `game_coder`), and the environment is stepped with the list of actions that it prints.
-
-    Raises:
-        EnvError: the environment cannot run a program.
     """
     problem = env.reset(task)
     state, history = task.prompt, ""
@@ -124,9 +118,6 @@ async def self_verify(task: Task, team: TeamSession, env: PlayedEnv, *, max_turn
 
     Args:
         max_turns: answers of the solver, at most.
-
-    Raises:
-        EnvError: the environment cannot grade or compare single answers.
     """
     problem = env.reset(task)
     solution, answer = "", None

@@ -31,9 +31,6 @@ async def code_reflect(task: Task, team: TeamSession, env: PlayedEnv, *, max_tur
 
     Args:
         max_turns: programs, at most.
-
-    Raises:
-        EnvError: the environment cannot grade single programs.
     """
     problem = env.reset(task)
     history = ""
@@ -74,9 +71,6 @@ async def coder_tester(
         max_turns: programs, at most.
         max_cases: tests of a reply that count.
         malformed: local score of a malformed reply.
-
-    Raises:
-        EnvError: the environment cannot grade programs or run the agents' tests.
     """
     problem = env.reset(task)
     history = ""
@@ -113,9 +107,6 @@ async def tool_coder(
     Args:
         max_turns: programs, at most.
         max_calls: replies of an agent in a row that may call tools.
-
-    Raises:
-        EnvError: the environment cannot grade single programs.
     """
     problem = env.reset(task)
     coder, reviewer = team.chat("coder"), team.chat("reviewer")
@@ -173,9 +164,6 @@ async def dsbench(
     Args:
         max_turns: programs of each agent, at most.
         artefacts: by agent, in the order in which they work: the files that the agent must leave.
-
-    Raises:
-        EnvError: the environment cannot run programs or keep files.
     """
     problem = env.reset(task)
     handed, there = "", await env.files()

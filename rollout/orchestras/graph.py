@@ -285,11 +285,7 @@ class Expression:
 
 @lru_cache(maxsize=1024)
 def read_expression(text: str) -> Expression:
-    """The condition that `text` writes.
-
-    Raises:
-        ExpressionError: it is no expression, or more than the grammar allows.
-    """
+    """The condition that `text` writes; ExpressionError if it is none, or more than the grammar allows."""
     if len(text) > _LIMIT:
         raise ExpressionError(f"condition '{text[:20]}...': {len(text)} characters; at most {_LIMIT}")
     try:

@@ -42,9 +42,6 @@ async def debate(
         rounds: rounds of answers.
         max_others: other agents' replies that each agent reads, at most.
         contain_self: each agent also reads its own last reply.
-
-    Raises:
-        EnvError: the environment cannot grade or compare single answers.
     """
     problem = env.reset(task)
     said: dict[str, str] = {}
@@ -82,9 +79,6 @@ async def mixture(
 
     Args:
         proposers: agents that propose.
-
-    Raises:
-        EnvError: the environment cannot grade single answers.
     """
     problem = env.reset(task)
     replies = await asyncio.gather(*(graded(team, env, name, problem=problem) for name in proposers))
@@ -101,9 +95,6 @@ async def reason_tool(task: Task, team: TeamSession, env: PlayedEnv, *, max_turn
 
     Args:
         max_turns: turns of the team, at most.
-
-    Raises:
-        EnvError: the environment cannot grade or compare single answers, or cannot run programs.
     """
     problem = env.reset(task)
     history = ""
@@ -140,9 +131,6 @@ async def ensemble_judge(
     Args:
         reasoners: replies of the agent `reasoner`.
         tool_users: replies of the agent `tool_user`.
-
-    Raises:
-        EnvError: the environment cannot grade single answers, or cannot run programs.
     """
     problem = env.reset(task)
     slots = {"problem": problem, "history": ""}

@@ -133,7 +133,7 @@ async def program(
     check_program([agent.name for agent in team.agents], call=call, command=command, models=models, sandbox=sandbox)
     problem = valid_text(env.reset(task))
     async with shared_gateway() as gateway:
-        session = GatewaySession(team, aliases=models, most_turns=most_calls)
+        session = GatewaySession(team, aliases=models or {}, most_turns=most_calls)
         async with gateway.opened(session) as (url, key):
             job = Job(task=task, problem=problem, openai_url=f"{url}/v1", anthropic_url=url, key=key)
             if command is not None:

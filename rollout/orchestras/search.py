@@ -180,9 +180,6 @@ async def m_ask(task: Task, team: TeamSession, env: PlayedEnv, *, max_turns: Pos
 
     Args:
         max_turns: searches, at most.
-
-    Raises:
-        EnvError: the environment cannot preview.
     """
     question = env.reset(task)
 

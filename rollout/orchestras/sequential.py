@@ -70,9 +70,6 @@ async def chain(task: Task, team: TeamSession, env: PlayedEnv) -> None:
     `review`. Local scores, as in MARTI's conditional form: of the generator and the refiner the reward that their
     answers would have alone, of the verifier 1 when its verdict on the generator's answer is true, else 0; what cannot
     be decided has the score `undecided` in place of a local one.
-
-    Raises:
-        EnvError: the environment cannot grade single answers.
     """
     problem = env.reset(task)
     draft = await team.act("generator", problem=problem)
@@ -121,9 +118,6 @@ async def mathchat(
     Args:
         max_programs: replies of the coder, at most.
         verifier_reads: `all`: the verifier reads the solution and the programs; `programs`: the programs alone.
-
-    Raises:
-        EnvError: the environment cannot run programs.
     """
     problem = env.reset(task)
     solution = after_thought((await team.act("solver", problem=problem)).text)

@@ -116,11 +116,7 @@ _TRAJECTORY = TypeAdapter(Trajectory)
 
 
 def trajectory_of_row(row: Mapping[str, Any]) -> Trajectory:
-    """A trajectory from its fields as plain values.
-
-    Raises:
-        ValidationError: they are not those of one.
-    """
+    """A trajectory from its fields as plain values; ValidationError if they are not those of one."""
     turns = row["turns"] and [{**_known(turn), "messages": _all_known(turn["messages"])} for turn in row["turns"]]
     return _TRAJECTORY.validate_python({**row, "turns": turns, "tools": _all_known(row["tools"])})
 
@@ -223,21 +219,13 @@ def _open(path: Path) -> pq.ParquetFile:
 
 
 def count_trajectories(path: Path) -> int:
-    """How many are in a file, by its footer.
-
-    Raises:
-        RecordError: it is no parquet file.
-    """
+    """How many are in a file, by its footer."""
     with _open(path) as file:
         return int(file.metadata.num_rows)
 
 
 def list_trajectories(path: Path, shown: TrajectoryFilter, *, first: int = 0, limit: int = 100) -> list[TrajectoryRow]:
-    """At most `limit` trajectories of a file that `shown` lets through, from index `first` on; no further are read.
-
-    Raises:
-        RecordError: it is no file of trajectories.
-    """
+    """At most `limit` trajectories of a file that `shown` lets through, from index `first` on; no further are read."""
     found: list[TrajectoryRow] = []
     with _open(path) as file:
         for index, row in _rows(path, file, first):

@@ -12,7 +12,8 @@ coach             a coach's score of the turn (MAPPA); trees too
 
 Before them `judge_undecided` counts answers that nobody can judge as wrong where an agent gives many; `penalties` come
 after. An allocator checks its options before it looks at a trajectory, gives every turn of a completed trajectory a
-finite reward or masks it, and leaves failed trajectories and its input as they are.
+finite reward or masks it, and leaves failed trajectories and its input as they are. It raises RewardError where a
+trajectory lacks what it needs, an outcome or a score, or is a tree and the allocator not one for trees.
 """
 
 from __future__ import annotations

@@ -61,11 +61,7 @@ def locate(trajectory: Trajectory, turn: Turn | None = None) -> str:
 
 
 def unbranched(trajectory: Trajectory) -> Trajectory:
-    """The trajectory itself, if it was not sampled as a tree.
-
-    Raises:
-        RewardError: it was; turns off its path led to no outcome.
-    """
+    """The trajectory itself; RewardError if it is a tree, whose turns off the path led to no outcome."""
     if trajectory.leaf or any(turn.node for turn in trajectory.turns):
         raise RewardError(
             f"{locate(trajectory)}: sampled as a tree, whose turns off the path have no outcome; "
@@ -75,11 +71,7 @@ def unbranched(trajectory: Trajectory) -> Trajectory:
 
 
 def outcome(trajectory: Trajectory) -> float:
-    """The outcome that all turns of `trajectory` led to.
-
-    Raises:
-        RewardError: there is none, it is not finite, or the trajectory is a tree.
-    """
+    """The outcome that all turns led to; RewardError if there is none, it is not finite, or there is a tree."""
     value = unbranched(trajectory).outcome
     if value is None or not math.isfinite(value):
         raise RewardError(f"{locate(trajectory)}: completed with outcome {value}; its environment must give a number")
@@ -87,11 +79,7 @@ def outcome(trajectory: Trajectory) -> float:
 
 
 def score_of(trajectory: Trajectory, turn: Turn, name: str) -> float:
-    """What was measured of `turn` by that name.
-
-    Raises:
-        RewardError: it was not measured, or is not finite.
-    """
+    """What was measured of `turn` by that name; RewardError if it was not measured, or is not finite."""
     value = turn.scores.get(name)
     if value is None:
         known = ", ".join(turn.scores) or "nothing"
@@ -102,11 +90,7 @@ def score_of(trajectory: Trajectory, turn: Turn, name: str) -> float:
 
 
 def local_score(trajectory: Trajectory, turn: Turn, name: str) -> float | None:
-    """`score`, but None when the environment could not decide it: such a turn is to be masked.
-
-    Raises:
-        RewardError: see `score`.
-    """
+    """`score`, but None when the environment could not decide it: such a turn is to be masked."""
     if name not in turn.scores and "undecided" in turn.scores:
         return None
     return score_of(trajectory, turn, name)
@@ -154,11 +138,7 @@ def _graded(turn: Turn) -> Turn:
 
 
 def shared_outcome(group: Group) -> Group:
-    """The group with each trajectory's outcome on all of its turns.
-
-    Raises:
-        RewardError: a completed trajectory has no outcome, or is a tree.
-    """
+    """The group with each trajectory's outcome on all of its turns."""
     # r_i = R   Dr.MAS (arXiv 2602.08847), EpisodeRewardManager
     return allocate(group, lambda trajectory: [outcome(trajectory)] * len(trajectory.turns))
 
@@ -192,9 +172,6 @@ def discounts(
         max_hops: N of the hop rules.
         max_turns: N of the turn rules.
         threshold: outcome above which `binary` pays 1.
-
-    Raises:
-        RewardError: a completed trajectory has no outcome or is a tree.
     """
 
     # (R, hop, round) -> r   Stronger-MAS (arXiv 2510.11062), core_algo.calculate_reward
@@ -257,9 +234,6 @@ def majority(group: Group) -> Group:
     Completed trajectories vote, each once, with the final answer as the environment wrote it down. Among answers given
     equally often the one that comes first in the group is taken, as in the released code. An empty answer neither
     votes nor is ever right.
-
-    Raises:
-        RewardError: the environment reports no answers, or a trajectory is a tree.
     """
     votes = Counter(_answer(trajectory) for trajectory in group.trajectories if trajectory.status is Status.COMPLETED)
     del votes[""]

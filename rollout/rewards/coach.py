@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import math
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -70,9 +69,6 @@ class Coach:
         """Read the key, and open the replies and the spending kept in `cache_folder`.
 
         Make it before child processes start: the key's variable is removed from this process's environment.
-
-        Raises:
-            RemoteError: no key, or a folder in use.
         """
         self._config, self._caller = config, Caller(config, cache_folder)
         self._settings = ReplySettings(temperature=config.temperature, max_tokens=config.max_tokens)
@@ -91,6 +87,7 @@ class Coach:
             RemoteError: the coach cannot be used at all (key, model, URL, quota).
             BudgetExhausted: a call did not fit and `when_exhausted` is `stop`. Replies that came are kept.
         """
+        judged = self._config.agents
         tasks = {
             (g, t, i): asyncio.create_task(
                 self._judge(turn.agent, question(group.task, trajectory, turn, self._config))
@@ -98,7 +95,8 @@ class Coach:
             for g, group in enumerate(groups)
             for t, trajectory in enumerate(group.trajectories)
             for i, turn in enumerate(trajectory.turns)
-            if trajectory.status is Status.COMPLETED and self._is_judged(turn)
+            # a masked turn, such as a frozen agent's, cannot train
+            if trajectory.status is Status.COMPLETED and not turn.masked and (not judged or turn.agent in judged)
         }
         found = await self._gather(tasks)
         out = [f for f in found.values() if isinstance(f, Unscored) and f.kind == "budget"]
@@ -138,10 +136,6 @@ class Coach:
         """Close the connections and the cache."""
         await self._caller.aclose()
 
-    def _is_judged(self, turn: Turn) -> bool:
-        """Whether a turn can train (a frozen agent's cannot) and is to be judged."""
-        return not turn.masked and (not self._config.agents or turn.agent in self._config.agents)
-
     async def _gather(self, tasks: dict[TurnPlace, asyncio.Task[Judgement]]) -> dict[TurnPlace, Judgement]:
         """What the tasks found; those that are late are ended. One that raises ends them all."""
         if not tasks:
@@ -156,26 +150,24 @@ class Coach:
         return {place: task.result() if task in done else late for place, task in tasks.items()}
 
     async def _judge(self, agent: str, messages: tuple[Message, ...]) -> Judgement:
-        async with self._caller.slots:
-            deadline = time.monotonic() + self._config.deadline_s
-            try:
-                async with asyncio.timeout(self._config.deadline_s):
-                    reply = await self._ask(agent, messages, deadline)
-                    try:
-                        return parse(reply)
-                    except Malformed as trouble:
-                        messages = ask_again(messages, reply, str(trouble))
-                    return parse(await self._ask(agent, messages, deadline))
-            except TimeoutError:
-                return Unscored("deadline", f"no verdict within {self._config.deadline_s:g} s")
-            except BudgetExhausted as trouble:
-                return Unscored("budget", str(trouble))
-            except Malformed as trouble:
-                return Unscored("malformed", f"{trouble}, also when asked again")
-            except Refused as trouble:
-                return Unscored("refused", str(trouble))
-            except Unanswered as trouble:
-                return Unscored("unavailable", str(trouble))
+        try:
+            async with self._caller.turn() as deadline:
+                reply = await self._ask(agent, messages, deadline)
+                try:
+                    return parse(reply)
+                except Malformed as trouble:
+                    messages = ask_again(messages, reply, str(trouble))
+                return parse(await self._ask(agent, messages, deadline))
+        except TimeoutError:
+            return Unscored("deadline", f"no verdict within {self._config.deadline_s:g} s")
+        except BudgetExhausted as trouble:
+            return Unscored("budget", str(trouble))
+        except Malformed as trouble:
+            return Unscored("malformed", f"{trouble}, also when asked again")
+        except Refused as trouble:
+            return Unscored("refused", str(trouble))
+        except Unanswered as trouble:
+            return Unscored("unavailable", str(trouble))
 
     async def _ask(self, agent: str, messages: tuple[Message, ...], deadline: float) -> str:
         tally = self._judged[agent].tally

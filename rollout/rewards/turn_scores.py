@@ -25,9 +25,6 @@ def local_team(group: Group, *, alpha: float = 1.0, missing_local: Literal["refu
     Args:
         alpha: weight of the team's part.
         missing_local: `refuse`, or `zero` for agents that nobody scores by themselves.
-
-    Raises:
-        RewardError: a turn lacks a score.
     """
 
     def local(trajectory: Trajectory, turn: Turn) -> float | None:
@@ -141,9 +138,6 @@ def shaping(
         alpha: weight of the formula.
         beta: weight of the last score, added to every turn (0.5 in MARTI's `*_with_outcome`): the agent's own last
             score for `own` and `rounds`, the trajectory's for `before` and `proposers`.
-
-    Raises:
-        RewardError: a turn has no such score, or a trajectory is a tree.
     """
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
@@ -175,9 +169,6 @@ def tree_shaping(group: Group, *, measure: str = "local", gamma: float = 0.3, mi
         measure: name of the score r.
         gamma: weight of what a turn has over its baseline.
         mix: λ, the siblings' part of the baseline; the parent has the rest. Who is alone has all of it.
-
-    Raises:
-        RewardError: a turn has no such score, or a trajectory is no tree.
     """
 
     def rewards(trajectory: Trajectory) -> list[float | None]:
@@ -237,9 +228,6 @@ def coach(
         scale: factor of the score; 1 trains on it as it is, as the paper does.
         clip: (low, high) of the scaled score.
         outcome_weight: weight of the trajectory's outcome beside it; trees, which have none, need 0.
-
-    Raises:
-        RewardError: a score is not finite, or an outcome is needed and there is none.
     """
 
     def process(trajectory: Trajectory, turn: Turn) -> float:

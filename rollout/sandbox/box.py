@@ -246,7 +246,6 @@ class SandboxFusion(Runner):
         self._http = HttpClient(url, token=token, most_bytes=_REPLY_BYTES)
 
     async def aclose(self) -> None:
-        """Close the connections of the running event loop."""
         await self._http.aclose()
 
     async def _run(self, program: Program) -> RunResult:

@@ -8,7 +8,8 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -33,11 +34,7 @@ class Jail:
         self._ended: dict[str, Any] | None = None  # report on the last one, if it came before it was waited for
 
     def open(self, limits: RunLimits) -> None:
-        """Furnish the box; the first thing to ask for.
-
-        Raises:
-            SandboxError: the warden or its group is gone.
-        """
+        """Furnish the box, the first thing to ask for; SandboxError if the warden or its group is gone."""
         if self.group is not None:
             try:
                 self.group.limit((limits.memory_mb + limits.disk_mb) << 20, limits.processes)
@@ -87,11 +84,8 @@ class Jail:
             ValueError: `name` leads out of the box.
         """
         check_name(name)
-        file = as_file(content)
-        try:
-            answer, _ = await self._ask({"do": "put", "name": name}, [file])
-        finally:
-            os.close(file)
+        with opened_files(content) as files:
+            answer, _ = await self._ask({"do": "put", "name": name}, files)
         if "refused" in answer:
             raise OSError(f"cannot write {name} into the box: {answer['refused']}")
 
@@ -177,6 +171,17 @@ def _take(files: list[int], limit: int) -> bytes:
     finally:
         for file in files:
             os.close(file)
+
+
+@contextmanager
+def opened_files(*contents: str | bytes | None) -> Iterator[list[int]]:
+    """Descriptors of `as_file` for the block."""
+    with ExitStack() as opened:
+        files = []
+        for content in contents:
+            files.append(as_file(content))
+            opened.callback(os.close, files[-1])
+        yield files
 
 
 def as_file(content: str | bytes | None) -> int:

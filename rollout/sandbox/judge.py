@@ -70,11 +70,7 @@ async def judge_all(
     compare: CompareBy = "tokens",
     limits: RunLimits | None = None,
 ) -> list[RunResult]:
-    """Run a program on every test, in order.
-
-    Raises:
-        SandboxError: there is no verdict on one of them; then there is none on the program.
-    """
+    """Run a program on every test, in order; SandboxError if there is no verdict on one of them."""
     return await together(judge(runner, source, test, compare=compare, limits=limits) for test in tests)
 
 

@@ -73,11 +73,7 @@ class JailPool:
             )
 
     def wait(self) -> None:
-        """Wait until it can lend.
-
-        Raises:
-            SandboxUnavailable: it cannot, with the reason.
-        """
+        """Wait until it can lend; SandboxUnavailable, with the reason, if it cannot."""
         self._channel.settimeout(_READY_S)
         try:
             answer, _ = wire.receive(self._channel)

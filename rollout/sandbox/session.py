@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 from mcore_mas.rollout.sandbox.guest import wire
 from mcore_mas.rollout.sandbox.guest.program import OUT_OF_MEMORY
-from mcore_mas.rollout.sandbox.jail import Jail, as_file, take_texts, until_readable
+from mcore_mas.rollout.sandbox.jail import Jail, opened_files, take_texts, until_readable
 from mcore_mas.rollout.sandbox.records import Program, RunLimits, RunResult, SandboxError, Verdict
 
 _GRACE_S = 5.0  # for a warden to report, beyond the job's wall time
@@ -47,23 +46,14 @@ class Session:
         async with self._turn, self._slot():
             fresh = self._cells is None
             cells = self._cells or self._start()
-            handles = [as_file(content) for content in (source, None, None)]
-            try:
-                return await self._run(cells, handles, wall_s or self._limits.wall_s, fresh)
-            except BaseException:
-                self.end()
-                raise
-            finally:
-                for handle in handles:
-                    os.close(handle)
+            with opened_files(source, None, None) as handles:
+                try:
+                    return await self._run(cells, handles, wall_s or self._limits.wall_s, fresh)
+                except BaseException:
+                    self.end()
+                    raise
 
     async def put(self, name: str, content: bytes) -> None:
-        """Write a file of the box.
-
-        Raises:
-            OSError: it does not fit, or a link is in the way.
-            ValueError: the path leads out of the box.
-        """
         async with self._turn:
             await self._jail.put(name, content)
 
@@ -73,7 +63,6 @@ class Session:
             return await self._jail.get(name, self._limits.file_mb << 20)
 
     async def files(self) -> dict[str, int]:
-        """Size in bytes of every regular file in the box, by path."""
         async with self._turn:
             return await self._jail.files()
 
@@ -153,28 +142,18 @@ async def _ended_soon(jail: Jail) -> dict[str, Any]:
 
 
 async def execute(jail: Jail, program: Program) -> RunResult:
-    """Run a program in a jail that was just lent.
-
-    Raises:
-        SandboxError: the jail failed.
-    """
+    """Run a program in a jail that was just lent; SandboxError if the jail failed."""
     limits = program.limits
-    handles: list[int] = []
-    try:
-        jail.open(limits)
-        for name, content in program.files.items():
-            await jail.put(name, content)
-        for text in (program.source, program.stdin, None, None):
-            handles.append(as_file(text))
+    jail.open(limits)
+    for name, content in program.files.items():
+        await jail.put(name, content)
+    with opened_files(program.source, program.stdin, None, None) as handles:
         began = time.monotonic()
         jail.start("program", handles)
         ended = await _end(jail, limits.wall_s + _GRACE_S)
         wall_s = time.monotonic() - began
         found = {name: await jail.get(name, limits.file_mb << 20) for name in program.fetch}
         (stdout, stderr), complete = take_texts(handles[2:], limits.output_kb << 10)
-    finally:
-        for handle in handles:
-            os.close(handle)
     return RunResult(
         verdict=judge_end(ended, limits, complete),
         stdout=stdout,

@@ -1,11 +1,5 @@
 """Weight sync: how a trainer's weights reach an engine, as a route, an update, and senders by name.
 
-- `shared`    the embedded engine's own buffers, mapped by the trainer (same machine)
-- `disk`      safetensors in a folder that both sides see: all tensors, the changed ones, or the changed elements; or
-              an adapter in PEFT's format
-- `push`      buckets of tensors into SGLang, by CUDA IPC or a process group
-- `digests`   the checksums of a stream of weights, as its engine holds them
-
 Weights that lie in memory have a folder there, which is this user's alone (`memory_path`).
 """
 
@@ -105,11 +99,7 @@ SENDERS = {
 
 
 def make_sender(route: SyncRoute, *, rank: int = 0, exchange: Callable[[Any], list[Any]] = alone) -> WeightSender:
-    """The trainer's side of `route` on one of its ranks; `exchange` gives every rank what each of them gave.
-
-    Raises:
-        UnknownName: no such transport.
-    """
+    """The trainer's side of `route` on one of its ranks; `exchange` gives every rank what each of them gave."""
     made: WeightSender = imported("transport", route.transport, SENDERS)(route, rank=rank, exchange=exchange)
     return made
 

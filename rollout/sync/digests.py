@@ -156,11 +156,7 @@ def digest_of(route: SyncRoute, share: tuple[int, int] = (0, 1)) -> WeightDigest
 def digested(
     weights: WeightStream, manifest: Mapping[str, Sequence[int]], digest: WeightDigest
 ) -> Iterator[tuple[str, Tensor]]:
-    """The full tensors of a stream that is `complete`, of which `digest` takes note where they are.
-
-    Raises:
-        EngineError: as `complete`.
-    """
+    """The full tensors of a stream that is `complete`, of which `digest` takes note where they are."""
     for name, rows in complete(weights, manifest):
         tensor = whole(rows).detach()
         digest.add(name, tensor)

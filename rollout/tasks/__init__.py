@@ -1,14 +1,4 @@
-"""Task sets (data): what a team is asked, split into train, validation and test.
-
-arithmetic.py    generated sums and word problems with exact answers, their solutions written right and wrong
-encyclopedia.py  generated people and towns, passages about them, and questions of one and two hops
-chats.py         generated short programs, and demonstrations of teams that hold chats
-tabular.py       generated tables to predict, and DSBench's own
-repositories.py  generated packages with one bug (of repository_functions.py)
-games.py         generated puzzles (grids, Sokoban rooms, Sudokus, blocks), games of Gymnasium, ALFWorld and WebShop
-files.py         published data files: math, questions over passages (fields.py), programs and SWE-bench (programs.py)
-splits.py        which split owns what is generated, and what leaks from one into another
-"""
+"""Task sets (data): what a team is asked, split into train, validation and test."""
 
 from __future__ import annotations
 
@@ -41,7 +31,7 @@ from mcore_mas.rollout.tasks.tabular import dsbench_tasks, tabular_tasks
 class Generator:
     """A world of tasks that is a function of a seed."""
 
-    tasks: Callable[..., list[Task]]  # (seed, tasks per split, *, options)
+    tasks: Callable[..., list[Task]]  # (seed, tasks per split, *, options); ValueError: there are fewer
     # (seed, n, *, roles or agents, the options of the tasks, options of its own), on training tasks only; None: none
     demonstrations: Callable[..., Iterator[Demonstration]] | None = None
     options: Callable[..., object] | None = None  # whose keyword arguments say which tasks; None: those of `tasks`

@@ -47,9 +47,6 @@ def arithmetic_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
     """Draw sizes[split] different tasks for each split, shared out evenly over the sources.
 
     No sum, in whatever order or wording, is in two splits. A task's id says what it is and depends on nothing else.
-
-    Raises:
-        ValueError: a source has too few different problems.
     """
     tasks = []
     for split, size in sizes.items():

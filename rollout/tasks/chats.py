@@ -118,11 +118,7 @@ _NOTICED = 0.25  # of formulas whose value of the example is another
 
 
 def program_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
-    """sizes[split] short programs to write: what to print of two numbers, with an example, which one split owns.
-
-    Raises:
-        ValueError: there are fewer.
-    """
+    """sizes[split] short programs to write: what to print of two numbers, with an example, which one split owns."""
     tasks = []
     for split, size in sizes.items():
         draw = partial(_draw, split, Random(derive_seed(seed, "programs", split)))

@@ -59,11 +59,7 @@ def passages(seed: int) -> list[Article]:
 
 
 def encyclopedia_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
-    """Questions about the encyclopedia of `seed`: `sizes[split]` of each split, half of them one-hop, none twice.
-
-    Raises:
-        ValueError: a split has too few people for so many questions.
-    """
+    """Questions about the encyclopedia of `seed`: `sizes[split]` of each split, half of them one-hop, none twice."""
     return [task for split, size in sizes.items() for task in _generate_split(seed, split, size)]
 
 

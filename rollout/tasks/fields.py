@@ -61,11 +61,7 @@ class Fields:
     solutions: bool = False  # an answer is the final one of a solution, and a question comes with instructions
 
     def problem(self, row: DataRow) -> Problem:
-        """The question with its context and every accepted answer.
-
-        Raises:
-            BadRow: no column for the question or the answers is filled, or one holds something else.
-        """
+        """The question with its context and every accepted answer."""
         question = _prompt(_filled(row, self.question, "question"))
         question = bare_question(question) if self.solutions else question
         context = _first(row, self.context)
@@ -176,8 +172,4 @@ class Format(Protocol):
         """The environment that scores such problems, a name in ENVS."""
 
     def problem(self, row: DataRow) -> Problem | None:
-        """The problem of a row, None where nothing could be scored.
-
-        Raises:
-            BadRow: the row is not of this format.
-        """
+        """The problem of a row, None where nothing could be scored; BadRow if the row is not of this format."""

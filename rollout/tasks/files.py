@@ -151,11 +151,7 @@ def row_tasks(
     source: str = "",
     columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Placed]:
-    """The tasks of rows that are at `place`, as `read_task_file`.
-
-    Raises:
-        RecordError, UnknownName: as `read_task_file`.
-    """
+    """The tasks of rows that are at `place`, as `read_task_file`."""
     known = lookup("data format", format, FORMATS)
     if columns:
         if not isinstance(known, Fields):

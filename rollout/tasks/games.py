@@ -28,11 +28,7 @@ CARELESS: Mapping[str, float] = {"tool": 0.5, "planner": 0.5, "player": 0.5}
 
 
 def draw_tasks(source: PuzzleSource, seed: int, sizes: Mapping[str, int]) -> list[Task]:
-    """Draw sizes[split] different tasks for each split; a key belongs to one split for every seed.
-
-    Raises:
-        ValueError: there are fewer puzzles than asked for.
-    """
+    """Draw sizes[split] different tasks for each split; a key belongs to one split for every seed."""
     listed = source.everything()
     tasks = []
     for split, size in sizes.items():
@@ -159,7 +155,6 @@ def alfworld_tasks(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[
 
     Raises:
         RecordError: the folder lacks one of these.
-        ValueError: there are fewer games than asked for.
     """
     tasks = []
     for split, size in sizes.items():
@@ -174,11 +169,7 @@ def alfworld_tasks(seed: int, sizes: Mapping[str, int], *, folder: str) -> list[
 
 
 def webshop_tasks(seed: int, sizes: Mapping[str, int]) -> list[Task]:
-    """sizes[split] errands by number: goals 0 to 499 for test, 500 to 1499 for validation, the others for train.
-
-    Raises:
-        ValueError: there are fewer errands than asked for.
-    """
+    """sizes[split] errands by number: goals 0 to 499 for test, 500 to 1499 for validation, the others for train."""
     return [
         _world_task("webshop", str(goal), str(goal), split, _SHOP, "webshop")
         for split, size in sizes.items()

@@ -39,11 +39,7 @@ class Programs:
     none: str = "has no problem with tests"  # what is said of a row that is not of this format
 
     def problem(self, row: DataRow) -> Problem | None:
-        """The problem with its tests, None if it has none.
-
-        Raises:
-            BadRow: the row is not of this format.
-        """
+        """The problem with its tests, None if it has none."""
         try:
             return self.read(row)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Annotated, Any
 
@@ -30,16 +31,17 @@ def repository_tasks(
     Args:
         modules: of a package, each with two functions.
     """
-    return [task for split, size in sizes.items() for task in _split_tasks(seed, split, size, modules)]
+    tasks = []
+    for split, size in sizes.items():
+        random = Random(derive_seed(seed, "repositories", split))
+        own = [(f, bug) for f in BUGGY_FUNCTIONS for bug in f.bugs if split_of(f"{f.right.__name__}/{bug}") == split]
+        draw = partial(_draw, random, own, split, modules)
+        tasks += draw_different("repositories", split, size, draw)
+    return tasks
 
 
-def _split_tasks(seed: int, split: str, size: int, modules: int) -> list[Task]:
-    random = Random(derive_seed(seed, "repositories", split))
-    own = [(f, bug) for f in BUGGY_FUNCTIONS for bug in f.bugs if split_of(f"{f.right.__name__}/{bug}") == split]
-    return draw_different("repositories", split, size, lambda: _draw(random, *random.choice(own), split, modules))
-
-
-def _draw(random: Random, family: BuggyFunction, bug: str, split: str, modules: int) -> Task:
+def _draw(random: Random, own: Sequence[tuple[BuggyFunction, str]], split: str, modules: int) -> Task:
+    family, bug = random.choice(own)
     others = random.sample([other for other in BUGGY_FUNCTIONS if other is not family], 2 * modules - 1)
     functions = random.sample([family, *others], 2 * modules)
     package, names = random.choice(_PACKAGES), random.sample(_MODULES, modules)

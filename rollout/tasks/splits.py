@@ -56,11 +56,7 @@ def draw_different(
 
 
 def draw_listed(source: str, split: str, size: int, owned: Sequence[_T], random: Random) -> list[_T]:
-    """`size` of what a split owns, without replacement.
-
-    Raises:
-        ValueError: it owns fewer.
-    """
+    """`size` of what a split owns, without replacement; ValueError if it owns fewer."""
     if size > len(owned):
         raise ValueError(f"{source}: {size} {split} tasks asked for, but there are {len(owned)}; lower data.{split}")
     return random.sample(owned, size)
@@ -151,11 +147,7 @@ def tokenise(task: Task) -> list[str]:
 
 
 def shows_its_score(task: Task) -> bool:
-    """Whether a program is scored on a test that it is also shown: one is in both sets, or there are no hidden ones.
-
-    Raises:
-        ValueError: an answer is no packed test or solution.
-    """
+    """Whether a program is scored on a test that it is also shown: one is in both sets, or there are no hidden ones."""
     shown: set[str] = set()
     hidden: set[str] = set()
     for text in (text for text in task.answers if not text.startswith(SOLUTION)):

@@ -221,7 +221,6 @@ def dsbench_tasks(
 
     Raises:
         RecordError: a file is missing or of another form.
-        ValueError: there are fewer tasks than asked for.
     """
     index = Path(folder) / "data.json"
     if not index.is_file():

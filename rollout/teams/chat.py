@@ -50,7 +50,8 @@ class Chat:
     - `drop_oldest_results`: the older half of the results of tools is left out. The next turn's score
       `dropped_results` says how many.
 
-    Where that is not enough, or nothing was said yet, `PromptTooLong` is raised.
+    Where that is not enough, or nothing was said yet, `PromptTooLong` is raised; where there is no reply for another
+    reason, an EngineError.
     """
 
     def __init__(self, host: ChatHost, agent: Agent, id: str, system: str, tools: Sequence[Tool]) -> None:
@@ -67,23 +68,14 @@ class Chat:
         self._changes: dict[str, float] = {}  # made for room, to be written down with the next turn
 
     async def say(self, text: str) -> AgentReply:
-        """Say something to the agent; calls that it had made and nobody answered are told to be so.
-
-        Raises:
-            EngineError: there is no reply.
-        """
+        """Say something to the agent; calls that it had made and nobody answered are told to be so."""
         for call in self._open:
             self._answer(call, _UNANSWERED)
         self.messages.append(Message(role="user", content=text))
         return await self._reply()
 
     async def ask(self, **slots: object) -> AgentReply:
-        """Say what the role's user template makes of `slots`.
-
-        Raises:
-            KeyError: the template has a slot that was not given.
-            EngineError: there is no reply.
-        """
+        """Say what the role's user template makes of `slots`; KeyError if it has one that was not given."""
         return await self.say(self._agent.role.user.format(**slots))
 
     async def tool(self, call_id: str, result: str) -> AgentReply | None:
@@ -91,7 +83,6 @@ class Chat:
 
         Raises:
             KeyError: no call of this id waits for a result.
-            EngineError: there is no reply.
         """
         call = next((call for call in self._open if call.id == call_id), None)
         if call is None:
@@ -105,12 +96,7 @@ class Chat:
         self._state = replace(self._state, before=other._state.before)
 
     async def go_on(self, news: Sequence[Message]) -> AgentReply:
-        """Reply to messages of somebody who keeps the conversation, and who makes the calls of tools.
-
-        Raises:
-            PromptTooLong: they leave no room for a reply, and `when_full` makes none.
-            EngineError: there is no reply.
-        """
+        """Reply to messages of somebody who keeps the conversation, and who makes the calls of tools."""
         self.messages += news
         reply = await self._reply()
         if self.full:
@@ -126,7 +112,6 @@ class Chat:
 
         Raises:
             ValueError: nothing was said yet.
-            EngineError: there is no reply.
             EnvError: a tool failed for good.
         """
         if self.latest is None:

@@ -78,9 +78,6 @@ class Collector:
 
         A trajectory whose engine, environment or orchestra fails has status FAILED and its error, one of which
         something is late LATE, one that is given up ABORTED. One that failed by a `Defect` is quarantined.
-
-        Raises:
-            Unusable: the run cannot go on.
         """
         options, limits = self.options, self.options.limits
         name = f"{self.step}/{task.id}/{sample}"
@@ -98,7 +95,7 @@ class Collector:
         if options.tree is None:
             played = Episode(task, team.seat(*place), self._env(task), self.orchestra, tool_s=limits.tool_s)
         else:
-            played = Tree(options.tree, task, team, place, self._env, self.orchestra, tool_s=limits.tool_s)
+            played = Tree(options.tree, task, team, place, self._env, self.orchestra, limits.tool_s)
         with options.watchdog.over(name, played.waits) if options.watchdog else nullcontext():
             ending = await _play(played, limits, ends, quota)
         trajectory = Trajectory(

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 from mcore_mas.rollout.base.errors import Defect, EngineError, EnvError
 from mcore_mas.rollout.base.task_group import Late, LateTool, Wait, within
-from mcore_mas.rollout.environments.protocol import Case, Env, Living, PlayedEnv, Stateful, Step, ToolCall
+from mcore_mas.rollout.environments.protocol import Case, Env, Living, PlayedEnv, Step, ToolCall
 from mcore_mas.rollout.environments.tools import Tool
 from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Turn
 from mcore_mas.rollout.teams.team import Blamed, Call, TeamSession
@@ -41,18 +41,14 @@ class Episode:
         self._events: list[ToolEvent] = []
         self._task = task
         self._env = env
-        # as `isinstance` of the protocol, which takes ten times as long before Python 3.12
-        self._stateful = cast(Stateful, env) if hasattr(env, "state") else None
+        # what the state is, without history, from `reset` on: equal texts, equal states; None where it names none
+        self._state: Callable[[], str] | None = getattr(env, "state", None)
         self._living = cast(Living, env) if hasattr(env, "open") and hasattr(env, "close") else None
         self._orchestra = orchestra
         self._tool_s = tool_s
 
     async def play(self) -> None:
-        """Run the orchestra. What it, an engine or the environment raises becomes `error`.
-
-        Raises:
-            Unusable: the run cannot go on.
-        """
+        """Run the orchestra. What it, an engine or the environment raises becomes `error`."""
         opened = AsyncExitStack()
         try:
             if self._living is not None:
@@ -125,9 +121,9 @@ class Episode:
 
     def _stand(self) -> None:
         """Tell the session in which state the coming turns are."""
-        if self._stateful is not None:
+        if self._state is not None:
             with Blamed(f"{self._task.env}.state"):
-                self.seat.state = self._stateful.state()
+                self.seat.state = self._state()
 
     async def preview(self, action: str) -> Step:
         return await self._able(PlayedEnv.preview, "preview an action", action)

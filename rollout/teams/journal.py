@@ -259,11 +259,7 @@ class Quarantined:
 
     @classmethod
     def read(cls, path: Path) -> Quarantined:
-        """The trajectory in a file of `write_quarantined`.
-
-        Raises:
-            RecordError: it is not such a file.
-        """
+        """The trajectory in a file of `write_quarantined`; RecordError if it is not such a file."""
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
             task = Task(**{**value["task"], "answers": tuple(value["task"]["answers"])})

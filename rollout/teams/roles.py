@@ -109,11 +109,7 @@ class AgentReply:
 
 
 def template_slots(agent: str, template: str) -> list[str]:
-    """The slots of an agent's user template.
-
-    Raises:
-        ValueError: it is no template, or a slot has no name.
-    """
+    """The slots of an agent's user template; ValueError if it is no template, or a slot has no name."""
     try:
         found = [re.split(r"[.\[]", name)[0] for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:

@@ -37,33 +37,29 @@ class Branching(Section):
     select: Literal["greedy", "sampled"] = "greedy"  # the best branch goes on (the first of equals), or any
 
 
+@dataclass(eq=False)
 class Tree:
     """A task played as a tree, from its start to the end of the branch that went on."""
 
-    def __init__(
-        self,
-        branching: Branching,
-        task: Task,
-        team: Team,
-        place: tuple[int | str, ...],
-        make_env: Callable[[Task], Env],
-        orchestra: Orchestra,
-        *,
-        tool_s: float | None = None,
-    ) -> None:
-        def sprout() -> Branch:
-            return Branch(task, BranchSession(team, place), make_env(task), orchestra, tool_s=tool_s)
+    branching: Branching
+    task: Task
+    team: Team
+    place: tuple[int | str, ...]
+    make_env: Callable[[Task], Env]
+    orchestra: Orchestra
+    tool_s: float | None = None
 
+    def __post_init__(self) -> None:
         self.error = ""  # why it failed
-        self._branching = branching
-        self._task = task
-        self._place = place
-        self._sprout = sprout
-        self._branches = [sprout()]  # that play; the first leads: its episode is the tree's
+        self._branches = [self._sprout()]  # that play; the first leads: its episode is the tree's
         self._scores: dict[str, float] = {}  # by node
         self._turns: list[Turn] = []  # of the branches that did not go on
         self._tools: list[ToolEvent] = []
         self._dropped: Counter[str] = Counter()  # branches that failed, by reason and by what was late
+
+    def _sprout(self) -> Branch:
+        seat = BranchSession(self.team, self.place)
+        return Branch(Episode(self.task, seat, self.make_env(self.task), self.orchestra, tool_s=self.tool_s), seat)
 
     async def play(self) -> None:
         """Grow the tree to its end. It fails when all branches of a round fail, or when it cannot branch."""
@@ -73,7 +69,7 @@ class Tree:
                 await self._round()
             self.error = self.episode.error
         except BranchError as failure:
-            what = f"environment or orchestra of task {self._task.id} is not deterministic: cannot branch"
+            what = f"environment or orchestra of task {self.task.id} is not deterministic: cannot branch"
             self.error = f"BranchError: {what} ({failure})"
         finally:
             await together(branch.close() for branch in self._branches)
@@ -81,7 +77,7 @@ class Tree:
     async def _round(self) -> None:
         lead = self._branches[0]
         parent, rounds, standing = lead.node, list(lead.rounds), lead.standing
-        followers = [self._sprout() for _ in range(self._branching.width - 1)]
+        followers = [self._sprout() for _ in range(self.branching.width - 1)]
         self._branches = [lead, *followers]
         await together(branch.follow(rounds, standing) for branch in followers)
         await together(
@@ -91,7 +87,7 @@ class Tree:
         )
         self._dropped.update(name for branch in self._branches for name in _reasons(branch.episode))
         grown = [branch for branch in self._branches if not branch.episode.error]
-        self._scores |= {branch.node: branch.score(self._branching.alpha) for branch in grown}
+        self._scores |= {branch.node: branch.score(self.branching.alpha) for branch in grown}
         chosen = self._choose(grown, len(rounds)) if grown else lead
         others = [branch for branch in self._branches if branch is not chosen]
         self._branches = [chosen, *others]
@@ -103,8 +99,8 @@ class Tree:
                 self._tools += [event for event in branch.episode.tools if event.node == branch.node]
 
     def _choose(self, grown: Sequence[Branch], depth: int) -> Branch:
-        if self._branching.select == "sampled":
-            return grown[derive_seed(*self._place, "select", depth) % len(grown)]
+        if self.branching.select == "sampled":
+            return grown[derive_seed(*self.place, "select", depth) % len(grown)]
         return max(grown, key=lambda branch: self._scores[branch.node])
 
     @property
@@ -187,11 +183,7 @@ class BranchSession(TeamSession):
         put_on_record(self._team.record, lambda: f"{self._session} {self.last.seed if self.last else ''}")
 
     def place(self, turn: int, /, node: str) -> None:
-        """Refuse: the turns of this session have their nodes already.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse: the turns of this session have their nodes already."""
         raise ValueError(f"turn {turn} cannot be node {node}: the orchestra grows its own tree; set no branching")
 
     async def _answer(self, call: Call) -> TurnReply:
@@ -217,14 +209,11 @@ class Branch:
     and their replies are handed over together, in the order of the calls.
     """
 
-    def __init__(
-        self, task: Task, seat: BranchSession, env: Env, orchestra: Orchestra, *, tool_s: float | None = None
-    ) -> None:
-        self.episode = Episode(task, seat, env, orchestra, tool_s=tool_s)
+    def __init__(self, episode: Episode, seat: BranchSession) -> None:
+        self.episode, self._seat = episode, seat
         self.node = ""
         self.rounds: list[list[Asked]] = []
         self.resting = False
-        self._seat = seat
         self._before = 0  # steps of the environment before the latest round
         self._task: asyncio.Task[None] | None = None
 

@@ -155,9 +155,6 @@ class EmbeddedEngine:
         """Replace all weights by a stream of (Hugging Face name, full tensor) and forget every cached prefix.
 
         Running requests go on with the keys they have and the new weights; their version spans say from which token.
-
-        Raises:
-            EngineError: names a tensor that is missing, unknown or of another shape; nothing has changed.
         """
         self.decoder.load(stream)
         self._rows.renew(version, 0)
@@ -168,11 +165,7 @@ class EmbeddedEngine:
         self._rows.renew(version, 0)
 
     def sleep(self, tags: Collection[Tag] = ("weights", "kv_cache")) -> None:
-        """Give memory back, of weights only a GPU's; only an idle engine can.
-
-        Raises:
-            EngineError: requests are running.
-        """
+        """Give memory back, of weights only a GPU's; only an idle engine can."""
         if self.has_work:
             raise EngineError(BUSY)
         self._asleep.update(tags)
@@ -265,11 +258,7 @@ class Dispatcher(StreamingEngine):
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None, adapter: int = 0
     ) -> Completion:
-        """Sample one completion, with an adapter by number; `hear` as `StreamingEngine` has it.
-
-        Raises:
-            EngineError: the request cannot be served (too long, bad token ids or sampling), or the engine broke.
-        """
+        """Sample one completion, with an adapter by number; `hear` as `StreamingEngine` has it."""
         request_id = next(self._ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         every = 0 if hear is None else getattr(hear, "every", 1)
@@ -336,9 +325,7 @@ class LocalEngine(Dispatcher):
         self.core = EmbeddedEngine.from_folder(folder, max_length=max_length, **settings)
 
     async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights (see `Engine`); running generations go on with the new ones."""
         self.core.load_weights(tensors, version)
 
     async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[Report]:
-        """One step of the engine."""
         return self.core.exchange(asks, aborts)

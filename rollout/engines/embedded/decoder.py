@@ -83,11 +83,7 @@ class CachedDecoder:
         return self.halves[self.half]
 
     def load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights by a stream of (Hugging Face name, full tensor); all or nothing.
-
-        Raises:
-            EngineError: names the tensor that is missing, unknown, repeated or of another shape.
-        """
+        """Replace all weights by a stream of (Hugging Face name, full tensor), as `Weights.fill`; all or nothing."""
         self.halves[1 - self.half].fill(stream)
         self.adopt(1 - self.half)
 
@@ -199,13 +195,17 @@ class CachedDecoder:
             block = q[first : first + QUERY_BLOCK]
             size, seen = len(block), start + first + len(block)
             folded = block.unflatten(1, (kv_heads, groups)).permute(1, 2, 0, 3).reshape(kv_heads, groups * size, -1)
-            scores = torch.bmm(folded, keys[:, :, :seen])
-            if size > 1:
-                mask = q.new_full((size, size), float("-inf")).triu_(1)
-                scores.view(kv_heads * groups, size, seen)[:, :, seen - size :].add_(mask)
-            mixed = torch.bmm(scores.softmax(-1), values[:, :seen])
-            out[first : first + size] = mixed.view(kv_heads * groups, size, -1).transpose(0, 1).flatten(1)
+            mixed = self._mixed(folded, keys, values, size, seen)
+            out[first : first + size] = mixed.reshape(kv_heads * groups, size, -1).transpose(0, 1).flatten(1)
         return out
+
+    def _mixed(self, q: Tensor, keys: Tensor, values: Tensor, size: int, seen: int) -> Tensor:
+        """Attention of queries [KV, groups * size, D] to the first `seen` keys, the latest `size` of them causally."""
+        scores = torch.bmm(q, keys[:, :, :seen])
+        if size > 1:
+            mask = q.new_full((size, size), float("-inf")).triu_(1)
+            scores.view(-1, size, seen)[:, :, seen - size :].add_(mask)
+        return torch.bmm(scores.softmax(-1), values[:, :seen])
 
     def _finish(self, layer: Layer, x: Tensor, mixed: Tensor, add: Add, chosen: list[Tensor]) -> Tensor:
         """What leaves a layer [N, hidden]; of a sparse one the experts [N, k] of each token join `chosen`."""

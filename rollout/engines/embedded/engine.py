@@ -54,11 +54,7 @@ class ActorDied(EngineError):
 
 @dataclass(frozen=True, kw_only=True)
 class HostedSettings:
-    """Settings of an embedded engine in an actor.
-
-    Raises:
-        EngineError: no such transport.
-    """
+    """Settings of an embedded engine in an actor; EngineError if there is no such transport."""
 
     max_length: int  # tokens of prompt and reply
     rows: int = 192  # sequences held at once
@@ -74,7 +70,6 @@ class HostedSettings:
     hang_s: float = 600.0  # that the actor may take for one call
 
     def __post_init__(self) -> None:
-        """Check the transport."""
         known = sorted(TRANSPORTS["embedded"])
         if self.transport not in known:
             raise EngineError(f"the embedded engine has no transport '{self.transport}'; known: {', '.join(known)}")
@@ -229,20 +224,11 @@ class HostedEngine(Dispatcher, TrainedEngine):
         return SyncRoute(transport="shared", place=str(own.file), model=self.folder, options=options, state=state)
 
     async def commit_update(self, update: WeightUpdate) -> None:
-        """Compute from the weights of `update` (see `TrainedEngine`).
-
-        Raises:
-            EngineError: their bytes are not the trainer's; the old weights stay.
-        """
         self.pause_s = await self.take(update, 0)
         self.version = update.version
 
     async def take(self, update: WeightUpdate, number: int) -> float:
-        """Have the actor compute from new weights (0), or a new adapter by number; how many seconds that took.
-
-        Raises:
-            EngineError: their bytes are not the trainer's.
-        """
+        """Have the actor compute from new weights (0), or a new adapter by number; how many seconds that took."""
         own, folder = self.held[number], "" if update.transport == "shared" else update.place
         began = time.perf_counter()
         await self._call("take", own.free, update.version, dict(update.checksums), number, folder)
@@ -250,17 +236,12 @@ class HostedEngine(Dispatcher, TrainedEngine):
         return time.perf_counter() - began
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Give the memory of keys and values and of a GPU's weights back; where the trainer writes, they stay.
-
-        Raises:
-            EngineError: requests are running.
-        """
+        """Give the memory of keys and values and of a GPU's weights back; where the trainer writes, they stay."""
         if not await self.idle():
             raise EngineError(BUSY)
         await self._call("sleep", tags)
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Have room for keys and values, and the weights, again."""
         await self._call("wake", tags)
 
     async def stats(self) -> dict[str, float]:

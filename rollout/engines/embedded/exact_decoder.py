@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_mas.rollout.engines.embedded.decoder import QUERY_BLOCK, Add, CachedDecoder
+from mcore_mas.rollout.engines.embedded.decoder import Add, CachedDecoder
 from mcore_mas.rollout.models.exact import COLUMNS, products_are_exact, row_attention, row_product
 from mcore_mas.rollout.models.fused_weights import Layer
 
@@ -56,18 +56,11 @@ class ExactDecoder(CachedDecoder):
         q, k = (part * cos + torch.cat([-part.chunk(2, -1)[1], part.chunk(2, -1)[0]], -1) * sin for part in parts)
         return q * shape.head_dim**-0.5, k, v
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-        groups, kv_heads, out = self.shape.heads // self.shape.kv_heads, self.shape.kv_heads, []
-        for first in range(0, len(q), QUERY_BLOCK):
-            block = q[first : first + QUERY_BLOCK]
-            seen = start + first + len(block)
-            wide = COLUMNS * -(-seen // COLUMNS)
-            near = torch.arange(wide) <= torch.arange(seen - len(block), seen)[:, None]
-            mask = torch.where(near, 0.0, -torch.inf).repeat(groups, 1)[None]
-            folded = block.unflatten(1, (kv_heads, groups)).permute(1, 2, 0, 3).flatten(1, 2)
-            mixed = row_attention(folded, keys[:, :, :wide], values[:, :wide], mask)
-            out.append(mixed.unflatten(1, (groups, -1)).permute(2, 0, 1, 3).flatten(1))
-        return torch.cat(out)
+    def _mixed(self, q: Tensor, keys: Tensor, values: Tensor, size: int, seen: int) -> Tensor:
+        wide = COLUMNS * -(-seen // COLUMNS)
+        near = torch.arange(wide) <= torch.arange(seen - size, seen)[:, None]
+        mask = torch.where(near, 0.0, -torch.inf).repeat(q.shape[1] // size, 1)[None]
+        return row_attention(q, keys[:, :, :wide], values[:, :wide], mask)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.shape.norm_eps)

@@ -67,11 +67,7 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
             self._add(place)
 
     async def stream(self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None) -> Completion:
-        """Sample one completion (see `StreamingEngine`), by whichever actor is left.
-
-        Raises:
-            EngineError: the request cannot be served, or the last actor has died once too often.
-        """
+        """Sample one completion (see `StreamingEngine`), by whichever actor is left."""
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._look())
         while True:
@@ -88,11 +84,7 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         return SyncRoute(transport=self.transport, place=place, model=self._folder, state=state)
 
     async def commit_update(self, update: WeightUpdate) -> None:
-        """Have every actor compute from the weights of `update`, and others join.
-
-        Raises:
-            EngineError: the bytes that one has read are not the trainer's.
-        """
+        """Have every actor compute from the weights of `update`, and others join."""
         began, self.version, self._source = time.perf_counter(), update.version, update.place
         await self._each(lambda actor: actor.commit_update(update))
         self.pause_s = time.perf_counter() - began
@@ -101,11 +93,9 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
             self._tell(f"an actor of the engine joined with version {self.version}; there are {len(self._actors)}")
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Have every actor give memory back (see `HostedEngine`)."""
         await self._each(lambda actor: actor.sleep(tags))
 
     async def wake(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Have every actor take memory again."""
         await self._each(lambda actor: actor.wake(tags))
 
     def close(self) -> None:
@@ -137,11 +127,7 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         await asyncio.gather(*map(one, list(self._actors)))
 
     def _leave(self, actor: HostedEngine, error: ActorDied) -> None:
-        """Go on without an actor; without the last one with another in its place.
-
-        Raises:
-            ActorDied: it was the last, and cannot be started or was started too often.
-        """
+        """Go on without an actor; without the last one with another in its place."""
         if actor not in self._actors:
             return
         if len(self._actors) > 1:

@@ -1,9 +1,4 @@
-"""Frozen models behind an API: their config, the provider protocol, errors of a call, and keys that are never logged.
-
-- `providers`  any URL that speaks OpenAI's chat completions; Anthropic's and Google's own libraries
-- `ledger`     replies and spending on disk
-- `caller`     the call of coaches and of agents not trained here: cache, budget, retries, equal questions asked once
-"""
+"""Frozen models behind an API: their config, the provider protocol, errors of calls, and keys that are never logged."""
 
 from __future__ import annotations
 
@@ -57,7 +52,10 @@ class Answer:
 
 
 class Provider(Protocol):
-    """A vendor's API. It makes one call and knows nothing of retries, caches or budgets."""
+    """A vendor's API, made of a config and a key. It makes one call and knows nothing of retries, caches or budgets.
+
+    RemoteError: its library is not installed, or it answers nobody without a key.
+    """
 
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
         """Ask once.
@@ -137,11 +135,7 @@ class ApiKey:
 
 
 def required(key: ApiKey | None, provider: str) -> ApiKey:
-    """The key of a provider that answers nobody without one.
-
-    Raises:
-        RemoteError: there is none.
-    """
+    """The key of a provider that answers nobody without one; RemoteError if there is none."""
     if key is None:
         raise RemoteError(f"provider '{provider}' needs a key; name key_variable or key_file")
     return key

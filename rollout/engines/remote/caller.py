@@ -7,7 +7,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -71,11 +72,7 @@ class Caller:
     """A frozen model that can be asked; used from one event loop after another, never from two at once."""
 
     def __init__(self, config: RemoteConfig, folder: Path) -> None:
-        """Read the key and open the ledger in `folder`.
-
-        Raises:
-            RemoteError: no key, no library, or a ledger that cannot be used.
-        """
+        """Read the key and open the ledger in `folder`; RemoteError if there is no key, no library or no ledger."""
         self._config = config
         self._key = remote.read_key(config.key_variable, config.key_file)
         self._make = remote.provider_class(config.provider)
@@ -89,10 +86,11 @@ class Caller:
         """Everything the ledger was ever charged."""
         return self._ledger.spent
 
-    @property
-    def slots(self) -> asyncio.Semaphore:
-        """`concurrency` places, shared by all who ask from the running event loop."""
-        return self._enter_loop().slots
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[float]:
+        """A place among `concurrency` that ask, until the time.monotonic() that is yielded; TimeoutError after that."""
+        async with self._enter_loop().slots, asyncio.timeout(self._config.deadline_s):
+            yield time.monotonic() + self._config.deadline_s
 
     async def ask(
         self,
@@ -267,11 +265,7 @@ class RemoteClient:
     """
 
     def __init__(self, config: RemoteConfig, cache_folder: Path) -> None:
-        """Read the key, and open the replies and the spending kept in `cache_folder`.
-
-        Raises:
-            RemoteError: no key, or a folder in use.
-        """
+        """Read the key, and open the replies and the spending kept in `cache_folder` (see `Caller`)."""
         self._config, self._caller, self._tally = config, Caller(config, cache_folder), Tally()
 
     async def say(self, messages: Sequence[Message], sampling: Sampling, chat: ChatState | None = None) -> PolicyReply:
@@ -286,15 +280,13 @@ class RemoteClient:
         settings = ReplySettings(
             temperature=sampling.temperature, max_tokens=sampling.max_tokens, top_p=sampling.top_p, seed=sampling.seed
         )
-        async with self._caller.slots:
-            deadline = time.monotonic() + self._config.deadline_s
-            try:
-                async with asyncio.timeout(self._config.deadline_s):
-                    answer = await self._caller.ask("external", messages, settings, self._tally, deadline=deadline)
-            except TimeoutError:
-                raise LateCall(f"{self._config.model}: no reply within {self._config.deadline_s:g} s") from None
-            except (Unanswered, Refused) as failure:
-                raise EngineError(f"{self._config.model}: {failure}") from failure
+        try:
+            async with self._caller.turn() as deadline:
+                answer = await self._caller.ask("external", messages, settings, self._tally, deadline=deadline)
+        except TimeoutError:
+            raise LateCall(f"{self._config.model}: no reply within {self._config.deadline_s:g} s") from None
+        except (Unanswered, Refused) as failure:
+            raise EngineError(f"{self._config.model}: {failure}") from failure
         silence = replace(SILENCE, finish_reason=answer.finish_reason)
         return PolicyReply(text=answer.text, raw=answer.text, prompt_ids=(), completion=silence, trainable=False)
 
@@ -304,5 +296,4 @@ class RemoteClient:
         return tally.metrics()
 
     async def aclose(self) -> None:
-        """Close the connections and the cache."""
         await self._caller.aclose()

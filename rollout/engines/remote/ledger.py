@@ -59,11 +59,7 @@ class Ledger:
     """One owner's replies and spending. `in_flight` counts reservations of this process that are not settled."""
 
     def __init__(self, path: Path, budget: BudgetConfig) -> None:
-        """Open or make the file.
-
-        Raises:
-            RemoteError: another process has it open, or it is no ledger.
-        """
+        """Open or make the file; RemoteError if another process has it open, or it is no ledger."""
         self._budget = budget
         self.in_flight = 0
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,11 +104,7 @@ class Ledger:
         return Answer(text=row[0], finish_reason=row[1], prompt_tokens=row[2], completion_tokens=row[3])
 
     def reserve(self, agent: str, worst: Spending) -> Reservation:
-        """Charge what a call may cost at most, before it is sent.
-
-        Raises:
-            BudgetExhausted: that might pass a limit.
-        """
+        """Charge what a call may cost at most, before it is sent; BudgetExhausted if that might pass a limit."""
         passed = self._refused(self.spent + worst)
         if passed:
             raise BudgetExhausted(passed)

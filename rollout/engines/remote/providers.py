@@ -31,7 +31,6 @@ class OpenAIChat:
         )
 
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
-        """Ask once (see `Provider`)."""
         fields = {
             "model": self._config.model,
             "messages": [{"role": message.role, "content": message.content} for message in messages],
@@ -46,7 +45,6 @@ class OpenAIChat:
         return _answer(reply.content)
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
 
@@ -75,10 +73,6 @@ class AnthropicMessages:
     """The Messages API of one model."""
 
     def __init__(self, config: RemoteConfig, key: ApiKey | None) -> None:
-        """
-        Raises:
-            RemoteError: the library is not installed, or there is no key.
-        """
         try:
             import anthropic
         except ImportError:
@@ -119,7 +113,6 @@ class AnthropicMessages:
         )
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._client.close()
 
 
@@ -130,10 +123,6 @@ class GeminiContent:
     """`generate_content` of one model of the Gemini Developer API."""
 
     def __init__(self, config: RemoteConfig, key: ApiKey | None) -> None:
-        """
-        Raises:
-            RemoteError: the library is not installed, or there is no key.
-        """
         try:
             from google import genai
             from google.genai import errors
@@ -150,7 +139,6 @@ class GeminiContent:
         )
 
     async def complete(self, messages: Sequence[Message], settings: ReplySettings) -> Answer:
-        """Ask once (see `Provider`)."""
         system, others = remote.split_system(messages)
         fields = {
             "system_instruction": system,
@@ -184,5 +172,4 @@ class GeminiContent:
         )
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._http.aclose()

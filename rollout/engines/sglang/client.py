@@ -103,11 +103,7 @@ class StreamedReply:
         return self._take
 
     def whole(self, path: str) -> dict[str, Any]:
-        """The answer as it would have come at once.
-
-        Raises:
-            EngineError: the server failed meanwhile, or stopped before the end.
-        """
+        """The answer as it would have come at once; EngineError if the server failed, or stopped before the end."""
         ended = (self._last.get("meta_info") or {}).get("finish_reason")
         if "error" in self._last or not ended or ended.get("status_code"):  # which without a stream is the answer's own
             raise EngineError(f"SGLang {path}: {_words(ended or self._last, 'the stream ended before its reply')}")

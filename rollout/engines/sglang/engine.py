@@ -69,11 +69,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, hear: Hear | None, adapter: str | None = None
     ) -> Completion:
-        """Sample one completion, of an `adapter` that the servers hold; `hear` as `StreamingEngine` has it.
-
-        Raises:
-            EngineError: the request cannot be served, the deadline passed, or the server is gone for good.
-        """
+        """Sample one completion, of an `adapter` that the servers hold; `hear` as `StreamingEngine` has it."""
         problem = problem_of(prompt_ids, sampling, self._settings.vocab, self._settings.max_length)
         if problem:
             raise EngineError(problem)
@@ -177,12 +173,10 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         return True
 
     def abort_update(self, error: Exception) -> None:
-        """Calls that wait for weights that a server lost fail with `error` (see `TrainedEngine`)."""
         self._update = None
         self._lost.settle(EngineError(f"SGLang: the weights did not come again: {error}"))
 
     async def weights_lost(self) -> None:
-        """Wait until a call needs weights that a server lost (see `TrainedEngine`)."""
         await self._lost.needed()
 
     async def _restore(self) -> None:

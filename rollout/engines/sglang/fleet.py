@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mcore_mas.rollout.base.errors import EngineError
@@ -28,6 +29,7 @@ class Left(EngineError):
     """A server is gone; others go on."""
 
 
+@dataclass(eq=False)
 class Fleet:
     """Calls servers, and starts those again that died, `restarts` times an hour.
 
@@ -35,43 +37,29 @@ class Fleet:
     asked until the next update.
     """
 
-    def __init__(
-        self,
-        settings: SGLangSettings,
-        *,
-        tell: Callable[[str], None],
-        weigh: Callable[[Replica], Awaitable[bool]],
-        restore: Callable[[], Awaitable[None]],
-    ) -> None:
-        """Name the servers; each is started when it is first asked.
+    settings: SGLangSettings
+    tell: Callable[[str], None]  # called with one line when a server is started again
+    weigh: Callable[[Replica], Awaitable[bool]]  # gives a new server the present weights, or says that it cannot
+    restore: Callable[[], Awaitable[None]]  # has an update come, for a server that was left paused
 
-        Args:
-            tell: called with one line when a server is started again.
-            weigh: gives a new server the present weights, or says that it cannot.
-            restore: has an update come, for a server that was left paused.
-
-        Raises:
-            EngineError: no interpreter.
-        """
-        self.tell = tell
-        self._weigh, self._restore = weigh, restore
-        self._restarts, self._start_s = Restarts("engine", settings.restarts), settings.start_s
-        if settings.urls:
-            self.replicas = [Replica(settings, url=url) for url in settings.urls]
-        else:
-            self.replicas = [owned_replica(settings, number) for number in range(settings.replicas)]
-        self._settings, self._members = settings, dict[str, Replica]()  # that have joined or are about to, by URL
+    def __post_init__(self) -> None:
+        """Name the servers; each is started when it is first asked."""
+        self._restarts = Restarts("engine", self.settings.restarts)
+        self.replicas = [Replica(self.settings, url=url) for url in self.settings.urls]
+        if not self.replicas:
+            self.replicas = [owned_replica(self.settings, number) for number in range(self.settings.replicas)]
+        self._members = dict[str, Replica]()  # that have joined or are about to, by URL
         self.left = 0  # members so far
 
     async def meet(self) -> list[Replica]:
         """Let servers go that the file of members names no more; those that it names newly, and that answer, the last
         first. They pause, and are asked for nothing before they have been given weights and are told to `join`.
         """
-        named = await asyncio.to_thread(self._settings.named) if self._settings.members else []
+        named = await asyncio.to_thread(self.settings.named) if self.settings.members else []
         for url in [url for url in self._members if url not in named]:
             self.leave(self._members[url], f"{url} is not among the members any more")
         found = []
-        for replica in [Replica(self._settings, url=url) for url in reversed(named) if url not in self._members]:
+        for replica in [Replica(self.settings, url=url) for url in reversed(named) if url not in self._members]:
             if await replica.client.up():
                 with suppress(Lost):
                     await replica.client.call("/pause_generation", {"mode": "retract"})
@@ -117,7 +105,7 @@ class Fleet:
         while True:
             await self._ready(replica)
             if weighed and replica.stale:
-                await self._restore()
+                await self.restore()
             async with self.reviving(replica):
                 return await replica.client.call(path, body, method=method, stream=stream)
 
@@ -161,7 +149,7 @@ class Fleet:
                 await self._start_again(replica, error)
                 replica.stale = True
                 try:
-                    replica.stale = not await self._weigh(replica)
+                    replica.stale = not await self.weigh(replica)
                     if replica.stale:
                         await replica.client.call("/pause_generation", {"mode": "retract"})
                 except Lost as again:
@@ -179,7 +167,6 @@ class Fleet:
             replica.asleep.update(tags)
 
     async def wake(self, tags: Sequence[Tag]) -> None:
-        """Take it again."""
         await self._each(lambda replica: self._wake(replica, tags))
 
     async def _wake(self, replica: Replica, tags: Sequence[Tag]) -> None:
@@ -210,7 +197,7 @@ class Fleet:
                 raise
             await asyncio.to_thread(replica.close)
             raise Left from None
-        await replica.wait(self._start_s)
+        await replica.wait(self.settings.start_s)
 
     async def _ready(self, replica: Replica) -> None:
         """Wait for the first answer of a server, and for the weights of one that was started again."""
@@ -218,7 +205,7 @@ class Fleet:
             return
         async with _gate(replica):
             if not replica.ready:
-                await replica.wait(self._start_s)
+                await replica.wait(self.settings.start_s)
 
 
 def _gate(replica: Replica) -> asyncio.Lock:
@@ -290,11 +277,7 @@ class Checks:
             self._tell(f"SGLang: {left[0]} and {len(left) - 1} more kinds are in a form of its own and not compared")
 
     async def check(self, replica: Replica, handover: WeightUpdate) -> None:
-        """Compare.
-
-        Raises:
-            EngineError: a tensor is not the trainer's; its name.
-        """
+        """Compare; EngineError names a tensor that is not the trainer's."""
         if self._kinds and handover.checksums:
             right = {name: value for name, value in handover.checksums.items() if kind_of(name) in self._kinds}
             compare(await self._said(replica), right, handover.version)

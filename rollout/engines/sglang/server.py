@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +29,28 @@ class NoRoom(EngineError):
     """Ray has no devices for a server whose node is lost."""
 
 
+@dataclass(eq=False, repr=False)  # its key is shown to nobody
 class Server:
-    """A process that serves one replica; runs in a Ray actor where GPUs are placed, in this process otherwise."""
+    """A process that serves one replica; it runs in a Ray actor where GPUs are placed, in this process otherwise.
 
-    def __init__(
-        self,
-        python: str,
-        arguments: Sequence[str],
-        log: str,
-        environment: Mapping[str, str],
-        key: str | None = None,
-        far: bool = False,
-    ) -> None:
-        """Name what `start` will run: `python -m sglang.launch_server *arguments`.
+    It is `python -m sglang.launch_server *arguments`. With a `key` it answers who has the key. It listens at the
+    loopback, or `far` at the address of its node.
 
-        With a `key` it answers who has the key. It listens at the loopback, or `far` at the address of its node.
+    Raises:
+        EngineError: there is no such interpreter.
+    """
 
-        Raises:
-            EngineError: there is no such interpreter.
-        """
-        if not Path(python).is_file():
-            raise EngineError(f"engine.python: no interpreter at {python}; see requirements/sglang.txt")
-        # not resolved: a virtual environment is told by the link that was followed
-        self._command = [str(Path(python).absolute()), "-m", "sglang.launch_server", *arguments]
-        self._log = Path(log)
-        self._environment, self._key, self._far = dict(environment), key, far
+    python: str
+    arguments: Sequence[str]
+    log: str
+    environment: Mapping[str, str]
+    key: str | None = None
+    far: bool = False
+
+    def __post_init__(self) -> None:
+        if not Path(self.python).is_file():
+            raise EngineError(f"engine.python: no interpreter at {self.python}; see requirements/sglang.txt")
+        self._log = Path(self.log)
         self._process: subprocess.Popen[bytes] | None = None
 
     def devices(self) -> list[str]:
@@ -66,12 +65,14 @@ class Server:
         It sees the GPUs `devices`, or without any all that this process sees.
         """
         self.stop()
-        address, network = self._at_its_node() if self._far else ("127.0.0.1", {})
+        address, network = self._at_its_node() if self.far else ("127.0.0.1", {})
         port = free_port(address)
         inherited = {name: value for name, value in os.environ.items() if name not in _DROPPED}
         seen = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-        command = [*self._command, *self._secret(), "--host", address, "--port", str(port)]
-        self._process = start_group(command, log=self._log, env=inherited | seen | network | self._environment)
+        # not resolved: a virtual environment is told by the link that was followed
+        command = [str(Path(self.python).absolute()), "-m", "sglang.launch_server", *self.arguments, *self._secret()]
+        command += ["--host", address, "--port", str(port)]
+        self._process = start_group(command, log=self._log, env=inherited | seen | network | dict(self.environment))
         return f"http://{address}:{port}"
 
     def _at_its_node(self) -> tuple[str, dict[str, str]]:
@@ -84,13 +85,13 @@ class Server:
 
     def _secret(self) -> list[str]:
         """Arguments that name a file with the key, which is not on the command line."""
-        if self._key is None:
+        if self.key is None:
             return []
         self._log.parent.mkdir(parents=True, exist_ok=True)
         secret = self._log.with_suffix(".key.yaml").absolute()
         secret.unlink(missing_ok=True)
         with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f'api-key: "{self._key}"\n')
+            file.write(f'api-key: "{self.key}"\n')
         return ["--config", str(secret)]
 
     def ended(self) -> str:
@@ -136,44 +137,40 @@ def server_arguments(settings: SGLangSettings) -> list[str]:
 _LOOK_S = 0.25  # between two looks at a server that starts
 
 
+@dataclass(eq=False)
 class Replica:
     """A server that answers, starts, or has died; `starts` counts how often it was started.
 
     `asleep` has the tags of the memory that it has given away; one that is `stale` pauses, without the present weights.
     """
 
-    def __init__(
-        self,
-        settings: SGLangSettings,
-        host: Any = None,
-        *,
-        actors: Callable[[], Sequence[Any]] | None = None,
-        gpus: Sequence[str] = (),
-        seats: Sequence[int] = (),
-        url: str = "",
-    ) -> None:
-        """`host` is a `Server` in this process, with `gpus`; None for one that somebody else runs, at `url`.
+    settings: SGLangSettings
+    host: Any = None  # a `Server` in this process, with `gpus`; None for one that somebody else runs, at `url`
+    _: KW_ONLY
+    # makes Ray actors of a `Server` instead: the first runs it, the others hold its further GPUs
+    actors: Callable[[], Sequence[Any]] | None = None
+    gpus: Sequence[str] = ()
+    seats: Sequence[int] = ()  # numbers of its GPUs, where other servers start on them too
+    url: str = ""
 
-        `actors` makes Ray actors of a `Server` instead: the first runs it, the others hold its further GPUs.
-        """
-        self._host, self._actors, self._gpus = host, actors, gpus
-        self._seats = seats  # numbers of its GPUs, where other servers start on them too
+    def __post_init__(self) -> None:
         self._fellows: Sequence[Any] = ()
-        if actors is not None:
-            self._host, *self._fellows = actors()
-        self._settings: dict[str, Any] = {"timeout_s": settings.timeout_s, "connections": settings.rows + 8}
-        self._key = settings.own_key  # of a server of ours
+        if self.actors is not None:
+            self.host, *self._fellows = self.actors()
         self.starts = 0
         self.busy = 0  # completions that it was asked for
-        self.ready = False
-        self.stale = False
+        self.ready = self.stale = False
         self.asleep: set[str] = set()
-        self._client = SGLangClient(url.rstrip("/"), key=settings.key, **self._settings) if url else None
+        self._client = self._client_of(self.url, self.settings.key) if self.url else None
+
+    def _client_of(self, url: str, key: str | None) -> SGLangClient:
+        limits: dict[str, Any] = {"timeout_s": self.settings.timeout_s, "connections": self.settings.rows + 8}
+        return SGLangClient(url.rstrip("/"), key=key, **limits)
 
     @property
     def ours(self) -> bool:
         """Whether the process is ours to start and end."""
-        return self._host is not None
+        return self.host is not None
 
     @property
     def client(self) -> SGLangClient:
@@ -190,8 +187,8 @@ class Replica:
         Raises:
             NoRoom: it has found none.
         """
-        url = self._host.start(self._gpus) if self._actors is None else await self._start_actor(self._actors, room_s)
-        self._client = SGLangClient(url, key=self._key, **self._settings)
+        url = self.host.start(self.gpus) if self.actors is None else await self._start_actor(self.actors, room_s)
+        self._client = self._client_of(url, self.settings.own_key)
         self.starts += 1
         self.ready = False
         self.asleep.clear()
@@ -200,15 +197,15 @@ class Replica:
         import ray
 
         try:
-            await self._host.pid.remote()
+            await self.host.pid.remote()
         except ray.exceptions.RayActorError:  # with its node, of which Ray finds another
-            self._host, *self._fellows = make()
+            self.host, *self._fellows = make()
         try:
             async with asyncio.timeout(room_s):
-                devices = [gpu for actor in (self._host, *self._fellows) for gpu in await actor.devices.remote()]
+                devices = [gpu for actor in (self.host, *self._fellows) for gpu in await actor.devices.remote()]
         except TimeoutError:
             raise NoRoom(f"no node has had room for another within {room_s:g} s") from None
-        return str(await self._host.start.remote(devices))
+        return str(await self.host.start.remote(devices))
 
     async def wait(self, start_s: float) -> None:
         """Wait until the server is ready, and before it starts for the first time until others on its GPUs are.
@@ -219,7 +216,7 @@ class Replica:
             EngineError: it ended, with what it said last; or `start_s` have passed.
         """
         async with AsyncExitStack() as turns:
-            for seat in sorted(self._seats):
+            for seat in sorted(self.seats):
                 await turns.enter_async_context(of_loop(("GPU", seat), asyncio.Lock))
             if self._client is None:
                 await self.start()
@@ -238,30 +235,30 @@ class Replica:
 
     async def ended(self) -> str:
         """Why the server is gone; "" while its process runs."""
-        if self._host is None:
+        if self.host is None:
             return f"the server at {self.client.url} is gone, and it is not ours to start"
-        if self._actors is None:
-            return str(self._host.ended())
+        if self.actors is None:
+            return str(self.host.ended())
         import ray
 
         try:
-            return str(await self._host.ended.remote())
+            return str(await self.host.ended.remote())
         except ray.exceptions.RayActorError:
             return f"the server at {self.client.url} is gone with its actor"
 
     async def pid(self) -> int | None:
         """The server's process, None where it is not ours."""
-        if self._host is None:
+        if self.host is None:
             return None
-        found: int | None = self._host.pid() if self._actors is None else await self._host.pid.remote()
+        found: int | None = self.host.pid() if self.actors is None else await self.host.pid.remote()
         return found
 
     def close(self) -> None:
         """End the server if it is ours; again does nothing."""
-        host, self._host = self._host, None
+        host, self.host = self.host, None
         if host is None:
             return
-        if self._actors is None:
+        if self.actors is None:
             host.stop()
             return
         import ray
@@ -281,16 +278,13 @@ def visible_gpus() -> list[str]:
 
 
 def owned_replica(settings: SGLangSettings, number: int) -> Replica:
-    """A server of our own: where Ray runs in an actor of its own, with one for each further GPU; else in this process.
-
-    Raises:
-        EngineError: no interpreter at `settings.python`.
-    """
+    """A server of our own: where Ray runs in an actor of its own, others for its further GPUs; else in this process."""
     log = str(Path(settings.log).with_suffix(f".{number}.log"))
     words = server_arguments(settings)
     told = (settings.python or "", words, log, settings.variables, settings.own_key, settings.far)
     server = Server(*told)  # complains here rather than in an actor
-    if not _ray_runs():
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
         return Replica(settings, server, gpus=settings.gpus[number] if settings.gpus else ())
     own = slice(number * settings.tp, (number + 1) * settings.tp)
     places = settings.places[own] if settings.places else None  # of each of its GPUs
@@ -298,13 +292,6 @@ def owned_replica(settings: SGLangSettings, number: int) -> Replica:
     return Replica(
         settings, actors=lambda: [actor.remote(*told) for actor in _actors(settings.tp, places)], seats=seats
     )
-
-
-def _ray_runs() -> bool:
-    import sys
-
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())
 
 
 def _actors(tp: int, places: Sequence[Mapping[str, Any]] | None) -> list[Any]:

@@ -70,7 +70,6 @@ class SGLangSettings:
     log: Path | str = "sglang.log"  # of the servers; a number is put before its suffix
 
     def __post_init__(self) -> None:
-        """Check what can be known before a server runs."""
         if self.transport not in TRANSPORTS["sglang"]:
             known = ", ".join(TRANSPORTS["sglang"])
             raise EngineError(f"SGLang has no transport '{self.transport}'; known: {known}")

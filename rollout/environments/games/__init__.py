@@ -1,10 +1,4 @@
-"""Puzzle environments (games) with exact rewards: pure rules over immutable states, one file a game.
-
-game         what a game and its generator of puzzles promise, how action lists are read, and the environment
-grids        plan_path, a way through obstacles; sokoban, boxes to push onto goals
-sudoku       a 4x4 or 9x9 grid with one solution
-blocksworld  stacks to rebuild
-"""
+"""Puzzle environments (games) with exact rewards: pure rules over immutable states, one file a game."""
 
 from __future__ import annotations
 

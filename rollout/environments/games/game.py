@@ -53,11 +53,7 @@ class Game(Protocol[_State]):
         """The reward that is added when the turns, or the game's own moves, are spent without a solution."""
 
     def read(self, puzzle: str) -> _State:
-        """The first state of the puzzle that `show` wrote.
-
-        Raises:
-            BadPuzzle: the text is no puzzle of this game.
-        """
+        """The first state of the puzzle that `show` wrote; BadPuzzle if the text is no puzzle of this game."""
 
     def show(self, state: _State) -> str:
         """The state as text: its board, unless the game says more."""
@@ -124,11 +120,7 @@ class GameEnv(CalculatingEnv, Generic[_State]):
         self._game: Game[_State] = self.rewards or self.game()
 
     def reset(self, task: Task) -> str:
-        """Start `task`, whose prompt is the first state; returns the game's rules and that state.
-
-        Raises:
-            EnvError: the prompt is no puzzle of this game.
-        """
+        """Start `task`, whose prompt is the first state; returns the game's rules and that state."""
         try:
             self._state = self._game.read(task.prompt)
         except BadPuzzle as error:
@@ -138,11 +130,7 @@ class GameEnv(CalculatingEnv, Generic[_State]):
         return f"{self._game.about}\n\n{task.prompt}"
 
     async def step(self, action: str) -> Step:
-        """Carry out a list of actions.
-
-        Raises:
-            EnvError: there is no puzzle, or it has ended.
-        """
+        """Carry out a list of actions."""
         game, state = self._game, self._state
         if state is None or self._done:
             raise EnvError(f"GameEnv.step {'before reset' if state is None else 'after the end'}")
@@ -219,11 +207,7 @@ _Node = TypeVar("_Node", bound=Hashable)
 
 
 def parse_rows(text: str, signs: str) -> list[list[str]]:
-    """Rows of signs separated by spaces, all of one length.
-
-    Raises:
-        BadPuzzle: a sign is not in `signs`, or the rows are no rectangle.
-    """
+    """Rows of signs with spaces between; BadPuzzle if a sign is not in `signs`, or they are no rectangle."""
     rows = [line.split() for line in text.splitlines() if line.strip()]
     if not rows or len({len(row) for row in rows}) != 1:
         raise BadPuzzle("expected rows of signs separated by spaces, all of one length")

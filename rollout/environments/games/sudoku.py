@@ -103,13 +103,7 @@ class Sudoku(Game[SudokuGrid]):
         return {"progress": right / len(empty) if empty else 1.0}
 
     def solve(self, state: SudokuGrid) -> str | None:
-        return grid_action(state.solution)
-
-
-def grid_action(cells: Cells) -> str:
-    """A grid as an action."""
-    size = isqrt(len(cells))
-    return ", ".join("".join(map(str, cells[i : i + size])) for i in range(0, len(cells), size))
+        return ", ".join("".join(row) for row in self.board(replace(state, cells=state.solution)))
 
 
 def solutions(given: Cells, random: Random | None = None) -> Iterator[Cells]:

@@ -40,11 +40,7 @@ def put(box: int, name: str, content: int) -> None:
 
 
 def get(box: int, name: str) -> int:
-    """An open regular file below the open folder `box`.
-
-    Raises:
-        OSError: there is none of that name.
-    """
+    """An open regular file below the open folder `box`; OSError if there is none of that name."""
     file = linux.open_inside(box, name, os.O_RDONLY)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)

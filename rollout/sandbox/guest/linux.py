@@ -31,11 +31,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """The system call `name`.
-
-    Raises:
-        OSError: the kernel refused it.
-    """
+    """The system call `name`; OSError if the kernel refused it."""
     plain = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in arguments]
     result = int(_libc.syscall(ctypes.c_long(CALLS[name]), *plain))
     if result < 0:
@@ -44,11 +40,7 @@ def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None
 
 
 def prctl(option: int, *arguments: int) -> None:
-    """Set one of this process's properties.
-
-    Raises:
-        OSError: the kernel refused it.
-    """
+    """Set one of this process's properties."""
     four = [*arguments, 0, 0, 0, 0][:4]
     if _libc.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, four)) != 0:
         raise _refused(f"prctl {option}")

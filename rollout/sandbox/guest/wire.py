@@ -21,11 +21,7 @@ def send(channel: socket.socket, message: dict[str, Any], files: Sequence[int] =
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message and its descriptors.
-
-    Raises:
-        EOFError: the other end is closed.
-    """
+    """The next message and its descriptors; EOFError if the other end is closed."""
     body, files, _, _ = socket.recv_fds(channel, MAX_BYTES, MAX_FILES)
     if not body:
         raise EOFError

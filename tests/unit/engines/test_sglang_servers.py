@@ -125,7 +125,7 @@ def test_where_ray_runs_a_server_ends_with_its_actor_and_closing_again_does_noth
         return pid
 
     pids = [asyncio.run(play(engine)) for engine in engines]
-    ray.kill(engines[1]._replicas[0]._host)
+    ray.kill(engines[1]._replicas[0].host)
     for engine in engines * 2:
         engine.close()
     deadline = time.monotonic() + 20
@@ -147,8 +147,8 @@ def test_a_server_without_a_node_leaves_where_another_goes_on(
         stays, lost = engine._replicas
         own = {(await stays.pid() or 0) % 90}
         nowhere = ray.remote(num_cpus=0)(Server).options(resources={"gone": 1})
-        lost._actors = lambda: [nowhere.remote("python", [], "log", {})]
-        ray.kill(lost._host)
+        lost.actors = lambda: [nowhere.remote("python", [], "log", {})]
+        ray.kill(lost.host)
         said = await asyncio.gather(*(ask(engine, [n + 20], f"session {n}") for n in range(12)))
         assert {completion.token_ids[0] for completion in said} == own
         await engine.load_weights(tensors(), 2)
