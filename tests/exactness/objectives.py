@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from mcore_mas.credit.samples import Sample, weigh
 from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron.batch import CostModel
-from mcore_mas.megatron.spec import PROJECTIONS, TrainerSpec
+from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.exactness.formulas import ENTROPY, KL, LENGTH, LOSS_WEIGHTS, Case, loss_by_hand
-from tests.exactness.rows import FEEDS, Row
+from tests.exactness.rows import FEEDS, PROJECTIONS, Row
 from tests.exactness.training import job_of, model_of, write_models
 from tests.support import ranks, reference
 from tests.support.precision import Errors, Expected, bound, errors, expect, largest

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from mcore_mas.config.policy import LoraConfig
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import ValueObjective
 from mcore_mas.megatron.batch import CostModel
-from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
+from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.exactness.rows import FEEDS, Row
 from tests.support import lora, ranks, reference
@@ -63,7 +64,7 @@ def job_of(row: Row, folder: Path, function: Callable[..., None], arguments: dic
         spec = replace(spec, head="value", objective=ValueObjective())
     if row.lora:
         adapter = str(folder / row.model / "adapter")
-        spec = replace(spec, lora=LoraSpec(rank=lora.RANK, alpha=lora.ALPHA, targets=row.lora, adapter=adapter))
+        spec = replace(spec, lora=LoraConfig(rank=lora.RANK, alpha=lora.ALPHA, targets=row.lora, adapter=adapter))
     sizes = {name: row.layout[name] for name in ("tp", "pp", "vpp", "cp", "dp", "ep") if name in row.layout}
     return ranks.Job(function=function, arguments={"spec": spec, "row": row, **arguments}, **sizes)
 
@@ -86,7 +87,7 @@ def samples_of(row: Row) -> list[Sample]:
 
 def _train(rank: int, spec: TrainerSpec, row: Row, out: Path) -> None:
     batches = FEEDS[row.feed](samples_of(row), row.max_tokens, CostModel.of(spec))
-    fresh = replace(spec, lora=replace(spec.lora, adapter=None)) if row.beside and spec.lora else None
+    fresh = replace(spec, lora=spec.lora.model_copy(update={"adapter": None})) if row.beside and spec.lora else None
     other = MegatronTrainer(fresh) if fresh else None
     trainer = MegatronTrainer(spec, other)
     start = _tensors(trainer)

@@ -112,7 +112,9 @@ class ShardedModel:
                 self.architecture,
                 AdapterFolder(Path(lora.adapter), lora)
                 if lora.adapter
-                else lambda name: weight_import.LazyTensor.of(initial_adapter(self.architecture, lora, name)),
+                else lambda name: weight_import.LazyTensor.of(
+                    initial_adapter(self.architecture, lora.rank, self._spec.lora_seed, name)
+                ),
             )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.shapes import LAYOUTS, make_batch
+from mcore_mas.config.policy import LoraConfig
 from mcore_mas.megatron.model import decoder
-from mcore_mas.megatron.spec import LoraSpec, destroy_process_groups, init_process_groups
+from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
 
@@ -17,7 +18,7 @@ WAYS = {
     "qwen2": {},
     "qwen3": {"bf16": True},
     "qwen3_moe": {},
-    "llama": {"lora": LoraSpec(rank=2, alpha=4)},
+    "llama": {"lora": LoraConfig(rank=2, alpha=4)},
 }
 
 
