@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.credit import cut_off
-from mcore_mas.config.models import check_layouts
+from mcore_mas.config.models import check_layout
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
 from mcore_mas.rollout.base.files import atomic_folder, tree_sha256, writable, write_json
@@ -77,7 +77,8 @@ def train(
             raise ConfigError("--adopt: ray:// trains in a process of its own; set trainer.resume=changed instead")
         train_at(address, config_path, folder)
         return
-    check_layouts(config)  # before any process starts
+    for name, model in config.models.items():  # before any process starts
+        check_layout(config, name, Path(model))
     make_renderers(config, config.models)
     room = room_for(config) if address == "local" else None
     tasks = _tasks(config)
