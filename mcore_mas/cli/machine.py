@@ -176,13 +176,13 @@ def run_names() -> list[str]:
     return [file.parent.name for file in sorted(Path("results").glob("*/config.yaml"))]
 
 
-def run_folder(named: Path | None) -> Path | None:
+def run_folder(named: Path) -> Path:
     """The folder of a run: as it was named, or of that name in results/.
 
     Raises:
         FolderError: there is none.
     """
-    if named is None or named.is_file() or (named / "config.yaml").is_file():
+    if (named / "config.yaml").is_file():
         return named
     if str(named) in run_names():
         return Path("results") / named
@@ -190,9 +190,22 @@ def run_folder(named: Path | None) -> Path | None:
     raise FolderError(f"{named}: no run here; {expected}{nearest(named.name, run_names())}")
 
 
+def run_config(named: Path) -> Path:
+    """The resolved config that was named by itself, or by its run; raises as `run_folder`."""
+    return named if named.is_file() else run_folder(named) / "config.yaml"
+
+
 RunFolder = Annotated[
     Path,
     typer.Argument(help="A run: its folder, or its name in results/.", callback=run_folder, autocompletion=run_names),
+]
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(
+        help="A run: its folder, its name in results/, or its config.yaml.",
+        callback=run_config,
+        autocompletion=run_names,
+    ),
 ]
 
 
