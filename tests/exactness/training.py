@@ -19,6 +19,7 @@ from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.exactness.rows import FEEDS, Row
 from tests.support import lora, ranks, reference
+from tests.support.gradients import gradients_of
 from tests.support.precision import Errors, Expected, errors, expect
 
 STEPS = 3
@@ -100,7 +101,7 @@ def _train(rank: int, spec: TrainerSpec, row: Row, out: Path) -> None:
             other.update(batches)
         metrics = trainer.update(batches)
         tensors = {
-            "gradients": {name: tensor.clone() for name, tensor in trainer.gradients()},
+            "gradients": {name: tensor.clone() for name, tensor in gradients_of(trainer)},
             "parameters": _tensors(trainer),
         }
         (out / f"metrics_{step}_{rank}.json").write_text(json.dumps(metrics))

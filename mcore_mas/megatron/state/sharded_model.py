@@ -140,10 +140,6 @@ class ShardedModel:
         """`adapter` in blocks, as `weight_blocks`."""
         return self._export("adapter", self._low_rank)
 
-    def gradients(self, local: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Stream (Hugging Face or PEFT name, full tensor) of this rank's gradients by Megatron name; as `weights`."""
-        return _joined(self._export("gradients", local))
-
     def _export(
         self, what: str, local: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
     ) -> Iterator[tuple[str, list[Tensor]]]:

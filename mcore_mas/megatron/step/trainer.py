@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -74,10 +74,6 @@ class MegatronTrainer:
         """This rank's shard of the weights after the last step, to be exported or written."""
         self._settle()
         return self._model
-
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream (Hugging Face or PEFT name, full gradient) of the last update, clipped; every rank must drain it."""
-        return self._model.gradients(self._state.gradients())
 
     def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
         """Per micro-batch the log-probabilities [N] of its labels, after temperature; of a critic its values [N].
