@@ -175,7 +175,7 @@ class MegatronTrainer:
         The files name Hugging Face tensors and hold no layout: `restore` reads them in any other.
         """
         self._check_awake()
-        spikes = {of: monitor.state() for of, monitor in self._spikes.items()}
+        spikes = {of: {"norms": list(monitor.norms)} for of, monitor in self._spikes.items()}
         self._checkpoint.save(folder, {"updates": self.updates, "spikes": spikes})
 
     def restore(self, folder: Path) -> None:
@@ -250,18 +250,14 @@ class SpikeMonitor:
     """
 
     def __init__(self, factor: float = 10.0, window: int = 100, warmup: int = 5, norms: Iterable[float] = ()) -> None:
-        """No finite norm is a spike before `warmup` have been seen, those `norms` among them that `state` gave."""
+        """No finite norm is a spike before `warmup` have been seen, `norms` among them."""
         self.factor, self.warmup = factor, warmup
-        self._norms = deque(norms, maxlen=window)
+        self.norms = deque(norms, maxlen=window)  # oldest first
 
     def observe(self, norm: float) -> bool:
         """Whether `norm` is a spike; a finite one is remembered."""
         if not math.isfinite(norm):
             return True
-        spike = len(self._norms) >= max(1, self.warmup) and norm > self.factor * statistics.median(self._norms)
-        self._norms.append(norm)
+        spike = len(self.norms) >= max(1, self.warmup) and norm > self.factor * statistics.median(self.norms)
+        self.norms.append(norm)
         return spike
-
-    def state(self) -> dict[str, Any]:
-        """The remembered norms, oldest first, as plain data."""
-        return {"norms": list(self._norms)}

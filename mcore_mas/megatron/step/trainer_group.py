@@ -120,18 +120,14 @@ class TrainerTurns:
     """Trainers on the same devices of which only the one that works has its memory."""
 
     def __init__(self) -> None:
-        self._groups: list[TrainerGroup] = []
+        self.groups: list[TrainerGroup] = []  # one that joins has no memory yet
         self._lock = asyncio.Lock()
-
-    def join(self, group: TrainerGroup) -> None:
-        """Add a trainer, which has no memory yet."""
-        self._groups.append(group)
 
     @asynccontextmanager
     async def of(self, group: TrainerGroup) -> AsyncIterator[None]:
         """Inside the block `group` has its memory; it keeps it until another one works."""
         async with self._lock:
-            for other in self._groups:
+            for other in self.groups:
                 if other is not group:
                     await other.sleep()
             await group.wake()
@@ -174,7 +170,7 @@ class TrainerGroup:
         self._asleep, self._joined = turns is not None, False
         self._waking = asyncio.Lock()
         if turns:
-            turns.join(self)
+            turns.groups.append(self)
         if places is None:
             places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
         # a thread of its own waits for what is written while the ranks' other calls go on in their order
