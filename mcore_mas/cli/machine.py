@@ -39,12 +39,12 @@ class UiError(RuntimeError):
     """The pages cannot be opened: one line that says what, where and what to do."""
 
 
-def serve_mlflow(store: str, port: int) -> None:
-    """Serve the MLflow `store` on loopback until interrupted, then stop the server and its children.
-
-    Raises:
-        UiError: there is no such store, the port is taken, or the server ends by itself.
-    """
+@machine_commands.command("ui", rich_help_panel=_PANEL)
+def open_pages(
+    store: Annotated[str, typer.Option(help="MLflow tracking store.")] = "sqlite:///results/mlflow.db",
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000,
+) -> None:
+    """Serve MLflow's pages on the runs of this machine until interrupted."""
     from mcore_mas.rollout.base.http_server import bind
 
     scheme, _, path = store.partition(":///")
@@ -85,15 +85,6 @@ def _first_page(store: Path) -> str:
         except sqlite3.Error:  # MLflow says what is wrong with it
             last = None
     return f"/#/experiments/{last[0]}/runs?{TRAININGS}&compareRunsMode=CHART" if last else ""
-
-
-@machine_commands.command("ui", rich_help_panel=_PANEL)
-def open_pages(
-    store: Annotated[str, typer.Option(help="MLflow tracking store.")] = "sqlite:///results/mlflow.db",
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000,
-) -> None:
-    """Serve MLflow's pages on the runs of this machine until interrupted."""
-    serve_mlflow(store, port)
 
 
 _NEEDED = ("torch", "megatron-core", "ray", "transformers", "snakemake", "mlflow", "faiss-cpu", "pyarrow", "hydra-core")
