@@ -8,20 +8,23 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout, installed or not
 
 import torch
 
 from benchmarks.support.training import LR, make_model, make_sample
+from mcore_mas.config.policy import LoraConfig
 from mcore_mas.equations.losses import Objective
-from mcore_mas.megatron.spec import PROJECTIONS, LoraSpec, TrainerSpec, init_process_groups
+from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from mcore_mas.rollout.engines.embedded.batching import EmbeddedEngine
 from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.models.fused_weights import AdapterShape
+from mcore_mas.rollout.models.layout import Projection
 from mcore_mas.rollout.models.tensors import read_tensors
 from mcore_mas.rollout.records.trajectory import Sampling
 from mcore_mas.rollout.sync.shared import SharedWeights
@@ -46,7 +49,7 @@ def train(folder: str, agents: int, apart: bool) -> object:
     spec = TrainerSpec(model=folder, lr=LR, objective=Objective())
     trainers: list[MegatronTrainer] = []
     for seed in range(agents):
-        own = replace(spec, lora=LoraSpec(rank=RANK, alpha=2.0 * RANK, seed=seed))
+        own = replace(spec, lora=LoraConfig(rank=RANK, alpha=2.0 * RANK), lora_seed=seed)
         trainers.append(MegatronTrainer(own, trainers[0] if trainers and not apart else None))
     for trainer in 2 * trainers:
         trainer.update(batches)
@@ -56,7 +59,7 @@ def train(folder: str, agents: int, apart: bool) -> object:
 def play(folder: str, agents: int, apart: bool) -> object:
     """As many replies by every agent's engine as by the one that has all adapters; what holds them."""
     shape = read_architecture(folder)
-    adapter = AdapterShape(rank=RANK, scale=2.0, targets=PROJECTIONS)
+    adapter = AdapterShape(rank=RANK, scale=2.0, targets=get_args(Projection))
     engines, places = [], []
     for numbers in [[n] for n in range(agents)] if apart else [range(agents)]:
         decoder = CachedDecoder(shape, TOKENS, adapters=[adapter for _ in numbers])

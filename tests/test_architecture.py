@@ -57,7 +57,6 @@ MEGATRON = ("model", "state", "step")  # the folders of mcore_mas.megatron, in t
 ENVIRONMENT_READERS = {
     "rollout/base/failpoints.py": "what a test orders reaches every process of a run in no other way",
     "mcore_mas/pipeline/suite_file.py": "the jobs of a suite import the Python code beside it",
-    "mcore_mas/pipeline/sources.py": "huggingface_hub takes the address of its hub from nowhere else",
     "mcore_mas/pipeline/base_model.py": "tokenizers takes its number of threads from nowhere else",
     "mcore_mas/training/tracking_store.py": "MLflow's telemetry has no other switch",
     "mcore_mas/megatron/step/trainer_group.py": "gloo and NCCL take their network interface from nowhere else",

@@ -219,7 +219,13 @@ def _file_splits(files: Sequence[Path], format: str) -> dict[str, list[Task]]:
 
 def _print_leaks(leaks: Sequence[Leak], examples: int, console: Console) -> None:
     """What leaks, as a table, and at most so many examples of each."""
-    console.print(_leaks_table(leaks))
+    table = Table("splits", "leak", *(Column(heading, justify="right") for heading in ("tasks", "of", "%")))
+    for leak in leaks:
+        found = len(leak.matches)
+        share = f"{100 * found / leak.tasks:.1f}" if leak.tasks else "-"
+        style = "red" if leak.exact else "yellow" if found else ""
+        table.add_row(_where(leak), _SENSES[leak.kind], str(found), str(leak.tasks), share, style=style)
+    console.print(table)
     for leak in leaks:
         if leak.matches and examples:
             console.print(Text(f"\n{_where(leak)}: {_SENSES[leak.kind]}", style="bold"))
@@ -227,16 +233,6 @@ def _print_leaks(leaks: Sequence[Leak], examples: int, console: Console) -> None
                 console.print(Text(_line(leak, match)), soft_wrap=True)
             if len(leak.matches) > examples:
                 console.print(Text(f"and {len(leak.matches) - examples} more; --examples shows them", style="dim"))
-
-
-def _leaks_table(leaks: Sequence[Leak]) -> Table:
-    table = Table("splits", "leak", *(Column(heading, justify="right") for heading in ("tasks", "of", "%")))
-    for leak in leaks:
-        found = len(leak.matches)
-        share = f"{100 * found / leak.tasks:.1f}" if leak.tasks else "-"
-        style = "red" if leak.exact else "yellow" if found else ""
-        table.add_row(_where(leak), _SENSES[leak.kind], str(found), str(leak.tasks), share, style=style)
-    return table
 
 
 def _where(leak: Leak) -> str:

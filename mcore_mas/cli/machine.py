@@ -39,12 +39,12 @@ class UiError(RuntimeError):
     """The pages cannot be opened: one line that says what, where and what to do."""
 
 
-def serve_mlflow(store: str, port: int) -> None:
-    """Serve the MLflow `store` on loopback until interrupted, then stop the server and its children.
-
-    Raises:
-        UiError: there is no such store, the port is taken, or the server ends by itself.
-    """
+@machine_commands.command("ui", rich_help_panel=_PANEL)
+def open_pages(
+    store: Annotated[str, typer.Option(help="MLflow tracking store.")] = "sqlite:///results/mlflow.db",
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000,
+) -> None:
+    """Serve MLflow's pages on the runs of this machine until interrupted."""
     from mcore_mas.rollout.base.http_server import bind
 
     scheme, _, path = store.partition(":///")
@@ -87,19 +87,9 @@ def _first_page(store: Path) -> str:
     return f"/#/experiments/{last[0]}/runs?{TRAININGS}&compareRunsMode=CHART" if last else ""
 
 
-@machine_commands.command("ui", rich_help_panel=_PANEL)
-def open_pages(
-    store: Annotated[str, typer.Option(help="MLflow tracking store.")] = "sqlite:///results/mlflow.db",
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 5000,
-) -> None:
-    """Serve MLflow's pages on the runs of this machine until interrupted."""
-    serve_mlflow(store, port)
-
-
 _NEEDED = ("torch", "megatron-core", "ray", "transformers", "snakemake", "mlflow", "faiss-cpu", "pyarrow", "hydra-core")
 _OPTIONAL = ("transformer-engine", "sglang", "gymnasium", "mcp", "alfworld")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where Ray keeps its objects)
-_NEEDED_GIB = {"memory": 8, "shared memory": 0.5, "disk": 5}
 
 
 @machine_commands.command("doctor", rich_help_panel=_PANEL)
@@ -150,12 +140,9 @@ def _sandbox() -> tuple[bool, str]:
     return True, f"{sandbox.tier} (model-written programs; docs/sandbox.md)"
 
 
-def _room(name: str, free_bytes: Callable[[], int]) -> Callable[[], tuple[bool, str]]:
-    def check() -> tuple[bool, str]:
-        free = free_bytes() / 2**30
-        return free >= _NEEDED_GIB[name], f"{free:.1f} GiB free ({_NEEDED_GIB[name]} needed by the demo)"
-
-    return check
+def _room(needed: float, free: int) -> tuple[bool, str]:
+    """Whether of `free` bytes the `needed` GiB are there."""
+    return free >= needed * 2**30, f"{free / 2**30:.1f} GiB free ({needed:g} needed by the demo)"
 
 
 _CHECKS: dict[str, Callable[[], tuple[bool, str]]] = {
@@ -165,9 +152,9 @@ _CHECKS: dict[str, Callable[[], tuple[bool, str]]] = {
     "gpus": _gpus,
     "cores": lambda: (True, f"{len(os.sched_getaffinity(0))} usable"),
     "sandbox": _sandbox,
-    "memory": _room("memory", lambda: psutil.virtual_memory().available),
-    "shared memory": _room("shared memory", lambda: shutil.disk_usage(_SHARED_MEMORY).free),
-    "disk": _room("disk", lambda: shutil.disk_usage(Path.cwd()).free),
+    "memory": lambda: _room(8, psutil.virtual_memory().available),
+    "shared memory": lambda: _room(0.5, shutil.disk_usage(_SHARED_MEMORY).free),
+    "disk": lambda: _room(5, shutil.disk_usage(Path.cwd()).free),
 }
 
 
@@ -180,13 +167,13 @@ def run_names() -> list[str]:
     return [file.parent.name for file in sorted(Path("results").glob("*/config.yaml"))]
 
 
-def run_folder(named: Path | None) -> Path | None:
+def run_folder(named: Path) -> Path:
     """The folder of a run: as it was named, or of that name in results/.
 
     Raises:
         FolderError: there is none.
     """
-    if named is None or named.is_file() or (named / "config.yaml").is_file():
+    if (named / "config.yaml").is_file():
         return named
     if str(named) in run_names():
         return Path("results") / named
@@ -194,9 +181,22 @@ def run_folder(named: Path | None) -> Path | None:
     raise FolderError(f"{named}: no run here; {expected}{nearest(named.name, run_names())}")
 
 
+def run_config(named: Path) -> Path:
+    """The resolved config that was named by itself, or by its run; raises as `run_folder`."""
+    return named if named.is_file() else run_folder(named) / "config.yaml"
+
+
 RunFolder = Annotated[
     Path,
     typer.Argument(help="A run: its folder, or its name in results/.", callback=run_folder, autocompletion=run_names),
+]
+ConfigFile = Annotated[
+    Path,
+    typer.Argument(
+        help="A run: its folder, its name in results/, or its config.yaml.",
+        callback=run_config,
+        autocompletion=run_names,
+    ),
 ]
 
 
@@ -237,13 +237,12 @@ def compare_runs(first: RunFolder, second: RunFolder) -> None:
 @run_commands.command("track", rich_help_panel=_RUNS_PANEL)
 def track_results(results: Annotated[Path, typer.Argument(help="The folder of the runs.")] = Path("results")) -> None:
     """Send MLflow what it lacks of a folder's finished runs: steps, evaluations, costs, tables and charts."""
+    from mcore_mas.reports.runs import runs_in
     from mcore_mas.training.publish import publish
 
-    if not results.is_dir():
-        raise FolderError(f"{results}: no such folder; name the folder of the runs")
-    runs = [file.parent.name for file in sorted(results.glob("*/config.yaml"))]
     said: list[str] = []
-    page = publish(results, runs, [file.stem for file in sorted(results.glob("tables/*.csv"))], said.append)
+    runs, tables = runs_in(results), sorted(results.glob("tables/*.csv"))
+    page = publish(results, [run.name for run in runs], [file.stem for file in tables], said.append)
     print("\n".join([*said, *([page] if page else [])]))
     if said:
         raise typer.Exit(1)

@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from mcore_mas.cli.inspection import UsageError, inspection_commands
-from mcore_mas.cli.machine import RunFolder, machine_commands, run_commands, run_folder, run_names
+from mcore_mas.cli.inspection import inspection_commands
+from mcore_mas.cli.machine import ConfigFile, RunFolder, machine_commands, run_commands
 from mcore_mas.rollout.base.text import show_logs
 from mcore_mas.training.joblog import Stopped, cause, stop_at_start
 
@@ -27,31 +27,10 @@ app = typer.Typer(
     epilog="What goes wrong is one line and a non-zero exit; --debug, anywhere, adds the traceback.",
 )
 _PANEL = "Train and evaluate"
-_Run = Annotated[
-    Path | None,
-    typer.Argument(
-        help="A run: its folder, its name in results/, or its config.yaml.",
-        callback=run_folder,
-        autocompletion=run_names,
-    ),
-]
-_Config = Annotated[Path | None, typer.Option("--config", help="The same, for scripts.", hidden=True)]
 _Suite = Annotated[str, typer.Argument(help="A suite file, or the name of an experiment.")]
 _Host = Annotated[str, typer.Option(help="Address to listen on.")]
 _TokenFile = Annotated[Path | None, typer.Option(help="Bearer token; required for a host that is not loopback.")]
 _Overrides = Annotated[list[str] | None, typer.Argument(help="Hydra overrides of every run, such as trainer.steps=3.")]
-
-
-def config_file(run: Path | None, config: Path | None) -> Path:
-    """The resolved config that a command was given, by its run's folder or by itself.
-
-    Raises:
-        UsageError: it was given none.
-    """
-    path = run or config
-    if path is None:
-        raise UsageError("name a run: its folder, results/{run}, or its config.yaml")
-    return path / "config.yaml" if path.is_dir() else path
 
 
 def _version(asked: bool) -> None:
@@ -178,23 +157,20 @@ def plan_index(
 
 @app.command("train", rich_help_panel=_PANEL)
 def train_run(
-    run: _Run = None,
-    config: _Config = None,
+    run: ConfigFile,
     address: Annotated[str | None, typer.Option(help="Of a running Ray, in place of cluster.address.")] = None,
     adopt: Annotated[bool, typer.Option("--adopt", help="Fork a run of another recipe or code.")] = False,
 ) -> None:
     """Train one run, from its newest checkpoint if it has one."""
     stop_at_start()
-    file = config_file(run, config)  # before the libraries load
     from mcore_mas.training.train import train
 
-    train(file, address, adopt=adopt)
+    train(run, address, adopt=adopt)
 
 
 @app.command("evaluate", rich_help_panel=_PANEL)
 def evaluate_run(
-    run: _Run = None,
-    config: _Config = None,
+    run: ConfigFile,
     state: Annotated[str, typer.Option(help="base or trained; with --seat, a name for what plays.")] = "trained",
     out: Annotated[Path | None, typer.Option(help="JSON file; by default evaluation/{state}.json of the run")] = None,
     seat: Annotated[
@@ -207,11 +183,11 @@ def evaluate_run(
     from mcore_mas.training.evaluate import evaluate, read_seats
     from mcore_mas.training.publish import publish_evaluated
 
-    seats, file = read_seats(state, seat or []), config_file(run, config)
-    path = out or RunConfig.load(file).folder / "evaluation" / f"{state}.json"
-    evaluate(file, state, path, seats)
+    seats = read_seats(state, seat or [])
+    path = out or RunConfig.load(run).folder / "evaluation" / f"{state}.json"
+    evaluate(run, state, path, seats)
     print(path)
-    publish_evaluated(file, lambda line: print(line, file=sys.stderr))
+    publish_evaluated(run, lambda line: print(line, file=sys.stderr))
 
 
 @app.command("serve", rich_help_panel=_PANEL)

@@ -45,16 +45,6 @@ def cold_started(base: BaseModelConfig, where: str) -> Architecture:
     return architecture_of({"model_type": "qwen2", **made_sizes(base)}, where)
 
 
-def check_layouts(config: RunConfig) -> None:
-    """`check_layout` of every policy with a model folder.
-
-    Raises:
-        ModelError: as `check_layout`.
-    """
-    for name, model in config.models.items():
-        check_layout(config, name, Path(model))
-
-
 def check_layout(config: RunConfig, name: str, model: Path | Architecture) -> None:
     """Refuse a policy whose model, in a folder or by its sizes, cannot be trained as its config says.
 

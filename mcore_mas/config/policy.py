@@ -47,12 +47,20 @@ class RateConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters on a frozen model; without dropout, as engine and trainer must compute the same function."""
+    """Low-rank adapters on a frozen model: W + alpha / rank · B A (Hu et al. 2021, arXiv 2106.09685).
+
+    Without dropout, as engine and trainer must compute the same function.
+    """
 
     rank: int = Field(ge=1)
-    alpha: float = Field(gt=0)  # the update is alpha / rank · B A
+    alpha: float = Field(gt=0)
     targets: tuple[Projection, ...] = Field(get_args(Projection), min_length=1)  # projections of every layer
     adapter: str | None = None  # folder in PEFT's format to start from; None: A random, B zero
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
 
 
 class CriticConfig(RateConfig):

@@ -257,27 +257,21 @@ class CreditWatch:
 
         A scale is the largest of an agent's rewards less its smallest, in a step. A pair of agents is told of once.
         """
-        pair = _scales_apart(samples, rules)
-        if pair is None or tuple(pair) in self._told:
+        groups = [compared(rule.name, rule.options) for rule in rules.values()]
+        if not any(group is not None and "agent" not in group.peers for group in groups):
             return ""
-        (low, least), (high, most) = pair.items()
+        rewards: dict[str, list[float]] = defaultdict(list)
+        for sample in samples:
+            rewards[sample.agent].append(sample.reward)
+        scales = {agent: max(own) - min(own) for agent, own in rewards.items() if max(own) > min(own)}
+        if not scales:
+            return ""
+        low, high = min(scales, key=scales.__getitem__), max(scales, key=scales.__getitem__)
+        least, most = scales[low], scales[high]
+        if most < _SCALES_APART * least or (low, high) in self._told:
+            return ""
         self._told.add((low, high))
         return (
             f"agents' reward scales differ {most / least:.0f}x ({high} {most:g}, {low} {least:g}): group-relative "
             "credit by task will mostly be noise; use drmas or normalised rewards"
         )
-
-
-def _scales_apart(samples: Sequence[Sample], rules: Mapping[str, AdvantageConfig]) -> dict[str, float] | None:
-    """The agents with the smallest and the largest scale, if these are far apart and one is in the other's credit."""
-    groups = [compared(rule.name, rule.options) for rule in rules.values()]
-    if not any(group is not None and "agent" not in group.peers for group in groups):
-        return None
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for sample in samples:
-        rewards[sample.agent].append(sample.reward)
-    scales = {agent: max(own) - min(own) for agent, own in rewards.items() if max(own) > min(own)}
-    low, high = min(scales, key=scales.__getitem__, default=""), max(scales, key=scales.__getitem__, default="")
-    if not scales or scales[high] < _SCALES_APART * scales[low]:
-        return None
-    return {low: scales[low], high: scales[high]}

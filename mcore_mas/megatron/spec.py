@@ -11,26 +11,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
+from mcore_mas.config.policy import LoraConfig
 from mcore_mas.equations.losses import Objective, ValueObjective
-from mcore_mas.rollout.models.layout import ParallelLayout, Projection, Recompute
-
-PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o", "gate", "up", "down")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSpec:
-    """Low-rank adapters in place of the full weights (Hu et al. 2021, arXiv 2106.09685): W + alpha / rank · B A."""
-
-    rank: int
-    alpha: float
-    targets: tuple[Projection, ...] = PROJECTIONS  # of every layer
-    adapter: str | None = None  # folder in PEFT's format to start from; None: A random, B zero
-    seed: int = 0  # of a random A
-
-    @property
-    def scale(self) -> float:
-        """The factor of B A."""
-        return self.alpha / self.rank
+from mcore_mas.rollout.models.layout import ParallelLayout, Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +23,8 @@ class TrainerSpec(ParallelLayout):
     model: str  # Hugging Face folder
     init: Literal["folder", "random"] = "folder"  # "random": seeded weights in the shape of the folder's config.json
     seed: int = 0  # of those
-    lora: LoraSpec | None = None  # train adapters on a frozen `model`; None: train all weights
+    lora: LoraConfig | None = None  # train adapters on a frozen `model`; None: train all weights
+    lora_seed: int = 0  # of a random A
     head: Literal["policy", "value"] = "policy"  # "value": a critic, whose head starts afresh if `model` has none
     distributed_optimizer: bool = False  # each data-parallel rank keeps its part of the optimizer's state
     overlap: bool = False  # reduce gradients while others are computed; with the distributed optimizer, gather likewise

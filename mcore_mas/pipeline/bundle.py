@@ -114,10 +114,7 @@ def _recomputed(path: Path, contents: Mapping[str, bytes], folder: Path) -> str:
         for names in told["evaluations"].values():
             for name in names:
                 _check_scores(f"{path}, {name}", json.loads(contents[name]))
-        files = {
-            (key.partition("/")[0], key.partition("/")[2]): [folder / name for name in names]
-            for key, names in told["evaluations"].items()
-        }
+        files = {key: [folder / name for name in names] for key, names in told["evaluations"].items()}
         made = MadeFrom(**{field.name: told[field.name] for field in fields(MadeFrom)})
         again = folder / "again.csv", folder / "again.md"
         make_paper_table(PaperTable.load("table", folder), files, made, *again)

@@ -12,7 +12,6 @@ from mcore_mas.config.models import check_layout, cold_started
 from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.pipeline.sources import known_sources
 from mcore_mas.pipeline.suite import Suite
-from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.planning.jobs import server_gpus
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.base.options import UnknownName
@@ -24,18 +23,11 @@ from mcore_mas.rollout.tasks.files import dataset_files, not_downloaded
 from mcore_mas.rollout.tasks.splits import SPLITS
 
 
-def check_suite(suite: Suite, node_gpus: int = 8) -> None:
-    """Refuse a suite of which something is known to fail, on machines of `node_gpus` GPUs.
-
-    Raises:
-        SuiteError: everything that is wrong, a line each.
-    """
-    if lines := complaints(suite, node_gpus=node_gpus):
-        raise SuiteError("\n  ".join(lines))
-
-
 def complaints(suite: Suite, *, files: bool = True, node_gpus: int = 8) -> list[str]:
-    """What is known to fail, a line each with its runs; `files`: also data and models that are not there yet."""
+    """What is known to fail, a line each with its runs, on machines of `node_gpus` GPUs.
+
+    `files`: also data and models that are not there yet.
+    """
     runs: dict[str, list[str]] = {}
     for run in suite.runs:
         config = suite.checked(run)

@@ -34,7 +34,7 @@ class AcquireError(RuntimeError):
 class Hub:
     """Where files come from, and what has been recorded of those that came."""
 
-    endpoint: str = field(default_factory=lambda: huggingface_hub.constants.ENDPOINT)  # of HF_ENDPOINT, or a mirror
+    endpoint: str = field(default_factory=lambda: huggingface_hub.constants.ENDPOINT)  # of HF_ENDPOINT
     offline: bool = field(default_factory=huggingface_hub.is_offline_mode)
     lock: Path = LOCK
 
@@ -161,10 +161,10 @@ def _explained(source: Source, hub: Hub, page: str) -> Iterator[None]:
             ) from None
         if isinstance(error, RepositoryNotFoundError) or status in _DENIED:
             raise AcquireError(f"{page}: no such repository, or it is not public ({status}); see HF_TOKEN") from None
-        raise AcquireError(f"{page}: answered {status}; try again, or another mirror (--config mirror=URL)") from None
+        raise AcquireError(f"{page}: answered {status}; try again, or name another hub in HF_ENDPOINT") from None
     except (httpx2.TransportError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise AcquireError(
             f"{hub.endpoint}: cannot fetch {source.repository} ({reason}); start it again, what came is kept; "
-            "--config mirror=URL or HF_ENDPOINT names another hub"
+            "HF_ENDPOINT names another hub"
         ) from None

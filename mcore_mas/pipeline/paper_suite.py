@@ -147,13 +147,14 @@ def _reseeded(seats: Mapping[str, Any], seed: int) -> dict[str, Any]:
     return {a: f"{seeded(run, seed)}/{of}" if slash else seats[a] for a, (run, slash, of) in parts.items()}
 
 
-def table_inputs(table: PaperTable, suite: Suite, seeds: Sequence[int]) -> dict[tuple[str, str], list[str]]:
-    """The evaluations of a table below the results folder, without `.json`; untrained teams share theirs."""
+def table_inputs(table: PaperTable, suite: Suite, seeds: Sequence[int]) -> dict[str, list[str]]:
+    """The files of a table's evaluations by `experiment/state`; untrained teams share theirs."""
     found = {}
     for experiment, state in table.evaluations:
         runs = [seeded(experiment, seed) for seed in seeds]
-        found[experiment, state] = [
-            f"{suite.bases[run] if state == 'base' else run}/evaluation/{state}" for run in runs
+        owners = [suite.bases[run] if state == "base" else run for run in runs]
+        found[f"{experiment}/{state}"] = [
+            str(suite.config_path(owner).with_name("evaluation") / f"{state}.json") for owner in owners
         ]
     return found
 
@@ -169,10 +170,7 @@ def write_paper_table(
     from mcore_mas.reports.paper_results import MadeFrom, known_deviations, make_paper_table
 
     table = PaperTable.load(name)
-    files = {
-        (key.partition("/")[0], key.partition("/")[2]): [Path(path) for path in paths]
-        for key, paths in evaluations.items()
-    }
+    files = {key: [Path(path) for path in paths] for key, paths in evaluations.items()}
     # a run once: its trained team's answers, or what else is in the table where those are not
     evaluated = sorted((path for paths in files.values() for path in paths), key=lambda path: path.stem == "trained")
     played = {path.parent.parent: path.stem for path in evaluated}

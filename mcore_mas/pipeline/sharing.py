@@ -31,19 +31,9 @@ _ASKED = ("urls", "members", "key_file", "balance", "patience_s")
 _NOT_INDEXED = (*_ASKED, "threads", "shards", "backend", "device", "python")
 
 
-def same_tasks(runs: Runs) -> dict[str, str]:
-    """run -> the first run with the same tasks, and the same passages and index if it searches."""
-    return first_alike((run, [_of_tasks(config), config.get("retriever")]) for run, config in runs.items())
-
-
-def same_starts(runs: Runs) -> dict[str, str]:
-    """run -> the first run with the same cold start; none for those that bring their models."""
-    return first_alike((run, _of_start(config)) for run, config in runs.items() if config.get("cold_start") is not None)
-
-
-def same_bases(runs: Runs) -> dict[str, str]:
-    """run -> the first run whose untrained team is the same, on the same tasks."""
-    return first_alike((run, _of_score(config)) for run, config in runs.items())
+def sharers(runs: Runs, stage: str) -> dict[str, str]:
+    """run -> the first run in which all is the same that a stage depends on: tasks and index, cold start, or score."""
+    return first_alike((run, _STAGES[stage](config)) for run, config in runs.items())
 
 
 def started_from(config: Mapping[str, Any], owner: str) -> dict[str, Any]:
@@ -84,8 +74,14 @@ def _of_score(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: config[key] for key in _PLAYED}, "agents": agents}
 
 
-_STAGES: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = MappingProxyType(
-    {"tasks": _of_tasks, "start": _of_start, "training": _of_training, "score": _of_score}
+_STAGES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = MappingProxyType(
+    {
+        "tasks": _of_tasks,
+        "index": lambda config: [_of_tasks(config), config.get("retriever")],
+        "start": _of_start,
+        "training": _of_training,
+        "score": _of_score,
+    }
 )
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, TypeAdapter
 
@@ -46,21 +44,6 @@ class Source(Section):
 def known_sources() -> Mapping[str, Source]:
     """Every entry of workflow/sources.yaml by its path."""
     return TypeAdapter(dict[str, Source]).validate_python(read_yaml(SOURCES_FILE))
-
-
-def choose_hub(config: dict[str, Any]) -> None:
-    """Take `mirror`, the address of a hub, and `offline` out of Snakemake's config, for this process and its jobs.
-
-    Raises:
-        ValueError: one has another value.
-    """
-    mirror, offline = config.pop("mirror", None), str(config.pop("offline", "false")).lower()
-    if mirror is not None and not str(mirror).startswith(("https://", "http://")):
-        raise ValueError(f"mirror={mirror}; expected an address such as https://hf-mirror.com")
-    if offline not in ("true", "false"):
-        raise ValueError(f"offline={offline}; expected true or false")
-    os.environ |= {"HF_ENDPOINT": str(mirror).rstrip("/")} if mirror else {}  # read by huggingface_hub
-    os.environ |= {"HF_HUB_OFFLINE": "1"} if offline == "true" else {}
 
 
 def acquirable(paths: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -80,9 +80,10 @@ class Suite:
             raise SuiteError("\n  ".join(wrong.values()))
         if known:
             known.save()
-        starts = {run: run for run, config in runs.items() if config.get("cold_start") is not None}
+        started = {run: config for run, config in runs.items() if config.get("cold_start") is not None}
+        starts = {run: run for run in started}
         if suite.get("share_cold_starts"):
-            starts = sharing.same_starts(runs)
+            starts = sharing.sharers(started, "start")
             runs = {run: sharing.started_from(config, starts.get(run, run)) for run, config in runs.items()}
         recipes = {run: [i for i in items if i.partition("=")[0] != "seed"] for run, items in overrides.items()}
         named = sharing.first_alike(recipes.items())
@@ -94,8 +95,8 @@ class Suite:
             starts=starts,
             cells=_cells(suite.get("evaluate", {}), runs),
             configs=configs,
-            bases=sharing.same_bases(runs),
-            tasks=sharing.same_tasks(runs),
+            bases=sharing.sharers(runs, "score"),
+            tasks=sharing.sharers(runs, "index"),
             scale=suite.get("scale", "paper"),
         )
 

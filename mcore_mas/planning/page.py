@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict
 
 from mcore_mas.config.credit import cut_off
 from mcore_mas.config.run import RunConfig
@@ -28,19 +28,8 @@ _ROUNDS = 25  # of k-means, in each of which all that cells are learnt from are 
 _SHARD_BYTES = 4  # a dimension, while shards wait to be put together
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexNeeds:
-    """What an index takes."""
-
-    memory_gb: float  # of a server, and of whoever builds it: its vectors
-    disk_gb: float  # with the corpus; while it is built, shards are there besides
-    building_gb: float  # of disk, the most while it is built
-    encoding_h: float
-    adding_h: float  # vectors put into the index
-
-
-def index_needs(kind: str, passages: int, dim: int, rate: float) -> IndexNeeds:
-    """The needs of a kind of index, a name in INDEX_TYPES, if all jobs together encode `rate` passages in a second."""
+def index_needs(kind: str, passages: int, dim: int, rate: float) -> dict[str, float]:
+    """What a kind of index, a name in INDEX_TYPES, takes if all jobs together encode `rate` passages in a second."""
     from mcore_mas.retrieval.build import INDEX_TYPES, TRAINED_ON, cells_of  # with FAISS
 
     size = passages * INDEX_TYPES[kind].row_bytes(passages, dim) / 1e9
@@ -51,18 +40,18 @@ def index_needs(kind: str, passages: int, dim: int, rate: float) -> IndexNeeds:
         seconds = (compared * cells_of(passages) * _CELL_S + passages * _CODE_S * (kind == "ivfpq")) * dim / 768
     elif kind == "hnsw":  # a search for every passage, in a graph that grows
         seconds = passages * _GRAPH_S * dim / 768 * max(1.0, math.log(passages) / math.log(100_000))
-    return IndexNeeds(
-        memory_gb=size,
-        disk_gb=size + text,
-        building_gb=size + text + passages * _SHARD_BYTES * dim / 1e9,
-        encoding_h=passages / rate / 3600,
-        adding_h=seconds / 3600,
-    )
+    return {
+        "memory_gb": size,  # of a server, and of whoever builds it: its vectors
+        "disk_gb": size + text,  # with the corpus
+        "building_gb": size + text + passages * _SHARD_BYTES * dim / 1e9,  # of disk, the most while it is built
+        "encoding_h": passages / rate / 3600,
+        "adding_h": seconds / 3600,  # of vectors put into the index
+    }
 
 
 def index_lines(passages: int, dim: int, rate: float) -> list[str]:
     """A table of all kinds, and what its hours rest on."""
     from mcore_mas.retrieval.build import INDEX_TYPES
 
-    needs = {kind: astuple(index_needs(kind, passages, dim, rate)) for kind in INDEX_TYPES}
+    needs = {kind: index_needs(kind, passages, dim, rate) for kind in INDEX_TYPES}
     return render_page("plan_index.md.jinja", passages=passages, dim=dim, rate=rate, needs=needs).splitlines()

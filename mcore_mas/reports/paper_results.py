@@ -41,8 +41,8 @@ class MadeFrom:
 class Evaluations:
     """Scores by task of the evaluations that a table is made of; seeds of a task are averaged."""
 
-    def __init__(self, files: Mapping[tuple[str, str], Sequence[Path]]) -> None:
-        """`files` are by experiment and policy state, one of each seed."""
+    def __init__(self, files: Mapping[str, Sequence[Path]]) -> None:
+        """`files` are by `experiment/state`, one of each seed."""
         self._scores = {
             key: pd.concat([read_evaluation(path) for path in paths], ignore_index=True) for key, paths in files.items()
         }
@@ -52,7 +52,7 @@ class Evaluations:
         if state == GAIN:
             pairs = zip(*(self.scores(experiment, own, dataset, kind) for own in ("trained", "base")), strict=True)
             return [(trained - base).dropna() for trained, base in pairs]
-        found = self._scores[experiment, state]
+        found = self._scores[f"{experiment}/{state}"]
         found = found[found["metric"].str.startswith(f"{kind}@")]
         if dataset not in ("all", "average"):
             found = found[found["source"] == dataset]
@@ -61,15 +61,15 @@ class Evaluations:
 
     def answers(self, experiment: str, state: str) -> int:
         """k of avg@k."""
-        return int(self._scores[experiment, "trained" if state == GAIN else state]["k"].iloc[0])
+        return int(self._scores[f"{experiment}/{'trained' if state == GAIN else state}"]["k"].iloc[0])
 
 
 def make_paper_table(
-    table: PaperTable, files: Mapping[tuple[str, str], Sequence[Path]], made: MadeFrom, csv: Path, markdown: Path
+    table: PaperTable, files: Mapping[str, Sequence[Path]], made: MadeFrom, csv: Path, markdown: Path
 ) -> None:
     """Write the table as CSV, a measured cell a line, and as Markdown in the paper's layout.
 
-    `files` are the evaluations by experiment and policy state, one of each seed.
+    `files` are the evaluations by `experiment/state`, one of each seed.
 
     Raises:
         TableError: an evaluation is missing or not as `mcore_mas.training.evaluate` writes it.

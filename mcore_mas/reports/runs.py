@@ -49,15 +49,20 @@ class ScoreDifference:
     tasks: int
 
 
-def run_states(results: Path) -> list[RunState]:
-    """The runs of a results folder, by name.
+def runs_in(results: Path) -> list[Path]:
+    """The folders of the runs of a results folder, by name.
 
     Raises:
         FolderError: there is no such folder.
     """
     if not results.is_dir():
         raise FolderError(f"{results}: no such folder; name the folder of the runs")
-    return [_state(file.parent) for file in sorted(results.glob("*/config.yaml"))]
+    return [file.parent for file in sorted(results.glob("*/config.yaml"))]
+
+
+def run_states(results: Path) -> list[RunState]:
+    """Where the runs of a results folder stand; raises as `runs_in`."""
+    return [_state(run) for run in runs_in(results)]
 
 
 def _state(run: Path) -> RunState:

@@ -24,7 +24,7 @@ from tokenizers.decoders import DecodeStream
 
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.reports.pages import TurnAdvantages, TurnGroups, TurnPieces, render_page, trajectory_page
-from mcore_mas.reports.runs import config_differences, run_states, score_differences, who_works
+from mcore_mas.reports.runs import config_differences, run_states, runs_in, score_differences, who_works
 from mcore_mas.reports.terminal import credit_of
 from mcore_mas.rollout.base.files import json_lines
 from mcore_mas.rollout.base.http import is_loopback
@@ -234,8 +234,7 @@ def open_studio(results: Path, *, host: str, port: int, token_file: Path | None)
         ValueError: the token cannot be used, or nobody may listen there.
         FolderError: there is no such folder.
     """
-    if not results.is_dir():
-        raise FolderError(f"{results}: no such folder; name the folder of the runs")
+    runs_in(results)
     listener, token = listen(host, port, token_file)
     server = uvicorn.Server(server_config(studio_app(Studio(results), token), drain_s=1, lifespan=False))
     say(f"studio of {results}: {url_of(listener)}; Ctrl-C ends it")

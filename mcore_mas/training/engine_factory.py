@@ -87,7 +87,7 @@ def make_engines(
         if slots or (name == "embedded" and config.policies[policy].share_base):
             together = sharing(config.policies, policy)
             loras = [lora for other in together if (lora := config.policies[other].lora)]
-            shapes = [AdapterShape(rank=x.rank, scale=x.alpha / x.rank, targets=x.targets) for x in loras]
+            shapes = [AdapterShape(rank=x.rank, scale=x.scale, targets=x.targets) for x in loras]
             engines |= zip(together, engine_class(_ON_ONE_BASE[name])(model, shapes, **settings), strict=True)
             continue
         engines[policy] = engine_class(name)(model, **settings)

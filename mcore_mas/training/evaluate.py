@@ -11,8 +11,8 @@ import itertools
 import json
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -29,9 +29,11 @@ from mcore_mas.rollout.base.ownership import FolderError, check_owner, epoch_of,
 from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team
+from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task, Trajectory
 from mcore_mas.rollout.teams.collect import CollectOptions, Collector
 from mcore_mas.rollout.teams.journal import Quarantined
+from mcore_mas.rollout.teams.team import Team
 from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
 from mcore_mas.training.joblog import Abandoned, Stopped, StopSignal
 from mcore_mas.training.logbook import Reporter
@@ -91,14 +93,9 @@ def converse(run: RunConfig, state: str, prompts: Iterable[str]) -> Iterator[Tra
         FolderError: the training has not finished.
     """
     config = seated(run, state, NO_SEATS)
-    with ExitStack() as stack:
-        remotes = open_remotes(config, config.folder / "chat-remotes")
-        make_env = stack.enter_context(world(config, "chat-retriever"))
-        engines = make_engines(config, config.models, config.folder / "chat-engines", trained=False)
-        stack.callback(close_engines, engines)
-        runner = stack.enter_context(asyncio.Runner())
+    with playing(config, f"{config.folder}/chat-") as (team, make_env, runner):
         collector = Collector(
-            team=build_team(config.agents, {**make_players(config, engines, config.models), **remotes}),
+            team=team,
             make_env=make_env,
             orchestra=config.orchestra.call,
             seed=config.seed,
@@ -112,8 +109,28 @@ def converse(run: RunConfig, state: str, prompts: Iterable[str]) -> Iterator[Tra
             played = runner.run(collector.play(task, 0))
             turns = tuple(replace(turn, scores={}) for turn in played.turns)  # nobody knows what would be right
             yield replace(played, outcome=None, turns=turns)
+
+
+@contextmanager
+def playing(config: RunConfig, place: str) -> Iterator[tuple[Team, Callable[[Task], Env], asyncio.Runner]]:
+    """A config's team, its environments, and what runs the event loop that it is asked in; nobody trains it.
+
+    Its remote models, engines and retriever write and log to paths that begin with `place`.
+
+    Raises:
+        PlacementError: there are fewer GPUs than the engines need.
+        RemoteError, RetrievalError: a remote model cannot be asked, or the retriever does not start.
+    """
+    remotes, gpus = open_remotes(config, Path(f"{place}remotes")), gpus_of_servers(config)
+    with ExitStack() as stack:
+        make_env = stack.enter_context(world(config, str(Path(f"{place}retriever").absolute())))
+        engines = make_engines(config, config.models, Path(f"{place}engines"), trained=False, gpus=gpus)
+        stack.callback(close_engines, engines)
+        runner = stack.enter_context(asyncio.Runner())
         for remote in remotes.values():
-            runner.run(remote.aclose())
+            stack.callback(lambda own: runner.run(own.aclose()), remote)
+        players = make_players(config, engines, config.models, gpus)
+        yield build_team(config.agents, {**players, **remotes}), make_env, runner
 
 
 def _play(config: RunConfig, folder: Path, board: Scoreboard) -> None:
@@ -123,19 +140,14 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard) -> None:
         board.add(trajectory)
     if not board.missing():
         return
-    remotes = open_remotes(config, folder.with_name(f"{folder.name}-remotes"))
     with ExitStack() as stack:
         stack.callback(shards.flush)
-        make_env = stack.enter_context(world(config, f"evaluation/{folder.name}-retriever"))
-        gpus = gpus_of_servers(config)
-        logs = folder.with_name(f"{folder.name}-engines")
-        engines = make_engines(config, config.models, logs, trained=False, gpus=gpus)
-        stack.callback(close_engines, engines)
+        team, make_env, runner = stack.enter_context(playing(config, f"{folder}-"))
         first = board.replies - len(board.missing())
         reporter = stack.enter_context(Reporter(f"{config.run} evaluate {folder.name}", board.replies, first))
         stall_s = config.collection.stall_s
         collector = Collector(
-            team=build_team(config.agents, {**make_players(config, engines, config.models, gpus), **remotes}),
+            team=team,
             make_env=make_env,
             orchestra=config.orchestra.call,
             seed=config.seed,
@@ -159,15 +171,13 @@ def _play(config: RunConfig, folder: Path, board: Scoreboard) -> None:
 
         async def play() -> None:
             stop.listen()
-            async with AsyncExitStack() as closing:
-                for remote in remotes.values():
-                    closing.push_async_callback(remote.aclose)
-                in_flight = config.trajectories_in_flight(sum(map(len, gpus.values())))
-                retries = config.evaluation.retries
-                await stop.unless(measure(board, collector, in_flight=in_flight, retries=retries, keep=keep))
+            in_flight = config.trajectories_in_flight(sum(map(len, gpus_of_servers(config).values())))
+            await stop.unless(
+                measure(board, collector, in_flight=in_flight, retries=config.evaluation.retries, keep=keep)
+            )
 
         try:
-            asyncio.run(play())
+            runner.run(play())
         except Abandoned:
             raise Stopped(f"stopped by {stop.by}; the same command goes on from what was played") from None
 

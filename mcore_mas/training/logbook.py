@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.records.trajectory import Group
 from mcore_mas.training.joblog import Stopped, terminal
 from mcore_mas.training.traces import Traces, chosen
-from mcore_mas.training.trackers import Trackers
-from mcore_mas.training.tracking import CLOCK, EPOCH, Tracker, open_tracker
+from mcore_mas.training.trackers import open_trackers
+from mcore_mas.training.tracking import CLOCK, EPOCH, Feed, Tracker, open_tracker
 
 _SHOWN = {
     "reward": "reward/mean",
@@ -40,10 +40,10 @@ class Logbook:
     """One run's places to write to, all of them told of the same steps."""
 
     def __init__(
-        self, reporter: Reporter, journal: Journal, tracker: Tracker, traces: Traces, traced: int, trackers: Trackers
+        self, reporter: Reporter, journal: Journal, tracker: Tracker, traces: Traces, traced: int, feeds: Sequence[Feed]
     ) -> None:
-        """`traced` trajectories of every step become traces; `trackers` are those beside MLflow."""
-        self._reporter, self._journal, self._tracker, self._trackers = reporter, journal, tracker, trackers
+        """`traced` trajectories of every step become traces; `feeds` are MLflow's `tracker` and those beside it."""
+        self._reporter, self._journal, self._tracker, self._feeds = reporter, journal, tracker, feeds
         self._traces, self._traced = traces, traced
         self.note = reporter.note
 
@@ -55,8 +55,8 @@ class Logbook:
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """`step`, counted from 0, is finished."""
         self._journal.log(step, {**metrics, CLOCK: time.time()})
-        self._tracker.log()
-        self._trackers.log()
+        for feed in self._feeds:
+            feed.log()
         self._reporter.step(step + 1, {label: metrics[name] for label, name in _SHOWN.items() if name in metrics})
 
     def trace(self, groups: Sequence[Group], samples: Sequence[Sample]) -> None:
@@ -70,22 +70,22 @@ class Logbook:
 @contextmanager
 def open_logbook(config: RunConfig, config_path: Path, first: int, mlflow_run: str | None) -> Iterator[Logbook]:
     """The logbook of a run that goes on at step `first`, in the MLflow run of before if there is one."""
-    path = config.folder / "train" / "metrics.jsonl"
-    with ExitStack() as stack:
-        reporter = stack.enter_context(Reporter(f"{config.run} train", config.trainer.steps, first))
+    path, ended = config.folder / "train" / "metrics.jsonl", "FAILED"
+    with Reporter(f"{config.run} train", config.trainer.steps, first) as reporter:
         journal = Journal(path, first, reporter.note)  # before trackers: they draw what it has from now on
-        trackers = stack.enter_context(closing(Trackers(config, first, reporter.note)))
+        others = open_trackers(config, first, reporter.note)
         tracker = open_tracker(config, config_path, first, mlflow_run, reporter.note)
+        feeds = [tracker, *others]
         try:
-            yield Logbook(reporter, journal, tracker, Traces(tracker, reporter.note), config.tracking.traces, trackers)
+            yield Logbook(reporter, journal, tracker, Traces(tracker, reporter.note), config.tracking.traces, feeds)
+            journal.write()  # of the last step, what a full disk has kept out
+            ended = "FINISHED"
         except (KeyboardInterrupt, Stopped):
-            tracker.finish("KILLED")
+            ended = "KILLED"
             raise
-        except BaseException:
-            tracker.finish("FAILED")
-            raise
-        journal.write()  # of the last step, what a full disk has kept out
-        tracker.finish("FINISHED")
+        finally:
+            for feed in feeds:
+                feed.finish(ended)
 
 
 _SECONDS_BETWEEN_LINES = 15.0  # on a terminal that several jobs share

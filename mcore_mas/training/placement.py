@@ -82,7 +82,7 @@ def room_for(config: RunConfig, nodes: Sequence[Node] = ()) -> Room:
     pool = config.cluster.pool
     kind: Kind = ("GPU" if any(node.gpus for node in nodes) else "CPU") if nodes else kind_here()
     tenants = tenants_of(config, kind)
-    own = {"": devices_here(kind, config.cluster.cpus or needed(tenants, pool))}
+    own = {"": torch.cuda.device_count() if kind == "GPU" else config.cluster.cpus or needed(tenants, pool)}
     if kind == "GPU" and config.retriever and config.retriever.gpus:
         if nodes:
             raise PlacementError("retriever.device: cuda: a Ray that is joined has all GPUs; serve elsewhere (members)")
@@ -133,11 +133,6 @@ def _check_servers(config: RunConfig) -> None:
 def kind_here() -> Kind:
     """What this machine computes on."""
     return "GPU" if torch.cuda.is_available() else "CPU"
-
-
-def devices_here(kind: Kind, cpus: int) -> int:
-    """How many of its devices this machine has; of CPUs, which processes can share, the `cpus` that it gives."""
-    return torch.cuda.device_count() if kind == "GPU" else cpus
 
 
 def gpus_of_servers(config: RunConfig) -> dict[str, list[list[str]]]:

@@ -21,7 +21,7 @@ from mcore_mas.credit.samples import Sample, align, deal, split, weigh
 from mcore_mas.equations.divergence import BOUNDS, AdaptiveKL, disagreement, is_agreement
 from mcore_mas.equations.losses import Objective, ValueObjective, explained_variance
 from mcore_mas.megatron.batch import Microbatch
-from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
+from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.packing.pack import PackedSamples, tokens_saved
 from mcore_mas.rollout.records.trajectory import derive_seed
@@ -235,29 +235,20 @@ def policy_spec(name: str, config: RunConfig) -> TrainerSpec:
         correction=loss.correction.name,
         correction_options=loss.correction.arguments,
     )
-    adapter = policy.lora.adapter if policy.lora is not None else None
-    return _spec(name, config, policy, lora=_lora(name, config, adapter), objective=objective)
+    return _spec(name, config, policy, objective=objective)
 
 
 def critic_spec(name: str, config: RunConfig) -> TrainerSpec:
     """What the trainer of the critic of policy `name` needs to know: with adapters where the policy has them."""
-    critic = config.policies[name].critic
+    critic, lora = config.policies[name].critic, config.policies[name].lora
     assert critic is not None
-    objective = ValueObjective(clip=critic.clip)
-    return _spec(name, config, critic, lora=_lora(name, config, None), objective=objective, head="value")
-
-
-def _lora(name: str, config: RunConfig, adapter: str | None) -> LoraSpec | None:
-    lora = config.policies[name].lora
-    if lora is None:
-        return None
-    seed = derive_seed(config.seed, "lora", name)
-    return LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, adapter=adapter, seed=seed)
+    fresh = lora and lora.model_copy(update={"adapter": None})
+    return _spec(name, config, critic, lora=fresh, objective=ValueObjective(clip=critic.clip), head="value")
 
 
 # settings that a trainer has by the names that they have in a config
 _OF_RATE = frozenset(RateConfig.model_fields)
-_OF_POLICY = {field.name for field in fields(TrainerSpec)} & PolicyConfig.model_fields.keys() - _OF_RATE - {"lora"}
+_OF_POLICY = {field.name for field in fields(TrainerSpec)} & PolicyConfig.model_fields.keys() - _OF_RATE
 
 
 def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> TrainerSpec:
@@ -265,5 +256,6 @@ def _spec(name: str, config: RunConfig, rate: RateConfig, **own: Any) -> Trainer
     policy = config.policies[name]
     settings = {key: getattr(policy, key) for key in _OF_POLICY} | {key: getattr(rate, key) for key in _OF_RATE}
     settings["deterministic"] = config.engine.deterministic
+    settings["lora_seed"] = derive_seed(config.seed, "lora", name)
     settings["decay_steps"] = rate.decay_steps or places_in_schedule(config, name)
-    return TrainerSpec(**settings, **own)
+    return TrainerSpec(**{**settings, **own})

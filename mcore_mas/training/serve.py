@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from mcore_mas.rollout.base.files import writable
 from mcore_mas.rollout.base.http_server import bears, listen, server_config, url_of
 from mcore_mas.rollout.base.ownership import owned
 from mcore_mas.rollout.base.processes import say
-from mcore_mas.rollout.config.sections import build_team
 from mcore_mas.rollout.environments.protocol import Env, Step
 from mcore_mas.rollout.gateway.app import Entrance, gateway_app
 from mcore_mas.rollout.gateway.dialects import ChatReply, ChatRequest, GatewayError
@@ -29,9 +26,7 @@ from mcore_mas.rollout.gateway.sessions import GatewayCall, GatewaySession
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.teams.episode import Episode, Orchestra
 from mcore_mas.rollout.teams.team import Team
-from mcore_mas.training.engine_factory import close_engines, make_engines, make_players, open_remotes, world
-from mcore_mas.training.evaluate import NO_SEATS, seated
-from mcore_mas.training.placement import gpus_of_servers
+from mcore_mas.training.evaluate import NO_SEATS, playing, seated
 
 _DRAIN_S = 10
 
@@ -146,15 +141,10 @@ def serve(run: Path, *, state: str, host: str, port: int, token_file: Path | Non
     listener, token = listen(host, port, token_file)
     torch.set_num_threads(config.cluster.threads_per_process or 1)
     folder = writable(config.folder / "served")
-    with owned(folder), ExitStack() as stack:
-        remotes = open_remotes(config, folder / "remotes")
-        make_env = stack.enter_context(world(config, "served/retriever"))
-        gpus = gpus_of_servers(config)
-        engines = make_engines(config, config.models, folder / "engines", trained=False, gpus=gpus)
-        stack.callback(close_engines, engines)
+    with owned(folder), playing(config, f"{folder}/") as (team, make_env, runner):
         served = ServedTeam(
             name=config.run,
-            team=build_team(config.agents, {**make_players(config, engines, config.models, gpus), **remotes}),
+            team=team,
             orchestra=config.orchestra.call,
             make_env=make_env,
             env=config.env.name,
@@ -167,11 +157,5 @@ def serve(run: Path, *, state: str, host: str, port: int, token_file: Path | Non
 
         app = gateway_app(Entrance(find, most_calls), "")
         say(f"{', '.join(served.models)} at {url_of(listener)}/v1 (Anthropic: {url_of(listener)}); Ctrl-C ends it")
-        asyncio.run(_answer(uvicorn.Server(server_config(app, drain_s=_DRAIN_S, lifespan=False)), listener, remotes))
-
-
-async def _answer(server: uvicorn.Server, listener: Any, remotes: Mapping[str, Any]) -> None:
-    async with AsyncExitStack() as closing:
-        for remote in remotes.values():
-            closing.push_async_callback(remote.aclose)
-        await server.serve(sockets=[listener])
+        server = uvicorn.Server(server_config(app, drain_s=_DRAIN_S, lifespan=False))
+        runner.run(server.serve(sockets=[listener]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
@@ -97,27 +97,13 @@ class _Fed(Feed):
         self._writer = writer
 
 
-class Trackers:
-    """The trackers that a run names besides MLflow."""
+def open_trackers(config: RunConfig, first: int, note: Callable[[str], None]) -> list[Feed]:
+    """The trackers that a run names besides MLflow; it goes on at step `first`.
 
-    def __init__(self, config: RunConfig, first: int, note: Callable[[str], None]) -> None:
-        """Open them; the run goes on at step `first`.
-
-        Raises:
-            ConfigError: the library of one is not installed.
-        """
-        names: Sequence[str] = config.tracking.also
-        for name in names:
-            if find_spec(name) is None:
-                raise ConfigError(f"tracking.also: {name} is not installed; pip install {name}, or take it out")
-        self._fed = [_Fed(name, config, first, note) for name in names]
-
-    def log(self) -> None:
-        """Have what metrics.jsonl has by now drawn; returns at once."""
-        for fed in self._fed:
-            fed.log()
-
-    def close(self) -> None:
-        """Have what is left written out, for half a minute each at most."""
-        for fed in self._fed:
-            fed.finish("FINISHED")
+    Raises:
+        ConfigError: the library of one is not installed.
+    """
+    for name in config.tracking.also:
+        if find_spec(name) is None:
+            raise ConfigError(f"tracking.also: {name} is not installed; pip install {name}, or take it out")
+    return [_Fed(name, config, first, note) for name in config.tracking.also]

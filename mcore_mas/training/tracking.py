@@ -156,7 +156,7 @@ class Tracker(Feed):
         self.run_id: str | None = next(iter(self._known), None)
         self._key = uuid.uuid4().hex  # of a run that is to be made
         self._connected = False
-        self._held = _Held() if not run.zeros else None
+        self._left: dict[str, int] = {}  # step at which a metric, held back until then, left zero
         self._last = time.time()  # when the last step ended
         super().__init__("MLflow", journal, warn, self._had(self.run_id))
         self.log()
@@ -219,15 +219,32 @@ class Tracker(Feed):
                 for name, value in [*row.items(), *((_KEY[key], row[key]) for key in _KEY if key in row)]
                 if isinstance(value, float | int) and name not in NO_METRICS
             ]
-            waiting += [
-                metric
-                for metric in (self._held.released(metrics, history) if self._held else metrics)
-                if row["step"] > self._sent
-            ]
+            released = metrics if self._run.zeros else self._released(metrics, history)
+            waiting += [metric for metric in released if row["step"] > self._sent]
             if row["step"] > self._sent and (len(waiting) > _METRICS_TOGETHER or number + 1 == len(rows)):
                 self.store.metrics(self.run_id or "", waiting)
                 self._sent, waiting = row["step"], []
                 self._save()
+
+    def _released(
+        self, metrics: Sequence[MetricRow], history: Callable[[], Sequence[Mapping[str, Any]]]
+    ) -> list[MetricRow]:
+        """Of a step's metrics those to send: with the first that is not zero, the zeros before it in `history`.
+
+        Told of a step again, it gives the same again.
+        """
+        found: list[MetricRow] = []
+        for metric in metrics:
+            name, value, at, step = metric
+            left = self._left.get(name, step)
+            if value == 0 and name not in _KEY and name not in _KEY.values() and step <= left:
+                continue
+            if value != 0 and step <= left:
+                self._left[name] = step
+                zeros = (row for row in history() if row.get(name) == 0 and row["step"] < step)
+                found += [(name, 0.0, row.get(CLOCK, at), row["step"]) for row in zeros]
+            found.append(metric)
+        return found
 
 
 def _also(tags: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
@@ -243,30 +260,6 @@ def _read_record(journal: Path) -> dict[str, Any]:
         return {"run": record["run"], "sent": int(record["sent"]), "tags": dict(record.get("tags", {}))}
     except (OSError, ValueError, LookupError, TypeError):
         return {}
-
-
-class _Held:
-    """Holds metrics back until they first leave zero; told of a step again, it gives the same again."""
-
-    def __init__(self) -> None:
-        self._left: dict[str, int] = {}  # step at which a metric left zero
-
-    def released(
-        self, metrics: Sequence[MetricRow], history: Callable[[], Sequence[Mapping[str, Any]]]
-    ) -> list[MetricRow]:
-        """Of a step's metrics those to send: with the first that is not zero, the zeros before it in `history`."""
-        found: list[MetricRow] = []
-        for metric in metrics:
-            name, value, at, step = metric
-            left = self._left.get(name, step)
-            if value == 0 and name not in _KEY and name not in _KEY.values() and step <= left:
-                continue
-            if value != 0 and step <= left:
-                self._left[name] = step
-                zeros = (row for row in history() if row.get(name) == 0 and row["step"] < step)
-                found += [(name, 0.0, row.get(CLOCK, at), row["step"]) for row in zeros]
-            found.append(metric)
-        return found
 
 
 def store_of(config: RunConfig) -> Store:

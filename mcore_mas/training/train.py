@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_mas.config.credit import cut_off
-from mcore_mas.config.models import check_layouts
+from mcore_mas.config.models import check_layout
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
 from mcore_mas.rollout.base.files import atomic_folder, tree_sha256, writable, write_json
@@ -77,10 +77,9 @@ def train(
             raise ConfigError("--adopt: ray:// trains in a process of its own; set trainer.resume=changed instead")
         train_at(address, config_path, folder)
         return
-    check_layouts(config)  # before any process starts
+    tasks = _tasks(config)  # before any process starts, as all that may refuse
     make_renderers(config, config.models)
     room = room_for(config) if address == "local" else None
-    tasks = _tasks(config)
     if not (folder / "lock.json").exists():  # the first start; who lets others in later has his way
         with suppress(PermissionError):  # it is somebody else's
             folder.chmod(0o700)
@@ -197,6 +196,9 @@ class _Run:
 
 
 def _tasks(config: RunConfig) -> dict[str, list[Task]]:
+    """Tasks by split, of a run whose models can be trained as its config says."""
+    for name, model in config.models.items():
+        check_layout(config, name, Path(model))
     tasks = {split: prepared_tasks(config.folder / "tasks", split) for split in ("train", "validation")}
     if config.trainer.keep_best and not tasks["validation"]:
         raise ConfigError("trainer.keep_best goes by validation accuracy, but there are no validation tasks; add some")

@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 from mcore_mas.credit.samples import Sample, weigh
 from mcore_mas.equations.losses import Objective, ValueObjective
 from mcore_mas.megatron.batch import CostModel
-from mcore_mas.megatron.spec import PROJECTIONS, TrainerSpec
+from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.exactness.formulas import ENTROPY, KL, LENGTH, LOSS_WEIGHTS, Case, loss_by_hand
-from tests.exactness.rows import FEEDS, Row
+from tests.exactness.rows import FEEDS, PROJECTIONS, Row
 from tests.exactness.training import job_of, model_of, write_models
 from tests.support import ranks, reference
+from tests.support.gradients import gradients_of
 from tests.support.precision import Errors, Expected, bound, errors, expect, largest
 
 _SHARDED = {"tp": 2, "sp": True}
@@ -123,7 +124,7 @@ def _update(
     for objective, samples in fed:
         trainer._pipeline._spec = replace(trainer._pipeline._spec, objective=objective)
         metrics = trainer.update(FEEDS[row.feed](samples, row.max_tokens, CostModel.of(spec)))
-        gradients = {name: gradient.clone() for name, gradient in trainer.gradients()}
+        gradients = {name: gradient.clone() for name, gradient in gradients_of(trainer)}
         found.append({"metrics": metrics, "gradients": gradients})
     out.mkdir(exist_ok=True)
     (out / f"metrics_{rank}.json").write_text(json.dumps([own["metrics"] for own in found]))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from mcore_mas.credit.samples import Sample
 from mcore_mas.megatron.batch import CostModel, Microbatch
-from mcore_mas.megatron.spec import PROJECTIONS
 from mcore_mas.packing.pack import pack
 from mcore_mas.rollout.models.layout import Projection
 from tests.support import ranks
+
+PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from mcore_mas.config.policy import LoraConfig
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.losses import ValueObjective
 from mcore_mas.megatron.batch import CostModel
-from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
+from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.exactness.rows import FEEDS, Row
 from tests.support import lora, ranks, reference
+from tests.support.gradients import gradients_of
 from tests.support.precision import Errors, Expected, errors, expect
 
 STEPS = 3
@@ -63,7 +65,7 @@ def job_of(row: Row, folder: Path, function: Callable[..., None], arguments: dic
         spec = replace(spec, head="value", objective=ValueObjective())
     if row.lora:
         adapter = str(folder / row.model / "adapter")
-        spec = replace(spec, lora=LoraSpec(rank=lora.RANK, alpha=lora.ALPHA, targets=row.lora, adapter=adapter))
+        spec = replace(spec, lora=LoraConfig(rank=lora.RANK, alpha=lora.ALPHA, targets=row.lora, adapter=adapter))
     sizes = {name: row.layout[name] for name in ("tp", "pp", "vpp", "cp", "dp", "ep") if name in row.layout}
     return ranks.Job(function=function, arguments={"spec": spec, "row": row, **arguments}, **sizes)
 
@@ -86,7 +88,7 @@ def samples_of(row: Row) -> list[Sample]:
 
 def _train(rank: int, spec: TrainerSpec, row: Row, out: Path) -> None:
     batches = FEEDS[row.feed](samples_of(row), row.max_tokens, CostModel.of(spec))
-    fresh = replace(spec, lora=replace(spec.lora, adapter=None)) if row.beside and spec.lora else None
+    fresh = replace(spec, lora=spec.lora.model_copy(update={"adapter": None})) if row.beside and spec.lora else None
     other = MegatronTrainer(fresh) if fresh else None
     trainer = MegatronTrainer(spec, other)
     start = _tensors(trainer)
@@ -99,7 +101,7 @@ def _train(rank: int, spec: TrainerSpec, row: Row, out: Path) -> None:
             other.update(batches)
         metrics = trainer.update(batches)
         tensors = {
-            "gradients": {name: tensor.clone() for name, tensor in trainer.gradients()},
+            "gradients": {name: tensor.clone() for name, tensor in gradients_of(trainer)},
             "parameters": _tensors(trainer),
         }
         (out / f"metrics_{step}_{rank}.json").write_text(json.dumps(metrics))

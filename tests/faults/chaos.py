@@ -82,7 +82,7 @@ class Run:
         self.starts += 1
         path = os.pathsep.join((str(ROOT / "tests" / "faults" / "clock"), str(ROOT)))
         own = {MARK: str(os.getpid()), FAILPOINTS: f"@{self._orders}", CLOCK: str(self._clock), "PYTHONPATH": path}
-        command = [sys.executable, "-m", "mcore_mas", "train", "--config", str(self._folder / "config.yaml")]
+        command = [sys.executable, "-m", "mcore_mas", "train", str(self._folder / "config.yaml")]
         with self.log.open("ab") as log:
             env = {**os.environ, **own, "TMPDIR": str(self._temporary)}
             self.process = subprocess.Popen(

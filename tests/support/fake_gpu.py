@@ -364,13 +364,14 @@ def measure(
 ) -> dict[str, Any]:
     """One update of a model of `benchmarks.gpu.shapes`, or the last of several, as figures."""
     from benchmarks.gpu.shapes import LAYOUTS, MODELS, make_batch, operations, write_model
+    from mcore_mas.config.policy import LoraConfig
     from mcore_mas.equations.losses import ValueObjective
-    from mcore_mas.megatron.spec import LoraSpec, TrainerSpec, destroy_process_groups, init_process_groups
+    from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
     from mcore_mas.megatron.step.trainer import MegatronTrainer
 
     path = write_model(model, folder / model)
     if "lora" in spec:
-        spec["lora"] = LoraSpec(**spec["lora"])
+        spec["lora"] = LoraConfig(**spec["lora"])
     if critic := spec.get("head") == "value":
         spec["objective"] = ValueObjective()
     trainer_spec = TrainerSpec(model=str(path), init="random", **{"bf16": True, **spec})

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_mas.cli.main import main
 from mcore_mas.config.models import located
-from mcore_mas.pipeline.check import check_suite, complaints
+from mcore_mas.pipeline.check import complaints
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.rollout.teams.roles import asked_agents, filled_slots, template_slots
@@ -38,7 +38,6 @@ def of(model: Path | str, *overrides: str) -> list[str]:
 
 def test_the_demo_is_well() -> None:
     assert said() == []
-    check_suite(load_suite("demo_math"))
 
 
 def test_layouts_and_lengths_of_a_cold_start_and_the_machine_are_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,9 +53,6 @@ def test_layouts_and_lengths_of_a_cold_start_and_the_machine_are_said_at_once(mo
         "run 'demo_math': engine.device: cuda, and there is no GPU here; set it to cpu",
         "run 'demo_math': tracking.uri: localhost:5000 has no scheme; expected http://localhost:5000, or sqlite:///FILE",
     ]
-    with pytest.raises(SuiteError) as refused:
-        check_suite(load_suite("demo_math", settings))
-    assert str(refused.value).split("\n  ") == lines
 
 
 def test_models_that_are_not_there_have_no_template_or_lie_in_the_hubs_cache(

@@ -23,7 +23,7 @@ def test_a_training_whose_server_hangs_or_is_down_ends_well_with_all_its_steps(t
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections and says nothing
         port = silent.getsockname()[1] if hangs else free_port("127.0.0.1")
         run = make_run(tmp_path, "data.validation=1", "trainer.steps=2", f"tracking.uri=http://127.0.0.1:{port}")
-        command = [sys.executable, "-m", "mcore_mas", "train", "--config", str(run / "config.yaml")]
+        command = [sys.executable, "-m", "mcore_mas", "train", str(run / "config.yaml")]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = metrics_of(run)

@@ -21,7 +21,7 @@ STOPS = [signal.SIGTERM, signal.SIGURG, signal.SIGUSR1, signal.SIGINT]
 
 
 def train(run: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "mcore_mas", "train", "--config", str(run / "config.yaml")]
+    command = [sys.executable, "-m", "mcore_mas", "train", str(run / "config.yaml")]
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 

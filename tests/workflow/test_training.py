@@ -77,7 +77,7 @@ def assert_same(run: Path, unbroken: Path) -> None:
 
 
 def start(run: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "mcore_mas", "train", "--config", str(run / "config.yaml")]
+    command = [sys.executable, "-m", "mcore_mas", "train", str(run / "config.yaml")]
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 

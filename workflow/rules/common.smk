@@ -11,7 +11,7 @@ from mcore_mas.training import joblog
 from mcore_mas.rollout.base.files import writable
 from mcore_mas.rollout.base.ownership import FolderError, owned
 from mcore_mas.pipeline import sharing
-from mcore_mas.pipeline.check import check_suite
+from mcore_mas.pipeline.check import complaints
 from mcore_mas.pipeline.suite import Suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.planning.jobs import job_needs
@@ -27,7 +27,8 @@ try:
     if not isinstance(NODE_GPUS, int) or NODE_GPUS < 1:
         raise SuiteError(f"default-resources, node_gpus: {NODE_GPUS}; expected the GPUs of a machine, such as 8")
     if workflow.is_main_process and not acquires:  # not in each of its jobs, nor to fetch what they need
-        check_suite(SUITE, NODE_GPUS)
+        if lines := complaints(SUITE, node_gpus=NODE_GPUS):
+            raise SuiteError("\n  ".join(lines))
 except SuiteError as error:  # one line, no traceback, before any job starts
     raise SystemExit(f"error: {error}") from None
 config["experiments"] = SUITE.overrides  # grids and the suite's overrides written out, for the report

@@ -1,13 +1,7 @@
 # Tables of papers: their suite is made from workflow/tables, and at the scale `tiny` data and models too.
 from mcore_mas.reports.paper_tables import PaperTable
 
-TABLE_INPUTS = {
-    name: {
-        str(Path(*key)): [f"{config['results']}/{evaluation}.json" for evaluation in evaluations]
-        for key, evaluations in paper_suite.table_inputs(PaperTable.load(name), SUITE, SEEDS).items()
-    }
-    for name in TABLES
-}
+TABLE_INPUTS = {name: paper_suite.table_inputs(PaperTable.load(name), SUITE, SEEDS) for name in TABLES}
 TINY = SUITE.tiny_files
 
 

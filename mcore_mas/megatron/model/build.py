@@ -25,9 +25,8 @@ from torch import Tensor
 from mcore_mas.megatron.device import kernels_run, rank_device
 from mcore_mas.megatron.model.attention import ContextAttention, TreeAttention
 from mcore_mas.megatron.model.decoder import ColumnLinear, PackedGPTModel, RMSNorm, RowLinear
-from mcore_mas.megatron.model.experts import GroupedExperts, SortedDispatcher
+from mcore_mas.megatron.model.experts import GroupedExperts, SortedDispatcher, replay_routing
 from mcore_mas.megatron.model.layer_ops import rotated
-from mcore_mas.megatron.model.routing import replay_routing
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.rollout.models.architecture import Architecture
 

@@ -15,8 +15,9 @@ from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_at
 from torch import Tensor
 from torch.nn import Parameter
 
+from mcore_mas.config.policy import LoraConfig
 from mcore_mas.megatron.model.decoder import PackedGPTModel
-from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
+from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.weight_import import LINEARS, SafeTensors
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture
@@ -33,7 +34,9 @@ class Adapter(torch.nn.Module):
     are cut (`linear_proj`, `linear_fc2`) has A cut by inputs and B whole. What crosses ranks is `rank` wide.
     """
 
-    def __init__(self, linear: Any, *, rows: Mapping[str, int], groups: int, inputs_cut: bool, lora: LoraSpec) -> None:
+    def __init__(
+        self, linear: Any, *, rows: Mapping[str, int], groups: int, inputs_cut: bool, lora: LoraConfig
+    ) -> None:
         """Stand beside `linear`, all zero, and add to its output from now on.
 
         Args:
@@ -141,7 +144,7 @@ def adapters(decoder: PackedGPTModel) -> dict[str, Adapter]:
     }
 
 
-def initial_adapter(architecture: Architecture, lora: LoraSpec, name: str) -> Tensor:
+def initial_adapter(architecture: Architecture, rank: int, seed: int, name: str) -> Tensor:
     """A new adapter's tensor by its PEFT name, uncut: A as PEFT draws it, uniform in ±1/√inputs; B zero.
 
     The draw depends on the seed and the name alone, so every layout starts the same.
@@ -150,9 +153,9 @@ def initial_adapter(architecture: Architecture, lora: LoraSpec, name: str) -> Te
     assert found is not None
     rows, inputs = architecture.projections[found.group(1)]
     if found.group(2) == "B":
-        return torch.zeros(rows, lora.rank)
-    generator = torch.Generator().manual_seed(derive_seed(lora.seed, name) >> 1)  # torch takes 63 bits
-    return (torch.rand(lora.rank, inputs, generator=generator) * 2 - 1) / math.sqrt(inputs)
+        return torch.zeros(rows, rank)
+    generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)  # torch takes 63 bits
+    return (torch.rand(rank, inputs, generator=generator) * 2 - 1) / math.sqrt(inputs)
 
 
 # what would make an adapter another function than W + alpha / rank · B A, with the values that do not
@@ -169,7 +172,7 @@ _PLAIN: dict[str, tuple[object, ...]] = {
 class AdapterFolder(SafeTensors):
     """Lazy access by PEFT name to the tensors of an adapter."""
 
-    def __init__(self, folder: Path, lora: LoraSpec) -> None:
+    def __init__(self, folder: Path, lora: LoraConfig) -> None:
         """Open `folder`, which must hold what `lora` describes.
 
         Raises:

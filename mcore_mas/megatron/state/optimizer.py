@@ -8,8 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
@@ -125,10 +123,6 @@ class OptimizerState:
                 found[name] = OptimizerShard(first=first, last=last, tensors=flat)
         return found
 
-    def gradients(self) -> dict[str, Tensor]:
-        """What the last step was taken with, clipped, by Megatron name."""
-        return {name: self._gradient(parameter) for name, parameter in self._parameters.items()}
-
     def tensors(self) -> list[Tensor]:
         """All that the inner optimizers hold: what they step, which may be the weights themselves, and moments."""
         inner = [own.optimizer for own in self._chained]
@@ -174,23 +168,6 @@ class OptimizerState:
                 span = own._get_model_param_range_map(parameter)["param"]
                 return own.optimizer.param_groups[group]["params"][order], span.start, span.end
         return None
-
-    def _gradient(self, parameter: Any) -> Tensor:
-        """The whole shard's, from the parts of all data- and context-parallel ranks."""
-        mine: Tensor = parameter.main_grad.detach()
-        if not self._distributed:
-            return mine
-        whole = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-        if here := self._stepped(parameter):
-            own = slice(*here[1:])
-            whole.view(-1)[own] = mine.reshape(-1)[own]
-        # every element is one rank's, and zero on the others: the sum is exact
-        if getattr(parameter, "allreduce", True):
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        else:  # an expert's
-            group = parallel_state.get_expert_data_parallel_group()
-        dist.all_reduce(whole, group=group)
-        return whole
 
 
 class Offload:

@@ -112,7 +112,9 @@ class ShardedModel:
                 self.architecture,
                 AdapterFolder(Path(lora.adapter), lora)
                 if lora.adapter
-                else lambda name: weight_import.LazyTensor.of(initial_adapter(self.architecture, lora, name)),
+                else lambda name: weight_import.LazyTensor.of(
+                    initial_adapter(self.architecture, lora.rank, self._spec.lora_seed, name)
+                ),
             )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -137,10 +139,6 @@ class ShardedModel:
     def adapter_blocks(self) -> Iterator[tuple[str, list[Tensor]]]:
         """`adapter` in blocks, as `weight_blocks`."""
         return self._export("adapter", self._low_rank)
-
-    def gradients(self, local: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Stream (Hugging Face or PEFT name, full tensor) of this rank's gradients by Megatron name; as `weights`."""
-        return _joined(self._export("gradients", local))
 
     def _export(
         self, what: str, local: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None

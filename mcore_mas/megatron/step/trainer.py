@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -74,10 +74,6 @@ class MegatronTrainer:
         """This rank's shard of the weights after the last step, to be exported or written."""
         self._settle()
         return self._model
-
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream (Hugging Face or PEFT name, full gradient) of the last update, clipped; every rank must drain it."""
-        return self._model.gradients(self._state.gradients())
 
     def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
         """Per micro-batch the log-probabilities [N] of its labels, after temperature; of a critic its values [N].
@@ -179,7 +175,7 @@ class MegatronTrainer:
         The files name Hugging Face tensors and hold no layout: `restore` reads them in any other.
         """
         self._check_awake()
-        spikes = {of: monitor.state() for of, monitor in self._spikes.items()}
+        spikes = {of: {"norms": list(monitor.norms)} for of, monitor in self._spikes.items()}
         self._checkpoint.save(folder, {"updates": self.updates, "spikes": spikes})
 
     def restore(self, folder: Path) -> None:
@@ -254,18 +250,14 @@ class SpikeMonitor:
     """
 
     def __init__(self, factor: float = 10.0, window: int = 100, warmup: int = 5, norms: Iterable[float] = ()) -> None:
-        """No finite norm is a spike before `warmup` have been seen, those `norms` among them that `state` gave."""
+        """No finite norm is a spike before `warmup` have been seen, `norms` among them."""
         self.factor, self.warmup = factor, warmup
-        self._norms = deque(norms, maxlen=window)
+        self.norms = deque(norms, maxlen=window)  # oldest first
 
     def observe(self, norm: float) -> bool:
         """Whether `norm` is a spike; a finite one is remembered."""
         if not math.isfinite(norm):
             return True
-        spike = len(self._norms) >= max(1, self.warmup) and norm > self.factor * statistics.median(self._norms)
-        self._norms.append(norm)
+        spike = len(self.norms) >= max(1, self.warmup) and norm > self.factor * statistics.median(self.norms)
+        self.norms.append(norm)
         return spike
-
-    def state(self) -> dict[str, Any]:
-        """The remembered norms, oldest first, as plain data."""
-        return {"norms": list(self._norms)}

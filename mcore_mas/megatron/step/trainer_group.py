@@ -120,18 +120,14 @@ class TrainerTurns:
     """Trainers on the same devices of which only the one that works has its memory."""
 
     def __init__(self) -> None:
-        self._groups: list[TrainerGroup] = []
+        self.groups: list[TrainerGroup] = []  # one that joins has no memory yet
         self._lock = asyncio.Lock()
-
-    def join(self, group: TrainerGroup) -> None:
-        """Add a trainer, which has no memory yet."""
-        self._groups.append(group)
 
     @asynccontextmanager
     async def of(self, group: TrainerGroup) -> AsyncIterator[None]:
         """Inside the block `group` has its memory; it keeps it until another one works."""
         async with self._lock:
-            for other in self._groups:
+            for other in self.groups:
                 if other is not group:
                     await other.sleep()
             await group.wake()
@@ -174,7 +170,7 @@ class TrainerGroup:
         self._asleep, self._joined = turns is not None, False
         self._waking = asyncio.Lock()
         if turns:
-            turns.join(self)
+            turns.groups.append(self)
         if places is None:
             places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
         # a thread of its own waits for what is written while the ranks' other calls go on in their order
@@ -204,8 +200,7 @@ class TrainerGroup:
 
     async def update(self, microbatches: Sequence[Microbatch], at: int | None = None) -> dict[str, float]:
         """One optimizer step; see `MegatronTrainer.update`."""
-        async with self._turn():
-            metrics: dict[str, float] = (await self._all("call", "update", ray.put(list(microbatches)), at))[0]
+        metrics: dict[str, float] = (await self._all("call", "update", ray.put(list(microbatches)), at))[0]
         return metrics
 
     async def score(self, microbatches: Sequence[Microbatch], *, reference: bool = False) -> list[Tensor]:
@@ -225,8 +220,7 @@ class TrainerGroup:
         Raises:
             EngineError: the engine does not have these tensors, or does not take them.
         """
-        async with self._turn():
-            updates: list[WeightUpdate] = await self._all("export", route, version)
+        updates: list[WeightUpdate] = await self._all("export", route, version)
         return updates[0]
 
     async def sleep(self) -> int:
@@ -257,8 +251,7 @@ class TrainerGroup:
 
     async def save(self, folder: Path) -> None:
         """Copy weights and optimizer state, which the ranks then write into `folder` beside their other work."""
-        async with self._turn():
-            await self._all("call", "save", folder)
+        await self._all("call", "save", folder)
 
     async def written(self) -> dict[str, Digest]:
         """Wait until what `save` copied is on disk; size and digest of every file by name.
@@ -279,21 +272,20 @@ class TrainerGroup:
 
     async def restore(self, folder: Path) -> None:
         """Continue from what `save` wrote."""
-        async with self._turn():
-            await self._all("call", "restore", folder)
+        await self._all("call", "restore", folder)
 
     async def write_model(self, folder: Path) -> None:
         """Write a Hugging Face folder of the policy as it is now."""
-        async with self._turn():
-            await self._all("write_model", folder)
+        await self._all("write_model", folder)
 
     def _turn(self) -> AbstractAsyncContextManager[None]:
         home = self.home
         return home._turns.of(home) if home._turns else nullcontext()
 
     async def _all(self, method: str, *arguments: object) -> list[Any]:
-        """What every rank's `method` gives for this policy."""
-        return await self._ask(getattr(rank, method).remote(self.policy, *arguments) for rank in self.home._ranks)
+        """What every rank's `method` gives for this policy, when it has its turn."""
+        async with self._turn():
+            return await self._ask(getattr(rank, method).remote(self.policy, *arguments) for rank in self.home._ranks)
 
     async def _ask(self, calls: Iterable[Any]) -> list[Any]:
         """What the ranks' calls return. The first that fails is not kept waiting for by those that hang for its sake.

@@ -37,13 +37,13 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     ("arguments", "words"),
     [
         (
-            "train --config {missing}.yaml",
-            "missing.yaml: no such file; expected a resolved config, results/<run>/config.yaml",
+            "train {missing}.yaml",
+            "missing.yaml: no run here; expected a run's folder, its name in results/, or its config.yaml",
         ),
-        ("train --config {text}", "text: str, where a config is a mapping; name another file"),
-        ("evaluate --config c.yaml --state trainde", "--state trainde with 0 seats; expected base or trained without"),
-        ("evaluate --config c.yaml --state x --seat verifier", "--seat verifier: expected AGENT=WHO, for example"),
-        ("evaluate --config {missing}.yaml", "missing.yaml: no such file; expected a resolved config"),
+        ("train {text}", "text: str, where a config is a mapping; name another file"),
+        ("evaluate demo_math --state trainde", "--state trainde with 0 seats; expected base or trained without"),
+        ("evaluate demo_math --state x --seat verifier", "--seat verifier: expected AGENT=WHO, for example"),
+        ("evaluate {missing}.yaml", "missing.yaml: no run here; expected a run's folder"),
         ("export {missing} solver --to x", "missing: no run here; expected a run's folder, its name in results/"),
         (
             "chat demo_mth",
@@ -67,7 +67,6 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("explain {text} --option lone", "--option lone: expected key=value, for example --option lone=raw"),
         ("leaks", "name data files to compare, or --config with a resolved config"),
         ("leaks {missing}", "missing: no such file"),
-        ("train", "name a run: its folder, results/{run}, or its config.yaml"),
         ("train {folder}", ": no run here; expected a run's folder"),
         ("check demo_mat", "no experiment of this name (docs/experiments.md); nearest: demo_math"),
         ("check demo_math trainer.stepz=3", "agreement; nearest: steps"),
@@ -98,6 +97,7 @@ def test_a_mistake_is_one_line(
     [
         ("trian", "Did you mean 'train'"),
         ("list", "Missing argument 'registry'"),
+        ("train", "Missing argument 'run'"),
     ],
 )
 def test_a_call_that_does_not_parse_says_how_to_get_help(

@@ -24,7 +24,7 @@ def test_what_is_not_finite_is_always_a_spike_and_never_remembered() -> None:
     assert monitor.observe(math.inf)
     assert not monitor.observe(1.0)
     assert monitor.observe(math.nan)
-    assert monitor.state() == {"norms": [1.0]}
+    assert list(monitor.norms) == [1.0]
 
 
 def test_norms_that_stay_high_stop_being_spikes() -> None:
@@ -38,6 +38,6 @@ def test_state_goes_on_where_it_was() -> None:
     first = SpikeMonitor(factor=10.0, window=3, warmup=2)
     for norm in (5.0, 1.0, 2.0, 3.0):
         first.observe(norm)
-    second = SpikeMonitor(factor=10.0, window=3, warmup=2, norms=first.state()["norms"])
-    assert second.state() == {"norms": [1.0, 2.0, 3.0]}
+    second = SpikeMonitor(factor=10.0, window=3, warmup=2, norms=list(first.norms))
+    assert list(second.norms) == [1.0, 2.0, 3.0]
     assert second.observe(20.1) and first.observe(20.1)

@@ -2,14 +2,14 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
+from mcore_mas.config.policy import LoraConfig
+from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.state.lora import AdapterFolder, initial_adapter
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
@@ -17,7 +17,7 @@ from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture
 from tests.support import lora, precision, ranks, reference
 
-LORA = LoraSpec(rank=4, alpha=8.0, targets=("k", "o", "up"), seed=3)
+LORA = LoraConfig(rank=4, alpha=8.0, targets=("k", "o", "up"))
 NAME = "base_model.model.model.layers.0.self_attn.o_proj.lora_{}.weight"
 LAYOUTS = {"one": {}, "tp2": {"tp": 2, "sp": True}, "half": {"tp": 2, "bf16": True}}
 
@@ -56,7 +56,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = []
     for name, layout in LAYOUTS.items():
         (folder / name).mkdir()
-        arguments = {"spec": ranks.spec_of(str(folder / "model"), lora=LORA, **layout), "out": folder / name}
+        arguments = {
+            "spec": ranks.spec_of(str(folder / "model"), lora=LORA, lora_seed=3, **layout),
+            "out": folder / name,
+        }
         jobs.append(ranks.Job(function=adapt, arguments=arguments, tp=layout.get("tp", 1)))
     ranks.play(jobs)
     return folder
@@ -140,14 +143,14 @@ def test_a_starts_uniform_within_one_over_the_root_of_its_inputs_and_b_at_zero()
         rope_factor=None,
         positions=9,
     )
-    low, high = initial_adapter(a, LORA, NAME.format("A")), initial_adapter(a, LORA, NAME.format("B"))
+    low, high = initial_adapter(a, 4, 3, NAME.format("A")), initial_adapter(a, 4, 3, NAME.format("B"))
     assert (low.shape, high.shape) == ((4, 8 * 32), (64, 4))
     assert not high.any()
     bound = 1 / 16  # √256
     assert 0.9 * bound < float(low.abs().max()) <= bound
     assert float(low.std()) == pytest.approx(bound / math.sqrt(3), rel=0.05)
-    assert not torch.equal(initial_adapter(a, replace(LORA, seed=4), NAME.format("A")), low)
-    assert torch.equal(initial_adapter(a, LORA, NAME.format("A")), low)
+    assert not torch.equal(initial_adapter(a, 4, 4, NAME.format("A")), low)
+    assert torch.equal(initial_adapter(a, 4, 3, NAME.format("A")), low)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,7 @@ def test_an_adapter_of_another_kind_is_refused(tmp_path: Path, change: dict, mes
     model = reference.make_model("qwen2", tmp_path / "model", layers=1)
     lora.adapt(model, ("q", "k"))
     lora.save(model, ("q", "k"), tmp_path / "adapter")
-    spec = LoraSpec(rank=lora.RANK, alpha=lora.ALPHA, targets=("q", "k"))
+    spec = LoraConfig(rank=lora.RANK, alpha=lora.ALPHA, targets=("q", "k"))
     assert NAME.format("A").replace("o_proj", "q_proj") in AdapterFolder(tmp_path / "adapter", spec)
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))

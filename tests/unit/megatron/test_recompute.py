@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.shapes import LAYOUTS, make_batch
+from mcore_mas.config.policy import LoraConfig
 from mcore_mas.megatron.model import decoder
-from mcore_mas.megatron.spec import LoraSpec, destroy_process_groups, init_process_groups
+from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
+from tests.support.gradients import gradients_of
 
 WAYS = {
     "qwen2": {},
     "qwen3": {"bf16": True},
     "qwen3_moe": {},
-    "llama": {"lora": LoraSpec(rank=2, alpha=4)},
+    "llama": {"lora": LoraConfig(rank=2, alpha=4)},
 }
 
 
@@ -44,7 +46,7 @@ def test_gradients_are_the_same_whatever_is_computed_again(
         products.clear()
         norm = trainer.update([batch])["grad_norm"]
         calls[way] = len(products)
-        gradient = torch.cat([gradient.double().flatten() for _, gradient in trainer.gradients()])
+        gradient = torch.cat([gradient.double().flatten() for _, gradient in gradients_of(trainer)])
         found[way] = scores, norm, gradient
     assert calls["none"] > 0 and calls["selective"] == calls["full"] == 2 * calls["none"]
     scores, norm, gradient = found["none"]

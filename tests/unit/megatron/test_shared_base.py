@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_mas.config.policy import LoraConfig
 from mcore_mas.equations.losses import ValueObjective
-from mcore_mas.megatron.spec import LoraSpec, TrainerSpec
+from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.megatron.step.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.packing.pack import pack
 from tests.support import ranks, reference
 
-SOLVER = LoraSpec(rank=4, alpha=8.0, targets=("k", "o", "up"), seed=3)
-VERIFIER = LoraSpec(rank=2, alpha=2.0, seed=5)
+SOLVER = LoraConfig(rank=4, alpha=8.0, targets=("k", "o", "up"))
+VERIFIER = LoraConfig(rank=2, alpha=2.0)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": {"tp": 2, "sp": True, "recompute": "full"},
@@ -28,9 +29,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def specs_of(spec: TrainerSpec) -> dict[str, TrainerSpec]:
     """A policy, another with adapters and settings of its own, and a critic."""
     return {
-        "solver": replace(spec, lora=SOLVER),
-        "verifier": replace(spec, lora=VERIFIER, lr=3e-3, weight_decay=0.1, schedule="linear", decay_steps=9),
-        "critic": replace(spec, lora=VERIFIER, head="value", objective=ValueObjective()),
+        "solver": replace(spec, lora=SOLVER, lora_seed=3),
+        "verifier": replace(
+            spec, lora=VERIFIER, lora_seed=5, lr=3e-3, weight_decay=0.1, schedule="linear", decay_steps=9
+        ),
+        "critic": replace(spec, lora=VERIFIER, lora_seed=5, head="value", objective=ValueObjective()),
     }
 
 

@@ -148,7 +148,7 @@ def test_what_cannot_be_had_says_what_to_do(hub: FakeHub, monkeypatch: pytest.Mo
         acquire(DATA, Path("r.json"), client(hub))
     with pytest.raises(AcquireError, match="some/math: offline, and its files are not in data/raw/some--math"):
         acquire(DATA, Path("r.json"), client(hub, offline=True))
-    with pytest.raises(AcquireError, match=r"127.0.0.1:9: cannot fetch some/math .* --config mirror=URL"):
+    with pytest.raises(AcquireError, match=r"127.0.0.1:9: cannot fetch some/math .* HF_ENDPOINT names another"):
         acquire(DATA, Path("r.json"), Hub(endpoint="http://127.0.0.1:9"))
     named(monkeypatch, repository=None, by_hand="train.json of github.com/x")
     with pytest.raises(AcquireError, match=r"it is on no hub; put .* there by hand, from train.json of github.com/x"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.shapes import make_batch
-from mcore_mas.megatron.spec import LoraSpec
+from mcore_mas.config.policy import LoraConfig
 from mcore_mas.planning.memory import (
     TrainerKind,
     adapter_parameters,
@@ -58,7 +58,7 @@ LAYOUTS = {
     "tp2": {"tp": 2, "sp": True, "recompute": "selective"},
     "pp2": {"pp": 2},
     "dp2": {"dp": 2, "distributed_optimizer": True, "bf16": True},
-    "lora": {"tp": 2, "lora": LoraSpec(rank=4, alpha=8)},
+    "lora": {"tp": 2, "lora": LoraConfig(rank=4, alpha=8)},
 }
 
 
@@ -93,7 +93,7 @@ def test_parameters_by_hand() -> None:
     # of two stages the last has the final norm and its copy of the embedding
     assert rank_parameters(tiny(), ParallelLayout(pp=2)) == LAYER + 8 + 80
     # A 4 x inputs and B rows x 4 of all seven; at tp 2 B of q, k, v, gate, up and A of o, down are halved
-    lora = LoraSpec(rank=4, alpha=8)
+    lora = LoraConfig(rank=4, alpha=8)
     assert adapter_parameters(tiny(), ParallelLayout(), lora) == 2 * 4 * (16 + 12 + 12 + 16 + 24 + 24 + 24)
     halved = (4 + 8) + (2 + 8) + (2 + 8) + (8 + 4) + (8 + 8) + (8 + 8) + (8 + 8)
     assert adapter_parameters(tiny(), ParallelLayout(tp=2), lora) == 2 * 4 * halved

@@ -34,7 +34,7 @@ def test_marti_by_hand(tmp_path: Path) -> None:
     base = {"aime_2024": [0.0, 1.0], "amc": [0.0], "math_500": [0.0, 0.0, 1.0, 1.0]}
     trained = {"aime_2024": [1.0, 1.0], "amc": [0.5], "math_500": [1.0, 0.0, 1.0, 1.0]}
     files = {
-        (experiment, state): [
+        f"{experiment}/{state}": [
             evaluation(tmp_path / f"{experiment}_{state}.json", state, base if state == "base" else trained)
         ]
         for experiment, state in table.evaluations

@@ -67,9 +67,7 @@ def test_a_run_is_named_by_its_folder_or_alone(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "results" / "one", {"t": 1.0})
     (tmp_path / "one").mkdir()  # a package of the same name, as `mcore-mas new` writes one
-    assert [run_folder(named) for named in (Path("one"), Path("results/one"), None)] == [Path("results/one")] * 2 + [
-        None
-    ]
+    assert [run_folder(named) for named in (Path("one"), Path("results/one"))] == [Path("results/one")] * 2
     with pytest.raises(FolderError, match=r"^onee: no run here; .*; nearest: one$"):
         run_folder(Path("onee"))
     make_run(tmp_path / "one", {"t": 1.0})

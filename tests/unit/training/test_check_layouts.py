@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mcore_mas.config.compose import resolve
-from mcore_mas.config.models import check_layouts
+from mcore_mas.config.models import check_layout
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.rollout.base.errors import ModelError
 from tests.support import reference
@@ -23,6 +23,12 @@ def config(model: Path, *overrides: str) -> RunConfig:
     models = [f"policies.{policy}.model={model}" for policy in ("solver", "verifier")]
     values = resolve(["experiment=demo_math", *models, "policies.solver.tp=1", *overrides])
     return RunConfig.check(values, "a test")
+
+
+def check_layouts(config: RunConfig) -> None:
+    """As a training does."""
+    for name, folder in config.models.items():
+        check_layout(config, name, Path(folder))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_scores(tmp_path: Path) -> None:
     tokens = Renderer(run / "base").encode_reply(f"\\boxed{{{answer}}}")
     with slotted_server(8, 0.02, tokens) as url:
         config = served(run, url)
-        command = [sys.executable, "-m", "mcore_mas", "evaluate", "--config", str(config), "--state", "base"]
+        command = [sys.executable, "-m", "mcore_mas", "evaluate", str(config), "--state", "base"]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as first:
             while not list((run / "evaluation" / "base").glob("part_000001*")) and first.poll() is None:
                 time.sleep(0.02)

@@ -57,7 +57,7 @@ def test_games_are_drawn_beside_their_traces() -> None:
             sent.update({trajectory.id: draw(trajectory) for trajectory in trajectories})
 
     there: Any = SimpleNamespace(note=print, run_id="r")
-    book = Logbook(there, there, there, Traces(), 2, there)  # type: ignore[arg-type]
+    book = Logbook(there, there, there, Traces(), 2, [there])  # type: ignore[arg-type]
     path = Task(id="p", prompt="S 1 1 G 1 3\nS . G", answers=("R R",), env="plan_path", source="s", split="train")
     walked = trajectory(turn(0, text="#### R"), turn(1, text="#### R", round=1), id="0/p/0", task_id="p")
     book.trace([Group(task=path, trajectories=(walked,)), Group(task=TASK, trajectories=(trajectory(),))], [])

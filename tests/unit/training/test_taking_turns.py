@@ -75,7 +75,7 @@ def test_of_trainers_one_by_one_only_the_one_that_works_has_memory() -> None:
     said: list[str] = []
     turns, trainers = TrainerTurns(), [Taker("policy", said), Taker("critic", said)]
     for trainer in trainers:
-        turns.join(cast("TrainerGroup", trainer))
+        turns.groups.append(cast("TrainerGroup", trainer))
 
     async def work(trainer: Taker) -> None:
         async with turns.of(cast("TrainerGroup", trainer)):

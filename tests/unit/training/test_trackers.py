@@ -13,7 +13,7 @@ import pytest
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.training import trackers, tracking
-from mcore_mas.training.trackers import TRACKERS, Trackers
+from mcore_mas.training.trackers import TRACKERS, open_trackers
 from tests.slurm.cluster import wait_until
 
 
@@ -26,11 +26,13 @@ def fed(config: RunConfig, first: int, steps: Iterable[int], said: list[str]) ->
     """Trackers of a start that goes on at step `first` and writes rows of these steps."""
     path = config.folder / "train" / "metrics.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    opened = Trackers(config, first, said.append)
+    opened = open_trackers(config, first, said.append)
     for step in steps:
         write_row(path, step)
-        opened.log()
-    opened.close()
+        for tracker in opened:
+            tracker.log()
+    for tracker in opened:
+        tracker.finish("FINISHED")
 
 
 def write_row(path: Path, step: int) -> None:
@@ -106,14 +108,14 @@ def test_a_tracker_that_breaks_has_every_step_once_it_works_again(
     why = f"does not take metrics (OSError: disk full at 1); {path} has them for later"
     assert said == [f"tracker tensorboard {why}"] * 2  # when it broke, and at the end
     assert flaky.drawn == {0: {"reward/mean": 0.0}}
-    opened = Trackers(config, 3, said.append)
+    (opened,) = open_trackers(config, 3, said.append)
     for step in (3, 4, 5):
         write_row(path, step)
         opened.log()
         while step == 3 and len(said) < 3:
             time.sleep(0.01)
         flaky.down = False
-    opened.close()
+    opened.finish("FINISHED")
     assert said[2] == f"tracker tensorboard {why}"
     works = [f"tracker tensorboard works again and has all steps up to {step}" for step in (3, 4, 5)]
     assert said[3] in works and len(said) == 4  # whichever step it meets first
@@ -138,6 +140,6 @@ def test_a_library_that_is_not_installed_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"tracking.also: trackio is not installed; pip install trackio"):
-        Trackers(config_of(tmp_path, "trackio"), 0, print)
+        open_trackers(config_of(tmp_path, "trackio"), 0, print)
     with pytest.raises(ConfigError, match=r"tracking.also.*'tensorbord'"):
         config_of(tmp_path, "tensorbord")

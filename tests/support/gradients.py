@@ -1,0 +1,41 @@
+"""The gradients of a trainer's last update, whole: no training asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from mcore_mas.megatron.state.sharded_model import export_weights, plan_export
+from mcore_mas.megatron.step.trainer import MegatronTrainer
+from mcore_mas.rollout.models.tensors import whole
+
+
+def gradients_of(trainer: MegatronTrainer) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face or PEFT name, full gradient) of the last update, clipped; every rank must drain it."""
+    model = trainer._model
+    local = {name: _whole_shard(trainer, parameter) for name, parameter in model.parameters.items()}
+    plan = plan_export(local, model.architecture)
+    return ((name, whole(blocks)) for name, blocks in export_weights(local.__getitem__, model.architecture, plan))
+
+
+def _whole_shard(trainer: MegatronTrainer, parameter: Any) -> Tensor:
+    """A shard's gradient, from the parts of all data- and context-parallel ranks."""
+    mine: Tensor = parameter.main_grad.detach()
+    if not trainer._state._distributed:
+        return mine
+    found = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+    if here := trainer._state._stepped(parameter):
+        own = slice(*here[1:])
+        found.view(-1)[own] = mine.reshape(-1)[own]
+    # every element is one rank's, and zero on the others: the sum is exact
+    if getattr(parameter, "allreduce", True):
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    else:  # an expert's
+        group = parallel_state.get_expert_data_parallel_group()
+    dist.all_reduce(found, group=group)
+    return found
