@@ -27,10 +27,22 @@ class SuiteError(ValueError):
         super().__init__(without_secrets(line))
 
 
-def check_command(arguments: Sequence[str]) -> None:
-    """Refuse what follows `--configfile` in Snakemake's command line and is no suite, before Snakemake reads any file.
+def check_suite_files(files: Sequence[Path | str]) -> None:
+    """Refuse a target among the files of `--configfile`, which takes every word up to the next option.
 
-    That option takes every word up to the next one, also targets.
+    Raises:
+        SuiteError: a file after the first is no YAML.
+    """
+    targets = [str(file) for file in files[1:] if Path(file).suffix not in (".yaml", ".yml")]
+    if targets:
+        raise SuiteError(
+            f"--configfile took {targets[0]} for a suite; name targets before it: "
+            f"snakemake {' '.join(targets)} --configfile {files[0]}"
+        )
+
+
+def check_command(arguments: Sequence[str]) -> None:
+    """`check_suite_files` for a command line of Snakemake, which its profile calls before Snakemake reads any file.
 
     Raises:
         SystemExit: with the error in one line; also for a file that would fill memory.
@@ -41,11 +53,10 @@ def check_command(arguments: Sequence[str]) -> None:
             taken = word in ("--configfile", "--configfiles")
         elif taken:
             files.append(word)
-    if targets := [file for file in files[1:] if Path(file).suffix not in (".yaml", ".yml")]:
-        raise SystemExit(
-            f"error: --configfile took {targets[0]} for a suite; name targets before it: "
-            f"snakemake {' '.join(targets)} --configfile {files[0]}"
-        )
+    try:
+        check_suite_files(files)
+    except SuiteError as error:
+        raise SystemExit(f"error: {error}") from None
     if missing := [file for file in files if not Path(file).is_file()]:
         raise SystemExit(f"error: --configfile {missing[0]}: no such suite file")
     for file in files:
