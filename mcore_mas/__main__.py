@@ -1,7 +1,5 @@
 """`mcore-mas`, also `python -m mcore_mas`."""
 
-from __future__ import annotations
-
 import sys
 
 from mcore_mas.rollout.base.processes import say

@@ -1,7 +1,5 @@
 """HTTP application of the retrieval server: routes, limits, and failures as statuses."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -1,7 +1,5 @@
 """Dynamic batching: many concurrent requests become few searches, while the next queries are encoded."""
 
-from __future__ import annotations
-
 import asyncio
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque

@@ -1,7 +1,5 @@
 """Index building: passages are encoded in shards that go on where they stopped, and become an index of some kind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Search besides vectors: by words (BM25), and facets, which passages have which value."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from array import array

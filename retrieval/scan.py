@@ -1,7 +1,5 @@
 """Scans: rough scores of all vectors of an exact index in half precision, on a device; the best are scored again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import faiss

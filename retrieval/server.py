@@ -1,7 +1,5 @@
 """Retrieval server: `python -m mcore_mas.retrieval.server --index DIR --ready-file PATH`."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ipaddress

@@ -1,7 +1,5 @@
 """The server as a child process of a run, and a probe of a server with passages that it should find."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

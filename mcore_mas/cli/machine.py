@@ -1,7 +1,5 @@
 """Commands about this machine and the runs on it: what it lacks for training, MLflow's pages, lists, comparisons."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.metadata
 import os

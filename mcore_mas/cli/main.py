@@ -1,7 +1,5 @@
 """Command line: `mcore-mas`, also `python -m mcore_mas`; the commands that start something, and how they are run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Models of a run: where a name leads, and whether each can be trained and asked as the config says."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scale of a run: the published size, or the same run made tiny by the rules of workflow/scales/tiny.yaml."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path

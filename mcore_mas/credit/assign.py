@@ -3,8 +3,6 @@
 A run's advantages are watched: too large, none at all, or from rewards of very different scales.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Training samples: one turn each, and what each of its tokens weighs in an update."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

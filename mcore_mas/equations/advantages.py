@@ -13,8 +13,6 @@ Args:
     whitened: whose tokens are whitened together: the whole "batch", those of a "policy" or of an "agent" (MARTI).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace

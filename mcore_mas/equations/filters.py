@@ -8,8 +8,6 @@ Args:
     ratio: share that is left out, rounded down: of groups, or of each group's turns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 

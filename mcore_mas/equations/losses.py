@@ -12,8 +12,6 @@ Args:
     dual_clip: the loss of a negative advantage A is at most dual_clip · |A|.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

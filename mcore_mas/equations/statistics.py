@@ -1,7 +1,5 @@
 """Statistics of an evaluation: pass@k, maj@k, and confidence intervals of means over tasks."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import zlib

@@ -3,8 +3,6 @@
 Importing torch takes seconds, which the start of every job of the pipeline would pay.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

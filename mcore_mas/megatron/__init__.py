@@ -6,8 +6,6 @@ model/: the GPT model · state/: its weights, in and out of any layout, and its 
 passes, updates, and the worker group of one trainer
 """
 
-from __future__ import annotations
-
 import warnings
 
 from mcore_mas.megatron.cpu import patch_cuda, patch_release

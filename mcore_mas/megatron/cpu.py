@@ -4,8 +4,6 @@ Nothing here runs where CUDA is available, so the GPU path is Megatron's own.
 """
 
 # mypy: disable-error-code="assignment, attr-defined, comparison-overlap, method-assign"
-from __future__ import annotations
-
 import contextlib
 import importlib
 import types

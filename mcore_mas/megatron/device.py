@@ -6,8 +6,6 @@ rank says in a file what it is at, and where it stands when that takes too long.
 
 # mypy: disable-error-code="attr-defined"
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import importlib.util

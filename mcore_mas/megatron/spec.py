@@ -1,7 +1,5 @@
 """Trainer specification: model, parallel layout and optimizer of one trainer; its process groups in that layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

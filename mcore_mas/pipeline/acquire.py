@@ -1,7 +1,5 @@
 """Acquiring an input of a run: fetched, converted, checked, with a receipt; and a report of all with what leaks."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

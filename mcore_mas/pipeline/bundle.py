@@ -1,7 +1,5 @@
 """Reproduction bundle: a table with all that it was made of, as an RO-Crate 1.1 in a zip, and its verification."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

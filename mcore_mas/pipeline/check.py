@@ -1,7 +1,5 @@
 """Check of a suite before it costs anything: what is known to fail later, of all runs at once, a line each."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

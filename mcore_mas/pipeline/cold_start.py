@@ -1,7 +1,5 @@
 """Cold start: supervised fine-tuning of a small random model on demonstrations, until its replies are well formed."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Files of a hub (Hugging Face's routes): fetched by revision, resumed, verified, and recorded in a lock file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Suites of papers' tables: the runs behind `snakemake table_drmas_1`, and the rule that makes the table."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

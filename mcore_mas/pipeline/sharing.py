@@ -4,8 +4,6 @@ Runs that agree in it share what the stage makes: tasks and indexes, cold starts
 edit of a config runs those stages again that depend on what was edited.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Sources of published data and models: which repository of a hub, or which place, each is from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path

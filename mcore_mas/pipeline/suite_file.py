@@ -1,7 +1,5 @@
 """File of a suite: its words on the command line, its schema, its grid, and the folders that it names."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

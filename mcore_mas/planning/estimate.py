@@ -1,7 +1,5 @@
 """Estimate of a run in one placement: the fullest GPU in each phase, seconds of a step, hours, disk; pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce

@@ -1,7 +1,5 @@
 """Jobs of a cluster: which processes of a run take a device each, and what a stage asks for of machines."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Plans that people read in the terminal: of a run, or of an index."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """A suite's page of charts: the curves of its runs side by side, as SVG in a page that loads and runs nothing."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """What a run cost: device hours and tokens of its training, tokens and seconds of an answer, by agent too."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

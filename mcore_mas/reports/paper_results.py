@@ -1,7 +1,5 @@
 """Papers' numbers beside ours: a table made here with intervals and differences, and the hyper-parameters behind it."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Runs of a results folder: where each stands, how two differ, who waits for whom in a step, and a suite's page."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence

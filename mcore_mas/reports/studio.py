@@ -1,7 +1,5 @@
 """The studio: a local web page on the runs of a results folder, live while they train; it only reads."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping

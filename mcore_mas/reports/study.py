@@ -1,7 +1,5 @@
 """Training curves: values over the steps of a run, and the study of estimators over a suite's seeds."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

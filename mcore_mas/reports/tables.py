@@ -1,7 +1,5 @@
 """Tables of scores with confidence intervals: before training, after it, and the gain."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Trajectories and their credit in the terminal: who said what to whom, who was compared with whom."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Checkpoints of a run: a folder per step, trusted only with its manifest and its fingerprint."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The Ray that a run computes on: its own on this machine, or one of several nodes that runs already."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

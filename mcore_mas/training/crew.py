@@ -1,7 +1,5 @@
 """A run's processes on the devices that are set aside for them: started, and started again when some are lost."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping

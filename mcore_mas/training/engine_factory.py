@@ -1,7 +1,5 @@
 """Engine factory: an engine for each policy of a run, and the environments with the retriever that they ask."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Seats say which model plays each agent: of this run, of another one, a folder or
 trajectory can be played again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

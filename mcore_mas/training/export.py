@@ -1,7 +1,5 @@
 """Export of a policy as a model folder that others read: checked by what the run has recorded."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

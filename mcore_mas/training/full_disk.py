@@ -1,7 +1,5 @@
 """A full disk: what cannot be written is tried again until somebody has made room, for a while."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -4,8 +4,6 @@ The log has all that the job and its children print. Signals are heard from the 
 they are for the training alone, which is queued again and has a Ray over the job's machines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Training loop around the step: validation, checkpoints, reports, and a clean stop on a signal."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress

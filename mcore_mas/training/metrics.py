@@ -1,7 +1,5 @@
 """Metrics of a step: what its trajectories say, as numbers by agent."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Placement (colocation): which devices each policy's trainer, critic and engine take, together or apart."""
 
-from __future__ import annotations
-
 import itertools
 import platform
 import time

@@ -1,7 +1,5 @@
 """One policy's trainer: its specification; its samples are packed once a step, scored, and trained on."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import defaultdict

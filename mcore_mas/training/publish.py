@@ -1,7 +1,5 @@
 """What MLflow lacks of finished runs, from their folders: steps, evaluations, costs, tables; each is there once."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

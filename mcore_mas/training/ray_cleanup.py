@@ -1,7 +1,5 @@
 """Cleanup after a killed run: what is left of its own Ray (`python -m` this, PID DIR [LOGS])."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

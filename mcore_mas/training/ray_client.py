@@ -1,7 +1,5 @@
 """Training at `ray://host:port`: the same command runs on the cluster, and this process follows it from outside."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """The newest state of a run in this machine's memory: a lost rank costs the step, not all since the last checkpoint."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

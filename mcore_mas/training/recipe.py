@@ -1,7 +1,5 @@
 """Identity of a run: its models, its recipe (what decides what is learnt), its inputs; and of an evaluation."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

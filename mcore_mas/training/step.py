@@ -1,7 +1,5 @@
 """The training step, written as an algorithm box, and the session of parts that it works with."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence

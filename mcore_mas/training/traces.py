@@ -3,8 +3,6 @@
 Where a trajectory has a picture, the run has it as an artifact.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Trackers beside MLflow: TensorBoard, Weights & Biases (wandb) and Trackio, each in a thread of its own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress

@@ -4,8 +4,6 @@ MLflow may be slow, broken or gone: nothing waits for it. What was sent and not 
 time, by which MLflow's database knows it: each value is there once.
 """
 
-from __future__ import annotations
-
 import json
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Runs of an MLflow store by key: an experiment's, its trainings' and evaluations', made once, never twice."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Training of one run from its config: trainers and engines come up, steps are taken, models are written."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

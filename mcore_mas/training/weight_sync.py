@@ -1,7 +1,5 @@
 """Weight sync and colocation: a policy's trained weights into its engine, and who has the GPU's memory when."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """Exceptions of engines, models, environments and orchestras: which fail one trajectory, and which a run."""
 
-from __future__ import annotations
-
 
 class EngineError(RuntimeError):
     """A generation or a weight update failed; the engine keeps its old weights."""

@@ -1,7 +1,5 @@
 """Failpoints: named places at which a test kills, stops, slows or fails this process; by default they do nothing."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

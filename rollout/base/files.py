@@ -1,7 +1,5 @@
 """Atomic files and folders, complete or absent, and their digests; YAML and JSON within bounds."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

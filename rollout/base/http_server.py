@@ -1,7 +1,5 @@
 """HTTP server parts: a listener, deadlines for requests, bodies within bounds, and a server inside an event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import socket

@@ -5,8 +5,6 @@ An option is a keyword-only parameter. Its annotation is its type and bounds (`A
 config, the JSON schema for editors and the tables in docs/ are all made from that.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

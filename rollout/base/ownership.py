@@ -1,7 +1,5 @@
 """One owner per run folder: a lock, signs of life, and an epoch by which writes of a lost owner are refused."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Parquet files within bounds: a few bytes in one can stand for any text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

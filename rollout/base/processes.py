@@ -1,7 +1,5 @@
 """Child processes that do not outlive their parent; and how often one that is lost may be started again."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

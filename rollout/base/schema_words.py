@@ -1,7 +1,5 @@
 """JSON schemas of pydantic models; what they expect, and what is wrong with a value, in plain words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 And calls of a trajectory that a death does not repeat: answers of tools and verifiers are on record, and said again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import sys

@@ -1,7 +1,5 @@
 """Text that others wrote, made harmless where a person sees it; and the known names that are like a wrong one."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The engine of one adapter of several: their host has the processes, and the frozen weights once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

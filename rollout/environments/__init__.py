@@ -12,8 +12,6 @@ tools        what agents call in chats: a calculator, Python with files, search,
 running      the sandboxes that they run programs in
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from mcore_mas.rollout.environments.code import CodeEnv

@@ -1,7 +1,5 @@
 """Data-science environment: programs work in one folder of tables, and predictions are scored on hidden truths."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import AsyncExitStack

@@ -6,8 +6,6 @@ of it. CPU seconds, not the clock's: a busy machine changes no verdict. This fil
 imports nothing of ours.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import math

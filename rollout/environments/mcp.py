@@ -1,7 +1,5 @@
 """Tool-calling environment: agents call tools of MCP servers, then answer; each trajectory has servers of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Code patches as models write them: unified diffs, or blocks that say what to search and what to put in its place."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Metrics of predictions (accuracy, F1, AUC, errors) against hidden truths, and how a submission is read."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -1,7 +1,5 @@
 """Software-repair environment (SWE-bench): an issue with its files, a patch for them, and hidden tests."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Environments that run programs, in this process's sandbox or on a server, and the options that they share."""
 
-from __future__ import annotations
-
 import atexit
 from dataclasses import dataclass, field, replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Search environment (open-book question answering with a retriever as tool), scored by exact match or token F1."""
 
-from __future__ import annotations
-
 import json
 import re
 import string

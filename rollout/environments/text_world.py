@@ -1,7 +1,5 @@
 """Text-world environments of other libraries (Gymnasium, ALFWorld, WebShop), imported when a world is opened."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """Tools that agents call in chats: a calculator, Python with files, search; what is offered, checked and limited."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import inspect

@@ -1,7 +1,5 @@
 """OpenAI's Chat Completions: requests, replies and streams."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

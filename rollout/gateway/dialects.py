@@ -3,8 +3,6 @@
 What cannot be read, or not be answered, raises a GatewayError that says so.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Anthropic's Messages: requests, replies and streams."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """OpenAI's Responses: requests, replies and streams."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Chat template: messages to prompt tokens and back, by a model folder's own tokenizer; chats go on token by token."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

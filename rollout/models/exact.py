@@ -6,8 +6,6 @@ any zeros behind it. Made of such products, engine and trainer come to the same 
 inference is He et al.'s ("Defeating Nondeterminism in LLM Inference", 2025). All of this is differentiable.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

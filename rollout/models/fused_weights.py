@@ -1,7 +1,5 @@
 """Fused weight buffers, allocated once and filled by Hugging Face name."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator

@@ -1,8 +1,6 @@
 """The tiles of `gpu_hash` as one Triton launch, where torch takes about forty for every 16 MiB."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

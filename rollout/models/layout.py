@@ -1,7 +1,5 @@
 """Parallel layouts: how many ranks a model is cut over, and which layouts cut which model."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Model weights: safetensors files, full tensors in blocks of rows, and checksums of them (XXH3, and SGLang's own)."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tool calls as models write them: schemas for a chat template, and the parsers of replies by the model's format."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -29,8 +29,6 @@ solver_verifier   a solver and a verifier in turn, until approval (Dr.MAS math)
 tool_coder        a coder with a Python session, and a reviewer
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 

@@ -6,8 +6,6 @@ Args:
         reply prints it (role `game_coder`).
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Teams that write programs: UnityMAS-O's and Stronger-MAS's coding teams, one with chats, MAPPA's data scientists."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping, Sequence

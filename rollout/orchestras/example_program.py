@@ -1,7 +1,5 @@
 """Example of an agent program: a solver and a checker over plain HTTP, as any client of OpenAI's API would ask them."""
 
-from __future__ import annotations
-
 import httpx
 
 from mcore_mas.rollout.orchestras.program import Job

@@ -5,8 +5,6 @@ an answer. The local score of a turn is the reward that its answer would have al
 answer is the last line that its program printed, -1 when the program failed or there is none.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Annotated

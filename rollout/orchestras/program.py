@@ -1,7 +1,5 @@
 """Agent programs of one's own: any code that speaks OpenAI's or Anthropic's API plays a task through the gateway."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Agents' replies: parsers, which roles.yaml names without `parse_`, and how answers are graded, computed, voted on."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence

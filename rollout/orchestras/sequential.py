@@ -4,8 +4,6 @@ But in the first, texts are handed on without their thoughts, malformed ones as 
 reply leaves the team without an answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Files of records: tasks and trajectories as parquet, their Arrow schemas, and lists of trajectories, read lazily."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

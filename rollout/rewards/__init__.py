@@ -16,8 +16,6 @@ finite reward or masks it, and leaves failed trajectories and its input as they 
 trajectory lacks what it needs, an outcome or a score, or is a tree and the allocator not one for trees.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from mcore_mas.rollout.records.trajectory import Group

@@ -3,8 +3,6 @@
 Outcome rewards: a trajectory's outcome shared, discounted by place, in fixed shares, or by majority vote.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence

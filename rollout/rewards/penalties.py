@@ -8,8 +8,6 @@ Args:
     coef: size of the penalty.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

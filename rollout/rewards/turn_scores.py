@@ -1,7 +1,5 @@
 """Turn-level rewards from single turns' scores: local and team, differences, MARTI's shaping, and a coach's."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean

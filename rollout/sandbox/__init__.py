@@ -1,7 +1,5 @@
 """Sandbox for model-written Python: isolated processes without network, other files or other processes."""
 
-from __future__ import annotations
-
 from mcore_mas.rollout.sandbox.box import Runner, Sandbox, SandboxFusion
 from mcore_mas.rollout.sandbox.records import RunLimits, RunResult, SandboxError, SandboxUnavailable, Verdict
 from mcore_mas.rollout.sandbox.session import Session

@@ -1,7 +1,5 @@
 """Control groups (cgroups): limits on the memory and processes of a job's whole tree, where this user may set them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

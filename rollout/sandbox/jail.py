@@ -1,7 +1,5 @@
 """Host side of a jail (one isolated job), and the in-memory files that both sides exchange."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json

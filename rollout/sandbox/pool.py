@@ -1,7 +1,5 @@
 """Process pool of warm jails: the tiers of isolation, the process that jobs are cloned from, and who lends them."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

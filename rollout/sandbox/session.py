@@ -1,7 +1,5 @@
 """Running code in a jail: one program to its end, or a session of cells that share variables and files."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """Checksums of a stream of weights, under the names and in the layout of the engine that holds them."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Weight sync through a shared folder: all tensors, the changed ones, or the changed elements (delta)."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping

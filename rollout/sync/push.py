@@ -1,7 +1,5 @@
 """Weight sync into SGLang servers that pause for it: by CUDA IPC on their own GPUs, or over a process group."""
 
-from __future__ import annotations
-
 import base64
 import io
 import socket

@@ -1,7 +1,5 @@
 """Weight sync through shared memory: the embedded engine's buffers, mapped and written by the trainer."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

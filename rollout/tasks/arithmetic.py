@@ -1,7 +1,5 @@
 """Arithmetic tasks, generated: sums and word problems in graded difficulty, for a demo that learns on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

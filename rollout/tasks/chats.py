@@ -1,7 +1,5 @@
 """Chats as demonstrations: the real team plays and a teacher speaks for its agents; and short programs to teach so."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import operator

@@ -1,7 +1,5 @@
 """Datasets (data files) as tasks: their rows, their published formats; and data sets as Hugging Face has them."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

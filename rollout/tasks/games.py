@@ -1,7 +1,5 @@
 """Puzzles (games) and text worlds as tasks, drawn without replacement; a teacher that slips plays the puzzles."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Programming datasets as published: APPS, TACO, CodeContests, LiveCodeBench, DeepCoder, SWE-bench."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickletools

@@ -1,7 +1,5 @@
 """Software-repair tasks, generated: packages with one bug each, what a user says of it, and hidden tests."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence

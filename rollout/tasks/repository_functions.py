@@ -6,8 +6,6 @@ docstring, and the bug is called what its own name has besides.
 
 # mypy: disable-error-code="no-untyped-def, var-annotated"
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random

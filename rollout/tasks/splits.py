@@ -1,7 +1,5 @@
 """Data splits (train, validation, test): drawing what each one owns, and what leaks from one into another."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

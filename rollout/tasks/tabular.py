@@ -11,8 +11,6 @@ evaluation/NAME_eval.py                 read, never run: which metric, which col
 save_performance/{baseline,GT}/NAME/result.txt    the ends of the performance gap, where they are there
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

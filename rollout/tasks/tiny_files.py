@@ -1,7 +1,5 @@
 """Generated data files in the published formats, small: what a run at the scale `tiny` reads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

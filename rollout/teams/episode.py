@@ -1,7 +1,5 @@
 """Episode: one play of an orchestra on a task, with its steps, tool calls, rewards, and why it failed."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import time

@@ -11,8 +11,6 @@ DeepSpeed-Ulysses' (arXiv 2309.14509), "a2a" in Megatron's words: every rank att
 part of the heads, so any layout of sequences stays as it is.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Megatron's GPT model from a Hugging Face config: its settings and the modules of its layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

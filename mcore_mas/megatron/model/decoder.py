@@ -5,8 +5,6 @@ faster than the library behind `torch.matmul`: forward, and backward to a layer'
 added to Megatron's buffer as it is made, instead of made and then added.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Callable, Iterator

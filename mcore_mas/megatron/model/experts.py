@@ -7,8 +7,6 @@ launch, and a kernel adds the gradients of a stack to Megatron's float32 buffer 
 Router replay (R3, arXiv 2510.11370): a trainer sends each token to the experts that the engine sampled it with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

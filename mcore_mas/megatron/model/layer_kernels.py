@@ -7,8 +7,6 @@ All compute in float32 whatever they read and write. In those over logits, which
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 SwiGLU, the rotation by position, and two passes over each chunk of the head's logits, which cuBLAS makes in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

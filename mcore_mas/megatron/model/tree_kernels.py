@@ -12,8 +12,6 @@ A tensor is a tuple (first element, stride of tokens, stride of heads); elements
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

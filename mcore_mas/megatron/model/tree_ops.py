@@ -1,7 +1,5 @@
 """Tree attention by Triton as two operators of torch, which know shapes without a GPU, and their autograd function."""
 
-from __future__ import annotations
-
 from dataclasses import astuple
 from typing import Any
 

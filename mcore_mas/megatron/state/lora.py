@@ -1,7 +1,5 @@
 """Low-rank adapters (LoRA: Hu et al. 2021, arXiv 2106.09685) beside Megatron's linear layers, on disk as PEFT's."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The optimizer: its state by parameter in every Megatron layout, and its memory offloaded for colocation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Forward and backward passes of micro-batches through Megatron's pipeline schedule, and statistics of their tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The embedded engine in a Ray actor of its own: the client's side and the actor's side."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The decoder of the deterministic mode: a token's logits have the same bits in any batch, and in the trainer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

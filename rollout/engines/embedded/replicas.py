@@ -1,7 +1,5 @@
 """Embedded engines made of others: replicas in several Ray actors, and several adapters in one."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import shutil

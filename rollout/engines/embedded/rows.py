@@ -1,7 +1,5 @@
 """Key-value cache rows and the sampler: which request and tokens each row holds, and how the next token is drawn."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Calls of a frozen model: cache, budget, retries, deadline, equal questions asked once; its client in a team."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Providers of frozen models: OpenAI's chat completions at any URL, Anthropic's and Google's own libraries."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,3 @@
 """SGLang engine: servers in a Python environment of their own, reached over HTTP."""
 
-from __future__ import annotations
-
 SGLANG_VERSION = "0.5.23"  # what requirements/sglang.txt pins and `make test-sglang` runs

@@ -1,7 +1,5 @@
 """Engines of adapters on SGLang servers: the frozen model is there once, and every adapter beside it by name."""
 
-from __future__ import annotations
-
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """A policy's SGLang servers as one engine: routing, completions, updates of weights."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import shutil

@@ -1,7 +1,5 @@
 """One SGLang server of an engine: its process, which ends with ours, and the client that waits for it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Puzzle environments (games) with exact rewards: pure rules over immutable states, one file a game."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mcore_mas.rollout.environments.games.blocksworld import Blocksworld, BlocksworldSource

@@ -1,7 +1,5 @@
 """Blocksworld (game): rebuild stacks of blocks, one block at a time."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Game environments: what a game's rules and its generator promise, action lists, grids, and the environment itself."""
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

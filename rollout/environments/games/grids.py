@@ -1,7 +1,5 @@
 """Grid games: Plan-Path, a way from S to G through obstacles, and Sokoban, boxes to push onto goals (Stronger-MAS)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Sudoku (game) of 4x4 and 9x9 cells (rewards of Stronger-MAS)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Working folder of a job, read and written from outside the job without following links."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

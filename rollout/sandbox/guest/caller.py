@@ -4,8 +4,6 @@ Reads {"source", "function", "arguments"} from stdin. What the solution prints g
 of its own to this program's stdout, and gains nothing by that: what is expected is not here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Landlock and seccomp filters: the files that a process may open and the system calls that it may make, for good."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -1,7 +1,5 @@
 """Namespaces: a root file system that holds an interpreter and nothing else, no network, no other processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

@@ -1,7 +1,5 @@
 """Linux system calls that Python's library lacks, on x86_64."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """The model's code: a program, run as `python main.py` would run it, or cells in one process, like a notebook's."""
 
-from __future__ import annotations
-
 import ast
 import atexit
 import builtins

@@ -1,7 +1,5 @@
 """What a job takes that the kernel does not limit by itself: read from /proc between two ticks of its warden."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Zygote and wardens: the process that a sandbox clones, and the clones that start, watch and end one job each."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Messages between host and guest: one JSON object with open files, over a SOCK_SEQPACKET pair."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Sequence
