@@ -55,5 +55,5 @@ def without_secrets(text: str) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error that has listed what is known: "; nearest: a, b", or "" where nothing is like the name."""
-    near = get_close_matches(name, list(known), n=3, cutoff=0.7)
+    near = get_close_matches(name, list(known), n=3, cutoff=0.66)  # "atc" is like "act"
     return f"; nearest: {', '.join(near)}" if near else ""

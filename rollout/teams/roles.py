@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from mcore_mas.rollout.base.options import Section
+from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.environments.tools import ToolMaker
 from mcore_mas.rollout.records.trajectory import Message, Sampling, ToolUse
 
@@ -153,9 +155,7 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
 @lru_cache(maxsize=256)
 def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
     """The agents that an orchestra asks by name whatever happens: those outside `if` and the like in its source."""
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(orchestra)))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
+    if (tree := _definition(orchestra)) is None:
         return frozenset()
     found: set[str] = set()
     nodes = [*ast.iter_child_nodes(tree)]
@@ -173,6 +173,44 @@ def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
             case node:
                 nodes += ast.iter_child_nodes(node)
     return frozenset(found)
+
+
+@lru_cache(maxsize=256)
+def unknown_attribute(function: Callable[..., Any], *kinds: type) -> str:
+    """What a function asks, by its source, of its first parameters that their classes, `kinds`, lack; "" if nothing.
+
+    Nothing is said of a decorated function, of a parameter that is bound again, also in a nested function, and of an
+    attribute that is set there or whose name stands there as a text, as in `hasattr`.
+    """
+    tree = _definition(function)
+    if tree is None or tree.decorator_list:
+        return ""
+    nodes = list(ast.walk(tree))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    bound: Counter[str | None] = Counter()
+    for node in nodes:
+        if not isinstance(node, ast.keyword) and isinstance(getattr(node, "ctx", ast.Store()), ast.Store | ast.Del):
+            bound.update(getattr(node, field, None) for field in ("id", "arg", "name", "asname"))
+    names = [parameter.arg for parameter in (*tree.args.posonlyargs, *tree.args.args)]
+    for name, kind in zip(names, kinds, strict=False):
+        asked = [a for a in attributes if isinstance(a.value, ast.Name) and a.value.id == name]
+        known = {*dir(kind), *kind.__init__.__code__.co_names, *texts}  # type: ignore[misc]  # and what __init__ sets
+        known |= {node.attr for node in asked if not isinstance(node.ctx, ast.Load)}
+        for node in asked if bound[name] == 1 else ():
+            if node.attr not in known:
+                public = [one for one in dir(kind) if not one.startswith("_")]
+                return f"{name}.{node.attr}: {kind.__name__} has no '{node.attr}'{nearest(node.attr, public)}"
+    return ""
+
+
+def _definition(function: Callable[..., Any]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """A function as its source defines it; None where there is none, as of a lambda or an object."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    return tree if isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
 
 def _ours(node: ast.ImportFrom) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,10 @@ from mcore_mas.config.models import located
 from mcore_mas.pipeline.check import check_suite, complaints
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
-from mcore_mas.rollout.teams.roles import asked_agents, filled_slots, template_slots
+from mcore_mas.rollout.orchestras import ORCHESTRAS
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.teams.roles import asked_agents, filled_slots, template_slots, unknown_attribute
+from mcore_mas.rollout.teams.team import TeamSession
 from tests.support import reference
 
 NO_START = ["cold_start=null", "engine.max_length=256"]
@@ -137,6 +143,36 @@ def test_slots_that_come_from_a_call_may_be_any(tmp_path: Path, monkeypatch: pyt
     assert filled_slots(spread, "writer") is None  # no function, so no source
 
 
+async def sure(task, team, env):
+    if hasattr(team, "pause"):
+        team.pause()
+    team.rounds = 2
+    await team.act("writer", rounds=team.rounds, scores=team.scores)
+
+
+async def bound_again(task, team, env):
+    with env.of(team) as team:
+        await team.anything(task.prompt)
+
+
+async def nested(task, team, env):
+    await asyncio.gather(*(one.play(task) for one in env.teams if (lambda team: team.anything)(one)))
+
+
+def with_own_team(play):
+    return wraps(play)(lambda task, team, env: play(task, env.of(team), env))
+
+
+@with_own_team
+async def decorated(task, team, env):
+    await team.anything(task.prompt)
+
+
+@pytest.mark.parametrize("orchestra", [sure, bound_again, nested, decorated, *ORCHESTRAS.values()])
+def test_what_an_orchestra_asks_of_its_team_is_there_as_far_as_its_source_says(orchestra: Any) -> None:
+    assert unknown_attribute(orchestra, Task, TeamSession) == ""
+
+
 WORLD = """
 from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.tasks import Generator
@@ -165,6 +201,10 @@ async def relay(task, team, env, *, max_loops):
     await team.act("solvr", problem=task.prompt)
 
 
+async def talk(task, team, env, *, max_loops):
+    await team.atc("solver", problem=task.prompt)
+
+
 def tasks(seed, sizes, *, env="own_world:Letters"):
     own = {"answers": (), "env": env, "source": "own"}
     return [Task(id=f"{s}{n}", prompt="?", split=s, **own) for s, size in sizes.items() for n in range(size)]
@@ -191,6 +231,11 @@ def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "orchestra 'own_world:relay' asks agent 'solvr', who is not in the team; agents: solver, verifier"
             "; nearest: solver",
         ),
+        (
+            "orchestra.name='own_world:talk'",
+            "orchestra 'own_world:talk': team.atc: TeamSession has no 'atc'; nearest: act",
+        ),
+        ("orchestra.name='own_wrold:relay'", "No module named 'own_wrold'; nearest: own_world"),
         ("data.generator='own_world:tasks'", "data.generator: 'own_world:tasks' is of type function; expected a Gen"),
     ],
 )
