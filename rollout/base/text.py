@@ -42,8 +42,8 @@ def show_logs() -> None:
 # who a URL signs in as; the value of what is called like a key, but no file; keys by the beginnings of providers
 _SECRETS = re.compile(
     r"(?P<kept>://)[^\s/?#'\"]+(?=@)"
-    r"|(?<![\w./-])(?P<named>[\w.-]*(?i:pass(word|wd|phrase)|secret|token|api_?key|access_?key)['\"]?(=|:\s?))"
-    r"('[^']*'|\"[^\"]*\"|['\"]?[^\s'\",;&}\])]*[^\s'\",;&}\]):])"
+    r"|(?<![\w./-])(?P<named>[\w.-]*(?i:pass(word|wd|phrase)|secret|(?<!max_)token|api_?key|access_?key)['\"]?(=|:\s?))"
+    r"(?!\[redacted\])('[^']*'|\"[^\"]*\"|['\"]?[^\s'\",;&}\])]*[^\s'\",;&}\]):])"
     r"|\b(?P<prefix>sk-|hf_|gh[a-z]_|github_pat_|xox[a-z]-)[\w-]{8,}"
 )
 

@@ -139,7 +139,11 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
         return None
     nodes = list(ast.walk(tree))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
-    own = [call for call in calls if any(isinstance(a, ast.Constant) and a.value == agent for a in call.args)]
+    own = [
+        call
+        for call in calls
+        if any(isinstance(a, ast.Constant) and a.value == agent for a in call.args) and not _registers(call)
+    ]
     written = {keyword.arg for call in own for keyword in call.keywords}
     chats = any(isinstance(call.func, ast.Attribute) and call.func.attr == "chat" for call in own)  # slots come later
     if written and None not in written and not chats:
@@ -202,6 +206,10 @@ def unknown_attribute(function: Callable[..., Any], *kinds: type) -> str:
                 public = [one for one in dir(kind) if not one.startswith("_")]
                 return f"{name}.{node.attr}: {kind.__name__} has no '{node.attr}'{nearest(node.attr, public)}"
     return ""
+
+
+def _registers(call: ast.Call) -> bool:
+    return "register_agent" in (getattr(call.func, "id", ""), getattr(call.func, "attr", ""))
 
 
 def _definition(function: Callable[..., Any]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

@@ -126,6 +126,22 @@ def test_the_slots_of_an_orchestra_are_read_from_its_source() -> None:
         template_slots("a", "{}")
 
 
+def test_the_prompts_that_an_agent_is_registered_with_are_no_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "registered.py").write_text(
+        "import mcore_mas as mm\n"
+        "@mm.register_agent('own_poet', system='', user='{problem}')\n"
+        "def parse(text): return text\n"
+        "async def alone(task, team, env):\n"
+        "    await team.act('own_poet', problem=task.prompt)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import registered
+
+    assert filled_slots(registered.alone, "own_poet") == {"problem"}
+
+
 def test_slots_that_come_from_a_call_may_be_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "spread.py").write_text(
         "async def relay(task, team, env):\n"
