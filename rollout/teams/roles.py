@@ -142,7 +142,7 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
     own = [
         call
         for call in calls
-        if any(isinstance(a, ast.Constant) and a.value == agent for a in call.args) and not _registers(call)
+        if any(isinstance(a, ast.Constant) and a.value == agent for a in call.args) and not _defines(call)
     ]
     written = {keyword.arg for call in own for keyword in call.keywords}
     chats = any(isinstance(call.func, ast.Attribute) and call.func.attr == "chat" for call in own)  # slots come later
@@ -208,8 +208,9 @@ def unknown_attribute(function: Callable[..., Any], *kinds: type) -> str:
     return ""
 
 
-def _registers(call: ast.Call) -> bool:
-    return "register_agent" in (getattr(call.func, "id", ""), getattr(call.func, "attr", ""))
+def _defines(call: ast.Call) -> bool:
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    return name in ("register_agent", "AgentSpec")
 
 
 def _definition(function: Callable[..., Any]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

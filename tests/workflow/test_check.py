@@ -126,13 +126,12 @@ def test_the_slots_of_an_orchestra_are_read_from_its_source() -> None:
         template_slots("a", "{}")
 
 
-def test_the_prompts_that_an_agent_is_registered_with_are_no_slots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_agent_is_made_of_is_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "registered.py").write_text(
         "import mcore_mas as mm\n"
         "@mm.register_agent('own_poet', system='', user='{problem}')\n"
         "def parse(text): return text\n"
+        "POET = mm.AgentSpec('own_poet', '{problem}', settings={})\n"
         "async def alone(task, team, env):\n"
         "    await team.act('own_poet', problem=task.prompt)\n"
     )
