@@ -113,6 +113,8 @@ def _near(error: Exception) -> str:
     """What `nearest` says of the module or attribute that an import lacks, among those where it looked."""
     if isinstance(error, AttributeError) and error.name:
         return nearest(error.name, dir(error.obj))
+    if found := re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error)):
+        return nearest(found[1], dir(sys.modules.get(found[2])))
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
     package, _, name = error.name.rpartition(".")

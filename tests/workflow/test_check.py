@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from functools import wraps
 from pathlib import Path
@@ -284,6 +285,12 @@ def test_every_misspelt_key_is_said_at_once() -> None:
         load_suite("demo_math", ["trainer.stepz=3", "engine.slotz=2"])
     misspelt = "unknown key 'engine.slotz'; nearest: slots; unknown key 'trainer.stepz'; nearest: steps"
     assert f"run 'demo_math': {misspelt} (" in str(refused.value)
+
+
+def test_a_key_of_another_section_says_where_it_belongs() -> None:
+    for override, places in (("steps=3", "trainer.steps"), ("max_tokens=8", "agents.*.max_tokens or coach.max_tokens")):
+        with pytest.raises(SuiteError, match=re.escape(f"unknown key '{override[:-2]}'; write {places} (")):
+            load_suite("demo_math", [override])
 
 
 def test_a_model_whose_folder_is_misspelt_has_a_nearest_one(model: Path) -> None:
