@@ -27,6 +27,7 @@ from mcore_mas.rollout.orchestras.program import check_program
 from mcore_mas.rollout.records.trajectory import Group, Sampling, Task, Turn
 from mcore_mas.rollout.rewards import ALLOCATORS
 from mcore_mas.rollout.rewards.penalties import PENALTIES, apply_penalties
+from mcore_mas.rollout.teams.episode import Episode
 from mcore_mas.rollout.teams.roles import (
     ROLES,
     Agent,
@@ -34,8 +35,8 @@ from mcore_mas.rollout.teams.roles import (
     Role,
     asked_agents,
     filled_slots,
+    misused,
     template_slots,
-    unknown_attribute,
 )
 from mcore_mas.rollout.teams.team import Team, TeamSession
 
@@ -118,7 +119,7 @@ class OrchestraConfig(Choice):
             self.arguments["graph"].check_agents(templates)
             return
         own = self.registry.find(self.name) if self.name not in ORCHESTRAS else None
-        if own is not None and (unknown := unknown_attribute(own, Task, TeamSession)):
+        if own is not None and (unknown := misused(own, Task, TeamSession, Episode)):
             raise ValueError(f"orchestra '{self.name}': {unknown}")
         for name in sorted((asked_agents(own) if own is not None else frozenset()) - team.keys()):
             raise ValueError(

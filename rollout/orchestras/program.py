@@ -24,7 +24,7 @@ from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task, valid_text
 from mcore_mas.rollout.sandbox.guest.filters import can_confine, confine_program
 from mcore_mas.rollout.sandbox.pool import readable_paths
-from mcore_mas.rollout.teams.roles import unknown_attribute
+from mcore_mas.rollout.teams.roles import misused
 from mcore_mas.rollout.teams.team import TeamSession
 
 _MOST_BYTES = 1 << 20  # of a program's output
@@ -80,7 +80,7 @@ def check_program(
         function = lookup("agent program", call, _NO_PROGRAMS)
         if not inspect.iscoroutinefunction(function):
             raise ValueError(f"agent program '{call}' is no async function; write `async def` before it")
-        if unknown := unknown_attribute(function, Job):
+        if unknown := misused(function, Job):
             raise ValueError(f"agent program '{call}': {unknown}")
     for model, agent in (models or {}).items():
         if agent not in team:

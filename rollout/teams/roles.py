@@ -8,7 +8,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from string import Formatter
@@ -180,31 +180,54 @@ def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
 
 
 @lru_cache(maxsize=256)
-def unknown_attribute(function: Callable[..., Any], *kinds: type) -> str:
-    """What a function asks, by its source, of its first parameters that their classes, `kinds`, lack; "" if nothing.
+def misused(function: Callable[..., Any], *kinds: type) -> str:
+    """What a function, by its source, asks of its first parameters in vain, "" if nothing: `kinds` are their classes.
 
-    Nothing is said of a decorated function, of a parameter that is bound again, also in a nested function, and of an
-    attribute that is set there or whose name stands there as a text, as in `hasattr`.
+    That is an attribute that the class lacks, or a coroutine that is not awaited. Nothing is said of a decorated
+    function, and of a parameter that is bound again, also in a nested function.
     """
     tree = _definition(function)
     if tree is None or tree.decorator_list:
         return ""
     nodes = list(ast.walk(tree))
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
-    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     bound: Counter[str | None] = Counter()
     for node in nodes:
         if not isinstance(node, ast.keyword) and isinstance(getattr(node, "ctx", ast.Store()), ast.Store | ast.Del):
             bound.update(getattr(node, field, None) for field in ("id", "arg", "name", "asname"))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     names = [parameter.arg for parameter in (*tree.args.posonlyargs, *tree.args.args)]
     for name, kind in zip(names, kinds, strict=False):
-        asked = [a for a in attributes if isinstance(a.value, ast.Name) and a.value.id == name]
-        known = {*dir(kind), *kind.__init__.__code__.co_names, *texts}  # type: ignore[misc]  # and what __init__ sets
-        known |= {node.attr for node in asked if not isinstance(node.ctx, ast.Load)}
-        for node in asked if bound[name] == 1 else ():
-            if node.attr not in known:
-                public = [one for one in dir(kind) if not one.startswith("_")]
-                return f"{name}.{node.attr}: {kind.__name__} has no '{node.attr}'{nearest(node.attr, public)}"
+        asked = [a for a in attributes if isinstance(a.value, ast.Name) and a.value.id == name and bound[name] == 1]
+        if trouble := _lacking(nodes, name, asked, kind) or _not_awaited(nodes, name, asked, kind, bound):
+            return trouble
+    return ""
+
+
+def _lacking(nodes: Sequence[ast.AST], name: str, asked: Sequence[ast.Attribute], kind: type) -> str:
+    """The first attribute that `kind` lacks; one that is set here, or named in a text as in `hasattr`, may be there."""
+    known = {*dir(kind), *kind.__init__.__code__.co_names}  # type: ignore[misc]  # and what __init__ sets
+    known |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    known |= {node.attr for node in asked if not isinstance(node.ctx, ast.Load)}
+    for node in asked:
+        if node.attr not in known:
+            public = [one for one in dir(kind) if not one.startswith("_")]
+            return f"{name}.{node.attr}: {kind.__name__} has no '{node.attr}'{nearest(node.attr, public)}"
+    return ""
+
+
+def _not_awaited(
+    nodes: Sequence[ast.AST], name: str, asked: Sequence[ast.Attribute], kind: type, bound: Mapping[str | None, int]
+) -> str:
+    """The first call of a coroutine that is dropped, or kept under a name and asked for an attribute as if awaited."""
+    read = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    for node in nodes:
+        if not (isinstance(node, ast.Assign | ast.Expr) and isinstance(node.value, ast.Call)):
+            continue
+        method = node.value.func
+        if method in asked and inspect.iscoroutinefunction(getattr(kind, method.attr, None)):  # type: ignore[attr-defined]
+            kept = [target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]
+            if isinstance(node, ast.Expr) or any(one in read and bound[one] == 1 for one in kept):
+                return f"write await before {ast.unparse(node.value)}"
     return ""
 
 

@@ -19,7 +19,8 @@ from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.rollout.orchestras import ORCHESTRAS
 from mcore_mas.rollout.records.trajectory import Task
-from mcore_mas.rollout.teams.roles import asked_agents, filled_slots, template_slots, unknown_attribute
+from mcore_mas.rollout.teams.episode import Episode
+from mcore_mas.rollout.teams.roles import asked_agents, filled_slots, misused, template_slots
 from mcore_mas.rollout.teams.team import TeamSession
 from tests.support import reference
 
@@ -159,24 +160,31 @@ def test_slots_that_come_from_a_call_may_be_any(tmp_path: Path, monkeypatch: pyt
     assert filled_slots(spread, "writer") is None  # no function, so no source
 
 
+OTHERS: Any = None
+
+
 async def sure(task, team, env):
     if hasattr(team, "pause"):
         team.pause()
     team.rounds = 2
-    await team.act("writer", rounds=team.rounds, scores=team.scores)
+    later = team.act("writer", rounds=team.rounds, scores=team.scores)
+    reply = team.act("editor")
+    reply = await reply
+    await env.step(f"{await later} {reply.text}")
+    _ = env.run("1 + 1"), await env.preview("1"), env.rewards
 
 
 async def bound_again(task, team, env):
-    with env.of(team) as team:
+    with OTHERS.of(team) as team:
         await team.anything(task.prompt)
 
 
 async def nested(task, team, env):
-    await asyncio.gather(*(one.play(task) for one in env.teams if (lambda team: team.anything)(one)))
+    await asyncio.gather(*(one.play(task) for one in OTHERS.teams if (lambda team: team.anything)(one)))
 
 
 def with_own_team(play):
-    return wraps(play)(lambda task, team, env: play(task, env.of(team), env))
+    return wraps(play)(lambda task, team, env: play(task, OTHERS.of(team), env))
 
 
 @with_own_team
@@ -186,7 +194,7 @@ async def decorated(task, team, env):
 
 @pytest.mark.parametrize("orchestra", [sure, bound_again, nested, decorated, *ORCHESTRAS.values()])
 def test_what_an_orchestra_asks_of_its_team_is_there_as_far_as_its_source_says(orchestra: Any) -> None:
-    assert unknown_attribute(orchestra, Task, TeamSession) == ""
+    assert misused(orchestra, Task, TeamSession, Episode) == ""
 
 
 WORLD = """
@@ -221,6 +229,19 @@ async def talk(task, team, env, *, max_loops):
     await team.atc("solver", problem=task.prompt)
 
 
+async def hears(task, team, env, *, max_loops):
+    reply = team.act("solver", problem=task.prompt)
+    await env.step(reply.text)
+
+
+async def leaves(task, team, env, *, max_loops):
+    env.step(task.prompt)
+
+
+async def asks(task, team, env, *, max_loops):
+    await env.tell(task.prompt)
+
+
 def tasks(seed, sizes, *, env="own_world:Letters"):
     own = {"answers": (), "env": env, "source": "own"}
     return [Task(id=f"{s}{n}", prompt="?", split=s, **own) for s, size in sizes.items() for n in range(size)]
@@ -251,6 +272,9 @@ def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "orchestra.name='own_world:talk'",
             "orchestra 'own_world:talk': team.atc: TeamSession has no 'atc'; nearest: act",
         ),
+        ("orchestra.name='own_world:hears'", "'own_world:hears': write await before team.act('solver', problem=task.p"),
+        ("orchestra.name='own_world:leaves'", "orchestra 'own_world:leaves': write await before env.step(task.prompt)"),
+        ("orchestra.name='own_world:asks'", "orchestra 'own_world:asks': env.tell: Episode has no 'tell'"),
         ("orchestra.name='own_wrold:relay'", "No module named 'own_wrold'; nearest: own_world"),
         ("data.generator='own_world:tasks'", "data.generator: 'own_world:tasks' is of type function; expected a Gen"),
     ],
