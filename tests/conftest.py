@@ -46,6 +46,16 @@ def running_ray() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Process groups of this process alone, as every trainer needs them."""
+    from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
+
+    init_process_groups(rank=0, threads=1)
+    yield
+    destroy_process_groups()
+
+
+@pytest.fixture
 def mlflow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """MLflow's real server, which has not started."""
     from tests.support.mlflow_server import served

@@ -222,7 +222,7 @@ def compare_runs(first: RunFolder, second: RunFolder) -> None:
     heads = (Column(shown_line(run.name), overflow="fold") for run in (first, second))
     settings = Table("setting", *heads, show_edge=False)
     for key, values in config_differences(first, second).items():
-        settings.add_row(Text(shown_line(key)), *(Text(shown_line(str(value))) for value in values))
+        settings.add_row(Text(shown_line(key)), *(Text("not set" if v is None else shown_line(str(v))) for v in values))
     console.print(settings if settings.rows else "no setting differs")
     scores = Table("evaluation", "metric", "first", "second", "difference", "95 % interval", "tasks", show_edge=False)
     for row in score_differences(first, second):
@@ -248,13 +248,14 @@ def track_results(results: Annotated[Path, typer.Argument(help="The folder of th
 
 @run_commands.command("chat", rich_help_panel=_RUNS_PANEL)
 def chat_with_team(run: RunFolder, state: Annotated[str, typer.Option(help="base or trained.")] = "trained") -> None:
-    """Talk to a run's team in the terminal: each line is a task that it plays; an empty line or Ctrl-D ends."""
+    """Talk to a run's team: each line is a task that it plays; an empty line, or Ctrl-D at a terminal, ends."""
     from mcore_mas.config.run import RunConfig
     from mcore_mas.reports.terminal import print_trajectory
     from mcore_mas.training.evaluate import converse
 
     console = Console(highlight=False)
-    asked = iter(lambda: input("you: ").strip(), "")
+    prompt = "you: " if sys.stdin.isatty() else ""
+    asked = iter(lambda: input(prompt).strip(), "")
     with suppress(EOFError):
         for trajectory in converse(RunConfig.load(run / "config.yaml"), state, asked):
             print_trajectory(trajectory, console, {}, head=False)

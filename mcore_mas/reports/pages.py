@@ -5,18 +5,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from mcore_mas.credit.samples import Sample
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.environments.games import GAMES
 from mcore_mas.rollout.environments.games.game import BadPuzzle
 from mcore_mas.rollout.orchestras.replies import parse_decided, parse_listed
 from mcore_mas.rollout.records.files import RecordError, read_tasks, read_trajectories
 from mcore_mas.rollout.records.trajectory import Task, ToolEvent, Trajectory, Turn
+
+if TYPE_CHECKING:  # it brings torch, and lists of runs and pages need none
+    from mcore_mas.credit.samples import Sample
 
 TurnAdvantages = Mapping[tuple[str, str, int], float]  # (trajectory, node, turn) -> its advantage
 # (node, turn) -> text, log-probability of each token

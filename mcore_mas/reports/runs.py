@@ -98,12 +98,15 @@ def _config(run: Path) -> dict[str, Any]:
 def config_differences(*runs: Path) -> dict[str, tuple[Any, ...]]:
     """The settings in which runs differ, by dotted key, with the value of each run, None where it has none.
 
+    A run's own name, wherever it stands, is no setting, nor is a section that is empty in one run alone.
+
     Raises:
         FolderError: one is no run's folder.
     """
     flat = [dict(leaves(_config(run))) for run in runs]
-    values = {key: tuple(own.get(key) for own in flat) for own in flat for key in own if key != "run"}
-    return {key: own for key, own in values.items() if any(value != own[0] for value in own)}
+    names = tuple(own["run"] for own in flat)
+    values = {key: tuple(own.get(key) for own in flat) for own in flat for key, value in own.items() if value != {}}
+    return {key: own for key, own in values.items() if own != names and any(value != own[0] for value in own)}
 
 
 def score_differences(first: Path, second: Path) -> list[ScoreDifference]:

@@ -25,6 +25,7 @@ from mcore_mas.config.run import STATES, ConfigError, RunConfig
 from mcore_mas.rollout.base.files import check_tree, sealed, writable, write_json
 from mcore_mas.rollout.base.ownership import FolderError, check_owner, epoch_of, owned
 from mcore_mas.rollout.base.task_group import Watchdog
+from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team
 from mcore_mas.rollout.environments.protocol import Env
@@ -189,9 +190,11 @@ def seated(config: RunConfig, state: str, seats: Mapping[str, Any]) -> RunConfig
             `run/agent`; or `{model: folder}`, or `{remote: ...}` with a remote model's settings.
 
     Raises:
-        ConfigError: there is no such agent or run, or a seat is none of these.
+        ConfigError: there is no such agent or run, a seat is none of these, or without seats there is no such state.
         FolderError: a run that is named has not finished its training.
     """
+    if not seats and state not in STATES:
+        raise ConfigError(f"state '{state}' of {config.run}: expected {' or '.join(STATES)}{nearest(state, STATES)}")
     unknown = seats.keys() - config.agents.keys()
     if unknown:
         raise ConfigError(f"seat of '{min(unknown)}', who is not in the team; agents: {', '.join(config.agents)}")

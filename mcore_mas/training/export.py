@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from mcore_mas.config.policy import PolicyConfig
 from mcore_mas.config.run import RunConfig
@@ -146,6 +147,7 @@ def _gap(
     """How far transformers' log-probabilities of the answers are from the engine's, at most."""
     if not answers:
         return 0.0
+    disable_progress_bar()  # loading takes milliseconds, and the bar would be the longest line
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True).eval()
     worst = 0.0
     for prompt, (ids, logprobs) in zip(prompts, answers, strict=True):

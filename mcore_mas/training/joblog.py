@@ -87,9 +87,10 @@ def cause(error: BaseException) -> str:
 def success_message(results: Path | str, suite: str) -> str:
     """What to look at after a pipeline run that ended well."""
     pages = {"Report": Path(results) / "reports" / f"{suite}.html", "Table": Path(results) / "tables" / f"{suite}.md"}
-    made = [f"{name}: {path}" for name, path in pages.items() if path.is_file()]
-    store = "" if str(results) == "results" else f" --store sqlite:///{results}/mlflow.db"
-    return f"\nDone. {'   '.join(made)}\n`mcore-mas ui{store}` opens MLflow on every curve of every agent."
+    made = "   ".join(["Done.", *(f"{name}: {path}" for name, path in pages.items() if path.is_file())])
+    usual = str(results) == "results"
+    studio, ui = ("", "") if usual else (f" {results}", f" --store sqlite:///{results}/mlflow.db")
+    return f"\n{made}\n`mcore-mas studio{studio}` opens curves and conversations, `mcore-mas ui{ui}` MLflow."
 
 
 def failure_message(logs: Iterable[str], since: float, workflow_logs: Iterable[Path | str], lines: int = 15) -> str:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar
 
@@ -103,7 +104,21 @@ def lookup(kind: str, name: str, known: Mapping[str, _T], *, own: bool = True) -
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError, NameError) as error:
         missing = str(getattr(error, "name", None)).partition(".")[0]
         moved = f"; it is mcore_mas.{missing} now" if missing in ("rollout", "retrieval") else ""
-        raise UnknownName(f"{kind} '{name}' cannot be imported: {error}{moved}") from error
+        raise UnknownName(f"{kind} '{name}' cannot be imported: {error}{moved or _near(error)}") from error
+
+
+def _near(error: Exception) -> str:
+    """What `nearest` says of the module or attribute that an import lacks, among those where it looked."""
+    if isinstance(error, AttributeError) and error.name:
+        return nearest(error.name, dir(error.obj))
+    if found := re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error)):
+        return nearest(found[1], dir(sys.modules.get(found[2])))
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    package, _, name = error.name.rpartition(".")
+    folders = getattr(sys.modules.get(package), "__path__", ()) if package else sys.path
+    files = (file for folder in folders for file in Path(folder).glob("*"))
+    return nearest(name, {file.stem for file in files if file.suffix == ".py" or (file.is_dir() and not file.suffix)})
 
 
 def imported(kind: str, name: str, paths: Mapping[str, str]) -> Any:

@@ -192,6 +192,20 @@ def say(line: str, file: TextIO | None = None, end: str = "\n") -> None:
         print(shown_line(line), file=file or sys.stderr, flush=True, end=end)
 
 
+def end_at_second_interrupt(line: str) -> None:
+    """Have a first Ctrl-C raise KeyboardInterrupt as ever, and a second say `line` and end this process at once."""
+
+    def second(*_: object) -> None:
+        say(line)
+        os._exit(130)
+
+    def first(*_: object) -> None:
+        signal.signal(signal.SIGINT, second)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, first)
+
+
 _HOUR_S = 3600.0
 _counted: Counter[str] = Counter()  # restarts in this process, by part
 

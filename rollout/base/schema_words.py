@@ -136,6 +136,17 @@ def invalid(error: ValidationError, model: type[BaseModel]) -> str:
     return "; ".join(said) or _wrong(errors[0], model)
 
 
+def _places_of(schema: Schema, key: str) -> Iterator[str]:
+    """Where in the sections of a config a key is known, dotted; `*` stands for a name."""
+    for section, at in schema["properties"].items():
+        for option in _options(schema, at):
+            named = option.get("additionalProperties")
+            if key in option.get("properties", {}):
+                yield f"{section}.{key}"
+            if isinstance(named, dict) and key in keys_of(schema, named):
+                yield f"{section}.*.{key}"
+
+
 def _wrong(first: ErrorDetails, model: type[BaseModel], *, brief: bool = False) -> str:
     """A complaint in plain words; a `brief` one of a key lists what is known only where nothing is near."""
     place = ".".join(map(str, first["loc"])) or "the config"
@@ -150,7 +161,10 @@ def _wrong(first: ErrorDetails, model: type[BaseModel], *, brief: bool = False) 
         if first["type"] == "extra_forbidden":
             unknown = ".".join(map(str, first["loc"][: len(keys) + 1]))
             known = keys_of(schema, at)
-            near = nearest(unknown.rpartition(".")[2], known)
+            key = unknown.rpartition(".")[2]
+            near = nearest(key, known)
+            if not near and (places := list(_places_of(schema, key))):
+                return f"unknown key '{unknown}'; write {' or '.join(places)}"
             listed = "" if brief and near else f"; known here: {', '.join(known)}"
             return f"unknown key '{unknown}'{listed}{near}"
         place, message = ".".join(map(str, keys)), f"expected {expected(at, schema['$defs'])}"

@@ -40,8 +40,8 @@ def show_logs() -> None:
 # who a URL signs in as; the value of what is called like a key, but no file; keys by the beginnings of providers
 _SECRETS = re.compile(
     r"(?P<kept>://)[^\s/?#'\"]+(?=@)"
-    r"|(?<![\w./-])(?P<named>[\w.-]*(?i:pass(word|wd|phrase)|secret|token|api_?key|access_?key)['\"]?(=|:\s?))"
-    r"('[^']*'|\"[^\"]*\"|['\"]?[^\s'\",;&}\])]*[^\s'\",;&}\]):])"
+    r"|(?<![\w./-])(?P<named>[\w.-]*(?i:pass(word|wd|phrase)|secret|(?<!max_)token|api_?key|access_?key)['\"]?(=|:\s?))"
+    r"(?!\[redacted\])('[^']*'|\"[^\"]*\"|['\"]?[^\s'\",;&}\])]*[^\s'\",;&}\]):])"
     r"|\b(?P<prefix>sk-|hf_|gh[a-z]_|github_pat_|xox[a-z]-)[\w-]{8,}"
 )
 
@@ -53,5 +53,5 @@ def without_secrets(text: str) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error that has listed what is known: "; nearest: a, b", or "" where nothing is like the name."""
-    near = get_close_matches(name, list(known), n=3, cutoff=0.7)
+    near = get_close_matches(name, list(known), n=3, cutoff=0.66)  # "atc" is like "act"
     return f"; nearest: {', '.join(near)}" if near else ""

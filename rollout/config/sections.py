@@ -27,8 +27,18 @@ from mcore_mas.rollout.orchestras.program import check_program
 from mcore_mas.rollout.records.trajectory import Group, Sampling, Task, Turn
 from mcore_mas.rollout.rewards import ALLOCATORS
 from mcore_mas.rollout.rewards.penalties import PENALTIES, apply_penalties
-from mcore_mas.rollout.teams.roles import ROLES, Agent, ChatRules, Role, asked_agents, filled_slots, template_slots
-from mcore_mas.rollout.teams.team import Team
+from mcore_mas.rollout.teams.episode import Episode
+from mcore_mas.rollout.teams.roles import (
+    ROLES,
+    Agent,
+    ChatRules,
+    Role,
+    asked_agents,
+    filled_slots,
+    misused,
+    template_slots,
+)
+from mcore_mas.rollout.teams.team import Team, TeamSession
 
 
 class Choice(Section):
@@ -108,8 +118,10 @@ class OrchestraConfig(Choice):
         if self.name == "graph":
             self.arguments["graph"].check_agents(templates)
             return
-        asked = asked_agents(self.registry.find(self.name)) if self.name not in ORCHESTRAS else frozenset()
-        for name in sorted(asked - team.keys()):
+        own = self.registry.find(self.name) if self.name not in ORCHESTRAS else None
+        if own is not None and (unknown := misused(own, Task, TeamSession, Episode)):
+            raise ValueError(f"orchestra '{self.name}': {unknown}")
+        for name in sorted((asked_agents(own) if own is not None else frozenset()) - team.keys()):
             raise ValueError(
                 f"orchestra '{self.name}' asks agent '{name}', who is not in the team; agents: {', '.join(team)}"
                 f"{nearest(name, team)}"

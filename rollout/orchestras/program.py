@@ -22,6 +22,7 @@ from mcore_mas.rollout.environments.protocol import Env
 from mcore_mas.rollout.records.trajectory import Task, valid_text
 from mcore_mas.rollout.sandbox.guest.filters import can_confine, confine_program
 from mcore_mas.rollout.sandbox.pool import readable_paths
+from mcore_mas.rollout.teams.roles import misused
 from mcore_mas.rollout.teams.team import TeamSession
 
 _MOST_BYTES = 1 << 20  # of a program's output
@@ -67,13 +68,18 @@ def check_program(
     """Refuse options of `program` that no trajectory of a team with these agents could be played with.
 
     Raises:
-        ValueError: there is not one of `call` and `command`, `call` is no async function that can be imported,
-            `models` names an agent who is not there, or what is to be in the sandbox cannot be.
+        ValueError: there is not one of `call` and `command`, `call` is no async function that can be imported or asks
+            its `Job` what that lacks, `models` names an agent who is not there, or what is to be in the sandbox cannot
+            be.
     """
     if (call is None) is (command is None):
         raise ValueError("orchestra 'program' needs call (a function's import path) or command, one of them")
-    if call is not None and not inspect.iscoroutinefunction(lookup("agent program", call, _NO_PROGRAMS)):
-        raise ValueError(f"agent program '{call}' is no async function; write `async def` before it")
+    if call is not None:
+        function = lookup("agent program", call, _NO_PROGRAMS)
+        if not inspect.iscoroutinefunction(function):
+            raise ValueError(f"agent program '{call}' is no async function; write `async def` before it")
+        if unknown := misused(function, Job):
+            raise ValueError(f"agent program '{call}': {unknown}")
     for model, agent in (models or {}).items():
         if agent not in team:
             raise ValueError(f"models: '{model}' is agent '{agent}', who is not in the team; agents: {', '.join(team)}")

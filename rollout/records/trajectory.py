@@ -258,7 +258,7 @@ class Trajectory:
     task_id: str
     source: str
     sample: int  # which of the task's group members, from 0
-    step: int  # training step, -1 in evaluation
+    step: int  # of the training; negative in a validation, an evaluation and a chat
     turns: tuple[Turn, ...]
     tools: tuple[ToolEvent, ...] = ()
     outcome: float | None = None  # the environment's score of the whole trajectory

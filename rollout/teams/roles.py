@@ -7,7 +7,8 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from string import Formatter
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from mcore_mas.rollout.base.options import Section
+from mcore_mas.rollout.base.text import nearest
 from mcore_mas.rollout.environments.tools import ToolMaker
 from mcore_mas.rollout.records.trajectory import Message, Sampling, ToolUse
 
@@ -133,7 +135,11 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
         return None
     nodes = list(ast.walk(tree))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
-    own = [call for call in calls if any(isinstance(a, ast.Constant) and a.value == agent for a in call.args)]
+    own = [
+        call
+        for call in calls
+        if any(isinstance(a, ast.Constant) and a.value == agent for a in call.args) and not _defines(call)
+    ]
     written = {keyword.arg for call in own for keyword in call.keywords}
     chats = any(isinstance(call.func, ast.Attribute) and call.func.attr == "chat" for call in own)  # slots come later
     if written and None not in written and not chats:
@@ -149,9 +155,7 @@ def filled_slots(orchestra: Callable[..., Any], agent: str) -> frozenset[str] | 
 @lru_cache(maxsize=256)
 def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
     """The agents that an orchestra asks by name whatever happens: those outside `if` and the like in its source."""
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(orchestra)))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
+    if (tree := _definition(orchestra)) is None:
         return frozenset()
     found: set[str] = set()
     nodes = [*ast.iter_child_nodes(tree)]
@@ -169,6 +173,72 @@ def asked_agents(orchestra: Callable[..., Any]) -> frozenset[str]:
             case node:
                 nodes += ast.iter_child_nodes(node)
     return frozenset(found)
+
+
+@lru_cache(maxsize=256)
+def misused(function: Callable[..., Any], *kinds: type) -> str:
+    """What a function, by its source, asks of its first parameters in vain, "" if nothing: `kinds` are their classes.
+
+    That is an attribute that the class lacks, or a coroutine that is not awaited. Nothing is said of a decorated
+    function, and of a parameter that is bound again, also in a nested function.
+    """
+    tree = _definition(function)
+    if tree is None or tree.decorator_list:
+        return ""
+    nodes = list(ast.walk(tree))
+    bound: Counter[str | None] = Counter()
+    for node in nodes:
+        if not isinstance(node, ast.keyword) and isinstance(getattr(node, "ctx", ast.Store()), ast.Store | ast.Del):
+            bound.update(getattr(node, field, None) for field in ("id", "arg", "name", "asname"))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    names = [parameter.arg for parameter in (*tree.args.posonlyargs, *tree.args.args)]
+    for name, kind in zip(names, kinds, strict=False):
+        asked = [a for a in attributes if isinstance(a.value, ast.Name) and a.value.id == name and bound[name] == 1]
+        if trouble := _lacking(nodes, name, asked, kind) or _not_awaited(nodes, name, asked, kind, bound):
+            return trouble
+    return ""
+
+
+def _lacking(nodes: Sequence[ast.AST], name: str, asked: Sequence[ast.Attribute], kind: type) -> str:
+    """The first attribute that `kind` lacks; one that is set here, or named in a text as in `hasattr`, may be there."""
+    known = {*dir(kind), *kind.__init__.__code__.co_names}  # type: ignore[misc]  # and what __init__ sets
+    known |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    known |= {node.attr for node in asked if not isinstance(node.ctx, ast.Load)}
+    for node in asked:
+        if node.attr not in known:
+            public = [one for one in dir(kind) if not one.startswith("_")]
+            return f"{name}.{node.attr}: {kind.__name__} has no '{node.attr}'{nearest(node.attr, public)}"
+    return ""
+
+
+def _not_awaited(
+    nodes: Sequence[ast.AST], name: str, asked: Sequence[ast.Attribute], kind: type, bound: Mapping[str | None, int]
+) -> str:
+    """The first call of a coroutine that is dropped, or kept under a name and asked for an attribute as if awaited."""
+    read = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    for node in nodes:
+        if not (isinstance(node, ast.Assign | ast.Expr) and isinstance(node.value, ast.Call)):
+            continue
+        method = node.value.func
+        if method in asked and inspect.iscoroutinefunction(getattr(kind, method.attr, None)):  # type: ignore[attr-defined]
+            kept = [target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)]
+            if isinstance(node, ast.Expr) or any(one in read and bound[one] == 1 for one in kept):
+                return f"write await before {ast.unparse(node.value)}"
+    return ""
+
+
+def _defines(call: ast.Call) -> bool:
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    return name in ("register_agent", "AgentSpec")
+
+
+def _definition(function: Callable[..., Any]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """A function as its source defines it; None where there is none, as of a lambda or an object."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    return tree if isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef) else None
 
 
 def _ours(node: ast.ImportFrom) -> bool:

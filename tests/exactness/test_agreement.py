@@ -1,19 +1,12 @@
 """In bfloat16 right weights agree, shallow and deep, and a tensor that was left behind does not."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 from tests.exactness.agreement import DEPTHS, compared, stops, trained
 
-
-@pytest.fixture(autouse=True)
-def groups() -> Iterator[None]:
-    init_process_groups(rank=0, threads=1)
-    yield
-    destroy_process_groups()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.slow

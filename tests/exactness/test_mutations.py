@@ -1,6 +1,6 @@
 """A term of the product's objectives that is 1 % off is beyond the bound: on one rank, in seconds."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,20 +9,13 @@ import pytest
 
 from mcore_mas.equations import losses
 from mcore_mas.equations.divergence import CORRECTIONS, KL_ESTIMATES
-from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 from tests.exactness.formulas import CASES, VALUE_CASES
 from tests.exactness.objectives import Found, jobs, measure
 from tests.exactness.rows import Row
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 MORE = 1.01
 POLICY, CRITIC = Row(name="one rank"), Row(name="critic", critic=True)
-
-
-@pytest.fixture(autouse=True)
-def groups() -> Iterator[None]:
-    init_process_groups(rank=0, threads=1)
-    yield
-    destroy_process_groups()
 
 
 def clips(patch: pytest.MonkeyPatch) -> None:

@@ -120,5 +120,11 @@ def test_a_refusal_of_what_was_given_shows_no_password(override: str) -> None:
 
 
 def test_a_file_of_a_key_and_what_is_said_of_it_are_shown() -> None:
-    for said in ("/home/me/hf_token: retriever needs it", "/run/secrets/my.password: no such file", "token_file=/a/b"):
+    for said in (
+        "/home/me/hf_token: retriever needs it",
+        "/run/secrets/my.password: no such file",
+        "token_file=/a/b",
+        "max_token=3",
+        "token=[redacted]",
+    ):
         assert without_secrets(said) == said

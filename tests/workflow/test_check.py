@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import sys
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +17,11 @@ from mcore_mas.config.models import located
 from mcore_mas.pipeline.check import complaints
 from mcore_mas.pipeline.suite import load_suite
 from mcore_mas.pipeline.suite_file import SuiteError
-from mcore_mas.rollout.teams.roles import asked_agents, filled_slots, template_slots
+from mcore_mas.rollout.orchestras import ORCHESTRAS
+from mcore_mas.rollout.records.trajectory import Task
+from mcore_mas.rollout.teams.episode import Episode
+from mcore_mas.rollout.teams.roles import asked_agents, filled_slots, misused, template_slots
+from mcore_mas.rollout.teams.team import TeamSession
 from tests.support import reference
 
 NO_START = ["cold_start=null", "engine.max_length=256"]
@@ -116,6 +124,21 @@ def test_the_slots_of_an_orchestra_are_read_from_its_source() -> None:
         template_slots("a", "{}")
 
 
+def test_what_an_agent_is_made_of_is_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "registered.py").write_text(
+        "import mcore_mas as mm\n"
+        "@mm.register_agent('own_poet', system='', user='{problem}')\n"
+        "def parse(text): return text\n"
+        "POET = mm.AgentSpec('own_poet', '{problem}', settings={})\n"
+        "async def alone(task, team, env):\n"
+        "    await team.act('own_poet', problem=task.prompt)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import registered
+
+    assert filled_slots(registered.alone, "own_poet") == {"problem"}
+
+
 def test_slots_that_come_from_a_call_may_be_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "spread.py").write_text(
         "async def relay(task, team, env):\n"
@@ -131,6 +154,43 @@ def test_slots_that_come_from_a_call_may_be_any(tmp_path: Path, monkeypatch: pyt
     assert [filled_slots(spread.relay, agent) for agent in ("writer", "editor")] == [None, None]
     assert asked_agents(spread.relay) == {"writer", "editor"}  # the rescuer may be left out of a team
     assert filled_slots(spread, "writer") is None  # no function, so no source
+
+
+OTHERS: Any = None
+
+
+async def sure(task, team, env):
+    if hasattr(team, "pause"):
+        team.pause()
+    team.rounds = 2
+    later = team.act("writer", rounds=team.rounds, scores=team.scores)
+    reply = team.act("editor")
+    reply = await reply
+    await env.step(f"{await later} {reply.text}")
+    _ = env.run("1 + 1"), await env.preview("1"), env.rewards
+
+
+async def bound_again(task, team, env):
+    with OTHERS.of(team) as team:
+        await team.anything(task.prompt)
+
+
+async def nested(task, team, env):
+    await asyncio.gather(*(one.play(task) for one in OTHERS.teams if (lambda team: team.anything)(one)))
+
+
+def with_own_team(play):
+    return wraps(play)(lambda task, team, env: play(task, OTHERS.of(team), env))
+
+
+@with_own_team
+async def decorated(task, team, env):
+    await team.anything(task.prompt)
+
+
+@pytest.mark.parametrize("orchestra", [sure, bound_again, nested, decorated, *ORCHESTRAS.values()])
+def test_what_an_orchestra_asks_of_its_team_is_there_as_far_as_its_source_says(orchestra: Any) -> None:
+    assert misused(orchestra, Task, TeamSession, Episode) == ""
 
 
 WORLD = """
@@ -161,6 +221,23 @@ async def relay(task, team, env, *, max_loops):
     await team.act("solvr", problem=task.prompt)
 
 
+async def talk(task, team, env, *, max_loops):
+    await team.atc("solver", problem=task.prompt)
+
+
+async def hears(task, team, env, *, max_loops):
+    reply = team.act("solver", problem=task.prompt)
+    await env.step(reply.text)
+
+
+async def leaves(task, team, env, *, max_loops):
+    env.step(task.prompt)
+
+
+async def asks(task, team, env, *, max_loops):
+    await env.tell(task.prompt)
+
+
 def tasks(seed, sizes, *, env="own_world:Letters"):
     own = {"answers": (), "env": env, "source": "own"}
     return [Task(id=f"{s}{n}", prompt="?", split=s, **own) for s, size in sizes.items() for n in range(size)]
@@ -187,6 +264,14 @@ def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "orchestra 'own_world:relay' asks agent 'solvr', who is not in the team; agents: solver, verifier"
             "; nearest: solver",
         ),
+        (
+            "orchestra.name='own_world:talk'",
+            "orchestra 'own_world:talk': team.atc: TeamSession has no 'atc'; nearest: act",
+        ),
+        ("orchestra.name='own_world:hears'", "'own_world:hears': write await before team.act('solver', problem=task.p"),
+        ("orchestra.name='own_world:leaves'", "orchestra 'own_world:leaves': write await before env.step(task.prompt)"),
+        ("orchestra.name='own_world:asks'", "orchestra 'own_world:asks': env.tell: Episode has no 'tell'"),
+        ("orchestra.name='own_wrold:relay'", "No module named 'own_wrold'; nearest: own_world"),
         ("data.generator='own_world:tasks'", "data.generator: 'own_world:tasks' is of type function; expected a Gen"),
     ],
 )
@@ -220,6 +305,12 @@ def test_every_misspelt_key_is_said_at_once() -> None:
         load_suite("demo_math", ["trainer.stepz=3", "engine.slotz=2"])
     misspelt = "unknown key 'engine.slotz'; nearest: slots; unknown key 'trainer.stepz'; nearest: steps"
     assert f"run 'demo_math': {misspelt} (" in str(refused.value)
+
+
+def test_a_key_of_another_section_says_where_it_belongs() -> None:
+    for override, places in (("steps=3", "trainer.steps"), ("max_tokens=8", "agents.*.max_tokens or coach.max_tokens")):
+        with pytest.raises(SuiteError, match=re.escape(f"unknown key '{override[:-2]}'; write {places} (")):
+            load_suite("demo_math", [override])
 
 
 def test_a_model_whose_folder_is_misspelt_has_a_nearest_one(model: Path) -> None:

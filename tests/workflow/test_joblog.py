@@ -78,10 +78,10 @@ def test_own_messages_stand_without_the_name_of_their_class() -> None:
 
 
 def test_success_names_what_was_made(tmp_path: Path) -> None:
-    assert "Report:" not in success_message(tmp_path, "demo")
+    assert success_message(tmp_path, "demo").startswith(f"\nDone.\n`mcore-mas studio {tmp_path}` opens")
     (tmp_path / "reports").mkdir()
     (tmp_path / "reports/demo.html").touch()
-    assert f"Done. Report: {tmp_path}/reports/demo.html\n" in success_message(tmp_path, "demo")
+    assert f"Done.   Report: {tmp_path}/reports/demo.html\n" in success_message(tmp_path, "demo")
 
 
 def test_failure_names_each_cause_and_log(tmp_path: Path) -> None:

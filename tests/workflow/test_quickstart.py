@@ -96,7 +96,7 @@ def test_the_command_line_plays_a_team_whose_script_can_be_imported(tmp_path: Pa
     assert ": here:" not in config
     for words, said in ((("chat", "letters"), "Write words with e."), (("evaluate", "letters", "--state", "base"), "")):
         found = command(tmp_path, *words, said=f"{said}\n\n")
-        assert found.returncode == 0, found.stderr
+        assert found.returncode == 0 and "you: " not in found.stdout, found.stderr  # nobody sits there
     exported = command(tmp_path, "export", "letters", "shared", "--to", "out")
     assert exported.returncode == 0 and (tmp_path / "out" / "config.json").is_file(), exported.stderr
 

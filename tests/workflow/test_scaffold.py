@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from mcore_mas.pipeline.base_model import ScaffoldError, new_project
+from mcore_mas.pipeline.base_model import ScaffoldError, make_tiny_model, new_project
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,7 +34,7 @@ def said(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def test_its_own_test_passes_and_its_suite_plans(project: Path) -> None:
     assert not [file for file in project.rglob("*") if "my_team" in file.name]
     tested = said(project, "pytest", "-q", "-p", "no:cacheprovider", "tests")
-    assert tested.returncode == 0 and "3 passed" in tested.stdout, tested.stdout
+    assert tested.returncode == 0 and "4 passed" in tested.stdout, tested.stdout
     checked = said(project, "mcore_mas", "check", "poets.yaml")
     assert (checked.returncode, checked.stdout) == (0, "ok: poets\n")
     planned = said(project, "mcore_mas", "run", "poets.yaml", "trainer.steps=2", "--dry-run", "--quiet", "rules")
@@ -102,6 +104,21 @@ def test_ten_edited_lines_are_another_team_that_learns(tmp_path: Path, request: 
     print(f"valid replies: {', '.join(f'{value:.2f}' for value in valid)}")
     assert len(curve) == 5 and curve[0] < 0.3 and curve[-1] > 0.45  # 0.58 to 0.75 in three runs
     assert valid[-1] > 0.8 > valid[0]  # replies end by themselves
+
+
+def test_its_model_is_what_makes_models_from_nothing(project: Path, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "tiny")
+    ours, made = project / "models" / "tiny", tmp_path / "tiny"
+    assert sorted(file.name for file in ours.iterdir()) == sorted(file.name for file in made.iterdir())
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (ours / name).read_text() == (made / name).read_text()
+    for name in ("config.json", "generation_config.json"):
+        own, other = (json.loads((folder / name).read_text()) for folder in (ours, made))
+        assert {**own, "transformers_version": other["transformers_version"]} == other
+    weights, others = (load_file(folder / "model.safetensors") for folder in (ours, made))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-6)  # kinds of processors round differently
 
 
 def test_a_name_that_is_no_package_or_is_taken_is_refused(project: Path) -> None:

@@ -122,6 +122,30 @@ def test_a_job_of_any_stage_says_by_what_it_was_stopped(tmp_path: Path) -> None:
     assert log.read_text().splitlines() == ["at work", stopped]  # no traceback: nothing is wrong
 
 
+PIPELINE = """
+import time
+from mcore_mas.rollout.base.processes import end_at_second_interrupt
+end_at_second_interrupt("error: ended by a second Ctrl-C")
+try:
+    print("at work", flush=True)
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("waits for its jobs", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_ctrl_c_ends_a_pipeline_that_waits_with_one_line() -> None:
+    pipeline = pexpect.spawn(sys.executable, ["-c", PIPELINE], timeout=60, encoding="utf-8")
+    for said in ("at work", "waits for its jobs"):
+        pipeline.expect_exact(said)
+        pipeline.sendintr()
+    pipeline.expect_exact("error: ended by a second Ctrl-C")
+    pipeline.expect(pexpect.EOF)
+    pipeline.close()
+    assert pipeline.exitstatus == 130 and "Traceback" not in pipeline.before
+
+
 PATIENT = """
 import asyncio, sys
 from mcore_mas.training.joblog import StopSignal, logged

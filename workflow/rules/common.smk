@@ -10,6 +10,7 @@ from pathlib import Path
 from mcore_mas.training import joblog
 from mcore_mas.rollout.base.files import writable
 from mcore_mas.rollout.base.ownership import FolderError, owned
+from mcore_mas.rollout.base.processes import end_at_second_interrupt
 from mcore_mas.pipeline import sharing
 from mcore_mas.pipeline.check import complaints
 from mcore_mas.pipeline.suite import Suite
@@ -114,6 +115,7 @@ onstart:
             raise SystemExit(f"error: {error}") from None
         atexit.register(stack.pop_all().close)
     SUITE.write_configs(job.wildcards_dict.get("run") for job in jobs)
+    end_at_second_interrupt("error: ended by a second Ctrl-C; the same command goes on from what is saved")
 
 
 onsuccess:

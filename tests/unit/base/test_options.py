@@ -240,6 +240,29 @@ def test_a_name_may_be_offered_by_an_installed_package(tmp_path: Path, monkeypat
         offered.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("my_taem.world:Env", "No module named 'my_taem'; nearest: my_team"),
+        ("my_team.wrold:Env", "No module named 'my_team.wrold'; nearest: world"),
+        ("my_team.world.Env:step", "'my_team.world' is not a package"),
+        ("my_team.world:Evn", "module 'my_team.world' has no attribute 'Evn'; nearest: Env"),
+        ("my_team.broken:Env", "No module named 'my_team.wrld'; nearest: world"),
+        ("my_team.stale:Env", "cannot import name 'Steps' from 'mcore_mas' .*; nearest: Step"),
+    ],
+)
+def test_an_import_path_that_is_misspelt_has_a_nearest_one(
+    path: str, near: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_team").mkdir()  # without __init__.py, as docs/own_team.md has its folder
+    (tmp_path / "my_team" / "world.py").write_text("class Env: ...\n")
+    (tmp_path / "my_team" / "broken.py").write_text("from my_team.wrld import Env\n")
+    (tmp_path / "my_team" / "stale.py").write_text("from mcore_mas import Steps\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnknownName, match=f"^env '{path}' cannot be imported: .*{near}$"):
+        lookup("env", path, {})
+
+
 def test_an_import_path_of_before_says_where_its_module_is_now(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "of_before.py").write_text("from rollout.teams import roles\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -23,7 +23,7 @@ from mcore_mas.rollout.base.processes import restart_metrics
 from mcore_mas.rollout.config.sections import AgentConfig, OrchestraConfig
 from mcore_mas.rollout.engines.remote import RemoteConfig
 from mcore_mas.rollout.engines.remote.caller import RemoteClient
-from mcore_mas.rollout.orchestras.program import check_program, program
+from mcore_mas.rollout.orchestras.program import Job, check_program, program
 from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
 from mcore_mas.rollout.rewards import ALLOCATORS
 from mcore_mas.rollout.sandbox.guest.filters import can_confine
@@ -131,6 +131,10 @@ def test_a_broken_program_fails_its_trajectory_alone(
     assert time.monotonic() - began < 20
 
 
+async def misspelt(job: Job) -> str:
+    return f"{job.task.prompt} {job.problm}"  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -138,6 +142,10 @@ def test_a_broken_program_fails_its_trajectory_alone(
         ({"call": "a:b", "command": ["c"]}, "one of them"),
         ({"call": f"{PROGRAMS}:nobody"}, "agent program 'tests.support.agent_programs:nobody' cannot be imported"),
         ({"call": f"{PROGRAMS}:script"}, "is no async function"),
+        (
+            {"call": f"{__name__}:misspelt"},
+            f"agent program '{__name__}:misspelt': job.problm: Job has no 'problm'; nearest: problem",
+        ),
         (
             {"call": f"{PROGRAMS}:broken", "models": {"x": "c"}},
             "'x' is agent 'c', who is not in the team; agents: a, b",

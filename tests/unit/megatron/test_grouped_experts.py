@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from benchmarks.gpu.shapes import LAYOUTS, make_batch
 from mcore_mas.megatron.model import decoder, experts
 from mcore_mas.megatron.model.experts import add_grouped
 from mcore_mas.megatron.model.layer_ops import LAYER_BLOCK, swiglu
-from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
 from tests.support.gradients import gradients_of
@@ -25,13 +23,6 @@ triton = pytest.importorskip("triton", reason="needs triton (pip install triton=
 interpreted = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1, as tests/conftest.py has it without a GPU"
 )
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    init_process_groups(rank=0, threads=1)
-    yield
-    destroy_process_groups()
 
 
 @interpreted

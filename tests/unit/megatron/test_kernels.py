@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from mcore_mas.megatron.model.attention import _TreeAttention
 from mcore_mas.megatron.model.decoder import _Head
 from mcore_mas.megatron.model.layer_ops import KernelHead
 from mcore_mas.megatron.model.tree_ops import KernelAttention
-from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")
 interpreted = pytest.mark.skipif(
@@ -157,13 +155,6 @@ def test_a_subtree_that_ends_one_token_late_is_seen() -> None:
     q, k, v = (torch.randn(42, h, dim, generator=torch.Generator().manual_seed(h)) for h in (heads, kv_heads, kv_heads))
     one, other = (KernelAttention.apply(q, k, v, plan, 1.0) for plan in (right, late))
     assert torch.equal(one[:29], other[:29]) and float((one[29:] - other[29:]).abs().max()) > 0.1
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    init_process_groups(rank=0, threads=1)
-    yield
-    destroy_process_groups()
 
 
 @interpreted

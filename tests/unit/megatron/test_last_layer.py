@@ -5,13 +5,12 @@ from pathlib import Path
 
 import torch
 
-from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from tests.support import ranks, reference
 
 
-def test_a_prompt_ends_at_the_last_layers_attention_but_for_its_last_token(tmp_path: Path) -> None:
+def test_a_prompt_ends_at_the_last_layers_attention_but_for_its_last_token(tmp_path: Path, one_rank: None) -> None:
     model = reference.make_model("qwen2", tmp_path)
     sample = next(s for s in reference.make_samples() if s.trained is None)
     prompt, reply = (1, 2, 3, 4, 5), (6, 7, 8)
@@ -30,15 +29,11 @@ def test_a_prompt_ends_at_the_last_layers_attention_but_for_its_last_token(tmp_p
     ]
     (batch,) = pack(samples, 100, share=False)
     assert len(batch.token_ids) == 14 and len(batch.labels) == 6
-    init_process_groups(rank=0, threads=1)
-    try:
-        trainer = MegatronTrainer(ranks.spec_of(str(tmp_path)))
-        seen: list[int] = []
-        for layer in trainer.model.stages[0].decoder.layers:
-            layer.mlp.register_forward_hook(lambda _, given, out: seen.append(len(given[0])))
-        scores = trainer.score([batch])[0]
-    finally:
-        destroy_process_groups()
+    trainer = MegatronTrainer(ranks.spec_of(str(tmp_path)))
+    seen: list[int] = []
+    for layer in trainer.model.stages[0].decoder.layers:
+        layer.mlp.register_forward_hook(lambda _, given, out: seen.append(len(given[0])))
+    scores = trainer.score([batch])[0]
     # of 7 tokens of either sequence the prompt's last and two of the reply predict
     assert seen[-1] == 6 and set(seen[:-1]) == {14}
     logits = model(torch.tensor([(*prompt, *reply[:-1])])).logits[0, 4:].log_softmax(-1)

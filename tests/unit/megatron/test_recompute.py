@@ -1,6 +1,5 @@
 """What the backward pass computes again changes gradients by the order of sums at most."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,24 +9,17 @@ from torch import Tensor
 from benchmarks.gpu.shapes import LAYOUTS, make_batch
 from mcore_mas.config.policy import LoraConfig
 from mcore_mas.megatron.model import decoder
-from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from tests.support import ranks, reference
 from tests.support.gradients import gradients_of
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 WAYS = {
     "qwen2": {},
     "qwen3": {"bf16": True},
     "qwen3_moe": {},
     "llama": {"lora": LoraConfig(rank=2, alpha=4)},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    init_process_groups(rank=0, threads=1)
-    yield
-    destroy_process_groups()
 
 
 @pytest.mark.parametrize("family", WAYS)

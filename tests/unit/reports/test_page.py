@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -120,6 +121,8 @@ def test_a_line_says_who_said_what_and_what_it_was_worth():
         tools=(ToolEvent(after_turn=0, tool="python", query="1+2", result="3"),),
     )
     found = Page(trajectory_page(played, {("0/t/0", "", 0): 0.75, ("0/t/0", "", 1): -0.25, ("other", "", 0): 9.0}))
+    evaluated = Page(trajectory_page(replace(played, step=-2), {})).text()
+    assert "s, step 0, sample 0" in found.text() and "s, sample 0" in evaluated
     text = found.text()
     assert text.index("What is 1+2?") < text.index("\\boxed{3}") < text.index("python 1+2 3") < text.index("APPROVE")
     assert "solver, playing p, 1 turn verifier, playing p, 1 turn" in text

@@ -63,6 +63,17 @@ def test_two_runs_differ_in_settings_and_in_paired_scores(runs: list[Path]) -> N
         config_differences(runs[0], runs[0] / "none")
 
 
+def test_names_of_runs_and_empty_sections_are_no_differences(tmp_path: Path) -> None:
+    sections = ({"reward": {"options": {"price": 0.1}}}, {"reward": {"options": {}}})
+    runs = [
+        make_run(tmp_path / name, {"t": 0.0}, tracking={"tags": {"experiment": name}}, **own)
+        for name, own in zip("ab", sections, strict=True)
+    ]
+    assert config_differences(*runs) == {"reward.options.price": (0.1, None)}
+    said = CliRunner().invoke(app, ["compare", *map(str, runs)], env={"COLUMNS": "100"}).stdout
+    assert "reward.options.price │ 0.1 │ not set" in said
+
+
 def test_a_run_is_named_by_its_folder_or_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "results" / "one", {"t": 1.0})

@@ -128,6 +128,10 @@ def test_two_runs_stand_side_by_side(page: Browser) -> None:
         "[...document.querySelectorAll('#different tr')].map(row => row.innerText.split('\\t').join('|'))"
     )
     # differences of t and u are 0.5 each
-    assert rows == ["|a|b", "seed|1|2", "trained avg@2 (2 tasks)|0.375|0.875 [0.5, 0.5]"]
+    assert rows == [
+        "|a|b|difference, with its 95 % interval",
+        "seed|1|2|",
+        "trained avg@2 (2 tasks)|0.375|0.875|0.5 [0.5, 0.5]",
+    ]
     put(page, "other", "", "change")
     page.until(f"{dashes} === 0 && document.getElementById('differences').hidden")

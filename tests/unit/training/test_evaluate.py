@@ -259,6 +259,7 @@ class TestSeats:
             ({"solver": "alone/judge"}, "seat of 'solver': run 'alone' has no agent 'judge'"),
             ({"solver": "nobody"}, r"nobody/config.yaml: no such file; expected a resolved config"),
             ({"solver": {}}, "a policy has either a model .* expected base, trained, a run, run/agent"),
+            ({}, "state 'x' of .*: expected base or trained$"),
         ],
     )
     def test_a_seat_that_cannot_be_taken_is_one_line(

@@ -13,7 +13,6 @@ from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.credit.assign import estimate
 from mcore_mas.credit.samples import to_samples
-from mcore_mas.megatron.spec import destroy_process_groups, init_process_groups
 from mcore_mas.rollout.config.sections import build_allocator, build_env, build_player, build_team
 from mcore_mas.rollout.engines import EngineConfig
 from mcore_mas.rollout.records.files import read_trajectories, write_trajectories
@@ -85,13 +84,9 @@ def gaps(folder: Path, model: Path, replay: bool) -> list[float]:
     return found
 
 
-def test_with_router_replay_the_trainer_says_what_the_engine_said(tmp_path: Path) -> None:
+def test_with_router_replay_the_trainer_says_what_the_engine_said(tmp_path: Path, one_rank: None) -> None:
     model = make_mixture(tmp_path / "model")
-    init_process_groups(rank=0, threads=1)
-    try:
-        with_replay, without = (gaps(tmp_path, model, replay) for replay in (True, False))
-    finally:
-        destroy_process_groups()
+    with_replay, without = (gaps(tmp_path, model, replay) for replay in (True, False))
     print(f"KL(engine, trainer) by step: {with_replay} with replay, {without} without")
     assert all(free > 5 * replayed for replayed, free in zip(with_replay, without, strict=True))
 
