@@ -1,5 +1,7 @@
 """Web pages and SVG pictures of trajectories. The pages load and run nothing; model output is escaped text."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
