@@ -206,10 +206,8 @@ def gpu_hash(tensor: Tensor) -> int:
     if data.is_cuda and importlib.util.find_spec("triton"):
         from mcore_mas.rollout.models.hash_kernel import sum_of_tiles  # Triton comes with torch for CUDA only
 
-        total = sum_of_tiles(data, _SEEDS)
-    else:
-        total = _sum_of_tiles(data)
-    return int(splitmix(np.array([total & _LONG], np.uint64))[0])
+        return _finish(sum_of_tiles(data, _SEEDS) & _LONG)
+    return _finish(_sum_of_tiles(data) & _LONG)
 
 
 def _sum_of_tiles(data: Tensor) -> int:
@@ -233,9 +231,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def splitmix(z: np.ndarray) -> np.ndarray:
-    """The end of SplitMix64 (Steele, Lea and Flood 2014) of uint64, whose products wrap."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = z ^ (z >> np.uint64(31))
-    return mixed
+def _finish(x: int) -> int:
+    """The end of SplitMix64 (Steele et al. 2014)."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _LONG
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _LONG
+    return x ^ (x >> 31)

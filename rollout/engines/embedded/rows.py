@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mcore_mas.rollout.engines.embedded.cache import Decoding
 from mcore_mas.rollout.engines.embedded.decoder import Span
-from mcore_mas.rollout.models.tensors import splitmix
 from mcore_mas.rollout.records.trajectory import Completion, Sampling, VersionSpan, changed
 
 _PREFILL_TOKENS = 1024  # of one forward pass; more would leave the processor's cache
@@ -231,8 +230,16 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
     `seeds` is uint64 [N] and `positions` an integer [N]: the index of the token in its completion.
     """
-    counter = splitmix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
-    return (splitmix(counter) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    counter = _mix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
+    return (_mix(counter) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    # splitmix64, Steele, Lea and Flood 2014
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed
 
 
 def choose(
