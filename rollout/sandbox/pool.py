@@ -101,6 +101,8 @@ class JailPool:
         Raises:
             SandboxError: the zygote is gone.
         """
+        if not self.alive:  # what it lent before may live on for a moment, and be what a request is sent to
+            raise SandboxError("the sandbox cannot make another jail (it has ended)")
         jail = self._warm.popleft() if self._warm else self._jail()
         while len(self._warm) < self._size:
             self._warm.append(self._jail())

@@ -127,7 +127,7 @@ def test_an_edit_reruns_what_depends_on_the_edited_keys(tmp_path: Path) -> None:
     stand_ins(tmp_path)
     done = snakemake(tmp_path, DEMO, source=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "Done. Report: results/reports/demo.html   Table: results/tables/demo.md" in done.stdout
+    assert "Done.   Report: results/reports/demo.html   Table: results/tables/demo.md" in done.stdout
     written = yaml.safe_load((tmp_path / "results/demo_search/config.yaml").read_text())
     assert (written["run"], written["trainer"]["steps"]) == ("demo_search", 60)
     assert planned(tmp_path, DEMO, tmp_path) == {}

@@ -69,6 +69,7 @@ def read_back(store, played, advantages):
     uri, tracker = store
     traces = Traces(tracker, warnings.append)
     client = MlflowClient(tracking_uri=uri)
+    done(tracker)  # the run and its experiment are there
     held = threading.Event()
     tracker.sink.put(lambda: held.wait(60))
     traces.send(played, advantages)  # a step does not wait for the store
