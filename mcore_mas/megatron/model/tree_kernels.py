@@ -12,6 +12,7 @@ A tensor is a tuple (first element, stride of tokens, stride of heads); elements
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
 import triton
 import triton.language as tl
 

@@ -29,7 +29,7 @@ class Left(EngineError):
     """A server is gone; others go on."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # its settings have a key
 class Fleet:
     """Calls servers, and starts those again that died, `restarts` times an hour.
 

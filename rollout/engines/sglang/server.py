@@ -135,7 +135,7 @@ def server_arguments(settings: SGLangSettings) -> list[str]:
 _LOOK_S = 0.25  # between two looks at a server that starts
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # its settings have a key
 class Replica:
     """A server that answers, starts, or has died; `starts` counts how often it was started.
 

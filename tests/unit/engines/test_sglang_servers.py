@@ -112,6 +112,11 @@ async def asked(url: str, key: str | None = None) -> dict[str, Any]:
     return found
 
 
+def test_a_replica_and_its_fleet_are_shown_without_the_key(folder: Path) -> None:
+    engine = SGLangEngine(folder, max_length=64, urls=["http://127.0.0.1:1"], key="hush")
+    assert "hush" not in f"{engine._replicas!r} {engine._fleet!r}"
+
+
 @pytest.mark.slow
 def test_where_ray_runs_a_server_ends_with_its_actor_and_closing_again_does_nothing(
     make: Make, running_ray: None

@@ -176,6 +176,8 @@ def test_a_sandbox_that_ends_too_often_is_not_started_again() -> None:
             assert box._pool is not None
             box._pool._zygote.kill()
             box._pool._zygote.wait()
+            with pytest.raises(SandboxError, match="it has ended"), box._pool.lent():
+                pass
         with pytest.raises(SandboxUnavailable, match="the sandbox has ended 20 times within an hour"):
             run(box, "print(1)")
     finally:
