@@ -181,8 +181,8 @@ class WatchFiles:
         """A rank's file: its phase, and if that takes too long the stacks of its threads."""
         return self.folder / f"{self.policy}-{rank}.txt"
 
-    async def stalled(self, ranks: int) -> NoReturn:
-        """Watch ranks that were asked something, until this is cancelled.
+    async def stalled(self, answers: Sequence[asyncio.Future[Any]]) -> NoReturn:
+        """Watch the ranks that owe these answers, one each, until this is cancelled.
 
         Raises:
             ProcessLost: none has shown a sign of life for `hang_s`; which does not answer, and where others stand.
@@ -190,11 +190,11 @@ class WatchFiles:
         seen, since = None, time.monotonic()
         while time.monotonic() - since < self.hang_s * (1 + 2 / _LOOKS):  # their own watchdogs come first
             await asyncio.sleep(self.hang_s / _LOOKS)
-            if (now := [self._beat(rank) for rank in range(ranks)]) != seen:
+            if (now := [self._beat(rank) for rank in range(len(answers))]) != seen:
                 seen, since = now, time.monotonic()
         told = "; ".join(
             f"{'rank' if len(own) == 1 else 'ranks'} {', '.join(map(str, own))} {what}"
-            for what, own in self._standing(ranks).items()
+            for what, own in self._standing([n for n, answer in enumerate(answers) if not answer.done()]).items()
         )
         raise ProcessLost(f"policy {self.policy}: nothing for {time.monotonic() - since:.0f} s; {told}")
 
@@ -205,13 +205,13 @@ class WatchFiles:
                 return path.stat().st_mtime_ns
         return 0
 
-    def _standing(self, ranks: int) -> dict[str, list[int]]:
-        """What the ranks are at, those that do not answer first; with the ranks that are at it."""
+    def _standing(self, ranks: Iterable[int]) -> dict[str, list[int]]:
+        """What these ranks are at, those that do not answer first; with the ranks that are at it."""
         found: dict[str, list[int]] = {}
-        for rank in range(ranks):
+        for rank in ranks:
             text = self.of(rank).read_text() if self.of(rank).is_file() else ""
             phase, _, dump = text.partition("\n")
-            what = f"does not answer in {phase}" if phase else "has not begun, or has ended"
+            what = f"does not answer in {phase}" if phase else "has not begun"
             what = f"stands in {phase} at {_place(dump)}" if _LATE in dump else f"{what} (is it stopped?)"
             found.setdefault(what, []).append(rank)
         return dict(sorted(found.items()))

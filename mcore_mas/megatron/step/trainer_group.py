@@ -297,7 +297,7 @@ class TrainerGroup:
         together, home = asyncio.gather(*asked), self.home
         watched = home._watched if home._joined else None
         watching: asyncio.Future[Any] = asyncio.ensure_future(
-            watched.stalled(len(asked)) if watched else asyncio.Event().wait()
+            watched.stalled(asked) if watched else asyncio.Event().wait()
         )
         try:
             await asyncio.wait({together, watching}, return_when=asyncio.FIRST_COMPLETED)

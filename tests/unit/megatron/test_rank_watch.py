@@ -45,6 +45,15 @@ def rank(file: Path, how: str, folder: Path) -> Iterator[subprocess.Popen[bytes]
         process.wait()
 
 
+async def stalled(files: WatchFiles, *answered: bool) -> None:
+    """Watch ranks of which some have answered."""
+    answers = [asyncio.get_running_loop().create_future() for _ in answered]
+    for answer, done in zip(answers, answered, strict=True):
+        if done:
+            answer.set_result(None)
+    await files.stalled(answers)
+
+
 def test_a_rank_that_holds_the_lock_of_the_interpreter_says_where_it_stands(tmp_path: Path) -> None:
     files = WatchFiles(folder=tmp_path / "ranks", policy="solver", hang_s=0.5)
     with (
@@ -54,7 +63,7 @@ def test_a_rank_that_holds_the_lock_of_the_interpreter_says_where_it_stands(tmp_
     ):
         os.kill(stopped.pid, signal.SIGSTOP)
         with pytest.raises(ProcessLost) as lost:
-            asyncio.run(files.stalled(3))
+            asyncio.run(stalled(files, False, False, False))
     said = str(lost.value)
     assert said.startswith("policy solver: nothing for ")
     assert "rank 2 does not answer in update (is it stopped?); " in said
@@ -62,12 +71,22 @@ def test_a_rank_that_holds_the_lock_of_the_interpreter_says_where_it_stands(tmp_
     assert "rank 1 stands in update at trainer_group.py:12 <module> > trainer_group.py:7 hold_the_lock" in said
 
 
+def test_of_ranks_that_have_answered_nothing_is_said(tmp_path: Path) -> None:
+    files = WatchFiles(folder=tmp_path, policy="solver", hang_s=0.1)
+    for number in range(2):  # their files are equally empty between two calls
+        RankWatch(files.of(number), 0.1)
+    with pytest.raises(
+        ProcessLost, match=r"^policy solver: nothing for 0 s; rank 1 has not begun \(is it stopped\?\)$"
+    ):
+        asyncio.run(stalled(files, True, False))
+
+
 def test_signs_of_life_keep_a_rank_from_hanging_and_the_end_of_a_call_its_watchdog(tmp_path: Path) -> None:
     files = WatchFiles(folder=tmp_path, policy="p", hang_s=2.0)
     watch = RankWatch(files.of(0), 2.0)
 
     async def goes_on() -> None:
-        watching = asyncio.ensure_future(files.stalled(1))
+        watching = asyncio.ensure_future(stalled(files, False))
         with watch.phase("score"):
             ends = time.monotonic() + 5.0  # longer than what is a hang
             while time.monotonic() < ends:
