@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 from docs.writers import DOCS, rendered
 from docs.writers.schema import SCHEMAS, editor_schemas
 from mcore_mas.config.credit import AdvantageConfig, CorrectionConfig, FilterConfig, LossConfig
-from mcore_mas.rollout.base.options import descriptions
+from mcore_mas.rollout.base.options import descriptions, options_model
 from mcore_mas.rollout.base.schema_words import expected, json_schema
 from mcore_mas.rollout.config.sections import PENALTY_REGISTRY, TOOL_REGISTRY, EnvConfig, OrchestraConfig, RewardConfig
 from mcore_mas.rollout.tasks import GENERATORS
@@ -59,13 +60,22 @@ def pages() -> dict[Path, str]:
 def _option_rows(options: Mapping[str, tuple[type[BaseModel], Callable[..., Any]]]) -> Iterator[tuple[str, ...]]:
     """Cells of each name's options: what it takes, its default, and what the docstring says of it."""
     for name, (model, function) in options.items():
-        schema, said = json_schema(model), descriptions(function)
-        for option, part in schema.get("properties", {}).items():
-            default = "required" if option in schema.get("required", ()) else f"`{_value(part.get('default'))}`"
-            takes = expected(part, schema.get("$defs", {}))
-            yield f"`{name}`", f"`{option}`", takes, default, said.get(option, "").replace("|", "/")
+        yield from ((f"`{name}`", *cells) for cells in _cells_of(model, function))
         if not model.model_fields:
             yield f"`{name}`", "none", "", "", ""
+
+
+def _cells_of(model: type[BaseModel], function: Callable[..., Any], group: str = "") -> Iterator[tuple[str, ...]]:
+    """Cells of each option, and of each key of a group of options."""
+    schema, said = json_schema(model), descriptions(function)
+    for option, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and is_dataclass(field.annotation):
+            yield from _cells_of(options_model(field.annotation), field.annotation, f"{option}.")
+            continue
+        part = schema["properties"][option]
+        default = "required" if field.is_required() else f"`{_value(part.get('default'))}`"
+        takes = expected(part, schema.get("$defs", {}))
+        yield f"`{group}{option}`", takes, default, said.get(option, "").replace("|", "/")
 
 
 def _value(default: Any) -> str:

@@ -24,7 +24,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
-from mcore_mas.rollout.base.schema_words import expected, json_schema, keys_of, walk
+from mcore_mas.rollout.base.schema_words import Schema, expected, json_schema, keys_of, walk
 from mcore_mas.rollout.base.text import nearest
 
 # A text is never read as a number; a whole number will do for a float, and a list for a tuple, as YAML has no other.
@@ -262,7 +262,7 @@ def checked(
         if name not in model.model_fields:
             raise OptionsError(
                 f"{whose} has no option '{name}'; its options: {', '.join(model.model_fields) or 'none'}"
-                f"{nearest(name, model.model_fields)}"
+                f"{_near_option(name, json_schema(model))}"
             )
     missing = [name for name, field in model.model_fields.items() if field.is_required() and name not in options]
     if missing:
@@ -274,6 +274,13 @@ def checked(
     except ValidationError as error:
         raise _explained(error, model, place) from None
     return {name: getattr(values, name) for name in options}
+
+
+def _near_option(name: str, schema: Schema) -> str:
+    """What `nearest` says of an unknown option; of a key of one group of options, where it is."""
+    known: Schema = schema.get("properties", {})
+    groups = [group for group, part in known.items() if name in keys_of(schema, part)]
+    return f"; nearest: {groups[0]}.{name}" if len(groups) == 1 else nearest(name, known)
 
 
 def _explained(error: ValidationError, model: type[BaseModel], place: tuple[int | str, ...]) -> ValidationError:

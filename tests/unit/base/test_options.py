@@ -135,6 +135,27 @@ def test_an_option_that_is_not_there_is_named(options: dict[str, Any], line: str
     assert str(refused.value).startswith(line)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fines:
+    """What is paid."""
+
+    fail: float = 0.0
+    late: float = 0.0
+
+
+def sail(task: str, *, laps: int = 1, prizes: Prizes = Prizes(), fines: Fines | None = None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("option", "near"),
+    [("late", "; nearest: fines.late"), ("win", "; nearest: prizes.win"), ("fail", ""), ("lap", "; nearest: laps")],
+)
+def test_an_option_that_one_group_has_is_told_with_it(option: str, near: str) -> None:
+    with pytest.raises(OptionsError) as refused:
+        checked("env 'sail'", options_model(sail), {option: 1})
+    assert str(refused.value) == f"env 'sail' has no option '{option}'; its options: laps, prizes, fines{near}"
+
+
 def test_an_option_without_default_is_needed() -> None:
     def shop(task: str, *, config: str) -> None: ...
 
