@@ -218,9 +218,6 @@ def test_no_import_cycles() -> None:
         visit(name, ())
 
 
-OPTION_TAKERS = {"ab_mcts", "gigpo", "program"}  # their keyword-only parameters are the keys of a config
-
-
 @pytest.mark.parametrize("path", SOURCES, ids=places)
 def test_functions_and_classes_fit_on_a_screen(path: Path) -> None:
     found = []
@@ -234,7 +231,7 @@ def test_functions_and_classes_fit_on_a_screen(path: Path) -> None:
             count = len(names) - (names[:1] in (["self"], ["cls"]))
             if lines > 60:
                 found.append(f"{node.name} has {lines} lines")
-            if count > 8 and node.name not in OPTION_TAKERS:
+            if count > 8:
                 found.append(f"{node.name} has {count} parameters")
     assert not found, f"{places(path)}: {'; '.join(found)}"
 

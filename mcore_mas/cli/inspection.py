@@ -134,18 +134,18 @@ def explain_credit(
     limit: Annotated[int, typer.Option(min=1, help="at most so many tasks")] = 3,
 ) -> None:
     """Print who was compared with whom, means, deviations, votes and every turn's advantage."""
-    import yaml
+    from omegaconf import OmegaConf
 
     from mcore_mas.reports.terminal import print_credit
 
-    pairs = [item.partition("=") for item in option or []]
-    for item, (key, sign, _) in zip(option or [], pairs, strict=True):
+    for item in option or []:
+        key, sign, _ = item.partition("=")
         if not (key and sign):
             raise UsageError(f"--option {item}: expected key=value, for example --option lone=raw")
-    options = {key: yaml.safe_load(value) for key, _, value in pairs}
+    options = OmegaConf.to_container(OmegaConf.from_dotlist(option or []))
     console = Console(highlight=False)
     with _paged(console):
-        print_credit(file, advantage, options, task, limit, console)
+        print_credit(file, advantage, options, task, limit, console)  # type: ignore[arg-type]
 
 
 @inspection_commands.command("verify", rich_help_panel=_DATA)

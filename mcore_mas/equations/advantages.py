@@ -15,7 +15,7 @@ Args:
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -103,20 +103,33 @@ def _row(source: str, **choices: str) -> partial[Advantages]:
     return row
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCredit:
+    """GiGPO's advantages among turns that stood at the same state of the task, A_S.
+
+    Args:
+        weight: ω.
+        gamma: γ, by environment step.
+        similarity: below 1, states that are at least so alike (difflib's ratio) are one.
+    """
+
+    weight: float = 1.0
+    gamma: Share = 0.95
+    similarity: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
 def gigpo(
     turns: Turns,
     *,
     peers: Literal["task", "agent"] = "task",
     vote: Vote = "trajectory",
     std: Literal["peers", "none"] = "peers",
-    weight: float = 1.0,
-    gamma: Share = 0.95,
-    similarity: Annotated[float, Field(gt=0, le=1)] = 1.0,
+    step: StepCredit = StepCredit(),
     eps: NonNegativeFloat = 1e-6,
     ddof: NonNegativeInt = 1,
     lone: Lone = "zero",
 ) -> Advantages:
-    """Advantages [n] of the episode, plus `weight` times those among turns that stood at the same state of the task.
+    """Advantages [n] of the episode, plus ω times those among turns that stood at the same state of the task.
 
     A = A_E(τ) + ω A_S(s, a)   GiGPO, arXiv 2505.10978. A_S compares discounted returns from the turn's round on,
     R_t = Σ_{k≥t} γ^{k-t} r_k, each turn a vote.
@@ -125,28 +138,27 @@ def gigpo(
         peers: turns that are compared: those of a "task", or of an "agent" on it.
         vote: of A_E, as of `grpo`.
         std: "peers": both parts are divided by their σ (mean_std_norm); "none": they are centred (mean_norm).
-        weight: ω.
-        gamma: γ, by environment step.
-        similarity: below 1, states that are at least so alike (difflib's ratio) are one.
+        step: ω, and how A_S is made.
         lone: what an episode without peers gets: "zero", or "raw", its own score; a lone step gets 0.
     """
     episode = relative(turns, peers=peers, vote=vote, std=std, eps=eps, ddof=ddof, lone=lone)
     anchored = Grouping(peers=(*grouping(peers, "turn").peers, "state"), vote=grouping(peers, "turn").vote)
-    step = anchored.statistics(_anchored(turns, gamma, similarity), ddof)
-    of_step = (step.own - step.mean) / (step.scale + eps if std == "peers" else 1.0)
-    values = episode.values + weight * _singletons(step, of_step, "zero")
-    return Advantages(values, {"episode": episode.groups["peers"], "step": step})
+    by_state = anchored.statistics(_anchored(turns, step), ddof)
+    of_step = (by_state.own - by_state.mean) / (by_state.scale + eps if std == "peers" else 1.0)
+    values = episode.values + step.weight * _singletons(by_state, of_step, "zero")
+    return Advantages(values, {"episode": episode.groups["peers"], "step": by_state})
 
 
-def _anchored(turns: Turns, gamma: float, similarity: float) -> Turns:
+def _anchored(turns: Turns, step: StepCredit) -> Turns:
     """The turns with their discounted returns as scores, and states that are alike as one."""
     state = turns.keys["state"]
-    if similarity < 1.0:
+    if step.similarity < 1.0:
         if turns.alike is None:
-            raise ValueError("gigpo: similarity below 1 needs the texts of the states, which are not there")
-        state = turns.alike(similarity)
+            raise ValueError("gigpo: step.similarity below 1 needs the texts of the states, which are not there")
+        state = turns.alike(step.similarity)
     keys = {column: turns.keys[column] for column in ("task", "agent", "trajectory", "node", "turn")}
-    return Turns(scores=discounted_returns(turns, gamma), keys={**keys, "state": state}, lengths=turns.lengths)
+    scores = discounted_returns(turns, step.gamma)
+    return Turns(scores=scores, keys={**keys, "state": state}, lengths=turns.lengths)
 
 
 def discounted_returns(turns: Turns, gamma: float) -> Tensor:

@@ -23,6 +23,21 @@ from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.rollout.teams.team import TeamSession
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grading:
+    """How attempts are graded, and which grade is enough.
+
+    Args:
+        measure: how `preview` grades an action: `reward`, or the name of a metric.
+        malformed: grade of a malformed reply.
+        stop_at: a grade of at least this ends the search; null: none does.
+    """
+
+    measure: str = "reward"
+    malformed: float = 0.0
+    stop_at: float | None = None
+
+
 async def ab_mcts(
     task: Task,
     team: TeamSession,
@@ -31,9 +46,7 @@ async def ab_mcts(
     agents: Names = ("generator",),
     max_nodes: PositiveInt = 8,
     posterior: Literal["gaussian", "beta"] = "gaussian",
-    measure: str = "reward",
-    malformed: float = 0.0,
-    stop_at: float | None = None,
+    grading: Grading = Grading(),
 ) -> None:
     """Grow a tree of `max_nodes` attempts by Thompson sampling, and take the best one as the action.
 
@@ -43,21 +56,19 @@ async def ab_mcts(
     action. Rewards and most metrics know the truth, so the best node is an oracle's choice; in the environment `code`
     the metric `visible_rate` does not, and its feedback is what the visible tests say.
 
-    A turn's `node` is its place in the tree, its scores `local` and `branch` its grade. A malformed reply has the grade
-    `malformed`, and its text may be mended like any other. The best node, the first of equals, is stepped with, and the
-    trajectory's leaf; "" is, where every reply was malformed. A node of at least `stop_at` ends the search.
+    A turn's `node` is its place in the tree, its scores `local` and `branch` its grade. The text of a malformed
+    reply may be mended like any other. The best node, the first of equals, is stepped with, and the trajectory's leaf;
+    "" is, where every reply was malformed.
 
     Args:
         agents: agents that may make an attempt.
         max_nodes: attempts in the tree.
         posterior: model of the grades in Thompson sampling; `beta` needs grades from 0 to 1.
-        measure: how `preview` grades an action: `reward`, or the name of a metric.
-        malformed: grade of a malformed reply.
-        stop_at: a grade that ends the search; null: none does.
+        grading: how attempts are graded, and which grade is enough.
 
     Raises:
         ValueError: the trajectory is sampled as a tree already.
-        EnvError: the environment cannot preview, or does not measure `measure`.
+        EnvError: the environment cannot preview, or does not measure `grading.measure`.
     """
     problem = env.reset(task)
     search = TreeSearch(agents, POSTERIORS[posterior])
@@ -67,9 +78,9 @@ async def ab_mcts(
         parent, agent = search.select(Random(team.seed("node", number)))
         attempt, feedback = attempts[parent.name]
         reply = await team.act(agent, problem=problem, attempt=attempt, feedback=feedback)
-        grade, answer = malformed, "It could not be read: it is not of the form that was asked for."
+        grade, answer = grading.malformed, "It could not be read: it is not of the form that was asked for."
         if reply.value is not None:
-            grade, answer = await _grade(env, reply.value, measure)
+            grade, answer = await _grade(env, reply.value, grading.measure)
         try:
             node = search.add(parent, agent, grade)
         except ValueError as error:
@@ -79,7 +90,7 @@ async def ab_mcts(
         attempts[node.name] = after_thought(reply.text), answer
         if reply.value is not None and (best is None or grade > best[0].score):
             best = node, reply.value
-        if stop_at is not None and grade >= stop_at:
+        if grading.stop_at is not None and grade >= grading.stop_at:
             break
     team.leaf = best[0].name if best else ""
     await env.step(best[1] if best else "")

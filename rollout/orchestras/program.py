@@ -96,6 +96,23 @@ _NO_PROGRAMS: Mapping[str, AgentProgram] = {}
 Command = Annotated[Sequence[str], Field(min_length=1)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramRules:
+    """How much a program may take, and what its failure means.
+
+    Args:
+        deadline_s: that the program may take.
+        most_calls: of models, in a trajectory.
+        at_once: commands that run side by side.
+        crash: what becomes of a trajectory whose program fails: `fail`, it is quarantined; `wrong`, its answer is "".
+    """
+
+    deadline_s: PositiveFloat = 600.0
+    most_calls: PositiveInt = 256
+    at_once: PositiveInt = 64
+    crash: Literal["fail", "wrong"] = "fail"
+
+
 async def program(
     task: Task,
     team: TeamSession,
@@ -104,11 +121,8 @@ async def program(
     call: str | None = None,
     command: Command | None = None,
     models: Mapping[str, str] | None = None,
-    deadline_s: PositiveFloat = 600.0,
-    most_calls: PositiveInt = 256,
-    at_once: PositiveInt = 64,
     sandbox: Sequence[str] | None = None,
-    crash: Literal["fail", "wrong"] = "fail",
+    rules: ProgramRules = ProgramRules(),
 ) -> None:
     """Let a program play that knows nothing of this project: it calls the team's agents as models of an API.
 
@@ -119,12 +133,9 @@ async def program(
         command: program and arguments, run without a shell. It gets the problem on standard input and in TASK, the
             gateway's addresses in OPENAI_BASE_URL and ANTHROPIC_BASE_URL, and answers on standard output.
         models: agents by the names that the program has for its models; `*` is any other name.
-        deadline_s: that the program may take.
-        most_calls: of models, in a trajectory.
-        at_once: commands that run side by side.
         sandbox: the files and folders that a command may read, besides the system's and this Python's; it then writes
             in a folder of its own only, and reaches nothing but the gateway. Without it the command is not confined.
-        crash: what becomes of a trajectory whose program fails: `fail`, it is quarantined; `wrong`, its answer is "".
+        rules: how much it may take, and what its failure means.
 
     Raises:
         ValueError: as `check_program`.
@@ -137,17 +148,17 @@ async def program(
     check_program([agent.name for agent in team.agents], call=call, command=command, models=models, sandbox=sandbox)
     problem = valid_text(env.reset(task))
     async with shared_gateway() as gateway:
-        session = GatewaySession(team, aliases=models or {}, most_turns=most_calls)
+        session = GatewaySession(team, aliases=models or {}, most_turns=rules.most_calls)
         async with gateway.opened(session) as (url, key):
             job = Job(task=task, problem=problem, openai_url=f"{url}/v1", anthropic_url=url, key=key)
             if command is not None:
-                work: Awaitable[str] = _run(tuple(command), job, deadline_s, sandbox, at_once)
+                work: Awaitable[str] = _run(tuple(command), job, sandbox, rules)
             else:
-                work = _within(deadline_s, lookup("agent program", str(call), _NO_PROGRAMS)(job))
+                work = _within(rules.deadline_s, lookup("agent program", str(call), _NO_PROGRAMS)(job))
             try:
                 answer = await _unless_failed(work, session.failure)
             except ProgramFailed as failed:
-                if crash == "fail":
+                if rules.crash == "fail":
                     raise (session.overlong or failed) from failed.__cause__
                 answer = ""
     await env.step(answer)
@@ -180,21 +191,21 @@ async def _within(seconds: float, work: Awaitable[str]) -> str:
     return answer
 
 
-async def _run(command: Sequence[str], job: Job, seconds: float, sandbox: Sequence[str] | None, at_once: int) -> str:
+async def _run(command: Sequence[str], job: Job, sandbox: Sequence[str] | None, rules: ProgramRules) -> str:
     """What a command prints that is one of so many at once."""
     direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
     environment = {**os.environ, **job.environment, "NO_PROXY": direct, "no_proxy": direct}
     run = partial(run_command, command, job.problem.encode(), most_bytes=_MOST_BYTES)
     try:
-        async with of_loop(("agent programs", at_once), partial(asyncio.Semaphore, at_once)):
+        async with of_loop(("agent programs", rules.at_once), partial(asyncio.Semaphore, rules.at_once)):
             with TemporaryDirectory() as own:
                 if sandbox is not None:
                     environment |= {"HOME": own, "TMPDIR": own}
                     run = partial(run, confine=_confinement(sandbox, own, job.openai_url))
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(rules.deadline_s):
                     ended = await run(env=environment)
     except TimeoutError:
-        raise LateTool(f"program: no answer within {seconds:g} s", "tool/program") from None
+        raise LateTool(f"program: no answer within {rules.deadline_s:g} s", "tool/program") from None
     except (OSError, ValueError, SubprocessError, TooMuchOutput) as error:
         raise ProgramFailed(f"'{command[0]}': {error}") from error
     if ended.status:

@@ -40,7 +40,7 @@ All play what they ship, unchanged; SHA-256 is that of the files named, one afte
 - **OpenAI Agents SDK**: the example of parallel agents in its source distribution, in which three agents translate
   side by side and a fourth picks the best. It reads what to translate, and is given a sum.
 - **smolagents**: its command `smolagent`. It tries up to 20 times until its code answers, and each try lengthens the
-  prompt; here its fifth call of the model fails it, and that counts as wrong (`most_calls: 4`, `crash: wrong`).
+  prompt; here its fifth call of the model fails it, which counts as wrong (`rules: {{most_calls: 4, crash: wrong}}`).
 - **Anthropic SDK**: the example of a chat with a memory tool in its source distribution.
 - **LangGraph**: the graph of an agent and its tools among the examples in the source distribution of its command
   line, langgraph-cli; [ask_graph.py](../tests/frameworks/programs/ask_graph.py), of three lines, gives it the sum.

@@ -27,7 +27,7 @@ FOUND = {"before": 0.25, "after": 0.75, "low": 0.4, "high": 0.6, "turns": 2.0, "
 def test_a_program_of_the_framework_is_played_as_it_is(name: str, tmp_path: Path) -> None:
     framework = FRAMEWORKS[name]
     with warm(framework, PYTHON, tmp_path) as command:
-        lesson, teacher = Lesson(command, seed=1, options={}), Teacher(framework.reply)
+        lesson, teacher = Lesson(command, seed=1, rules={}), Teacher(framework.reply)
         groups = asyncio.run(lesson.play(teacher, step=0, group_size=2))
     played = [trajectory for group in groups for trajectory in group.trajectories]
     assert sum(len(trajectory.turns) for trajectory in played) == len(teacher.said)

@@ -79,7 +79,7 @@ class Framework:
     arguments: tuple[str, ...] = ()
     reply: str = "\\boxed{{{0}}}"
     apart: str = ""  # of the package, what starts threads when it is imported (see `warm.py`)
-    options: Mapping[str, object] = field(default_factory=dict)  # of the orchestra `program`
+    rules: Mapping[str, object] = field(default_factory=dict)  # of the orchestra `program`
 
 
 FRAMEWORKS = {
@@ -99,7 +99,7 @@ FRAMEWORKS = {
             *("--api-base", "{OPENAI_BASE_URL}", "--api-key", "{OPENAI_API_KEY}"),
         ),
         reply="Thought: I add.\n<code>\nfinal_answer('\\\\boxed{{{0}}}')\n</code>",
-        options={"most_calls": 4, "crash": "wrong"},  # it makes up to 20
+        rules={"most_calls": 4, "crash": "wrong"},  # it makes up to 20
     ),
     "OpenAI Agents SDK": Framework(package="openai-agents", shipped=("examples/agent_patterns/parallelization.py",)),
     "Anthropic SDK": Framework(package="anthropic", shipped=("examples/memory/basic.py",)),
@@ -221,8 +221,9 @@ def warm(framework: Framework, python: Path, folder: Path) -> Iterator[tuple[str
 class Lesson:
     """A program with its team, its environment and its rewards."""
 
-    def __init__(self, command: Sequence[str], seed: int, options: Mapping[str, object]) -> None:
-        options = {"command": list(command), "models": {"*": "agent"}, "deadline_s": 120.0, "at_once": 4, **options}
+    def __init__(self, command: Sequence[str], seed: int, rules: Mapping[str, object]) -> None:
+        rules = {"deadline_s": 120.0, "at_once": 4, **rules}
+        options = {"command": list(command), "models": {"*": "agent"}, "rules": rules}
         self.orchestra = OrchestraConfig(name="program", options=options).call
         self.env = build_env(EnvConfig(name="math"))
         self.agents = {"agent": AgentConfig(policy="p", role="program_agent", max_tokens=32)}
@@ -325,7 +326,7 @@ def train(name: str, python: Path, folder: Path) -> dict[str, object]:
     init_process_groups(rank=0, threads=1)
     try:
         with warm(framework, python, folder) as command:
-            lesson = Lesson(command, seed=1, options=framework.options)
+            lesson = Lesson(command, seed=1, rules=framework.rules)
             teacher = Teacher(framework.reply)
             asyncio.run(lesson.play(teacher, step=-2, group_size=TAUGHT))
             said = sorted(teacher.said, key=repr)

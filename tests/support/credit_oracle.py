@@ -267,8 +267,9 @@ def cases(
         yield "mars2", {"gamma": gamma, "lam": lam, **kw}, _spread(samples, mars2(samples, gamma, lam, **kw))
     else:
         for peers, vote, std in product(("task", "agent"), ("trajectory", "turn"), ("peers", "none")):
-            chosen = {"peers": peers, "vote": vote, "std": std, "weight": rng.choice([0.0, 1.0, 2.0]), "gamma": gamma}
-            yield "gigpo", chosen | kw, _spread(samples, gigpo(samples, **chosen, **kw))
+            chosen = {"peers": peers, "vote": vote, "std": std}
+            step = {"weight": rng.choice([0.0, 1.0, 2.0]), "gamma": gamma}
+            yield "gigpo", {**chosen, "step": step, **kw}, _spread(samples, gigpo(samples, **chosen, **step, **kw))
 
 
 def largest_differences(batches: int = 25) -> dict[str, float]:

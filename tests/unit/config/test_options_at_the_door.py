@@ -145,6 +145,8 @@ WRONG = [
         {"name": "mcp", "options": {"servers": {"plain": {"comand": "x"}}}},
         "there is no 'comand'; known he",
     ),
+    (MATH, "orchestra", {"name": "program", "options": {"rules": {"deadline_s": 0}}}, "expected a number above 0 (got"),
+    (MATH, "advantage", {"name": "gigpo", "options": {"step": {"gama": 1}}}, "there is no 'gama'; known here: weight,"),
     (MATH, "reward", {"name": "shares", "options": {"split": "halves"}}, "expected one of full, turns, agents"),
     (MATH, "reward", {"name": "shares", "options": {"weights": {"solver": -1}}}, "expected a number of at least 0"),
     (MATH, "reward", {"name": "coach", "options": {"clip": [1, 0]}}, "expected [low, high] (got [1, 0])"),
@@ -158,6 +160,8 @@ WRONG = [
 PLACES = {  # where the key that is wrong is below the one that is set
     "loss.correction": "loss.correction.options.high",
     "filter": "filter.options.",
+    "orchestra": "orchestra.options.rules.deadline_s: ",
+    "advantage": "advantage.options.step: ",
     "reward": "reward.options.",
     "reward.penalties": "reward.penalties.overlong.buffer",
     "coach": "coach.retries",
@@ -178,6 +182,12 @@ def test_a_wrong_value_is_one_line(experiment: str, path: str, value: Any, messa
 
 UNKNOWN = [
     (MATH, "loss.options.clip", "loss.options: loss 'ppo_clip' has no option 'clip'; its options: clip_low, clip_high"),
+    (
+        GAME,
+        "env.options.goal",
+        "env.options: env 'plan_path' has no option 'goal'; its options: server, tier, cpu_s, memory_mb, max_turns, "
+        "rewards; nearest: rewards.goal",
+    ),
     (MATH, "orchestra.options.loops", "orchestra.options: orchestra 'solver_verifier' has no option 'loops'; its opti"),
     (GAME, "env.options.retriever", "env.options: env 'plan_path' has no option 'retriever'; its options: server"),
     (GAME, "data.options.sise", "data.options: task generator 'plan_path' has no option 'sise'; its options: size"),

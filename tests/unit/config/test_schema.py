@@ -51,6 +51,8 @@ def test_the_committed_schemas_are_made_from_the_models() -> None:
         ("run", "trainer: {stesp: 3}"),
         ("run", "orchestra: {name: debate, options: {rounds: 0}}"),
         ("run", "orchestra: {name: debat}"),
+        ("run", "orchestra: {name: program, options: {rules: {at_once: 0}}}"),
+        ("run", "advantage: {name: gigpo, options: {step: {gama: 1.0}}}"),
         ("run", "env: {name: plan_path, options: {rewards: {goal: lots}}}"),
         ("run", "reward: {name: shares, penalties: {invalid: {coef: high}}}"),
         ("run", "data: {generator: plan_path, options: {size: tiny}}"),

@@ -8,6 +8,7 @@ import torch
 from mcore_mas.equations.advantages import (
     ALONE,
     ESTIMATORS,
+    StepCredit,
     discounted_returns,
     gigpo,
     tree_baseline,
@@ -191,9 +192,9 @@ def test_gigpo_adds_the_step_advantage_among_equal_states() -> None:
     turns = make_turns(rows, steps=[0.0, 1.0, 0.5, 0.0])
     assert discounted_returns(turns, 0.5).tolist() == [0.5, 1.0, 0.5, 0.0]
     # episode: votes 1, 0 centred; step: x has returns 0.5 and 0.5, the other states are alone
-    assert gigpo(turns, std="none", gamma=0.5).values.tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert gigpo(turns, std="none", step=StepCredit(gamma=0.5)).values.tolist() == [0.5, 0.5, -0.5, -0.5]
     # with γ = 1 the returns at x are 1 and 0.5
-    assert gigpo(turns, std="none", gamma=1.0, weight=2.0).values.tolist() == [1.0, 0.5, -1.0, -0.5]
+    assert gigpo(turns, std="none", step=StepCredit(gamma=1.0, weight=2.0)).values.tolist() == [1.0, 0.5, -1.0, -0.5]
 
 
 def test_a_round_of_two_agents_counts_its_step_once() -> None:
@@ -211,10 +212,11 @@ def test_gigpo_joins_states_that_are_alike() -> None:
         asked.append(similarity)
         return torch.tensor([0, 0])
 
-    assert gigpo(replace(turns, alike=alike), std="none", similarity=0.9).values.tolist() == [0.5, -0.5]
+    step = StepCredit(similarity=0.9)
+    assert gigpo(replace(turns, alike=alike), std="none", step=step).values.tolist() == [0.5, -0.5]
     assert asked == [0.9]
-    with pytest.raises(ValueError, match="similarity below 1 needs the texts"):
-        gigpo(turns, similarity=0.9)
+    with pytest.raises(ValueError, match=r"^gigpo: step\.similarity below 1 needs the texts"):
+        gigpo(turns, step=step)
 
 
 def tree() -> Turns:

@@ -23,7 +23,7 @@ from mcore_mas.rollout.base.processes import restart_metrics
 from mcore_mas.rollout.config.sections import AgentConfig, OrchestraConfig
 from mcore_mas.rollout.engines.remote import RemoteConfig
 from mcore_mas.rollout.engines.remote.caller import RemoteClient
-from mcore_mas.rollout.orchestras.program import Job, check_program, program
+from mcore_mas.rollout.orchestras.program import Job, ProgramRules, check_program, program
 from mcore_mas.rollout.records.trajectory import Group, Status, Trajectory, Turn
 from mcore_mas.rollout.rewards import ALLOCATORS
 from mcore_mas.rollout.sandbox.guest.filters import can_confine
@@ -35,6 +35,7 @@ from tests.support.gateway import scripted
 from tests.support.play import SEED, STEP, TASK, Adder, collect
 
 PROGRAMS = "tests.support.agent_programs"
+HASTY = ProgramRules(deadline_s=0.2)
 
 
 def play(folder: Path, *, group_size: int = 1, reply: Any = lambda prompt, n: "7", **options: Any) -> Group:
@@ -65,7 +66,7 @@ def test_a_command_plays_without_a_shell_and_hundreds_share_the_machine(tmp_path
     assert (trajectory.error, trajectory.outcome) == ("", 7.0)
     assert trajectory.turns[0].messages[0].content == TASK.prompt
     echo = ["/bin/echo", ["1", " $(false) `false`"][0]]
-    group = play(tmp_path, command=echo, group_size=100, at_once=16)
+    group = play(tmp_path, command=echo, group_size=100, rules=ProgramRules(at_once=16))
     assert [t.outcome for t in group.trajectories] == [1.0] * 100
 
 
@@ -116,8 +117,8 @@ def test_a_gateway_that_dies_too_often_fails_who_plays_and_who_comes(tmp_path: P
         ({"command": ["/nowhere/at/all"]}, "failed", "No such file"),
         ({"command": ["/bin/sh", "-c", "yes"]}, "failed", "it printed more than 1048576 bytes"),
         ({"command": ["/bin/sh", "-c", "kill -9 $$"]}, "failed", "ended with status -9: it said nothing"),
-        ({"call": f"{PROGRAMS}:asleep", "deadline_s": 0.2}, "late", "program: no answer within 0.2 s"),
-        ({"command": ["/bin/sleep", "77"], "deadline_s": 0.2}, "late", "program: no answer within 0.2 s"),
+        ({"call": f"{PROGRAMS}:asleep", "rules": HASTY}, "late", "program: no answer within 0.2 s"),
+        ({"command": ["/bin/sleep", "77"], "rules": HASTY}, "late", "program: no answer within 0.2 s"),
     ],
 )
 def test_a_broken_program_fails_its_trajectory_alone(
@@ -140,6 +141,11 @@ async def misspelt(job: Job) -> str:
     [
         ({}, "needs call"),
         ({"call": "a:b", "command": ["c"]}, "one of them"),
+        (
+            {"call": "a:b", "deadline_s": 300},
+            "orchestra 'program' has no option 'deadline_s'; its options: call, command, models, sandbox, rules; "
+            "nearest: rules.deadline_s",
+        ),
         ({"call": f"{PROGRAMS}:nobody"}, "agent program 'tests.support.agent_programs:nobody' cannot be imported"),
         ({"call": f"{PROGRAMS}:script"}, "is no async function"),
         (
@@ -213,17 +219,17 @@ def test_a_crash_may_count_as_a_wrong_answer(tmp_path: Path) -> None:
             return await super().step(action or "0")
 
     team, _ = scripted(tmp_path, lambda prompt, n: "7")
-    orchestra = partial(program, call=f"{PROGRAMS}:broken", models={"*": "a"}, crash="wrong")
+    orchestra = partial(program, call=f"{PROGRAMS}:broken", models={"*": "a"}, rules=ProgramRules(crash="wrong"))
     (group,) = asyncio.run(collect([TASK], team, Graded, orchestra, group_size=1, seed=SEED, step=STEP))
     assert (group.trajectories[0].error, group.trajectories[0].outcome) == ("", 0.0)
 
 
 def test_what_a_command_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
     marker = f"{time.time_ns() % 10**9}.25"
-    trajectory = one(tmp_path, command=["/bin/sh", "-c", f"sleep {marker} & echo 3"], deadline_s=20)
+    trajectory = one(tmp_path, command=["/bin/sh", "-c", f"sleep {marker} & echo 3"], rules=ProgramRules(deadline_s=20))
     assert (trajectory.error, trajectory.outcome) == ("", 3.0)
     assert not alive(marker)
-    late = one(tmp_path, command=["/bin/sh", "-c", f"sleep {marker} & sleep {marker}"], deadline_s=0.3)
+    late = one(tmp_path, command=["/bin/sh", "-c", f"sleep {marker} & sleep {marker}"], rules=HASTY)
     assert late.status is Status.LATE
     assert not alive(marker)
 
@@ -287,7 +293,7 @@ refused = [
 answer = int(answer) * 100 + sum(allowed) * 10 + sum(refused)
 """
     with elsewhere:
-        trajectory = one(tmp_path, command=script(probe), sandbox=[str(tmp_path / "mine")], deadline_s=60)
+        trajectory = one(tmp_path, command=script(probe), sandbox=[str(tmp_path / "mine")])
     assert (trajectory.error, trajectory.outcome) == ("", 740.0)
     assert (tmp_path / "mine" / "data.txt").stat().st_mode == (tmp_path / "secret.txt").stat().st_mode
     with pytest.raises(ValueError, match="there is no '/nowhere' for the command to read"):

@@ -13,7 +13,7 @@ from mcore_mas.credit.assign import columns
 from mcore_mas.credit.samples import to_samples
 from mcore_mas.equations.advantages import mars2, mcts
 from mcore_mas.rollout.environments.code import CodeEnv, pack_test
-from mcore_mas.rollout.orchestras.ab_mcts import TreeSearch, draw_gaussian
+from mcore_mas.rollout.orchestras.ab_mcts import Grading, TreeSearch, draw_gaussian
 from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory, derive_seed
 from mcore_mas.rollout.rewards.turn_scores import local_team, tree_shaping
 from mcore_mas.rollout.sandbox.judge import StdinTest
@@ -72,12 +72,12 @@ def test_several_agents_share_the_tree() -> None:
 
 
 def test_a_good_enough_node_ends_the_search() -> None:
-    trajectory, _ = play("ab_mcts", SOLVER, WRONG, RIGHT, stop_at=1.0)
+    trajectory, _ = play("ab_mcts", SOLVER, WRONG, RIGHT, grading=Grading(stop_at=1.0))
     assert (len(trajectory.turns), trajectory.outcome) == (2, 1.0)
 
 
 def test_malformed_replies_alone_leave_no_answer() -> None:
-    trajectory, prompts = play("ab_mcts", SOLVER, NONE, NONE, max_nodes=2, malformed=-0.5, posterior="gaussian")
+    trajectory, prompts = play("ab_mcts", SOLVER, NONE, NONE, max_nodes=2, grading=Grading(malformed=-0.5))
     assert (trajectory.outcome, trajectory.answer, trajectory.leaf) == (0.0, "", "")
     assert (scores(trajectory), validity(trajectory)) == ([-0.5, -0.5], [False, False])
     if trajectory.turns[1].node == "0.0":
@@ -97,12 +97,12 @@ def coding(*replies: str, **options: Any) -> tuple[Trajectory, list[str]]:
 
 def test_programs_may_be_graded_by_visible_tests_alone() -> None:
     bad, half = "```python\nbad\n```", "```python\nhalf\n```"
-    trajectory, prompts = coding(bad, half, bad, measure="visible_rate", max_nodes=3)
+    trajectory, prompts = coding(bad, half, bad, grading=Grading(measure="visible_rate"), max_nodes=3)
     assert scores(trajectory) == [0.0, 1.0, 0.0]
     assert (trajectory.outcome, trajectory.metrics["pass_rate"]) == (0.5, 0.5)  # of the hidden tests, seen by nobody
     mended = [p for p, turn in zip(prompts, trajectory.turns, strict=True) if turn.node.startswith("0.")]
     assert all("Test 1: wrong answer\nInput: 1\nExpected: 2\nOutput: 9" in prompt for prompt in mended)
-    graded, _ = coding(half, max_nodes=1, measure="pass_rate")
+    graded, _ = coding(half, max_nodes=1, grading=Grading(measure="pass_rate"))
     assert scores(graded) == [0.5]
 
 
@@ -129,12 +129,15 @@ def test_the_nodes_are_what_the_tree_estimators_compare() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"measure": "elegance"}, "does not measure 'elegance'; it measures answered"),
-        ({"posterior": "beta", "malformed": -1.0}, "a beta posterior takes scores from 0 to 1, and one is -1"),
+        ({"grading": Grading(measure="elegance")}, "does not measure 'elegance'; it measures answered"),
+        (
+            {"posterior": "beta", "grading": Grading(malformed=-1.0)},
+            "a beta posterior takes scores from 0 to 1, and one is -1",
+        ),
     ],
 )
 def test_what_cannot_be_graded_fails_the_trajectory(options: dict[str, Any], message: str) -> None:
-    reply = NONE if "malformed" in options else RIGHT
+    reply = NONE if "posterior" in options else RIGHT
     trajectory, _ = play("ab_mcts", SOLVER, reply, **options)
     assert trajectory.status is Status.FAILED and message in trajectory.error
 

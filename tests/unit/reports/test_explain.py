@@ -94,9 +94,12 @@ def test_gigpo_shows_the_discounted_returns_that_its_steps_compare(tmp_path: Pat
     ]
     path = tmp_path / "step_000000.parquet"
     write_trajectories(path, played)
-    lines = said(path, "gigpo", gamma=0.5)
+    lines = said(path, "gigpo", step={"gamma": 0.5})
     # returns 1/2, 1 and 2, 0; all turns stood at one state
     assert "state │ 0.5, 1, 2, 0 │ 4 │ 0.875 │ 0.8539" in lines
+    keys = ["--option", "step.gamma=0.5", "--option", "step.weight=0", "--option", "lone=raw"]
+    result = CliRunner().invoke(app, ["explain", str(path), "--advantage", "gigpo", *keys], catch_exceptions=False)
+    assert "0.5, 1, 2, 0" in result.output
 
 
 def test_sigma_is_shown_as_it_was_divided(file: Path) -> None:
