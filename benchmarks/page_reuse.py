@@ -21,9 +21,9 @@ from benchmarks.support.groups import responses
 from benchmarks.support.training import LR, make_model
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.packing.pack import pack
 from mcore_mas.training.cluster import KEEP_PAGES, running_ray
+from mcore_mas.training.trainer_group import TrainerGroup
 
 _VOCAB, _HIDDEN, _LAYERS, _WARM = 4096, 384, 4, 2
 

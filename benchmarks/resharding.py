@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from benchmarks.support.training import start_trainer
 from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.rollout.engines.embedded.engine import HostedEngine
 from mcore_mas.rollout.models.architecture import read_architecture
 from mcore_mas.rollout.sync import memory_path
 from mcore_mas.rollout.sync.shared import SharedWeights
+from mcore_mas.training.trainer_group import TrainerGroup
 from mcore_mas.training.weight_sync import WeightSync
 
 REPEATS = 7

@@ -1,5 +1,6 @@
 """Reinforcement-learning post-training of teams of LLM agents on Megatron-core."""
 
+import gc
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -8,6 +9,11 @@ from typing import Any
 _CHECKOUT = Path(__file__).resolve().parent.parent
 # The folder of configs/ and workflow/: the checkout, or in an installed package where setup.py puts them.
 SHIPPED = _CHECKOUT if (_CHECKOUT / "configs").is_dir() else Path(__file__).resolve().parent / "shipped"
+
+# Modules and records are many objects that stay, through which the collector goes again and again: by default after
+# every 700 new ones: a seventh of the time that a trainer takes to start, and half of what trees of trajectories take.
+if 0 < gc.get_threshold()[0] < 10_000:
+    gc.set_threshold(10_000)
 
 
 def code_commit() -> str:

@@ -59,7 +59,7 @@ ENVIRONMENT_READERS = {
     "mcore_mas/pipeline/suite_file.py": "the jobs of a suite import the Python code beside it",
     "mcore_mas/pipeline/base_model.py": "tokenizers takes its number of threads from nowhere else",
     "mcore_mas/training/tracking_store.py": "MLflow's telemetry has no other switch",
-    "mcore_mas/megatron/step/trainer_group.py": "gloo and NCCL take their network interface from nowhere else",
+    "mcore_mas/training/trainer_group.py": "gloo and NCCL take their network interface from nowhere else",
     "mcore_mas/training/cluster.py": "RAY_ADDRESS, whose cluster Ray would join",
     "mcore_mas/training/joblog.py": "Slurm's number of a job and its machines",
     "rollout/sandbox/guest/warden.py": "a program's home and temporary folder are its own box",
@@ -308,9 +308,17 @@ def test_what_answers_at_once_loads_without_the_heavy_libraries() -> None:
     named = re.findall(r"^from ((?:mcore_mas|rollout)[\w.]*) import ([\w, ]+)", text, re.MULTILINE)
     assert ("mcore_mas.pipeline", "paper_suite") in named
     lines = [f"import {', '.join(LIGHT_MODULES)}", *(f"from {module} import {names}" for module, names in named)]
-    code = "\n".join([*lines, "import sys; print(*sys.modules)"])
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert not set(HEAVY) & set(loaded.split())
+    assert not set(HEAVY) & loaded(*lines)
+
+
+def test_the_controller_loads_torch_and_not_megatron() -> None:
+    assert set(HEAVY) & loaded("import mcore_mas.training.train, mcore_mas.training.evaluate") == {"ray", "torch"}
+
+
+def loaded(*lines: str) -> set[str]:
+    """The modules that a process has after these lines."""
+    command = [sys.executable, "-c", "\n".join([*lines, "import sys; print(*sys.modules)"])]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split())
 
 
 def test_what_is_imported_is_declared() -> None:

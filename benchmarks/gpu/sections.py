@@ -83,7 +83,7 @@ def _attention_inputs(layout: str, dtype: torch.dtype, shape: tuple[int, int, in
     """Queries, keys, values and a slope; Triton's layout and torch's."""
     from mcore_mas.megatron.batch import Segment
     from mcore_mas.megatron.device import upload
-    from mcore_mas.megatron.layout import PackedTrees, TileSizes
+    from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 
     heads, kv_heads, dim = shape
     segments = [Segment(tokens=tokens, parent=parent) for tokens, parent, _ in LAYOUTS[layout]]

@@ -5,8 +5,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from mcore_mas.config.policy import LoraConfig
@@ -65,6 +63,11 @@ def init_process_groups(
     Neighbouring ranks are of one tensor-parallel group, then of one context-parallel, then of one data-parallel group.
     A group of one needs no `store` to find itself.
     """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    import mcore_mas.megatron.patches  # noqa: F401  before Megatron, which those who only write a spec do not load
+
     layout = layout or ParallelLayout()
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
@@ -84,5 +87,7 @@ def init_process_groups(
 
 def destroy_process_groups() -> None:
     """Leave the process group."""
+    from megatron.core import parallel_state
+
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

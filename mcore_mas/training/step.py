@@ -9,7 +9,6 @@ from mcore_mas.config.run import RunConfig
 from mcore_mas.credit.assign import CreditWatch, estimate
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.advantages import ALONE
-from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.rollout.base.processes import restart_metrics
 from mcore_mas.rollout.base.task_group import together
 from mcore_mas.training.async_rollout import AsyncRollouts, RolloutBatch
@@ -19,6 +18,7 @@ from mcore_mas.training.logbook import Logbook
 from mcore_mas.training.metrics import StepMetrics, credit_metrics, losses, rollout_metrics, staleness_metrics
 from mcore_mas.training.policy_trainer import PolicyTrainer, UpdateBatch
 from mcore_mas.training.recent import RecentState
+from mcore_mas.training.trainer_group import TrainerGroup
 from mcore_mas.training.weight_sync import Memory, WeightSync
 
 AfterStep = Callable[[int, StepMetrics], Awaitable[bool]]  # told of each step's metrics; whether to take the next one

@@ -6,11 +6,11 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 
-from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.rollout.base.errors import EngineError
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.rollout.engines import Tag, TrainedEngine
 from mcore_mas.rollout.sync import WeightUpdate
+from mcore_mas.training.trainer_group import TrainerGroup
 
 
 class WeightSync:

@@ -20,10 +20,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from mcore_mas.megatron.batch import Segment
-from mcore_mas.megatron.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model import layer_ops
 from mcore_mas.megatron.model.experts import add_grouped
 from mcore_mas.megatron.model.layer_ops import rotated, swiglu
+from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 from mcore_mas.rollout.models.hash_kernel import sum_of_tiles
 

@@ -120,7 +120,7 @@ import asyncio, json, sys
 from pathlib import Path
 import psutil, ray
 from mcore_mas.packing.pack import pack
-from mcore_mas.megatron.step.trainer_group import TrainerGroup
+from mcore_mas.training.trainer_group import TrainerGroup
 from mcore_mas.planning.jobs import Tenant
 from mcore_mas.training.cluster import ClusterError, joined_ray
 from mcore_mas.training.placement import DevicePlacement, Room

@@ -23,7 +23,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mcore_mas.megatron.layout import CausalBlocks, PackedTrees
+from mcore_mas.megatron.model.layout import CausalBlocks, PackedTrees
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 from mcore_mas.rollout.models.exact import COLUMNS, row_attention
 

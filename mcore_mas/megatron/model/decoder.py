@@ -24,9 +24,9 @@ from torch import Tensor
 
 from mcore_mas.megatron.batch import Microbatch
 from mcore_mas.megatron.device import add_product, added, kernels_run, of_weight, rank_device
-from mcore_mas.megatron.layout import PackedTrees
 from mcore_mas.megatron.model.attention import TreeRotary
 from mcore_mas.megatron.model.layer_ops import KernelHead, swiglu
+from mcore_mas.megatron.model.layout import PackedTrees
 from mcore_mas.rollout.models.exact import row_product
 
 LAYER = re.compile(r"(?<=layers\.)\d+")  # the layer's number in a parameter's name

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_mas.megatron.layout import BlockPlan
+from mcore_mas.megatron.model.layout import BlockPlan
 
 _LOG2_E = 1.4426950408889634
 WARPS, STAGES, STAGES_BACKWARD = 8, 3, 2  # of each program, and of the pipelines that fetch tiles

@@ -17,8 +17,8 @@ from mcore_mas.equations.divergence import gap_statistics, histogram_quantile, l
 from mcore_mas.equations.losses import Tokens, ValueTokens
 from mcore_mas.megatron.batch import CostModel, Microbatch, balance_work
 from mcore_mas.megatron.device import ahead, beat, download, kernels_run, rank_device, upload
-from mcore_mas.megatron.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.model.decoder import PackedGPTModel
+from mcore_mas.megatron.model.layout import PackedTrees, TileSizes
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.rollout.models.architecture import Architecture
 

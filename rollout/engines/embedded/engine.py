@@ -140,6 +140,9 @@ class Host(EmbeddedEngine):
         return asdict(self.stats)
 
 
+_HOSTS: Any = ray.remote(num_cpus=0)(Host)
+
+
 class HostedEngine(Dispatcher, TrainedEngine):
     """An engine in a process of its own; Ray must be running.
 
@@ -181,7 +184,7 @@ class HostedEngine(Dispatcher, TrainedEngine):
         self._restarts = Restarts("engine", self._settings.restarts)
         self._weights_folder = Path(self._settings.weights_folder or memory_path())
         self.transport = self._settings.transport  # whoever places a trainer on another node makes it "disk"
-        self._actor = ray.remote(num_cpus=0)(Host).options(**self._settings.place or {})
+        self._actor = _HOSTS.options(**self._settings.place or {})
         self._source = source or self.folder  # what an actor reads that does not find its weights in shared memory
         self.held = [Held(file=None if self._settings.far or adapters else memory_path(), version=version)]
         self.held += [Held(file=memory_path(), adapter=adapter) for adapter in adapters]

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mcore_mas.megatron.batch import Segment
 from mcore_mas.megatron.device import upload
-from mcore_mas.megatron.layout import BlockPlan, PackedTrees, TileSizes
 from mcore_mas.megatron.model.attention import _TreeAttention
 from mcore_mas.megatron.model.decoder import _Head
 from mcore_mas.megatron.model.layer_ops import KernelHead
+from mcore_mas.megatron.model.layout import BlockPlan, PackedTrees, TileSizes
 from mcore_mas.megatron.model.tree_ops import KernelAttention
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install triton==3.7.1)")

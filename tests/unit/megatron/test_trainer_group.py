@@ -10,11 +10,11 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from mcore_mas.megatron.step import trainer_group
-from mcore_mas.megatron.step.trainer_group import TrainerGroup
 from mcore_mas.packing.pack import pack, unpack
 from mcore_mas.rollout.models.tensors import read_tensors
 from mcore_mas.rollout.sync import SyncRoute
+from mcore_mas.training import trainer_group
+from mcore_mas.training.trainer_group import TrainerGroup
 from tests.support import precision, ranks, reference
 
 
@@ -84,7 +84,7 @@ def test_ranks_are_numbered_by_node_and_gpu(tmp_path: Path, monkeypatch: pytest.
     unborn = iter(ranks_there)
     actor = MagicMock()
     actor.options.return_value.remote.side_effect = lambda *_: next(unborn)
-    monkeypatch.setattr(trainer_group.ray, "remote", lambda **_: lambda _: actor)
+    monkeypatch.setattr(trainer_group, "_RANKS", actor)
     reference.make_model("qwen2", tmp_path / "model")
     spec = ranks.spec_of(str(tmp_path / "model"), dp=4)
     group = TrainerGroup("p", spec, threads=1, places=[{"num_gpus": 1}] * 4)

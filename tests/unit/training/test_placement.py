@@ -11,7 +11,6 @@ import pytest
 
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
-from mcore_mas.megatron.step.trainer_group import meeting_address
 from mcore_mas.planning.jobs import Tenant, needed, tenants_of
 from mcore_mas.rollout.engines.sglang import settings
 from mcore_mas.rollout.engines.sglang.settings import nccl_mismatch
@@ -25,6 +24,7 @@ from mcore_mas.training.placement import (
     room_for,
     strategies,
 )
+from mcore_mas.training.trainer_group import meeting_address
 
 LAYOUT = [
     "policies.solver.tp=2",

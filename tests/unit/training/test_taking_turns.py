@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from mcore_mas.megatron.step.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.training.trainer_group import TrainerGroup, TrainerTurns
 from mcore_mas.training.weight_sync import Memory
 
 

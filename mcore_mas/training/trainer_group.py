@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -19,11 +19,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.device import RankWatch, WatchFiles, exchange
 from mcore_mas.megatron.spec import TrainerSpec, init_process_groups
-from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.rollout.base.files import Digest
 from mcore_mas.rollout.base.processes import ProcessLost, interface_of
 from mcore_mas.rollout.base.task_group import cancel_tasks
 from mcore_mas.rollout.sync import SyncRoute, WeightSender, WeightUpdate, make_sender
+
+if TYPE_CHECKING:
+    from mcore_mas.megatron.step.trainer import MegatronTrainer
 
 _LOOPBACK = "127.0.0.1"
 _GONE_S = 10.0  # in which Ray knows that a rank is gone
@@ -34,7 +36,9 @@ class _Rank:
     """One process of the trainers of a policy, or of all policies on one frozen model."""
 
     def __init__(self, threads: int, watched: WatchFiles | None) -> None:
-        self._watched = watched
+        from mcore_mas.megatron.step.trainer import MegatronTrainer  # loads Megatron, which the controller does not
+
+        self._load, self._watched = MegatronTrainer, watched
         self._watch: RankWatch | None = None
         self._rank = 0  # until it joins the others
         self._threads = threads
@@ -67,7 +71,7 @@ class _Rank:
             store = self._store or TCPStore(*place, is_master=False)
             init_process_groups(next(iter(specs.values())), rank=rank, threads=self._threads, store=store)
             for policy, spec in specs.items():
-                self._trainers[policy] = MegatronTrainer(spec, next(iter(self._trainers.values()), None))
+                self._trainers[policy] = self._load(spec, next(iter(self._trainers.values()), None))
 
     def call(self, policy: str, method: str, *arguments: Any) -> Any:
         """Call the `method` of a policy's trainer, as all ranks do."""
@@ -109,6 +113,10 @@ class _Rank:
         with self._phase("wake"):
             for trainer in self._trainers.values():
                 trainer.wake()
+
+
+# a thread of its own waits for what is written while the ranks' other calls go on in their order
+_RANKS = ray.remote(num_cpus=0, concurrency_groups={"writing": 1})(_Rank)  # type: ignore[call-overload]
 
 
 def meeting_address(nodes: Sequence[str]) -> str:
@@ -173,10 +181,8 @@ class TrainerGroup:
             turns.groups.append(self)
         if places is None:
             places = [{"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0}] * spec.ranks
-        # a thread of its own waits for what is written while the ranks' other calls go on in their order
-        actor = ray.remote(num_cpus=0, concurrency_groups={"writing": 1})(_Rank)  # type: ignore[call-overload]
         # in their order once `ready`
-        self._ranks = [actor.options(**place).remote(threads, watched) for place in places]
+        self._ranks = [_RANKS.options(**place).remote(threads, watched) for place in places]
 
     async def ready(self) -> None:
         """Number the ranks by node and GPU, so that neighbours are near, and wait until each has its shard.
