@@ -98,6 +98,7 @@ LIGHT_MODULES = (
     "mcore_mas.rollout.sandbox",
     "mcore_mas.pipeline.base_model",  # of `mcore-mas new`
     "mcore_mas.pipeline.check",
+    "mcore_mas.pipeline.prepare",
     "mcore_mas.reports.runs",  # of `mcore-mas ls` and `compare`
 )
 

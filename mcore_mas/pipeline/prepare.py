@@ -19,7 +19,6 @@ from mcore_mas.rollout.records.files import write_tasks
 from mcore_mas.rollout.tasks import GENERATORS
 from mcore_mas.rollout.tasks.encyclopedia import passages as encyclopedia_passages
 from mcore_mas.rollout.tasks.tiny_files import write_tiny_file
-from mcore_mas.training.engine_factory import sidecar_of
 
 if TYPE_CHECKING:
     from mcore_mas.retrieval.encoder import Encoder
@@ -102,6 +101,8 @@ def probe_index(config_path: Path, index_dir: Path, out: Path) -> None:
     Raises:
         RetrievalError: the server cannot start, or gives no usable answer.
     """
+    from mcore_mas.training.engine_factory import sidecar_of  # loads torch, which tasks are prepared without
+
     retriever = _retriever(config_path)
     if retriever.golden is not None:
         golden = read_golden(retriever.golden)

@@ -1,6 +1,6 @@
 """Trajectories and their credit in the terminal: who said what to whom, who was compared with whom."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +21,7 @@ from mcore_mas.reports.pages import PeerGroup, TurnAdvantages, TurnGroups
 from mcore_mas.rollout.base.schema_words import invalid
 from mcore_mas.rollout.base.text import shown_text
 from mcore_mas.rollout.records.files import read_trajectories
-from mcore_mas.rollout.records.trajectory import Group, Status, Task, Trajectory, Turn
+from mcore_mas.rollout.records.trajectory import Status, Trajectory, Turn, groups_of
 
 
 def plain(text: str, style: str = "") -> Text:
@@ -185,19 +185,6 @@ def print_credit(
         console.print(_turns_table(groups, samples, rows))
     if len(shown) < len(tasks):
         console.print(plain(f"{len(shown)} of {len(tasks)} tasks; --task and --limit show others", style="dim"))
-
-
-def groups_of(trajectories: Iterable[Trajectory]) -> list[Group]:
-    """Recorded trajectories by task; of the task itself only its id is known."""
-    by_task: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        by_task.setdefault(trajectory.task_id, []).append(trajectory)
-    return [
-        Group(
-            task=Task(id=task, prompt="", answers=(), env="", source=own[0].source, split=""), trajectories=tuple(own)
-        )
-        for task, own in by_task.items()
-    ]
 
 
 def _groups_table(statistics: GroupStatistics, samples: Sequence[Sample], rows: Sequence[int]) -> Table:

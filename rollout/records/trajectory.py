@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from base64 import urlsafe_b64decode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
@@ -303,3 +303,16 @@ class Group:
 
     task: Task
     trajectories: tuple[Trajectory, ...]
+
+
+def groups_of(trajectories: Iterable[Trajectory]) -> list[Group]:
+    """Recorded trajectories by task; of the task itself only its id is known."""
+    by_task: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_task.setdefault(trajectory.task_id, []).append(trajectory)
+    return [
+        Group(
+            task=Task(id=task, prompt="", answers=(), env="", source=own[0].source, split=""), trajectories=tuple(own)
+        )
+        for task, own in by_task.items()
+    ]
