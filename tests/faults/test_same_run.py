@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from mcore_mas.rollout.base.failpoints import FAILPOINTS
-from tests.faults.forked import fingerprint, run_folder, trained
+ROOT = Path(__file__).resolve().parents[2]
+WAYS = (("=", "ahead:token=sleep:0.1"), ("=", "ahead:token=kill@103"))  # of each of two processes
 
 
-def test_the_same_recipe_is_the_same_run(tmp_path: Path) -> None:
-    found = [fingerprint(trained_again(tmp_path)) for _ in range(2)]
-    assert len([name for name in found[0] if name.endswith(".safetensors")]) >= 4
-    assert found[0] == found[1], [name for name in found[0] if found[0][name] != found[1].get(name)]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, str]]]:
+    """Files of the runs that two processes trained, each in its ways; in the same folder, one after the other."""
+    folder, made = tmp_path_factory.mktemp("same"), []
+    for ways in WAYS:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.faults.same", str(folder), *ways]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        made.append([json.loads(line) for line in done.stdout.splitlines()])
+    return made
+
+
+def assert_same(one: dict[str, str], other: dict[str, str]) -> None:
+    assert len([name for name in one if name.endswith(".safetensors")]) >= 4
+    assert one == other, [name for name in one if one[name] != other.get(name)]
 
 
 @pytest.mark.slow
-def test_ahead_of_training_neither_time_nor_a_kill_changes_a_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for orders in ("", "token=sleep:0.1", "token=kill@103"):
-        monkeypatch.setenv(FAILPOINTS, orders)
-        found.append(fingerprint(trained_again(tmp_path, "trainer.staleness=1", "agents.solver.max_tokens=40")))
-        assert found[-1] == found[0], [name for name in found[0] if found[0][name] != found[-1].get(name)]
-    assert len([name for name in found[0] if name.endswith(".safetensors")]) >= 4
+def test_the_same_recipe_is_the_same_run(found: list[list[dict[str, str]]]) -> None:
+    assert_same(found[0][0], found[1][0])
 
 
-def trained_again(base: Path, *settings: str) -> Path:
-    """The run's folder after another training of it, started again if it was killed, in place of the one before."""
-    shutil.rmtree(base / "results", ignore_errors=True)
-    (base / "results").mkdir()
-    folder = run_folder(base / "results", *settings)
-    done = trained(folder / "config.yaml")
-    if "kill" in os.environ.get(FAILPOINTS, ""):  # a reply is under way, and its first tokens are on record
-        assert done.returncode == -9
-        assert any('"key":"part ' in path.read_text() for path in (folder / "train" / "journal").iterdir())
-        os.environ[FAILPOINTS] = ""
-        done = trained(folder / "config.yaml")
-    assert done.returncode == 0, done.stderr
-    return folder
+@pytest.mark.slow
+def test_ahead_of_training_neither_time_nor_a_kill_changes_a_bit(found: list[list[dict[str, str]]]) -> None:
+    """Each token of one comes later; the other is killed and goes on."""
+    assert_same(found[0][1], found[1][1])
+    assert found[0][1] != found[0][0]

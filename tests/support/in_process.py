@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from mcore_mas.config.run import RunConfig
+from mcore_mas.config.run import RunConfig, for_policy
 from mcore_mas.megatron.batch import CostModel, Microbatch
 from mcore_mas.megatron.spec import TrainerSpec, destroy_process_groups, init_process_groups
 from mcore_mas.megatron.step.trainer import MegatronTrainer
@@ -125,9 +125,11 @@ class HereGroup(Group):
 
 
 def engines_here(config: RunConfig, models: dict[str, str], *_: object, **__: object) -> dict[str, Engine]:
-    engine = config.engine
-    settings = {"rows": engine.slots, "max_length": engine.max_length, "deterministic": engine.deterministic}
-    HereGroup.engines = {policy: Engine(model, **settings) for policy, model in models.items()}
+    HereGroup.engines = {}
+    for policy, model in models.items():
+        engine = for_policy(config, policy).engine
+        settings = {"rows": engine.slots, "max_length": engine.max_length, "deterministic": engine.deterministic}
+        HereGroup.engines[policy] = Engine(model, **settings)
     return dict(HereGroup.engines)
 
 
@@ -146,16 +148,15 @@ def nothing(*_: object) -> None:
 
 
 @contextmanager
-def training_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside the block `train` trains in this process: what starts others (Ray, trackers) is replaced."""
+def training_here(monkeypatch: pytest.MonkeyPatch, *, tracked: bool = False) -> Iterator[None]:
+    """Inside the block `train` trains in this process: Ray is replaced, and MLflow unless `tracked`."""
     replaced = {"TrainerGroup": HereGroup, "make_engines": engines_here, "DevicePlacement": placed_here}
     for name, value in replaced.items():
         monkeypatch.setattr(crew, name, value)
     monkeypatch.setattr(train, "room_for", room_here)
     monkeypatch.setattr(train, "running_ray", lambda *_, **__: nullcontext())
-    # MLflow and its traces
     silent = SimpleNamespace(run_id=None, log=nothing, finish=nothing, send=nothing, close=nothing)
-    for name in ("open_tracker", "Traces"):
+    for name in () if tracked else ("open_tracker", "Traces"):
         monkeypatch.setattr(logbook, name, lambda *_: silent)
     init_process_groups(rank=0, threads=1)
     try:

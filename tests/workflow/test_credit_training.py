@@ -105,8 +105,8 @@ CREDIT = {
     # trees of branches, a policy that is frozen
     "trees": ["recipe=at_grpo", "+agents.verifier.loss_weight=0"],
 }
-# which are trained in this process; the others need actors: side by side, on one model, or with an engine of their own
-HERE = ("ppo", "gspo", "agents", "trees")
+# which are trained in this process; adapters on one model need actors
+HERE = ("ppo", "gspo", "agents", "trees", "ahead", "own")
 
 
 @pytest.fixture(params=sorted(CREDIT))
