@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from mcore_mas.rollout.records.files import read_trajectories
 from tests.slurm.cluster import wait_until
+from tests.support.in_process import training_here
 
 ROOT = Path(__file__).parents[2]
 TOLD = """
@@ -66,13 +68,12 @@ def test_every_block_of_the_quickstart_runs_and_the_team_learns(tmp_path: Path) 
     )
 
 
-def command(folder: Path, *words: str, said: str = "") -> subprocess.CompletedProcess[str]:
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", "mcore_mas", *words],
         cwd=folder,
         env=environment,
-        input=said,
         capture_output=True,
         text=True,
         check=False,
@@ -80,50 +81,29 @@ def command(folder: Path, *words: str, said: str = "") -> subprocess.CompletedPr
     )
 
 
+COMMANDS = """
+import sys
+from mcore_mas.cli.main import main
+for line in sys.argv[1:]:
+    sys.argv = ["mcore-mas", *line.split()]
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_the_command_line_plays_a_team_whose_script_can_be_imported(tmp_path: Path) -> None:
+def test_ctrl_c_in_a_script_saves_and_the_command_line_plays_its_team(tmp_path: Path) -> None:
+    """A script that can be imported, and Ctrl-C as a terminal does it: to all processes of the script at once."""
     model, team, world, train, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/quickstart.md").read_text(), re.S)
-    made = f"{model}{train.partition('for row in run:')[0].replace('steps=40', 'steps=2')}run.train()"
-    guarded = textwrap.indent(made, "    ")
-    script = tmp_path / "mine.py"
-    script.write_text(f'import mcore_mas as mm\n{team}{world}\nif __name__ == "__main__":\n{guarded}\n')
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    config = (tmp_path / "results/letters/config.yaml").read_text()
-    assert "mine:Letters" in config and "mine:relay" in config and "reward: mine:worth" in config
-    assert ": here:" not in config
-    for words, said in ((("chat", "letters"), "Write words with e."), (("evaluate", "letters", "--state", "base"), "")):
-        found = command(tmp_path, *words, said=f"{said}\n\n")
-        assert found.returncode == 0 and "you: " not in found.stdout, found.stderr  # nobody sits there
-    exported = command(tmp_path, "export", "letters", "shared", "--to", "out")
-    assert exported.returncode == 0 and (tmp_path / "out" / "config.json").is_file(), exported.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.multirank
-def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-    script = tmp_path / "example.py"
-    script.write_text(block.replace("lr=1e-3,", "lr=1e-3, steps=2,"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "'avg@4': 0.0" in done.stdout and "Conversation(" in done.stdout  # the model knows nothing
-
-
-@pytest.mark.slow
-@pytest.mark.multirank
-def test_ctrl_c_in_a_script_saves_and_leaves_no_process(tmp_path: Path) -> None:
-    """As a terminal does it: to all processes of the script at once."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text(), flags=re.DOTALL)
-    made = [*blocks[:3], blocks[3].partition("for row in run:")[0], "run.train()"]
-    script, folder = tmp_path / "mine.py", tmp_path / "results" / "letters" / "train"
     at_a_terminal = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # `&` ignores it
-    script.write_text("\n".join([at_a_terminal, *made]))
+    made = f"{at_a_terminal}\n{model}{train.partition('for row in run:')[0]}run.train()"
+    script, folder = tmp_path / "mine.py", tmp_path / "results" / "letters" / "train"
+    guarded = textwrap.indent(made, "    ")
+    script.write_text(f'import mcore_mas as mm\n{team}{world}\nif __name__ == "__main__":\n{guarded}\n')
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, script], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, process_group=0
@@ -140,3 +120,34 @@ def test_ctrl_c_in_a_script_saves_and_leaves_no_process(tmp_path: Path) -> None:
     assert [one.cmdline() for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
     steps = [json.loads(line)["step"] for line in journal.read_text().splitlines()]
     assert (folder / "checkpoints" / f"step_{steps[-1] + 1:06d}" / "manifest.json").is_file()
+
+    config = (tmp_path / "results/letters/config.yaml").read_text()
+    assert "mine:Letters" in config and "mine:relay" in config and "reward: mine:worth" in config
+    assert ": here:" not in config
+    lines = ["chat letters --state base", "evaluate letters --state base", "export letters shared --to out"]
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", COMMANDS, *lines],
+        cwd=tmp_path,
+        env=environment,
+        input="Write words with e.\n\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert found.returncode == 0 and "you: " not in found.stdout, found.stderr  # nobody sits there
+    assert (tmp_path / "results/letters/evaluation/base.json").is_file()
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    (tmp_path / "example.py").write_text(block.replace("lr=1e-3,", "lr=1e-3, steps=2,"))
+    monkeypatch.chdir(tmp_path)
+    with training_here(monkeypatch):
+        runpy.run_path("example.py")
+    said = capsys.readouterr().out
+    assert "'avg@4': 0.0" in said and "Conversation(" in said  # the model knows nothing
