@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from mcore_mas.cli.main import app
 from mcore_mas.config.compose import resolve
 from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.pipeline.suite import load_suite
@@ -29,6 +31,9 @@ KEYS = {
     "HF_TOKEN": "hf_0123456789abcdefghij",
 }
 SETTINGS = (
+    "agents.verifier.policy=solver",
+    "~policies.verifier",
+    "policies.solver.tp=1",
     "trainer.steps=1",
     "trainer.checkpoint_every=1",
     "trainer.validate_every=1",
@@ -51,7 +56,7 @@ def arguments() -> Iterator[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_no_key_of_a_training_is_seen_anywhere(tmp_path: Path) -> None:
+def test_no_key_of_a_training_is_seen_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coach quotes the key that it was sent, in its verdicts and in what it says as it fails."""
     secret = KEYS["COACH_TEST_KEY"]
 
@@ -70,15 +75,17 @@ def test_no_key_of_a_training_is_seen_anywhere(tmp_path: Path) -> None:
             process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
             while process.poll() is None:
                 seen.update(arguments())
-                time.sleep(0.05)
+                time.sleep(0.1)
         assert process.returncode == 0, shown.read_text()
         assert {value for sent in server.headers for value in sent.values() if "sk-" in value} == {f"Bearer {secret}"}
     secrets = [key.encode() for key in KEYS.values()]
     secrets.append((tmp_path / "home" / ".ray" / "auth_token").read_bytes().strip())
+    monkeypatch.chdir(tmp_path)
     for words in (["ls", str(tmp_path)], ["show", str(run)], ["compare", str(run), str(run)]):
-        done = subprocess.run([*command[:3], *words], env=env, capture_output=True, check=True, cwd=tmp_path)
-        seen.update((done.stdout, done.stderr))
-        assert b"demo_math" in done.stdout or words[0] == "compare"
+        done = CliRunner().invoke(app, words, env=KEYS)
+        assert done.exit_code == 0, done.output
+        seen.update((done.stdout_bytes, done.stderr_bytes))
+        assert "demo_math" in done.stdout or words[0] == "compare"
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "auth_token"]
     assert {"config.yaml", "metrics.jsonl", "mlflow.db", "ledger.sqlite", "shown"} <= {path.name for path in files}
     seen.update(path.read_bytes() for path in files)

@@ -58,8 +58,8 @@ def test_a_config(tmp_path: Path) -> None:
     assert said.startswith(f"mcore_mas.config.run.ConfigError: {file}: not YAML (more than 4194304 characters with its")
 
 
-def many(path: Path, schema: pa.Schema, columns: dict[str, pa.Array], rows: int = 1 << 19) -> Path:
-    """A file of many rows that are all the same, and on disk once."""
+def many(path: Path, schema: pa.Schema, columns: dict[str, pa.Array], rows: int = 80 << 8) -> Path:
+    """A file of many rows that are all the same, and on disk once; of LONG they are 1.25 GiB."""
     first = pa.table({name: columns.get(name, pa.nulls(1, schema.field(name).type)) for name in schema.names})
     table = pa.concat_tables([pa.concat_tables([first] * 256).combine_chunks()] * (rows // 256))
     pq.write_table(table, path, compression="zstd", row_group_size=rows)
@@ -87,7 +87,7 @@ def index_that_says_more(path: Path) -> Path:
 
 READ_CONFIG = "from mcore_mas.rollout.models.architecture import read_config; read_config(sys.argv[1])"
 READ_ROWS = "from mcore_mas.rollout.tasks.files import read_rows; [*read_rows(Path(sys.argv[1]))]"
-LONG = "x" * 4096
+LONG = "x" * (64 << 10)
 ROW = {"id": pa.array(["x"]), "contents": pa.array([LONG])}
 CASES: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a model's config.json is large": (

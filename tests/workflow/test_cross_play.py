@@ -37,10 +37,10 @@ def test_a_cell_trains_what_it_needs_and_is_in_the_table(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_each_agent_plays_the_model_of_its_seat(tmp_path: Path) -> None:
     base = make_run(tmp_path, "data.test=2") / "base"
-    cells = ("from_alone", "without_verifier")
     small = ["data.train=16", "data.validation=2", "data.test=2", "evaluation.samples=2"]
     models = [f"policies.{policy}.model={base}" for policy in ("solver", "verifier")]
     suite = suite_of(*small, *models)
+    suite["evaluate"]["mas"] = {"mixed": {"solver": "alone/verifier", "verifier": "base"}}
     made = [f"results/{run}/tasks/test.parquet" for run in ("mas", "alone")]
     done = snakemake(tmp_path, suite, "--", *made)
     assert done.returncode == 0, done.stderr
@@ -53,15 +53,9 @@ def test_each_agent_plays_the_model_of_its_seat(tmp_path: Path) -> None:
         manifest = tmp_path / "results" / run / "train" / "done.json"
         manifest.parent.mkdir()
         manifest.write_text(json.dumps({"policies": {policy: str(folder) for policy, folder in trained.items()}}))
-    done = snakemake(tmp_path, suite, "--", *(f"results/mas/evaluation/{cell}.json" for cell in cells))
+    done = snakemake(tmp_path, suite, "--", "results/mas/evaluation/mixed.json")
     assert done.returncode == 0, done.stderr
-    played = {}
-    for cell in cells:
-        scores = json.loads((tmp_path / "results/mas/evaluation" / f"{cell}.json").read_text())
-        assert (scores["run"], scores["state"], len(scores["tasks"])) == ("mas", cell, 2)
-        turns = [turn for t in read_trajectories(tmp_path / "results/mas/evaluation" / cell) for turn in t.turns]
-        played[cell] = {turn.agent: turn.policy for turn in turns}
-    assert played == {
-        "from_alone": {"solver": "alone.solver", "verifier": "alone.solver"},
-        "without_verifier": {"solver": "solver", "verifier": "base.verifier"},
-    }
+    scores = json.loads((tmp_path / "results/mas/evaluation/mixed.json").read_text())
+    assert (scores["run"], scores["state"], len(scores["tasks"])) == ("mas", "mixed", 2)
+    turns = [turn for t in read_trajectories(tmp_path / "results/mas/evaluation/mixed") for turn in t.turns]
+    assert {turn.agent: turn.policy for turn in turns} == {"solver": "alone.verifier", "verifier": "base.verifier"}

@@ -32,6 +32,7 @@ from mcore_mas.retrieval.encoder import Encoder
 from mcore_mas.rollout.records.files import write_tasks, write_trajectories
 from mcore_mas.rollout.tasks.games import draw_tasks
 from tests.support.browser import BINARY, Browser, needs_chromium
+from tests.support.commands import called
 from tests.support.documents import BLOCKS, HERE, LONG, README_COMMANDS, RUN_BY, STORIES, runner
 from tests.support.run_folder import make_run
 from tests.support.tiny_bert import write_bert
@@ -43,6 +44,7 @@ SMALL = ["data.train=12", "data.validation=2", "data.test=2", "trainer.tasks_per
 SMALL += ["trainer.steps=2", "trainer.validate_every=100", "evaluation.samples=1", "cold_start=null"]
 LINES = [line for block in BLOCKS if block.language == "sh" and block.page not in STORIES for line in block.lines]
 COMMANDS = list(dict.fromkeys([*README_COMMANDS, *LINES]))
+READING = r"mcore-mas (check|compare|doctor|explain|list|ls|show)\b"  # their lines are called by one process
 SERVERS = r"mcore-mas (studio|serve|ui)|make (ui|retriever)"  # they run until Ctrl-C
 ASKED = {"serve": "/v1/models", "retriever": "/health"}  # others by their first page
 WRITES = {  # by command, a file that it leaves
@@ -84,9 +86,9 @@ class Folder:
         (path / "my_results").mkdir()
         (path / "elsewhere").mkdir()
         self.env |= {"PATH": f"{path / 'bin'}:{os.environ['PATH']}", "NO_PROXY": "*"}
-        model = (
-            make_run(path / "results", "trainer.steps=2", "evaluation.samples=1", "trainer.checkpoint_every=1") / "base"
-        )
+        alone = ("agents.verifier.policy=solver", "~policies.verifier", "policies.solver.tp=1")
+        few = ("trainer.steps=2", "evaluation.samples=1", "trainer.checkpoint_every=1")
+        model = make_run(path / "results", *alone, *few) / "base"
         own = ["experiment=demo_math", *SMALL, *(f"policies.{name}.model={model}" for name in ("solver", "verifier"))]
         (path / "my_suite.yaml").write_text(yaml.safe_dump({"suite": "mine", "experiments": {"demo": own}}))
         tasks = draw_tasks(PUZZLES["plan_path"](size=4), 3, {"test": 1})
@@ -221,23 +223,35 @@ def answered(url: str) -> int:
         return 0
 
 
+@pytest.fixture(scope="module")
+def said(folder: Folder, trained: Watched | None) -> dict[str, str]:
+    """What those of the lines print that only read, by line."""
+    lines = [line for line in COMMANDS if runner(line) == HERE and re.match(READING, line)]
+    return dict(zip(lines, called(lines, folder.path, folder.env), strict=True))
+
+
 def run_and_check(line: str, folder: Folder) -> None:
     if re.match(SERVERS, line):
         path = next((path for word, path in ASKED.items() if word in line), "/")
         with folder.serving(line) as url:
             until(lambda: answered(url + path) == 200, 120)  # MLflow's address is told before it listens
         return
-    said = folder.run(line)
+    check(line, folder, folder.run(line))
+
+
+def check(line: str, folder: Folder, said: str) -> None:
     assert re.search(SAYS.get(line, ""), said, re.MULTILINE), said
     assert line not in WRITES or (folder.path / WRITES[line]).exists(), said
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if runner(line) == HERE])
-def test_a_command_runs(line: str, folder: Folder, trained: Watched | None) -> None:
+def test_a_command_runs(line: str, folder: Folder, said: dict[str, str]) -> None:
     if re.match("mcore-mas (train|evaluate) ", line):
         assert (folder.path / WRITES[line]).is_file()  # of `trained`
     elif line.startswith("mcore-mas chat "):
         talk(line, folder)
+    elif line in said:
+        check(line, folder, said[line])
     else:
         run_and_check(line, folder)
 
