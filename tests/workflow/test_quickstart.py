@@ -14,7 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from mcore_mas.cli.main import app, main
 from mcore_mas.rollout.records.files import read_trajectories
 from tests.slurm.cluster import wait_until
 from tests.support.commands import called
@@ -32,7 +34,9 @@ print(json.dumps({"scores": scores, "metrics": run.metrics, "handlers": handlers
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_every_block_of_the_quickstart_runs_and_the_team_learns(tmp_path: Path) -> None:
+def test_every_block_of_the_quickstart_runs_and_the_team_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     script = tmp_path / "quickstart.py"
     script.write_text("\n".join([*re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL), TOLD]))
@@ -60,26 +64,15 @@ def test_every_block_of_the_quickstart_runs_and_the_team_learns(tmp_path: Path) 
         assert [t.reward for t in one.turns] == [one.outcome if t.valid else 0.0 for t in one.turns]
     assert sum(turn.valid for one in played for turn in one.turns) > 0.8 * 2 * len(played)
     assert (tmp_path / "exported" / "config.json").is_file()
-    shown = command(tmp_path, "show", "letters")
-    assert (shown.returncode, shown.stderr) == (0, "") and "64 trajectories" in shown.stdout, shown
-    refused = command(tmp_path, "chat", "letters")  # this script would train again if it were imported
-    assert refused.returncode == 1 and len(refused.stderr.splitlines()) == 1
-    assert "is an object of the script or notebook that made this run; use the run there, such as run.chat()" in (
-        refused.stderr
-    )
-
-
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "mcore_mas", *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    monkeypatch.chdir(tmp_path)
+    assert "64 trajectories" in CliRunner().invoke(app, ["show", "letters"]).stdout
+    monkeypatch.setattr("sys.argv", ["mcore-mas", "chat", "letters"])
+    monkeypatch.setattr("sys.path", [*sys.path])
+    with pytest.raises(SystemExit):  # this script would train again if it were imported
+        main()
+    refused = capsys.readouterr().err
+    assert len(refused.splitlines()) == 1
+    assert "is an object of the script or notebook that made this run; use the run there, such as run.chat()" in refused
 
 
 @pytest.mark.slow
