@@ -1,5 +1,6 @@
 """Layouts and feeds reproduce plain torch on a Hugging Face model: loss, gradients, norms, parameters."""
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from mcore_mas.credit.samples import Sample
 from mcore_mas.equations.divergence import CORRECTIONS, KL_ESTIMATES
@@ -160,24 +162,43 @@ def without_a_token(samples: list[Sample]) -> list[Sample]:
     return [replace(sample, trained=tuple(trained)) if sample is longest else sample for sample in samples]
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    return reference.make_model("qwen2", tmp_path_factory.mktemp("model"), layers=4)
+
+
+@pytest.fixture(scope="module")
+def expected(model: PreTrainedModel) -> precision.Expected:
+    """What the model comes to in plain torch."""
+    return precision.expect(model, reference.make_samples(), STEPS, ranks.LR)
+
+
+@pytest.fixture(scope="module")
+def trained(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """What it comes to in float32; it is not to be changed."""
+    return reference.train(copy.deepcopy(model), reference.make_samples(), STEPS, ranks.LR)
+
+
+def test_plain_float32_is_within_the_bound(expected: precision.Expected, trained: list[dict[str, Any]]) -> None:
+    assert not precision.errors(trained, expected.steps).beyond(expected.own)
+
+
 @pytest.mark.parametrize(
     ("defect", "found"), [(scaled, {"gradients"}), (counted_twice, {"loss"}), (stale, {"parameters"})]
 )
 def test_a_defect_is_beyond_the_bound(
-    tmp_path: Path, defect: Callable[[list[dict[str, Any]]], None], found: set[str]
+    expected: precision.Expected,
+    trained: list[dict[str, Any]],
+    defect: Callable[[list[dict[str, Any]]], None],
+    found: set[str],
 ) -> None:
-    model = reference.make_model("qwen2", tmp_path, layers=4)
-    expected = precision.expect(model, reference.make_samples(), STEPS, ranks.LR)
-    history = reference.train(model, reference.make_samples(), STEPS, ranks.LR)
-    assert not precision.errors(history, expected.steps).beyond(expected.own)
+    history = copy.deepcopy(trained)
     defect(history)
     assert set(precision.errors(history, expected.steps).beyond(expected.own)) == found
 
 
-def test_a_dropped_token_is_beyond_every_bound(tmp_path: Path) -> None:
-    model = reference.make_model("qwen2", tmp_path, layers=4)
-    expected = precision.expect(model, reference.make_samples(), STEPS, ranks.LR)
-    history = reference.train(model, without_a_token(reference.make_samples()), STEPS, ranks.LR)
+def test_a_dropped_token_is_beyond_every_bound(model: PreTrainedModel, expected: precision.Expected) -> None:
+    history = reference.train(copy.deepcopy(model), without_a_token(reference.make_samples()), STEPS, ranks.LR)
     found = precision.errors(history, expected.steps)
     assert set(found.beyond(expected.own)) == {"loss", "norm", "agent_norms", "gradients", "parameters"}, found
     assert found.gradients > 100 * precision.bound(expected.own.gradients)
