@@ -57,6 +57,18 @@ def running_ray() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def forked_programs() -> Iterator[None]:
+    """What the tests of one module run as `python -m` or `-c` starts as a fork, which need not import torch first."""
+    import subprocess
+
+    from tests.support.starts import Forked
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Forked)
+        yield
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """Process groups of this process alone, as every trainer needs them."""

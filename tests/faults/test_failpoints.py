@@ -14,6 +14,8 @@ import pytest
 from mcore_mas.rollout.base.failpoints import FAILPOINTS, failpoint
 from mcore_mas.rollout.base.files import write_text
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -23,6 +23,8 @@ from mcore_mas.training.full_disk import ROOM_S, until_room
 from mcore_mas.training.logbook import Journal, Reporter
 from tests.support.virtual_time import run_virtually
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = ("unshare", "--user", "--map-root-user", "--mount")
 

@@ -3,7 +3,6 @@
 import gc
 import itertools
 import json
-import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,6 +29,7 @@ from mcore_mas.rollout.models.layout import ParallelLayout
 from mcore_mas.rollout.models.tensors import whole as whole_of
 from mcore_mas.rollout.sync import SyncRoute, make_sender
 from tests.support.gradients import gradients_of
+from tests.support.starts import preload
 
 LR = 1e-3
 EPS = 1e-4
@@ -66,7 +66,7 @@ def play(jobs: Sequence[Job]) -> list[list[int]]:
     Returns:
         By rank, how many threads it had after each layout it took part in.
     """
-    multiprocessing.set_forkserver_preload([__name__])
+    preload()
     with tempfile.TemporaryDirectory() as folder:
         processes = max(job.ranks for job in jobs)
         start_processes(_play, args=(jobs, Path(folder)), nprocs=processes, start_method="forkserver")

@@ -17,6 +17,8 @@ import pytest
 
 from tests.support.run_folder import make_run
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 GUIDE = Path(__file__).parents[3] / "docs" / "gateway.md"
 
 

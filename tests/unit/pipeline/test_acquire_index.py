@@ -30,6 +30,8 @@ from mcore_mas.retrieval.sidecar import RetrieverSidecar
 from tests.support.hub import FakeHub, running
 from tests.support.tiny_bert import write_bert
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 FOLDER = Path("data/wiki-18")
 ENCODER = Path("models/e5-base-v2")
 ITEMS = [f"{FOLDER}/e5_Flat.index", f"{FOLDER}/wiki-18.jsonl", str(ENCODER), f"{FOLDER}/index.json"]

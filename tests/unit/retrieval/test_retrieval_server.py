@@ -29,6 +29,7 @@ from mcore_mas.rollout.base.http import is_loopback
 from mcore_mas.rollout.base.http_server import TimedProtocol, bind
 from tests.support.half_open import hold_open
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
 ROOT = Path(__file__).resolve().parents[3]
 SERVE = [sys.executable, "-m", "mcore_mas.retrieval.server"]
 

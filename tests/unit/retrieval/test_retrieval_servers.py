@@ -30,6 +30,8 @@ from tests.support.ranks import play as play_ranks
 from tests.support.retrieval import ONE_HIT, scripted, search
 from tests.support.run_folder import make_run
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @pytest.mark.slow
 def test_a_server_killed_midway_is_unavailable(index_dir: Path, tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_a_killed_or_stopped_server_comes_back_and_the_callers_have_waited(
                 assert (await client.search("Alice Walker", 1))[0].id == "0"
                 assert sidecar.pid is not None
                 os.kill(sidecar.pid, how)
-                sidecar._timeout_s = 60 if how == signal.SIGKILL else 30  # a start takes less
+                sidecar._timeout_s = 60 if how == signal.SIGKILL else 10  # a start takes less
                 found = await asyncio.gather(*(client.search(title, 1) for title in ("Alice Walker", "Hugo Brandt")))
                 assert [hits[0].id for hits in found] == ["0", "2"]
                 again = asyncio.gather(*(client.search("Clara Dawson", k) for k in (1, 2)))

@@ -33,6 +33,8 @@ from tests.support.run_folder import make_run
 from tests.support.slotted_sglang import slotted_server
 from tests.unit.training.test_measure import trajectory
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 def asked(url: str) -> int:
     with urlopen(f"{url}/count") as answer:

@@ -17,6 +17,8 @@ from mcore_mas.training.train import fork_run
 from tests.faults.forked import forked, run_folder, trained
 from tests.unit.training.test_checkpoint import MODELS, names, save, silent
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 def of(train: Path, seed: int, *, may_change: bool = False) -> Checkpoints:
     identity = Identity(run="r", models=MODELS, recipe={"seed": seed}, may_change=may_change)

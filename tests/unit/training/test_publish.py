@@ -21,6 +21,8 @@ from mcore_mas.training.tracking import CLOCK
 from tests.support.finished import finished
 from tests.support.played import TASK, trajectory, turn
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

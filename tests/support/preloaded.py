@@ -1,0 +1,8 @@
+"""What a process has imported from which ranks and programs of tests are forked."""
+
+import gc
+
+import tests.support.in_process
+import tests.support.ranks  # noqa: F401
+
+gc.freeze()  # no fork looks for garbage among modules
