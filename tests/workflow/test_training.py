@@ -122,14 +122,45 @@ def wait_for_step(number: int, process: subprocess.Popen[str], run: Path) -> Non
         time.sleep(0.1)
 
 
+def kill_in_training(run: Path) -> None:
+    """The run's first two steps; what trains is killed, says so, and leaves nothing behind."""
+    process, kept = start(run), MEMORY / f"mcore_mas-{os.getuid()}"
+    wait_for_step(2, process, run)
+    wait_until((run / "train" / "checkpoints" / "step_000002" / "manifest.json").is_file, 60)
+    wait_until(lambda: bool(list(kept.glob(f"{process.pid}-*/step_*"))), 60)  # the state after its last step
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    _, said = process.communicate(timeout=120)
+    assert said.splitlines()[-1] == "error: the training process was killed (SIGKILL; was there memory left?)"
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []  # no process
+    wait_until(lambda: not list(kept.glob(f"{process.pid}-*")), 60)  # and nothing in memory
+
+
+def assert_ended(run: Path, unbroken: Path) -> None:
+    """The run has all that one has which ended, the same as the one that never stopped."""
+    assert finished_steps(run) == [-1, *range(8)]  # every step once, in order; -1 is the start
+    done = json.loads((run / "train" / "done.json").read_text())
+    assert done["steps"] == 8
+    assert list(done["policies"]) == ["solver"]
+    for folder in done["policies"].values():
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in Path(folder).iterdir()}
+    last = read_trajectories(run / "train" / "trajectories" / "step_000007.parquet")
+    assert len(last) == 4
+    assert all(t.status == "completed" for t in last)
+    assert_same(run, unbroken)
+
+
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_a_training_that_slurm_preempts_is_queued_again_and_comes_to_the_same_bits(
+def test_a_training_that_was_killed_and_that_slurm_preempts_is_queued_again_and_comes_to_the_same_bits(
     run: Path, unbroken: Path, slurm: Slurm
 ) -> None:
-    slowly = f"--export=ALL,{FAILPOINTS}=metrics.written=sleep:1"  # it is at work when it is preempted
+    kill_in_training(run)
+    before = max(finished_steps(run))
+    slowly = f"--export=ALL,{FAILPOINTS}=metrics.written=sleep:2"  # it is at work when it is preempted
     job = slurm.train(run, slowly)
-    wait_until(lambda: 0 in finished_steps(run) or slurm.job(job)["JobState"] == "FAILED", 300)
+    wait_until(lambda: max(finished_steps(run)) > before or slurm.job(job)["JobState"] == "FAILED", 300)
     assert slurm.job(job)["JobState"] == "RUNNING", (run / "logs" / "train.log").read_text()
     urgent = ["--partition=urgent", "--nodes=2", "--exclusive", f"--output={run}/urgent.out"]
     slurm.run("sbatch", *urgent, "--wrap=true")
@@ -140,26 +171,26 @@ def test_a_training_that_slurm_preempts_is_queued_again_and_comes_to_the_same_bi
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+5")
     assert slurm.ended(job) == "COMPLETED", slurm.logs()
     first, second = (run / "logs" / "train.log").read_text().split("----- started again -----\n")
-    assert f"stopped by SIGTERM after step {finished}" in first
+    assert "continuing from" in first and f"stopped by SIGTERM after step {finished}" in first
     assert f"continuing from {saved}" in second
-    assert_same(run, unbroken)
+    assert_ended(run, unbroken)
+
+
+@pytest.fixture
+def no_slurm(request: pytest.FixtureRequest) -> None:
+    """The test is skipped where there is Slurm."""
+    try:
+        request.getfixturevalue("slurm")
+    except pytest.skip.Exception:
+        return
+    pytest.skip("there is Slurm, which stops the training that was killed")
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
+@pytest.mark.usefixtures("no_slurm")
 def test_a_training_that_is_killed_and_then_told_to_stop_comes_to_the_same_bits(run: Path, unbroken: Path) -> None:
-    first, kept = start(run), MEMORY / f"mcore_mas-{os.getuid()}"
-    wait_for_step(2, first, run)
-    wait_until((run / "train" / "checkpoints" / "step_000002" / "manifest.json").is_file, 60)
-    wait_until(lambda: bool(list(kept.glob(f"{first.pid}-*/step_*"))), 60)  # the state after its last step
-    children = psutil.Process(first.pid).children(recursive=True)
-    first.kill()
-    _, said = first.communicate(timeout=120)
-    assert said.splitlines()[-1] == "error: the training process was killed (SIGKILL; was there memory left?)"
-    _, alive = psutil.wait_procs(children, timeout=30)
-    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []  # it leaves no process behind
-    wait_until(lambda: not list(kept.glob(f"{first.pid}-*")), 60)  # and nothing in memory
-
+    kill_in_training(run)
     second = start(run)
     wait_for_step(max(finished_steps(run)) + 1, second, run)
     second.send_signal(signal.SIGTERM)
@@ -175,16 +206,7 @@ def test_a_training_that_is_killed_and_then_told_to_stop_comes_to_the_same_bits(
     _, said = third.communicate(timeout=900)
     assert third.returncode == 0, said
     assert f"continuing from {saved}" in said
-    assert finished_steps(run) == [-1, *range(8)]  # every step once, in order; -1 is the start
-    done = json.loads((run / "train" / "done.json").read_text())
-    assert done["steps"] == 8
-    assert list(done["policies"]) == ["solver"]
-    for folder in done["policies"].values():
-        assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in Path(folder).iterdir()}
-    last = read_trajectories(run / "train" / "trajectories" / "step_000007.parquet")
-    assert len(last) == 4
-    assert all(t.status == "completed" for t in last)
-    assert_same(run, unbroken)
+    assert_ended(run, unbroken)
 
 
 def rank_of(run: Path, process: subprocess.Popen[str], name: str, before: psutil.Process | None) -> psutil.Process:
