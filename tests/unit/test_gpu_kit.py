@@ -14,6 +14,7 @@ from benchmarks.gpu import acceptance
 from benchmarks.gpu.__main__ import PAGE, RESULTS, SECTIONS, Section, main, read, run
 from benchmarks.gpu.page import page
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
 ROOT = Path(__file__).resolve().parents[2]
 
 

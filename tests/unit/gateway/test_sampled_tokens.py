@@ -38,10 +38,10 @@ def test_a_chat_prefills_each_token_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_whatever_programs_do_every_sampled_token_is_accounted_for(tmp_path: Path) -> None:
-    """200 random programs at once: rewritten histories, retries, parallel calls, cancelled streams, garbage."""
-    report, model = asyncio.run(fuzz(tmp_path, 200))
+    """100 random programs at once: rewritten histories, retries, parallel calls, cancelled streams, garbage."""
+    report, model = asyncio.run(fuzz(tmp_path, 100))
     assert report.unaccounted == []
     assert max(report.statuses) < 500 and {200, 400, 401, 404} <= set(report.statuses)
-    assert min(report.moves.values()) > 50
+    assert min(report.moves.values()) > 25
     assert {"root", "unread"} <= {name for turn in report.turns for name in turn.scores}
     assert worst_logprob(model, report.turns[::7]) < 1e-6
