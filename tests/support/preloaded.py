@@ -2,6 +2,8 @@
 
 import gc
 
+import snakemake.cli  # noqa: F401
+
 import tests.support.in_process
 import tests.support.ranks  # noqa: F401
 

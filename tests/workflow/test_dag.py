@@ -16,6 +16,8 @@ import yaml
 
 from tests.support.run_folder import describe_model
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = {
     "suite": "demo",

@@ -19,6 +19,8 @@ from mcore_mas.pipeline.suite_file import SuiteError
 from mcore_mas.rollout.tasks.tiny_files import write_tiny_file
 from tests.support.hub import COMMIT, FakeHub, running
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
