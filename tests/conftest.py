@@ -61,9 +61,11 @@ def running_ray() -> Iterator[None]:
 def forked_programs() -> Iterator[None]:
     """What the tests of one module run as `python -m` or `-c` starts as a fork, which need not import torch first."""
     import subprocess
+    import sys
 
     from tests.support.starts import Forked
 
+    Forked([sys.executable, "-c", ""]).wait()  # what takes seconds in the first start counts in no test
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", Forked)
         yield
