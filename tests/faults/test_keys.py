@@ -24,6 +24,7 @@ from mcore_mas.rollout.engines.remote import SHOWN_AT_MOST
 from tests.support.chat_server import Response, chat_server, says
 from tests.support.run_folder import make_run
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
 KEYS = {
     "COACH_TEST_KEY": "sk-coach-0123456789abcdef",
     "MLFLOW_TRACKING_PASSWORD": "tiger-of-the-store-0123",

@@ -13,6 +13,7 @@ from mcore_mas.rollout.records.files import read_trajectories
 from tests.support.run_folder import describe_model, make_run
 from tests.workflow.test_dag import planned, snakemake
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
 CELLS = {
     "swapped": {"solver": "mas/verifier", "verifier": "mas/solver"},
     "from_alone": {"solver": "alone", "verifier": "alone/solver"},

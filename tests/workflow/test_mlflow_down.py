@@ -16,6 +16,7 @@ from mcore_mas.rollout.base.processes import free_port
 from mcore_mas.training.tracking import CLOCK
 from tests.support.run_folder import make_run, metrics_of
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
 TRAIN = """
 import sys, time
 from pathlib import Path
