@@ -17,7 +17,7 @@ from mcore_mas.config.run import ConfigError, RunConfig
 from mcore_mas.planning.jobs import object_store_mb
 from mcore_mas.rollout.base.files import atomic_folder, tree_sha256, writable, write_json
 from mcore_mas.rollout.base.ownership import check_owner, epoch_of, owned
-from mcore_mas.rollout.base.processes import ProcessLost, Restarts
+from mcore_mas.rollout.base.processes import ProcessLost, Restarts, forget_restarts
 from mcore_mas.rollout.base.task_group import Watchdog
 from mcore_mas.rollout.config.data import prepared_tasks
 from mcore_mas.rollout.config.sections import build_team
@@ -63,6 +63,7 @@ def train(
         ClusterError, ConfigError, FolderError, ModelError, PlacementError, RecordError, TrainingError (also a
             CheckpointError): one line each.
     """
+    forget_restarts()
     config = RunConfig.load(config_path)
     if adopt:
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume": "changed"})})

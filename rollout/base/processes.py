@@ -238,6 +238,11 @@ class Restarts:
         return True
 
 
+def forget_restarts() -> None:
+    """A run begins, of which there may be several in a process, one after the other."""
+    _counted.clear()
+
+
 def restart_metrics() -> dict[str, float]:
-    """`restarts/<part>` of each part that this process has started again."""
+    """`restarts/<part>` of each part that this process has started again, since `forget_restarts`."""
     return {f"restarts/{part}": float(count) for part, count in _counted.items()}

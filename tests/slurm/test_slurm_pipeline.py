@@ -19,10 +19,11 @@ import yaml
 from mcore_mas.rollout.records.files import read_trajectories
 from tests.slurm.cluster import GPUS, Slurm, wait_until
 from tests.support.run_folder import make_run
-from tests.workflow.test_training import SETTINGS, assert_same, finished_steps, start
+from tests.workflow.test_training import COMMON, assert_same, finished_steps, start
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
+SETTINGS = [*COMMON, "trainer.steps=8"]  # two policies, each on two ranks
 # docs/cluster.md's block of commands, a line each without its comment
 [BLOCK] = re.findall(r"```sh\n(snakemake .*?)```", (ROOT / "docs/cluster.md").read_text(), re.DOTALL)
 [PLAN, SUITE, TABLE, QUEUE, FOLLOW, SAVE, END] = [line.partition(" #")[0].strip() for line in BLOCK.splitlines()]

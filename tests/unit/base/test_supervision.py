@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_mas.rollout.base.processes import Restarts, restart_metrics
+from mcore_mas.rollout.base.processes import Restarts, forget_restarts, restart_metrics
 
 
 def test_a_part_is_started_so_often_in_any_hour() -> None:
@@ -20,3 +20,5 @@ def test_a_part_is_started_so_often_in_any_hour() -> None:
     assert restart_metrics()["restarts/a part"] == 3.0
     assert not Restarts("never", 0).take()
     assert "restarts/never" not in restart_metrics()
+    forget_restarts()  # as the next run of this process begins
+    assert restart_metrics() == {}

@@ -51,10 +51,16 @@ def get_node(*arguments, **options):
 def sessions():
     return list(Path(os.environ["RAY_TMPDIR"]).glob(f"ray/session_*_{os.getpid()}"))
 
+def command(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return ""
+
 with mock.patch.object(services, "get_node", get_node), running_ray(1, 100):
     (own,) = sessions()
     assert Path(ray._private.worker._global_node.get_session_dir_path()).resolve() == own.resolve()
-    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    commands = [command(process) for process in psutil.Process().children(recursive=True)]
     assert sum("gcs_server" in command for command in commands) == 1, commands
 print(len(tries), sessions())
 """
