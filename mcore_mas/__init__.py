@@ -10,8 +10,8 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 # The folder of configs/ and workflow/: the checkout, or in an installed package where setup.py puts them.
 SHIPPED = _CHECKOUT if (_CHECKOUT / "configs").is_dir() else Path(__file__).resolve().parent / "shipped"
 
-# Modules and records are many objects that stay, through which the collector goes again and again: by default after
-# every 700 new ones: a seventh of the time that a trainer takes to start, and half of what trees of trajectories take.
+# Modules and records are many objects that stay, and by default the collector looks after every 700 new ones: that is a
+# seventh of the time that a trainer takes to start, and a third of what trees of trajectories take.
 if 0 < gc.get_threshold()[0] < 10_000:
     gc.set_threshold(10_000)
 

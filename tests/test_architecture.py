@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -314,6 +315,15 @@ def test_what_answers_at_once_loads_without_the_heavy_libraries() -> None:
 
 def test_the_controller_loads_torch_and_not_megatron() -> None:
     assert set(HEAVY) & loaded("import mcore_mas.training.train, mcore_mas.training.evaluate") == {"ray", "torch"}
+
+
+def test_megatron_is_patched_before_it_is_imported() -> None:
+    """Unpatched it asks torch for its compiler, which takes as long to import as all of Megatron."""
+    begin = "from mcore_mas.megatron.spec import init_process_groups as begin; begin(rank=0, threads=1)"
+    folders = [f"import mcore_mas.megatron.{folder}" for folder in ("model.build", "state.sharded", "step.trainer")]
+    for line in (begin, *folders) if not torch.cuda.is_available() else ():
+        modules = loaded(line)
+        assert "megatron.core" in modules and "torch._dynamo" not in modules, line
 
 
 def loaded(*lines: str) -> set[str]:

@@ -63,10 +63,11 @@ def init_process_groups(
     Neighbouring ranks are of one tensor-parallel group, then of one context-parallel, then of one data-parallel group.
     A group of one needs no `store` to find itself.
     """
+    import mcore_mas.megatron.patches  # noqa: F401  before Megatron, which those who only write a spec do not load
+
+    # isort: split
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    import mcore_mas.megatron.patches  # noqa: F401  before Megatron, which those who only write a spec do not load
 
     layout = layout or ParallelLayout()
     torch.set_num_threads(threads)

@@ -81,13 +81,8 @@ def assert_same(run: Path, unbroken: Path) -> None:
     assert last_files(run) == last_files(unbroken)
     for model in (unbroken / "train" / "models").glob("*/model.safetensors"):
         assert sha256(run / model.relative_to(unbroken)) == sha256(model)
-    varies = (
-        "_s",
-        "/tokens_per_s",
-        "restarts/trainers",
-        "epoch",
-        "/hand_over_mb",
-    )  # nothing is handed over in a process
+    # times, and what is not there in one process: nothing is handed over
+    varies = ("_s", "/tokens_per_s", "restarts/trainers", "epoch", "/hand_over_mb")
     rows = [
         [{name: value for name, value in row.items() if not name.endswith(varies)} for row in metrics_of(folder)]
         for folder in (run, unbroken)
