@@ -19,6 +19,7 @@ class FolderError(RuntimeError):
 
 BEAT_S = 20.0  # between two signs of life of a folder's owner
 _owned: dict[Path, int] = {}  # folders that this process owns, and its epoch there
+_read: dict[Path, tuple[int, int, int]] = {}  # of their locks, what `_state` was when it was last read whose they are
 
 
 def epoch_of(path: Path) -> int:
@@ -37,11 +38,25 @@ def check_owner(path: Path) -> None:
     """
     path = path.absolute()
     for folder, epoch in _owned.items():
-        if path.is_relative_to(folder):
-            record = _record(folder / "lock.json")
+        if path.is_relative_to(folder) and (state := _state(lock := folder / "lock.json")) != _read.get(folder):
+            record = _record(lock)
             if record.get("epoch", 0) > epoch:
                 owner = _owner(record)
                 raise FolderError(f"{folder}: taken over by {owner}; this process, of epoch {epoch}, writes no more")
+            _read[folder] = state
+
+
+def _state(lock: Path) -> tuple[int, int, int]:
+    """Which file it is, when it changed, and its bytes; zeros where there is none."""
+    try:
+        descriptor = os.open(lock, os.O_RDONLY)  # to be opened has NFS ask its server, in place of its own memory
+    except OSError:
+        return 0, 0, 0
+    try:
+        found = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 @contextlib.contextmanager
@@ -90,6 +105,7 @@ def owned(folder: Path) -> Iterator[None]:
             ended.set()
             beats.join()  # before its descriptor is somebody else's
             del _owned[folder.absolute()]
+            _read.pop(folder.absolute(), None)
             if _record(path).get("epoch") == epoch:
                 file.truncate(0)
                 json.dump({"epoch": epoch}, file)
