@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,7 +104,7 @@ class TeamSession:
         self._recent: list[int] = []  # the turns that the environment's next step belongs to
         self._round = 0  # environment steps so far that turns came after
         self._stepped = False  # whether it has stepped since the last of them
-        self._closed = False
+        self.closed = False  # it has ended: no task of it may wait any more
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -176,7 +176,7 @@ class TeamSession:
         call = Call(index=self._asked, agent=agent, messages=messages, state_key=key, anchor=anchor, chat=chat)
         self._asked += 1
         try:
-            with self.waits(call):
+            with self.waits(call) as task:
                 turn, reply = await self._answer(call)
         except PromptTooLong:
             if self._asked == call.index + 1:
@@ -187,7 +187,7 @@ class TeamSession:
             self._stepped = False
             self._round += 1
         self._turns[call.index] = turn
-        self._by_task[asyncio.current_task()] = call.index
+        self._by_task[task] = call.index
         self._rounds[call.index] = self._round
         self.scores[call.index] = dict(turn.scores) if turn.messages == call.messages else {"cut": 1.0}
         self._recent.append(call.index)
@@ -240,21 +240,13 @@ class TeamSession:
             scores["team"] = scores.get("team", 0.0) + reward
         self._stepped = True
 
-    @contextmanager
-    def waits(self, what: object) -> Iterator[None]:
-        """Says that the running task waits for `what`, for as long as it does."""
-        task = asyncio.current_task()
-        if self._closed or task is None:
-            raise asyncio.CancelledError  # the orchestra has ended and left this task behind
-        self.waiting[task] = what, asyncio.get_running_loop().time()
-        try:
-            yield
-        finally:
-            del self.waiting[task]
+    def waits(self, what: object) -> AbstractContextManager[asyncio.Task[Any]]:
+        """Says that the running task, which it gives, waits for `what` for as long as it does."""
+        return _Waits(self, what)
 
     async def close(self) -> None:
         """End the tasks that an orchestra left behind in `act` or in a step: it has ended."""
-        self._closed = True
+        self.closed = True
         await cancel_tasks(self.waiting)
 
     async def _answer(self, call: Call) -> TurnReply:
@@ -275,6 +267,27 @@ class TeamSession:
         with Blamed(f"parser of role {agent.role.name}"):
             reply = _heard(call, said)
         return _turn(call, said, reply, node=node, seed=seed, started_s=started), reply
+
+
+class _Waits:  # see `Blamed`: no generator
+    """A task of a trajectory that waits for something."""
+
+    __slots__ = ("_seat", "_task", "_what")
+
+    def __init__(self, seat: TeamSession, what: object) -> None:
+        self._seat, self._what = seat, what
+
+    def __enter__(self) -> asyncio.Task[Any]:
+        loop = asyncio.get_running_loop()  # once: each time Python 3.11 asks the system for this process's number
+        task = asyncio.current_task(loop)
+        if self._seat.closed or task is None:
+            raise asyncio.CancelledError  # the orchestra has ended and left this task behind
+        self._task = task
+        self._seat.waiting[task] = self._what, loop.time()
+        return task
+
+    def __exit__(self, *_: object) -> None:
+        del self._seat.waiting[self._task]
 
 
 def _turn(call: Call, said: PolicyReply, reply: AgentReply, *, node: str, seed: int, started_s: float) -> Turn:

@@ -170,11 +170,11 @@ class BranchSession(TeamSession):
         self.tasks: set[asyncio.Task[Any] | None] = set()  # that ever called
 
     @contextmanager
-    def waits(self, what: object) -> Iterator[None]:
+    def waits(self, what: object) -> Iterator[asyncio.Task[Any]]:
         self.tasks.add(asyncio.current_task())
         try:
-            with super().waits(what):
-                yield
+            with super().waits(what) as task:
+                yield task
         finally:
             self.stirred.set()
 
