@@ -1,6 +1,8 @@
 """A run folder with tasks and a random model, ready to train."""
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,9 @@ import yaml
 from mcore_mas.config.compose import resolve
 from mcore_mas.pipeline.base_model import make_base_model
 from mcore_mas.pipeline.prepare import prepare_tasks
+
+_made = tempfile.TemporaryDirectory()
+_bases: dict[str, Path] = {}  # random models that this process has made, by what decides them
 
 
 def make_run(results: Path, *overrides: str, experiment: str = "demo_math") -> Path:
@@ -28,7 +33,11 @@ def make_run(results: Path, *overrides: str, experiment: str = "demo_math") -> P
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(values))
     prepare_tasks(folder / "config.yaml", folder / "tasks")
-    make_base_model(folder / "config.yaml", folder / "tasks", folder / "base")
+    decides = json.dumps([values[name] for name in ("seed", "data", "agents", "cold_start")], sort_keys=True)
+    if decides not in _bases:
+        _bases[decides] = Path(_made.name, str(len(_bases)))
+        make_base_model(folder / "config.yaml", folder / "tasks", _bases[decides])
+    shutil.copytree(_bases[decides], folder / "base")
     return folder
 
 

@@ -1,7 +1,8 @@
 """Programs that start as forks of a process which has imported what they need: in tenths of a second, not in five.
 
 Such a program is a process like another: a child of the test, with its own streams, environment and signals. It has
-the modules of `tests.support.preloaded`, and what those read of the environment when they were imported.
+the modules of `tests.support.preloaded`, and what those read of the environment when they were imported. What it
+starts in its turn, such as the jobs of a workflow, starts in the same way: as forks of a child that it has for that.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import ctypes
 import importlib.util
 import multiprocessing
 import os
+import re
 import runpy
+import signal
 import subprocess
 import sys
 import threading
@@ -24,8 +27,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+_DEATH_SIGNAL, _SUBREAPER = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_JOB = re.compile(r"\s*(?:set -euo pipefail;)?\s*(\S+) (\S+\.py)\s*")  # a script of a workflow, as Snakemake starts it
 _libc = ctypes.CDLL(None, use_errno=True)
+_NAMES = re.compile("HF_|TRITON_|TRANSFORMERS_")  # of what libraries read when they are imported
+_READ = {name: value for name, value in os.environ.items() if _NAMES.match(name)}
+_one_by_one = threading.Lock()  # threads start processes; whose parent is this process while it says so
+_forks_of: Connection | None = None  # in a fork: the child of which all are forks that it starts
 
 
 def preload() -> None:
@@ -51,13 +60,14 @@ def _taken(given: Any) -> int:
 class _Start:
     """What a process is started with."""
 
-    words: list[str]  # an interpreter, its options, and `-m` a module or `-c` a program with its arguments
+    words: list[str]  # an interpreter, its options, and a script, `-m` a module or `-c` a program with its arguments
     cwd: str
     env: dict[str, str]
-    streams: dict[int, Any]  # stdin, stdout and stderr; each a `_Given`, and a descriptor in the process
-    session: bool
-    before: Callable[[], object] | None
-    told: Connection  # gets the process's id
+    streams: list[Any]  # stdin, stdout and stderr; each a `_Given`, and a descriptor in the process
+    told: Any  # likewise: gets the process's id
+    session: bool  # of its own
+    group: int  # of processes, which it joins; 0: makes, -1: its parent's
+    before: Callable[[], object] | None = None
 
     def __call__(self) -> None:
         """Become the program: a fork of this process, whose parent ends at once, so that it is the test's child."""
@@ -68,8 +78,10 @@ class _Start:
             time.sleep(0.001)
         if self.session:
             os.setsid()
-        self.told.send(os.getpid())
-        for number, given in self.streams.items():  # all of which lie above them
+        elif self.group >= 0:
+            os.setpgid(0, self.group)
+        os.write(self.told, str(os.getpid()).encode())
+        for number, given in enumerate(self.streams):  # all of which lie above them
             os.dup2(given, number)
         kept = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]  # all have the test's
         os.closerange(len(self.streams), kept)
@@ -79,7 +91,37 @@ class _Start:
         os.environ.update(self.env)
         if self.before:
             self.before()
+        _fork_in_turn()
         _end(_status(self.words))
+
+
+def _fork_in_turn() -> None:
+    """Have this process, as it is now, a child of which all are forks that it starts."""
+    global _forks_of
+    _forks_of, asked = multiprocessing.Pipe()
+    subprocess.Popen = Forked  # type: ignore[misc]
+    if os.fork():
+        asked.close()
+        return
+    _libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    _forks_of.close()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):  # else who reads them waits for this process, too
+        os.dup2(nothing, number)
+    heard = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPS}
+    while True:
+        try:
+            start = asked.recv()
+        except EOFError:
+            os._exit(0)
+        *streams, told = given = [reduction.recv_handle(asked) for _ in range(4)]
+        if not os.fork():
+            for number, handler in heard.items():
+                signal.signal(number, handler)
+            _Start(**start, streams=streams, told=told)()
+        os.wait()
+        for number in given:
+            os.close(number)
 
 
 def _streams() -> None:
@@ -94,13 +136,18 @@ def _streams() -> None:
 def _status(words: Sequence[str]) -> int:
     """Run the program; its exit status."""
     _streams()
-    at = next(number for number, word in enumerate(words) if word in ("-m", "-c"))
+    at = _program(words)
+    assert at is not None
     if "ignore" in words[:at]:
         warnings.simplefilter("ignore")
-    name, sys.argv = words[at + 1], [words[at], *words[at + 2 :]]
-    sys.path.insert(0, str(Path.cwd()))
+    script = words[at].endswith(".py")
+    name, sys.argv = (words[at], words[at:]) if script else (words[at + 1], [words[at], *words[at + 2 :]])
+    if "-P" not in words[:at]:
+        sys.path.insert(0, str(Path(name).resolve().parent if script else Path.cwd()))
     try:
-        if words[at] == "-c":
+        if script:
+            runpy.run_path(name, run_name="__main__")
+        elif words[at] == "-c":
             program = os.memfd_create("program")
             os.write(program, name.encode())
             runpy.run_path(f"/proc/self/fd/{program}", run_name="__main__")
@@ -129,58 +176,74 @@ def _end(status: int) -> None:
 
 
 class Forked(subprocess.Popen[Any]):
-    """`subprocess.Popen` that forks what runs this interpreter with `-m` or `-c`; any other command starts as ever."""
+    """`subprocess.Popen` that forks what this interpreter runs; any other command starts as ever."""
 
     def _execute_child(  # type: ignore[no-untyped-def]
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
     ) -> None:
         """As `subprocess.Popen._execute_child`, whose other arguments `rest` has in their order."""
-        words = [os.fspath(word) for word in args] if isinstance(args, list | tuple) else []
-        if not _forks(words):
+        words = _words(args, line=bool(rest[2]))
+        start: dict[str, Any] = {"words": words, "session": bool(rest[14]), "group": rest[15], "before": preexec_fn}
+        start |= {"cwd": os.fspath(cwd or Path.cwd()), "env": dict(os.environ if env is None else env)}
+        if _program(words) is None or pass_fds or not _can_be_told(preexec_fn) or _imports_apart(start["env"]):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
             return
-        pipes, session = rest[3:9], rest[14]
+        pipes = rest[3:9]
         own = (pipes[0], pipes[3], pipes[5])  # its ends of stdin, stdout and stderr
-        given = {number: pipe if pipe != -1 else number for number, pipe in enumerate(own)}
-        self.pid = _started(words, cwd, env, given, session, preexec_fn)
+        given = [pipe if pipe != -1 else number for number, pipe in enumerate(own)]
+        self.pid = _started(start, given)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def _forks(words: Sequence[str]) -> bool:
-    options = words[1:-1]
-    at = next((number for number, word in enumerate(options) if word in ("-m", "-c")), None)
-    return at is not None and words[0] == sys.executable and set(options[:at]) <= {"-W", "ignore", "-u"}
+def _imports_apart(env: Mapping[str, str]) -> bool:
+    """Whether what has been imported would have read other values of an environment."""
+    return {name: value for name, value in env.items() if _NAMES.match(name)} != _READ
 
 
-def _started(
-    words: Sequence[str],
-    cwd: str | os.PathLike[str] | None,
-    env: Mapping[str, str] | None,
-    streams: Mapping[int, int],
-    session: bool,
-    before: Callable[[], object] | None,
-) -> int:
-    """The id of a new process that runs the words."""
-    preload()
-    heard, told = multiprocessing.Pipe(duplex=False)
-    start = _Start(
-        words=list(words),
-        cwd=os.fspath(cwd or Path.cwd()),
-        env=dict(os.environ if env is None else env),
-        streams={number: _Given(given) for number, given in streams.items()},
-        session=session,
-        before=before,
-        told=told,
-    )
+def _can_be_told(before: object) -> bool:
+    """Whether another process can find what is to be called: a function of a module, not one within another."""
+    try:
+        reduction.ForkingPickler.dumps(before)
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
+def _words(args: object, *, line: bool) -> list[str]:
+    if isinstance(args, list | tuple):
+        return [] if line else [os.fspath(word) for word in args]
+    job = _JOB.fullmatch(args) if isinstance(args, str) and line else None
+    return [*job.groups()] if job else []
+
+
+def _program(words: Sequence[str]) -> int | None:
+    """Where a command names its program; None where it is not this interpreter's, or has options unknown here."""
+    at = next((n for n, word in enumerate(words[1:], 1) if word in ("-m", "-c") or word.endswith(".py")), None)
+    ours = at is not None and words[0] == sys.executable and {*words[1:at]} <= {"-W", "ignore", "-u", "-P"}
+    return at if ours else None
+
+
+def _started(start: Mapping[str, Any], streams: Sequence[int]) -> int:
+    """The id of a new process."""
+    with _one_by_one:
+        return _started_alone(start, streams)
+
+
+def _started_alone(start: Mapping[str, Any], streams: Sequence[int]) -> int:
+    heard, told = os.pipe()
     _libc.prctl(_SUBREAPER, 1, 0, 0, 0)  # of the forks, whose parents end
     try:
-        between = multiprocessing.get_context("forkserver").Process(target=start)
-        between.start()
-        told.close()
-        pid = int(heard.recv())
-        between.join()
+        if _forks_of:
+            _forks_of.send(start)
+            for number in (*streams, told):
+                reduction.send_handle(_forks_of, number, None)
+        else:
+            preload()
+            target = _Start(**start, streams=[_Given(stream) for stream in streams], told=_Given(told))
+            multiprocessing.get_context("forkserver").Process(target=target).start()
+        os.close(told)
+        return int(os.read(heard, 20))
     finally:
         _libc.prctl(_SUBREAPER, 0, 0, 0, 0)
-        heard.close()
-    return pid
+        os.close(heard)

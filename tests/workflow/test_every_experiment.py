@@ -31,6 +31,8 @@ from mcore_mas.rollout.records.trajectory import Task
 from mcore_mas.training import evaluate, train
 from tests.support.in_process import training_here
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 EVALUATED = (
     *("drmas_t1_4b_shared_drmas", "marti_single_ttrl"),
     *("strongermas_t3_tool_alone", "unitymas_f5_m_ask_3b_shared"),

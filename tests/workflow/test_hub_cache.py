@@ -18,7 +18,7 @@ from mcore_mas.rollout.records.files import read_tasks
 from tests.support.hub import FakeHub, running
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 DATA = {"path": "me/sums", "columns": {"prompt": "Query", "answer": "gold"}}
 SETTINGS = {
     "data": {"format": "plain", "train": DATA, "validation": {**DATA, "split": "test"}, "test": DATA},

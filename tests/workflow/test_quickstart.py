@@ -22,6 +22,8 @@ from tests.slurm.cluster import wait_until
 from tests.support.commands import called
 from tests.support.in_process import training_here
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROOT = Path(__file__).parents[2]
 TOLD = """
 import json, signal

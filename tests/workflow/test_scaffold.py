@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from mcore_mas.pipeline.base_model import ScaffoldError, make_tiny_model, new_project
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -39,7 +39,7 @@ from tests.support.tiny_bert import write_bert
 from tests.unit.reports.test_pictures import PUZZLES, played
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.multirank]
+pytestmark = [pytest.mark.slow, pytest.mark.multirank, pytest.mark.usefixtures("forked_programs")]
 SMALL = ["data.train=12", "data.validation=2", "data.test=2", "trainer.tasks_per_step=2", "trainer.group_size=2"]
 SMALL += ["trainer.steps=2", "trainer.validate_every=100", "evaluation.samples=1", "cold_start=null"]
 LINES = [line for block in BLOCKS if block.language == "sh" and block.page not in STORIES for line in block.lines]

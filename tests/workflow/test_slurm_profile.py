@@ -12,6 +12,8 @@ import yaml
 
 from tests.support.run_folder import describe_model
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ROOT = Path(__file__).resolve().parents[2]
 # Snakemake shows what a job asks for where its rule has no message
 WITHOUT_MESSAGES = f"include: {str(ROOT / 'Snakefile')!r}\nfor own in workflow.rules:\n    own.message = None\n"

@@ -10,6 +10,8 @@ from mcore_mas.retrieval.client import RetrievalClient
 from mcore_mas.retrieval.corpus import Passage
 from tests.faults.proxy import NAMES, FaultProxy
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 async def found(url: str, queries: list[str]) -> tuple[list[list[Passage]], int]:
     """The passages of one query after the other, and how many requests it took."""

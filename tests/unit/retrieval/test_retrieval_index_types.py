@@ -24,6 +24,8 @@ from mcore_mas.retrieval.wire import BadRequest, check_where
 from tests.support.retrieval import CLOUD, by_hand, flip_a_byte
 from tests.support.tiny_bert import write_bert
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @pytest.mark.parametrize(
     ("kind", "type_name", "recall"),
