@@ -220,8 +220,10 @@ def _words(args: object, *, line: bool) -> list[str]:
 def _program(words: Sequence[str]) -> int | None:
     """Where a command names its program; None where it is not this interpreter's, or has options unknown here."""
     at = next((n for n, word in enumerate(words[1:], 1) if word in ("-m", "-c") or word.endswith(".py")), None)
-    ours = at is not None and words[0] == sys.executable and {*words[1:at]} <= {"-W", "ignore", "-u", "-P"}
-    return at if ours else None
+    if at is None or words[0] != sys.executable:
+        return None
+    known = {"-W", "ignore", "-u"} | (set() if words[at].endswith(".py") else {"-P"})
+    return at if {*words[1:at]} <= known else None
 
 
 def _started(start: Mapping[str, Any], streams: Sequence[int]) -> int:
