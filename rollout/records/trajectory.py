@@ -8,11 +8,9 @@ function over a row (see `mcore_mas.credit.samples`).
 from __future__ import annotations
 
 import enum
-import functools
 import hashlib
-import operator
 from base64 import urlsafe_b64decode
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
@@ -45,24 +43,11 @@ def clean_fields(record: Any, *names: str) -> None:
 
 
 def changed(record: _Record, **fields: Any) -> _Record:
-    """`dataclasses.replace` of a frozen record with slots in a sixth of the time; no field is cleaned or checked."""
-    kind: type = type(record)
-    read, write, place = _fields(kind)
-    values = list(read(record))
-    for name, value in fields.items():
-        values[place[name]] = value
-    new: _Record = object.__new__(kind)
-    for put, value in zip(write, values, strict=True):
-        put(new, value)
+    """`dataclasses.replace` of a frozen record with slots in a third of the time; no field is cleaned or checked."""
+    new, put = object.__new__(type(record)), object.__setattr__
+    for name in record.__slots__:  # type: ignore[attr-defined]
+        put(new, name, fields[name] if name in fields else getattr(record, name))
     return new
-
-
-@functools.cache
-def _fields(kind: type) -> tuple[Callable[[Any], tuple[Any, ...]], list[Callable[[Any, Any], None]], dict[str, int]]:
-    """What reads all fields of a record at once, what writes each, and which is which."""
-    names: tuple[str, ...] = kind.__slots__  # type: ignore[attr-defined]
-    write = [getattr(kind, name).__set__ for name in names]
-    return operator.attrgetter(*names), write, {name: i for i, name in enumerate(names)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
