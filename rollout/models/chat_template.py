@@ -5,7 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ CUTS: dict[str, Callable[[tuple[int, ...], int], tuple[int, ...]]] = {
     "right": lambda tokens, most: tokens[:most],
 }
 
+_RECENT = 64  # first prompts whose tokens are kept: those of a group are the same
 _MARKS = ("\ue001", "\ue002")  # stand for a reply's thoughts and its words; no template changes them
 
 
@@ -85,6 +86,7 @@ class Renderer:
         self._special_but_own = _any_of(special - {PYTHON_TAG})  # a sampled reply calls its tools by that token
         self._marks = _any_of(set(mark_control_tokens("|", _any_of("|"))) - {"|"})
         self._spelling = threading.Lock()
+        self._begin = lru_cache(_RECENT)(self._encode)
 
     def _turn_end(self, model: Path | str, template: str | None) -> int | None:
         end = _TURN_ENDS.get(template or "")
@@ -99,7 +101,7 @@ class Renderer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Token ids [P] of a conversation, up to where the assistant's reply begins."""
-        return self._encode(self._text(messages, tools))
+        return self._begin(self._text(messages, tools))
 
     def extend(
         self, before: Turn, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()

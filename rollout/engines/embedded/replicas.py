@@ -4,6 +4,7 @@ import asyncio
 import functools
 import shutil
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +21,14 @@ from mcore_mas.rollout.sync import SyncRoute, WeightUpdate
 
 Place = Mapping[str, Any]  # options of an actor
 _LOOK_S = 5.0  # between looks for actors that have died while nobody asked them anything
+_TOGETHER = 8  # calls that an actor may have more than others, to be asked again what it is asked
 
 
 class ReplicatedEngine(StreamingEngine, TrainedEngine):
     """Actors of one policy on any nodes, which take their weights from a folder that all of them see.
 
-    A call goes to the actor that has the fewest. One that dies leaves, and what it was asked the others are asked; the
+    A call goes to the actor that has the fewest, or to one that is asked the same prompt, which it then computes once,
+    if that has few more. One that dies leaves, and what it was asked the others are asked; the
     last one is started again, `restarts` times an hour. After each update of the weights actors join, where there are
     fewer than there may be and `take` has a place for one.
     """
@@ -60,6 +63,7 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         settings |= {"far": True, "transport": self.transport, "weights_folder": weights_folder, "restarts": 0}
         self._make = functools.partial(HostedEngine, folder, **settings)
         self._actors: dict[HostedEngine, Place] = {}
+        self._asked = Counter[tuple[HostedEngine, tuple[int, ...]]]()  # calls under way, by prompt
         self._watch: asyncio.Task[None] | None = None
         for place in places:
             self._add(place)
@@ -68,12 +72,18 @@ class ReplicatedEngine(StreamingEngine, TrainedEngine):
         """Sample one completion (see `StreamingEngine`), by whichever actor is left."""
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._look())
+        prompt = tuple(prompt_ids)
         while True:
-            actor = min(self._actors, key=lambda actor: actor.waiting)
+            actor = min(self._actors, key=lambda actor: actor.waiting - _TOGETHER * ((actor, prompt) in self._asked))
+            self._asked[actor, prompt] += 1
             try:
                 return await actor.stream(prompt_ids, sampling, hear)
             except ActorDied as error:
                 self._leave(actor, error)
+            finally:
+                self._asked[actor, prompt] -= 1
+                if not self._asked[actor, prompt]:
+                    del self._asked[actor, prompt]
 
     async def begin_update(self) -> SyncRoute:
         """A folder below that of the weights, once all actors have answered or left."""

@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -83,11 +84,18 @@ class CacheRows:
             return source  # it goes on where that row ended
         return int(np.where(self.live, _NEVER, np.where(self.cached > 0, self.used, -1)).argmin())
 
-    def occupy(self, row: int, request: GenerationRequest, source: int = 0, shared: int = 0) -> None:
-        """Put a request into a row; of its keys, which are not there yet, `shared` will be those of row `source`."""
+    def occupy(
+        self, row: int, request: GenerationRequest, source: int = 0, shared: int = 0, *, most: bool = False
+    ) -> None:
+        """Put a request into a row; of its keys, which are not there yet, `shared` will be those of row `source`.
+
+        It joins that row's group if it shares half of what the group does, and with `most` half of its prompt as well:
+        equal prompts that begin as others do share more among themselves.
+        """
         sampling, size = request.sampling, len(request.prompt)
-        if shared:
-            self.group[row], self.common[row] = self.group[source], min(shared, int(self.common[source]))
+        common = min(shared, int(self.common[source]))
+        if 2 * shared >= max(1, int(self.common[source])) and 2 * common >= size * most:
+            self.group[row], self.common[row] = self.group[source], common
         else:
             self._groups += 1
             self.group[row], self.common[row] = self._groups * len(self.live) + row, size
@@ -194,31 +202,31 @@ class CacheRows:
 
 
 def plan(rows: CacheRows, waiting: deque[GenerationRequest], *, reuse: bool, alone: bool) -> list[Span]:
-    """Place waiting requests in cache rows, in order, up to one pass's budget; what is to be computed."""
+    """Place waiting requests in cache rows, equal prompts side by side, up to one pass's budget; what is to compute."""
     budget = 1 if alone else _PREFILL_TOKENS
     spans: list[Span] = []
-    owners: dict[tuple[int, bytes], Span] = {}  # by adapter and prompt
-    while waiting and not rows.live.all():
-        request, size = waiting[0], len(waiting[0].prompt)
-        key = request.adapter, request.prompt.tobytes()
-        owner = owners.get(key) if reuse else None
-        if budget <= 0 and owner is None:
+    equal = defaultdict[tuple[int, bytes | int], deque[GenerationRequest]](deque)
+    for request in waiting:
+        equal[request.adapter, request.prompt.tobytes() if reuse else request.id].append(request)
+    for same in equal.values():
+        if budget <= 0 or rows.live.all():
             break
-        waiting.popleft()
-        if owner is not None:
-            owner.copies.append(row := rows.place(0, 0))
-            request.cached = size
-            rows.occupy(row, request, owner.row, size)
-            continue
+        request = same.popleft()
+        size = len(request.prompt)
         source, shared = rows.longest_prefix(request.prompt, request.adapter) if reuse and not alone else (0, 0)
         row = rows.place(source, shared)
         request.cached = shared
         source = source if shared else row
         spans.append(Span(row=row, start=shared, ids=request.prompt[shared:], source=source, adapter=request.adapter))
-        owners[key] = spans[-1]
         budget -= size - shared
-        rows.occupy(row, request, source, shared)
+        rows.occupy(row, request, source, shared, most=bool(same))
         rows.cached[row] = size  # later spans of this very pass may start from it
+        while same and not rows.live.all():
+            spans[-1].copies.append(copy := rows.place(0, 0))
+            same[0].cached = size
+            rows.occupy(copy, same.popleft(), row, size)
+    waiting.clear()
+    waiting.extend(chain.from_iterable(equal.values()))
     return spans
 
 

@@ -60,6 +60,15 @@ def test_actors_join_and_leave_and_the_tokens_stay_the_same(tmp_path: Path, runn
     async def run() -> None:
         both = await pids(engine)
         assert len({*both}) == 2
+        groups = [
+            asyncio.create_task(engine.generate(PROMPTS[n // 8], Sampling(max_tokens=9, seed=n))) for n in range(32)
+        ]
+        while sum(actor.waiting for actor in engine._actors) < 32:
+            await asyncio.sleep(0)
+        asked = [sorted(tuple(ask[1]) for ask, _, _ in actor._waiting.values()) for actor in engine._actors]
+        assert asked == [[(0, 1, 2)] * 8 + [(2, 3, 4)] * 8, [(1, 2, 3)] * 8 + [(3, 4, 5)] * 8]
+        await asyncio.gather(*groups)
+        assert not engine._asked
         first = await play(alone)
         playing = asyncio.create_task(play(engine))
         while not any(actor.waiting for actor in engine._actors):

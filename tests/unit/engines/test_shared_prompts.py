@@ -48,6 +48,28 @@ def test_ragged_groups_are_one_block_and_match_hugging_face(engine: EmbeddedEngi
     assert max(worst(model, asked[n // 4], done[n]) for n in range(12)) < LOGPROB_TOLERANCE
 
 
+def test_prompts_that_begin_alike_and_come_mixed_up_are_a_group_each(engine: EmbeddedEngine) -> None:
+    model, asked = make_qwen2(0), [[7, 7, 7, 7, 7, *prompt] for prompt in prompts()]  # a template's first tokens
+    for number in range(12):
+        engine.submit(number, asked[number % 3], Sampling(max_tokens=5, seed=number))
+    engine.step()
+    assert engine.stats.prefill_tokens == 5 + sum(LENGTHS)
+    assert engine._rows.common[:12].tolist() == [225] * 4 + [245] * 4 + [215] * 4
+    assert blocks(engine) == [("GroupBlock", 12)]
+    done = drain(engine)
+    assert max(worst(model, asked[n % 3], done[n]) for n in range(12)) < LOGPROB_TOLERANCE
+
+
+def test_prompts_that_share_most_are_one_group(engine: EmbeddedEngine) -> None:
+    long, *_ = prompts()
+    for number in range(8):  # two questions behind one text, four replies to each
+        engine.submit(number, [*long, number // 4, 1], Sampling(max_tokens=4, seed=number))
+    engine.step()
+    assert len({*engine._rows.group[:8].tolist()}) == 1
+    assert engine._rows.common[:8].tolist() == [222] * 4 + [220] * 4
+    assert blocks(engine) == [("GroupBlock", 8)]
+
+
 def test_the_next_turns_share_the_first_prompt_still(engine: EmbeddedEngine) -> None:
     model, (first, other, _) = make_qwen2(0), prompts()
     for number in range(4):

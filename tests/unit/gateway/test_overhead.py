@@ -10,7 +10,9 @@ import pytest
 from benchmarks import chat_tokenising, gateway_overhead
 from benchmarks.support.gateway import Paced, clients
 from mcore_mas.rollout.engines import EngineClient
+from mcore_mas.rollout.models import chat_template
 from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.records.trajectory import Message
 from tests.support.gateway import opened, team_of
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.templates import renderer_of
@@ -50,6 +52,7 @@ def test_the_gateway_tokenises_what_team_chat_does(
 ) -> None:
     for name, value in {"CHATS": 2, "TURNS": 3, "WORDS": 20}.items():
         monkeypatch.setattr(gateway_overhead, name, value)
+    monkeypatch.setattr(chat_template, "_RECENT", 0)  # the chats begin alike
     renderer = renderer_of("qwen2.5", tmp_path)
     team = team_of(Paced(renderer, 0.0), renderer, max_tokens=100)
 
@@ -64,3 +67,11 @@ def test_the_gateway_tokenises_what_team_chat_does(
     tokenised.clear()
     asyncio.run(through_the_gateway())
     assert sorted(tokenised) == directly and len(directly) == 6
+
+
+def test_a_prompt_that_was_just_tokenised_is_not_tokenised_again(tmp_path: Path, tokenised: list[int]) -> None:
+    renderer = renderer_of("qwen2.5", tmp_path)
+    tokenised.clear()
+    first, second = ([Message(role="user", content=text)] for text in ("What is 2 + 3?", "What is 7 + 9?"))
+    assert renderer.render(first) == renderer.render(first) != renderer.render(second)
+    assert len(tokenised) == 2
