@@ -47,9 +47,9 @@ def main() -> int:
     if not kernels.exists():
         kernels.parent.mkdir(exist_ok=True)
         _write(kernels, KERNELS)
-    # adapters are held in memory that a GPU could read by itself, which torch refuses to set aside without one
-    for name in ("layers.py", "backend/torch_backend.py"):
-        file = packages / "sglang" / "srt" / "lora" / name
+    # adapters and experts' numbers are held in memory that a GPU could read by itself, which torch refuses to set aside
+    for name in ("lora/layers.py", "lora/backend/torch_backend.py", "state_capturer/base.py"):
+        file = packages / "sglang" / "srt" / name
         text = file.read_text(encoding="utf-8")
         _write(file, text.replace("pin_memory=True", "pin_memory=False").replace(".pin_memory()", ""))
     return 0
