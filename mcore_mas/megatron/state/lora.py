@@ -95,7 +95,7 @@ class Adapter(torch.nn.Module):
         some = next(iter(parts.values()))
         lead = some.shape[:-1]
         whole = [parts[x] if x in parts else some.new_zeros(*lead, rows) for x, rows in self._rows.items()]
-        return torch.cat([part.reshape(*lead, self._groups, -1) for part in whole], dim=-1).flatten(-2)
+        return torch.cat([part.unflatten(-1, (self._groups, -1)) for part in whole], dim=-1).flatten(-2)
 
     def delta(self) -> Tensor:
         """scale · B A [rows, inputs] in float32, as this rank's part of the layer's weight."""

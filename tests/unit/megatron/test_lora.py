@@ -3,6 +3,8 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from safetensors.torch import load_file
 
 from mcore_mas.config.policy import LoraConfig
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.state.lora import AdapterFolder, initial_adapter
+from mcore_mas.megatron.state.lora import Adapter, AdapterFolder, initial_adapter
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack
 from mcore_mas.rollout.base.errors import ModelError
@@ -180,3 +182,13 @@ def test_an_adapter_of_another_kind_is_refused(tmp_path: Path, change: dict, mes
 def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no adapter here \(adapter_config.json is missing\)"):
         AdapterFolder(tmp_path, LORA)
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_parts_interleave_for_any_number_of_tokens(tokens: int) -> None:
+    """A context-parallel rank may have none behind the last layer's attention."""
+    linear: Any = torch.nn.Linear(3, 8)
+    linear.config = SimpleNamespace(sequence_parallel=False)
+    adapter = Adapter(linear, rows={"q": 4, "k": 2, "v": 2}, groups=2, inputs_cut=False, lora=LORA)
+    keys = torch.tensor([5.0, 6.0]).expand(tokens, 1, 2)
+    assert torch.equal(adapter._fuse({"k": keys}), torch.tensor([0.0, 0, 5, 0, 0, 0, 6, 0]).expand(tokens, 1, 8))
