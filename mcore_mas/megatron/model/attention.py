@@ -17,9 +17,9 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -257,28 +257,13 @@ class ContextAttention(TreeAttention):
         """Attend within each tree; tensors as in `TreeAttention` with T / cp in place of T."""
         if self.copies > 1:
             key, value = (x.repeat_interleave(self.copies, dim=2) for x in (key, value))
-        ranks = parallel_state.get_context_parallel_world_size()
+        group = parallel_state.get_context_parallel_group()
         # [T / cp, cp, heads / cp, head_dim] of queries, keys and values travel together
-        parts = [x.squeeze(1).unflatten(1, (ranks, -1)) for x in (query, key, value)]
-        whole = _AllToAll.apply(torch.cat(parts, dim=2).transpose(0, 1)).flatten(0, 1)  # [T, heads / cp, head_dim]
+        parts = [x.squeeze(1).unflatten(1, (group.size(), -1)) for x in (query, key, value)]
+        # the r-th of [cp, ...] goes to rank r, whose place in the result is the sender's
+        whole = all_to_all(group, torch.cat(parts, dim=2).transpose(0, 1)).flatten(0, 1)  # [T, heads / cp, head_dim]
         heads = whole.split([part.shape[2] for part in parts], dim=1)
         attended = super().forward(*(x[:, None] for x in heads), *args, **kwargs)  # [T, 1, heads / cp · head_dim]
         # [cp, T / cp, heads / cp · head_dim]
-        back: Tensor = _AllToAll.apply(attended.squeeze(1).unflatten(0, (ranks, -1)))
+        back: Tensor = all_to_all(group, attended.squeeze(1).unflatten(0, (group.size(), -1)))
         return back.transpose(0, 1).reshape(query.shape[0], 1, -1)
-
-
-class _AllToAll(torch.autograd.Function):
-    """The r-th of a tensor's equal parts [cp, ...] goes to rank r, whose place in the result is the sender's."""
-
-    @staticmethod
-    def forward(_: Any, parts: Tensor) -> Tensor:
-        parts = parts.contiguous()
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=parallel_state.get_context_parallel_group())
-        return received
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:
-        # what came from rank r goes back to rank r: the exchange is its own inverse
-        return _AllToAll.forward(_, gradient)

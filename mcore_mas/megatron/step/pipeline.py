@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -208,7 +208,7 @@ class Pipeline:
 
         def judged(output: _Output) -> tuple[Tensor, Tensor, TokenStatistics]:
             count = len(given.whole.labels)
-            whole = output if self._spec.cp == 1 else tuple(_Join.apply(torch.stack(output), given.rows, count))
+            whole = output if self._spec.cp == 1 else tuple(_join(torch.stack(output), given.rows, count))
             loss, statistics = judge(whole, given)
             return loss, torch.full((), count, dtype=torch.int, device=loss.device), statistics
 
@@ -266,23 +266,12 @@ def speaks() -> bool:
     return bool(first and parallel_state.is_pipeline_last_stage())
 
 
-class _Join(torch.autograd.Function):
+def _join(values: Tensor, rows: Tensor, total: int) -> Tensor:
     """All N = `total` rows [k, N] on every context-parallel rank, from each rank's `values` [k, n] of its `rows` [n].
 
     Every rank goes on with the same numbers to the same loss, so the gradient of a row is already whole: each rank
     takes that of its own.
     """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, rows: Tensor, total: int) -> Tensor:
-        ctx.save_for_backward(rows)
-        whole = values.new_zeros(len(values), total)
-        whole[:, rows] = values
-        # every number is one rank's, and zero on the others: the sum is exact
-        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = ctx.saved_tensors
-        return gradient[:, rows], None, None
+    whole = values.new_zeros(len(values), total).index_copy(1, rows, values)
+    # every number is one rank's, and zero on the others: the sum is exact
+    return cast(Tensor, reduce_from_tensor_model_parallel_region(whole, parallel_state.get_context_parallel_group()))
