@@ -15,7 +15,6 @@ rule acquire_input:
     localrule: True
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=2000,
         runtime=1440,
@@ -37,7 +36,6 @@ rule report_inputs:
     localrule: True
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=4000,
         runtime=60,

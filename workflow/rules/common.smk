@@ -40,6 +40,7 @@ if SUITE.configs:
 
 joblog.hear_of_cancelled_jobs()
 STARTED = time.time()
+TASKS = {split: f"<results>/{{run}}/tasks/{split}.parquet" for split in ("train", "validation", "test")}
 ENVIRONMENT = "../envs/environment.yml"  # entered only with `--software-deployment-method conda`
 
 
@@ -47,6 +48,7 @@ wildcard_constraints:
     run="|".join(map(re.escape, SUITE.runs)),
     state="|".join(SUITE.states),
     suite=re.escape(SUITE.name),
+    table="|".join(TABLES) or "(?!)",
 
 
 def config_of(wildcards):
@@ -75,6 +77,11 @@ def needs_of(stage):
 def owner_of(wildcards, *files):
     """Files of the run whose tasks and index this run shares."""
     return [f"<results>/{SUITE.tasks[wildcards.run]}/{file}" for file in files]
+
+
+def tasks_of_owner(wildcards):
+    """That run's tasks."""
+    return expand(list(TASKS.values()), run=SUITE.tasks[wildcards.run])
 
 
 def retriever_of(wildcards):

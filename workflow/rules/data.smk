@@ -5,9 +5,7 @@ rule prepare_tasks:
     input:
         files=lambda wildcards: SUITE.data_files(wildcards.run),
     output:
-        train="<results>/{run}/tasks/train.parquet",
-        validation="<results>/{run}/tasks/validation.parquet",
-        test="<results>/{run}/tasks/test.parquet",
+        **TASKS,
     log:
         "<results>/{run}/logs/prepare_tasks.log",
     benchmark:
@@ -16,7 +14,6 @@ rule prepare_tasks:
         run=SUITE.pattern(indexes=False),
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=1000,
         runtime=30,
@@ -31,9 +28,7 @@ rule prepare_tasks:
 
 use rule prepare_tasks as prepare_tasks_and_passages with:
     output:
-        train="<results>/{run}/tasks/train.parquet",
-        validation="<results>/{run}/tasks/validation.parquet",
-        test="<results>/{run}/tasks/test.parquet",
+        **TASKS,
         passages="<results>/{run}/tasks/passages.jsonl",
     wildcard_constraints:
         run=SUITE.pattern(indexes=True),
@@ -43,11 +38,9 @@ use rule prepare_tasks as prepare_tasks_and_passages with:
 
 rule share_tasks:
     input:
-        lambda wildcards: owner_of(wildcards, "tasks/train.parquet", "tasks/validation.parquet", "tasks/test.parquet"),
+        tasks_of_owner,
     output:
-        train="<results>/{run}/tasks/train.parquet",
-        validation="<results>/{run}/tasks/validation.parquet",
-        test="<results>/{run}/tasks/test.parquet",
+        **TASKS,
     log:
         "<results>/{run}/logs/share_tasks.log",
     wildcard_constraints:
@@ -55,7 +48,6 @@ rule share_tasks:
     localrule: True
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=100,
         runtime=5,

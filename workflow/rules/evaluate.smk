@@ -14,7 +14,6 @@ rule evaluate:
         "<results>/{run}/benchmarks/evaluate_{state}.jsonl"
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         **needs_of("evaluate"),
         runtime=240,

@@ -23,9 +23,9 @@ rule make_table:
         "<results>/logs/make_table_{suite}.log",
     benchmark:
         "<results>/benchmarks/make_table_{suite}.jsonl"
+    localrule: True
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=500,
         runtime=10,
@@ -51,9 +51,9 @@ rule plot_curves:
         "<results>/logs/plot_curves_{suite}.log",
     benchmark:
         "<results>/benchmarks/plot_curves_{suite}.jsonl"
+    localrule: True
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=500,
         runtime=10,
@@ -74,9 +74,9 @@ rule report:
         f"<results>/logs/report_{SUITE.name}.log",
     benchmark:
         f"<results>/benchmarks/report_{SUITE.name}.jsonl"
+    localrule: True
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=1000,
         runtime=10,

@@ -16,7 +16,6 @@ rule encode_shard:
         shards=r"\d{4}",
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         **needs_of("retriever"),
         runtime=720,
@@ -43,7 +42,6 @@ rule build_index:
         run=SUITE.pattern(indexes=True),
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=2000,
         runtime=60,
@@ -75,7 +73,6 @@ rule probe_retriever:
         run=f"{SUITE.pattern(indexes=True)}|{SUITE.pattern(indexes=False)}",
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         **needs_of("retriever"),
         runtime=10,
@@ -91,16 +88,12 @@ rule probe_retriever:
 rule share_index:
     input:
         lambda wildcards: owner_of(wildcards, "retriever.json", "index/index.json", "tasks/passages.jsonl"),
-        tasks=lambda wildcards: owner_of(
-            wildcards, "tasks/train.parquet", "tasks/validation.parquet", "tasks/test.parquet"
-        ),
+        tasks=tasks_of_owner,
     output:
+        **TASKS,
         probe="<results>/{run}/retriever.json",
         manifest="<results>/{run}/index/index.json",
         passages="<results>/{run}/tasks/passages.jsonl",
-        train="<results>/{run}/tasks/train.parquet",
-        validation="<results>/{run}/tasks/validation.parquet",
-        test="<results>/{run}/tasks/test.parquet",
     log:
         "<results>/{run}/logs/share_index.log",
     wildcard_constraints:
@@ -108,7 +101,6 @@ rule share_index:
     localrule: True
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=100,
         runtime=5,

@@ -12,9 +12,9 @@ rule study_stability:
         f"<results>/logs/study_stability_{SUITE.name}.log",
     benchmark:
         f"<results>/benchmarks/study_stability_{SUITE.name}.jsonl"
+    localrule: True
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=500,
         runtime=10,

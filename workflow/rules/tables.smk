@@ -20,12 +20,9 @@ rule make_paper_table:
         "<results>/logs/make_paper_table_{table}.log",
     benchmark:
         "<results>/benchmarks/make_paper_table_{table}.jsonl"
-    wildcard_constraints:
-        table="|".join(TABLES) or "(?!)",
     localrule: True
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=1000,
         runtime=10,
@@ -48,12 +45,9 @@ rule make_bundle:
         bundle="<results>/tables/{table}.bundle.zip",
     log:
         "<results>/logs/make_bundle_{table}.log",
-    wildcard_constraints:
-        table="|".join(TABLES) or "(?!)",
     localrule: True
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=2000,
         runtime=120,
@@ -71,7 +65,6 @@ rule make_tiny_file:
     localrule: True
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=500,
         runtime=5,
@@ -91,7 +84,6 @@ rule make_tiny_model:
     localrule: True
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=1000,
         runtime=5,

@@ -14,7 +14,6 @@ rule make_base_model:
         run=SUITE.own_starts,
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         mem_mb=2000,
         runtime=30,
@@ -43,7 +42,6 @@ rule bootstrap:
     priority: 1
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         **needs_of("start"),
         runtime=120,
@@ -71,7 +69,6 @@ rule train:
     priority: 2
     conda:
         ENVIRONMENT
-    threads: 1
     resources:
         **needs_of("train"),
         runtime=1440,
