@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from mcore_mas.rollout.base.files import read_json
 
 RowBlocks = Tensor | Sequence[Tensor]  # a full tensor, or blocks of its rows in their order
 WeightStream = Iterable[tuple[str, RowBlocks]]  # Hugging Face name and tensor, one at a time
+_Key = TypeVar("_Key")
 
 
 def blocks_of(rows: RowBlocks) -> Sequence[Tensor]:
@@ -43,6 +44,20 @@ def cut(target: Tensor, blocks: Sequence[Tensor]) -> Sequence[Tensor]:
     rows = sum(len(block) for block in blocks)
     parts: Sequence[Tensor] = target.split([len(block) * len(target) // rows for block in blocks])
     return parts
+
+
+def buckets(tensors: Iterable[tuple[_Key, Tensor]], limit: int) -> Iterator[list[tuple[_Key, Tensor]]]:
+    """Split a stream into lists of at most `limit` bytes, or of one larger tensor."""
+    held: list[tuple[_Key, Tensor]] = []
+    size = 0
+    for key, tensor in tensors:
+        if held and size + tensor.nbytes > limit:
+            yield held
+            held, size = [], 0
+        held.append((key, tensor))
+        size += tensor.nbytes
+    if held:
+        yield held
 
 
 class TensorFiles:

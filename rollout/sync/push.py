@@ -21,7 +21,7 @@ import torch.multiprocessing  # teaches ForkingPickler how tensors travel
 from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
-from mcore_mas.rollout.models.tensors import WeightStream, tensor_shapes
+from mcore_mas.rollout.models.tensors import WeightStream, buckets, tensor_shapes
 from mcore_mas.rollout.sync import Stored, WeightSender
 from mcore_mas.rollout.sync.digests import digest_of, digested
 
@@ -287,20 +287,6 @@ def _group_of(listener: socket.socket, world: int, backend: str, name: str) -> d
 
 
 PUSHED_BUCKET_BYTES = 2 << 30  # over CUDA IPC two of them are there at a time
-
-
-def buckets(weights: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Split a stream into lists of at most `limit` bytes, or of one larger tensor."""
-    held: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if held and size + tensor.nbytes > limit:
-            yield held
-            held, size = [], 0
-        held.append((name, tensor))
-        size += tensor.nbytes
-    if held:
-        yield held
 
 
 def flatten(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Tensor, list[Any]]:

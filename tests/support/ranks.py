@@ -151,7 +151,7 @@ def export(rank: int, spec: TrainerSpec, routes: dict[int, SyncRoute]) -> None:
             name: whole_of(rows) for name, rows in export_weights(local.__getitem__, trainer.model.architecture, plan)
         }
         assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
-        assert len({entry.parameter for bucket in plan for entry in bucket.mappings}) > len(plan) or bucket_bytes == 1
+        assert len({entry.parameter for bucket in plan for entry, _ in bucket.shards}) > len(plan) or bucket_bytes == 1
 
 
 def resume(rank: int, spec: TrainerSpec, out: Path, checkpoint: Path, samples: list[Sample], steps: int) -> None:

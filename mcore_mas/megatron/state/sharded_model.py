@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture, read_architecture
 from mcore_mas.rollout.models.fused_weights import write_peft
 from mcore_mas.rollout.models.layout import check_fit
-from mcore_mas.rollout.models.tensors import whole
+from mcore_mas.rollout.models.tensors import buckets, whole
 
 
 class ShardedModel:
@@ -203,9 +202,7 @@ class Bucket:
 
     stage: int
     expert: bool  # of experts, which expert-parallel ranks hold different ones of
-    dtype: torch.dtype
-    mappings: tuple[WeightMapping, ...]
-    shapes: tuple[tuple[int, ...], ...]  # of this rank's shard of each
+    shards: tuple[tuple[WeightMapping, Tensor], ...]  # with each its shard, which holds nothing (a "meta" tensor)
 
 
 ExportPlan = tuple[Bucket, ...]
@@ -220,36 +217,23 @@ def plan_export(
 
     Args:
         local: this rank's tensors by Megatron parameter name: parameters, or anything shaped like them.
-        bucket_bytes: at which a bucket is closed.
+        bucket_bytes: of a bucket, at most.
     """
     held = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in local.items()}
     told: set[str] = set()
     plan = []
     for stage, kinds in enumerate(exchange(held, parallel_state.get_pipeline_model_parallel_group())):
-        groups: dict[tuple[bool, str], list[WeightMapping]] = {}
+        groups: dict[tuple[bool, str], list[tuple[WeightMapping, Tensor]]] = {}
         for entry in weight_mappings(kinds, tied=architecture.tied):
             if not told.issuperset(entry.tensors):  # else the last stage's copy of a tied embedding
                 told.update(entry.tensors)
-                groups.setdefault((entry.expert, kinds[entry.parameter][0]), []).append(entry)
-        for (expert, kind), alike in groups.items():
-            dtype = getattr(torch, kind)
-            for part in _cut(alike, [math.prod(kinds[e.parameter][1]) * dtype.itemsize for e in alike], bucket_bytes):
-                shapes = tuple(tuple(kinds[entry.parameter][1]) for entry in part)
-                plan.append(Bucket(stage=stage, expert=expert, dtype=dtype, mappings=tuple(part), shapes=shapes))
+                kind, shape = kinds[entry.parameter]
+                shard = torch.empty(shape, dtype=getattr(torch, kind), device="meta")
+                groups.setdefault((entry.expert, kind), []).append((entry, shard))
+        for (expert, _), alike in groups.items():
+            for part in buckets(alike, bucket_bytes):
+                plan.append(Bucket(stage=stage, expert=expert, shards=tuple(part)))
     return tuple(plan)
-
-
-def _cut(alike: Sequence[WeightMapping], sizes: Sequence[int], bucket_bytes: int) -> Iterator[list[WeightMapping]]:
-    part: list[WeightMapping] = []
-    size = 0
-    for entry, more in zip(alike, sizes, strict=True):
-        part.append(entry)
-        size += more
-        if size >= bucket_bytes:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
 
 
 def export_weights(
@@ -265,8 +249,8 @@ def export_weights(
     """
     for bucket in plan:
         beat()
-        holders = [_holders(entry, architecture) for entry in bucket.mappings]
-        for names, shards in zip(holders, _shards(local, bucket), strict=True):
+        for (entry, _), shards in zip(bucket.shards, _shards(local, bucket), strict=True):
+            names = _holders(entry, architecture)
             tp = len(shards) // len(names)
             for number, holder in enumerate(names):
                 full = holder.join(shards[number * tp : (number + 1) * tp], architecture)
@@ -283,11 +267,12 @@ def _shards(local: Callable[[str], Tensor], bucket: Bucket) -> list[list[Tensor]
     stages = parallel_state.get_pipeline_model_parallel_group()
     ranks, pipeline = dist.get_world_size(group), dist.get_world_size(stages)
     here = parallel_state.get_pipeline_model_parallel_rank() == bucket.stage
-    mine = [local(entry.parameter).detach().contiguous() for entry in bucket.mappings] if here else []
+    mine = [local(entry.parameter).detach().contiguous() for entry, _ in bucket.shards] if here else []
     if ranks == pipeline == 1:
         return [[tensor] for tensor in mine]
-    sizes = [math.prod(shape) for shape in bucket.shapes]
-    flat = torch.empty(ranks, sum(sizes), dtype=bucket.dtype, device=rank_device())
+    shards = [shard for _, shard in bucket.shards]
+    sizes = [shard.numel() for shard in shards]
+    flat = torch.empty(ranks, sum(sizes), dtype=shards[0].dtype, device=rank_device())
     if here:
         torch.cat([tensor.flatten() for tensor in mine], out=flat[dist.get_rank(group)])
         if ranks > 1:
@@ -295,7 +280,7 @@ def _shards(local: Callable[[str], Tensor], bucket: Bucket) -> list[list[Tensor]
     if pipeline > 1:
         dist.broadcast(flat, group=stages, group_src=bucket.stage)
     parts = flat.split(sizes, dim=1)
-    return [[part[rank].view(shape) for rank in range(ranks)] for part, shape in zip(parts, bucket.shapes, strict=True)]
+    return [[part[rank].view(shard.shape) for rank in range(ranks)] for part, shard in zip(parts, shards, strict=True)]
 
 
 def _holders(entry: WeightMapping, architecture: Architecture) -> list[WeightMapping]:

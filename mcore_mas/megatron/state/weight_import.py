@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -57,9 +58,9 @@ def _share(size: int, tp: int, rank: int) -> slice:
     return slice(size // tp * rank, size // tp * (rank + 1))
 
 
-def _fill_rows(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
+def _fill_part(dim: int, shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
     for part, source in zip(shard.chunk(len(full)), full, strict=True):
-        part.copy_(source.read(_share(source.shape[0], tp, rank)))
+        part.copy_(source.read(*[slice(None)] * dim, _share(source.shape[dim], tp, rank)))
 
 
 def _fill_qkv(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
@@ -92,11 +93,6 @@ def _join_vocab(shards: Sequence[Tensor], a: Architecture, _: int) -> list[list[
     return [[block for block in blocks if len(block)]]
 
 
-def _fill_columns(shard: Tensor, full: Sequence[LazyTensor], a: Architecture, tp: int, rank: int) -> None:
-    for part, source in zip(shard.chunk(len(full)), full, strict=True):
-        part.copy_(source.read(slice(None), _share(source.shape[1], tp, rank)))
-
-
 def _parts(shards: Sequence[Tensor], count: int) -> Iterator[list[Tensor]]:
     """Of each of `count` tensors below each other in every shard its part of each."""
     return map(list, zip(*(shard.chunk(count) for shard in shards), strict=True))
@@ -104,12 +100,12 @@ def _parts(shards: Sequence[Tensor], count: int) -> Iterator[list[Tensor]]:
 
 WHOLE = Sharding(fill=lambda shard, full, *_: shard.copy_(full[0].read()), join=lambda shards, a, _: [[shards[0]]])
 BY_COLUMNS = Sharding(
-    fill=_fill_columns,
+    fill=partial(_fill_part, 1),
     join=lambda shards, a, count: [
         parts if len(parts) == 1 else [torch.cat(parts, dim=1)] for parts in _parts(shards, count)
     ],
 )
-BY_ROWS = Sharding(fill=_fill_rows, join=lambda shards, a, count: list(_parts(shards, count)))
+BY_ROWS = Sharding(fill=partial(_fill_part, 0), join=lambda shards, a, count: list(_parts(shards, count)))
 VOCAB = Sharding(fill=_fill_vocab, join=_join_vocab)
 QKV = Sharding(fill=_fill_qkv, join=_join_qkv)
 
@@ -263,15 +259,15 @@ def write_folder(like: Path, folder: Path, tensors: dict[str, Tensor]) -> None:
     Weights with a value head make it a model for sequence classification with one label, as transformers calls it.
     """
     weights = shutil.ignore_patterns("*.safetensors", "*.index.json", "*.bin")
-    with atomic_folder(folder) as partial:
-        shutil.copytree(like, partial, ignore=weights, dirs_exist_ok=True)
-        partial.chmod(0o700)  # that of `like` was copied, too
+    with atomic_folder(folder) as made:
+        shutil.copytree(like, made, ignore=weights, dirs_exist_ok=True)
+        made.chmod(0o700)  # that of `like` was copied, too
         if "score.weight" in tensors:
-            config = json.loads((partial / "config.json").read_text())
+            config = json.loads((made / "config.json").read_text())
             names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
             config |= {"architectures": names, "id2label": {"0": "value"}, "label2id": {"value": 0}}
-            (partial / "config.json").write_text(json.dumps(config, indent=2))
-        save_file(tensors, str(partial / "model.safetensors"), metadata={"format": "pt"})
+            (made / "config.json").write_text(json.dumps(config, indent=2))
+        save_file(tensors, str(made / "model.safetensors"), metadata={"format": "pt"})
 
 
 # transformers writes one tensor for every expert, as models are published, or with save_original_format=False stacks

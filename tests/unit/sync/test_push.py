@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.models.tensors import buckets
 from mcore_mas.rollout.sync import SyncRoute, alone, digests, push
-from mcore_mas.rollout.sync.push import GroupSender, TensorSender, buckets, flatten
+from mcore_mas.rollout.sync.push import GroupSender, TensorSender, flatten
 from tests.support.three_tensors import NAMES, tensors
 
 
