@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, SecretStr, model_validator
 
 from mcore_mas.rollout.base.errors import Unusable
 from mcore_mas.rollout.base.http import check_url, failure_of
@@ -107,28 +107,17 @@ SHOWN_AT_MOST = 3  # first characters of a key, at the end of a text that was cu
 SHORTEST = 8  # characters; a shorter secret could not be taken out of a text without harm to the text
 
 
-class ApiKey:
-    """A secret that shows itself only to `reveal`."""
-
-    __slots__ = ("_value",)
-
-    def __init__(self, value: str) -> None:
-        self._value = value
-
-    def reveal(self) -> str:
-        """The key, for the one header it belongs in."""
-        return self._value
+class ApiKey(SecretStr):
+    """A secret that shows itself only to `get_secret_value`, for the one header it belongs in."""
 
     def redact(self, text: str) -> str:
         """`text` without the key, also where it was cut off within: servers quote it in error messages."""
-        text = text.replace(self._value, "[key]")
-        for length in range(len(self._value) - 1, SHOWN_AT_MOST, -1):
-            if text.endswith(self._value[:length]):
+        key = self.get_secret_value()
+        text = text.replace(key, "[key]")
+        for length in range(len(key) - 1, SHOWN_AT_MOST, -1):
+            if text.endswith(key[:length]):
                 return text[:-length] + "[key]"
         return text
-
-    def __repr__(self) -> str:
-        return "ApiKey(...)"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a key does not leave its process")
@@ -164,7 +153,7 @@ def read_key(variable: str | None, file: Path | None) -> ApiKey | None:
     hide(variable)
     if variable not in _taken:
         raise RemoteError(f"the environment has no {variable}; set it, or name a file in key_file")
-    return _checked(_taken[variable].reveal(), variable)
+    return _checked(_taken[variable].get_secret_value(), variable)
 
 
 def _read(file: Path) -> str:

@@ -22,7 +22,7 @@ class OpenAIChat:
         self._config = config
         self._http = HttpClient(
             config.url or OPENAI_URL,
-            token=key.reveal() if key else None,
+            token=key.get_secret_value() if key else None,
             connections=config.concurrency,
             proxy=config.proxy,
             most_bytes=LARGEST,
@@ -78,7 +78,7 @@ class AnthropicMessages:
         self._library = anthropic
         self._config = config
         self._client = anthropic.AsyncAnthropic(
-            api_key=remote.required(key, "anthropic").reveal(),
+            api_key=remote.required(key, "anthropic").get_secret_value(),
             base_url=config.url or ANTHROPIC_URL,
             timeout=config.timeout_s,
             max_retries=0,  # retries are counted and paid for in `caller`
@@ -131,7 +131,7 @@ class GeminiContent:
         # a client of ours, because without one the library would choose aiohttp where that is installed
         self._http = httpx.AsyncClient(proxy=config.proxy, trust_env=False, timeout=config.timeout_s)
         self._client = genai.Client(
-            api_key=remote.required(key, "gemini").reveal(),
+            api_key=remote.required(key, "gemini").get_secret_value(),
             vertexai=False,
             http_options={"base_url": config.url or GEMINI_URL, "httpx_async_client": self._http},
         )

@@ -100,14 +100,14 @@ def test_children_do_not_inherit_the_key(tmp_path, monkeypatch) -> None:
     assert VARIABLE not in os.environ
     shown = subprocess.run([sys.executable, "-c", "import os; print(os.environ)"], capture_output=True, check=True)
     assert SECRET.encode() not in shown.stdout
-    assert read_key(VARIABLE, None).reveal() == first.reveal() == SECRET  # a second use in the same process
-    assert first.reveal() == SECRET
+    assert read_key(VARIABLE, None).get_secret_value() == first.get_secret_value() == SECRET  # a second use in the same process
+    assert first.get_secret_value() == SECRET
 
 
 def test_a_key_is_not_shown_copied_or_sent_away(key_file) -> None:
     key = read_key(None, key_file)
-    assert key.reveal() == SECRET
-    assert f"{key} {key!r}" == "ApiKey(...) ApiKey(...)"
+    assert key.get_secret_value() == SECRET
+    assert f"{key} {key!r}" == "********** ApiKey('**********')"
     assert key.redact(f"a {SECRET} b") == "a [key] b"
     for cut in range(4, len(SECRET)):  # the end of a long error message
         assert key.redact(f"a {SECRET} b {SECRET[:cut]}") == "a [key] b [key]"

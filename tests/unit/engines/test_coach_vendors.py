@@ -68,7 +68,7 @@ def test_a_vendor_answers(provider, body, reply_tokens) -> None:
     sent = json.dumps(server.bodies[0])
     assert "Be brief." in sent
     assert "6 x 7?" in sent
-    assert KEY.reveal() not in sent
+    assert KEY.get_secret_value() not in sent
 
 
 @pytest.mark.parametrize(("provider", "body", "reply_tokens"), VENDORS)

@@ -92,7 +92,7 @@ def test_a_retriever_inherits_no_key_even_where_no_coach_is_asked(monkeypatch: p
         pass
     assert seen
     assert VARIABLE not in seen
-    assert keys.read_key(VARIABLE, None).reveal() == "sk-0123456789abcdef"  # kept for a later use
+    assert keys.read_key(VARIABLE, None).get_secret_value() == "sk-0123456789abcdef"  # kept for a later use
 
 
 def test_who_has_lost_the_folder_while_it_trained_does_not_write_its_models_over_the_others(
