@@ -30,36 +30,30 @@ _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"  # sends token co
 _STREAM_MODULES = (_DISPATCHER, "megatron.core.distributed.param_and_grad_buffer")  # the latter from 0.19 on
 
 
-class _TorchOnCpu(types.ModuleType):
-    """`torch` as one Megatron module sees it: tensor factories read device="cuda" as the CPU, streams are at rest."""
+class _Changed(types.ModuleType):
+    """A module as one of Megatron's sees it, with some attributes replaced."""
 
-    def __init__(self) -> None:
-        super().__init__("torch")
-        self.cuda = _CudaAtRest()
-        for name in ("zeros", "ones", "tensor", "empty"):
-            setattr(self, name, partial(_on_cpu, getattr(torch, name)))
+    def __init__(self, module: types.ModuleType, **replaced: Any) -> None:
+        super().__init__(module.__name__)
+        self._module = module
+        vars(self).update(replaced)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+        return getattr(self._module, name)
+
+
+def _torch_on_cpu() -> _Changed:
+    """`torch` whose tensor factories read device="cuda" as the CPU, with one stream on which nothing is under way."""
+    # what was asked of it is done; so are the events it records
+    only = types.SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
+    only.record_event = lambda: only
+    cuda = _Changed(torch.cuda, Stream=lambda: only, current_stream=lambda: only, stream=contextlib.nullcontext)
+    factories = {name: partial(_on_cpu, getattr(torch, name)) for name in ("zeros", "ones", "tensor", "empty")}
+    return _Changed(torch, cuda=cuda, **factories)
 
 
 def _on_cpu(factory: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
     return factory(*args, device=_DEVICE if str(device).startswith("cuda") else device, **kwargs)
-
-
-class _CudaAtRest(types.ModuleType):
-    """`torch.cuda` with one stream on which nothing is ever under way; the rest is `torch.cuda`'s own."""
-
-    def __init__(self) -> None:
-        super().__init__("torch.cuda")
-        # what was asked of it is done; so are the events it records
-        only = types.SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
-        only.record_event = lambda: only
-        self.Stream = self.current_stream = lambda: only
-        self.stream = lambda stream: contextlib.nullcontext(stream)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
 
 
 def patch_cuda() -> None:
@@ -75,7 +69,7 @@ def patch_cuda() -> None:
     torch.cuda.current_device = _current_device
     # Pipeline stages that tell each other the lengths of micro-batches wait for the GPU in between.
     torch.cuda.synchronize = lambda *_: None
-    proxy = _TorchOnCpu()
+    proxy = _torch_on_cpu()
     for name in (*_LITERAL_MODULES, *_STREAM_MODULES):
         importlib.import_module(name).torch = proxy
     # The counts that ranks send each other tokens by come to the CPU as arrays, which gloo takes; those that are there
