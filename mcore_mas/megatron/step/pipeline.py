@@ -127,8 +127,7 @@ class Pipeline:
         Returns:
             Statistics of this rank's micro-batches on the last pipeline stage, none on the others.
         """
-        own, rounds = self._own(microbatches)
-        rows = self._pass([microbatches[i] for i in own], rounds, microbatches[0], forward_only=False)
+        rows = self._pass(microbatches, forward_only=False).values()
         there = iter(download([column for row in rows for column in row.values()]))
         return [{name: next(there) for name in row} for row in rows]
 
@@ -139,33 +138,32 @@ class Pipeline:
         """
         if not microbatches:
             return []
-        own, rounds = self._own(microbatches)
         with torch.no_grad():
-            rows = self._pass([microbatches[i] for i in own], rounds, microbatches[0], forward_only=True)
+            rows = self._pass(microbatches, forward_only=True)
         lengths = [len(batch.labels) for batch in microbatches]
         scores = torch.zeros(sum(lengths), device=self._device)
         if speaks():
             places = scores.split(lengths)
-            for i, row in zip(own, rows, strict=True):
+            for i, row in rows.items():
                 places[i].copy_(row["score"])
         # every number is one rank's, and zero on the others: the sum is exact
         torch.distributed.all_reduce(scores)
         return list(scores.cpu().split(lengths))
 
-    def _own(self, microbatches: Sequence[Microbatch]) -> tuple[list[int], int]:
-        """Which micro-batches this data-parallel rank takes, and how many it goes through at least."""
-        ranks = balance_work([self._cost.work_of(batch) for batch in microbatches], self._spec.dp)
-        # gradients are exchanged in the pass, so nobody may stay away; experts are in every micro-batch of every rank
-        rounds = 1 if self._spec.ep == 1 else max(len(own) for own in ranks)
-        return ranks[parallel_state.get_data_parallel_rank()], rounds
+    def _pass(self, microbatches: Sequence[Microbatch], *, forward_only: bool) -> dict[int, TokenStatistics]:
+        """One pass over this data-parallel rank's micro-batches, of which there may be none.
 
-    def _pass(
-        self, own: list[Microbatch], rounds: int, some: Microbatch, *, forward_only: bool
-    ) -> list[TokenStatistics]:
-        """One pass over this rank's micro-batches, of which there may be none; `some` is any."""
+        Returns:
+            What the last pipeline stage says of each by its place among all; the others say nothing.
+        """
+        ranks = balance_work([self._cost.work_of(batch) for batch in microbatches], self._spec.dp)
+        own = ranks[parallel_state.get_data_parallel_rank()]
+        # gradients are exchanged in the pass, so nobody may stay away; experts are in every micro-batch of every rank
+        rounds = max(1, len(own)) if self._spec.ep == 1 else max(map(len, ranks))
         turns = self._spec.pp if self._spec.vpp > 1 else 1  # interleaved stages take turns of pp each
-        idle = [some.idle()] * (-(-max(len(own), rounds) // turns) * turns - len(own))
-        batches = [batch.padded(tokens) for batch, tokens in zip(own + idle, self._lengths(own + idle), strict=True)]
+        batches = [microbatches[i] for i in own]
+        batches += [microbatches[0].idle()] * (-(-rounds // turns) * turns - len(own))
+        batches = [batch.padded(tokens) for batch, tokens in zip(batches, self._lengths(batches), strict=True)]
         iterators = [ahead(map(self._on_device, batches)) for _ in self._stages]
         rows: list[TokenStatistics] = self._run(
             forward_step_func=partial(self._step, self._score if forward_only else self._train),
@@ -176,7 +174,7 @@ class Pipeline:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return rows[: len(own)]
+        return dict(zip(own, rows[: len(own)], strict=True)) if rows else {}
 
     def _on_device(self, batch: Microbatch) -> _Input:
         part, rows = batch.part(self._spec.cp, parallel_state.get_context_parallel_rank())
