@@ -18,7 +18,7 @@ from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from tests.contract.test_engines import LOGPROB_TOLERANCE, ask, prompts, worst
 from tests.support import reference
-from tests.support.sglang_server import make_engine
+from tests.support.sglang_server import make_engine, pid_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
@@ -72,7 +72,7 @@ def test_a_session_finds_its_prefix_on_its_replica(pair: Pair) -> None:
     told = [[*prompt, *said.token_ids, 5] for prompt, said in zip(told, first, strict=True)]
     second = turns(pair.owner, told)
     assert [said.cached_tokens for said in second] == [43] * 8  # all but the last token sampled, which never ran
-    asyncio.run(pair.owner._replicas[0].client.call("/flush_cache"))
+    asyncio.run(pair.owner._replicas[0].client.call("/flush_cache", {}))
     told = [[*prompt, *said.token_ids, 5] for prompt, said in zip(told, second, strict=True)]
     third = turns(pair.guest, told)  # by the same servers in the same order, the same places
     cached = [said.cached_tokens for said in third]
@@ -120,7 +120,7 @@ def test_an_engine_that_was_told_of_servers_updates_them(pair: Pair) -> None:
 
 def test_a_death_without_a_restart_is_told_and_the_other_replica_goes_on(pair: Pair) -> None:
     async def play() -> list[Completion | BaseException]:
-        pid = await pair.owner._replicas[0].pid()
+        pid = await pid_of(pair.owner._replicas[0])
         assert pid is not None
         os.killpg(pid, signal.SIGKILL)
         waiting = (pair.owner.generate([8, 9], Sampling(max_tokens=4, session=session)) for session in SESSIONS)

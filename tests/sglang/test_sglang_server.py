@@ -50,7 +50,7 @@ async def started(engine: SGLangEngine) -> list[asyncio.Task[Completion]]:
 
 async def decoding(engine: SGLangEngine) -> bool:
     """Whether the server has answered nothing yet and computes."""
-    said = await engine._replicas[0].client.call("/v1/loads", method="GET")
+    said = await engine._replicas[0].client.call("/v1/loads")
     return sum(load["num_running_reqs"] for load in said["loads"]) == len(LONG)
 
 
@@ -60,7 +60,7 @@ def test_the_version_is_the_one_that_is_supported(engine: SGLangEngine) -> None:
         assert await client.up()
         assert await client.has("/begin_weight_update")
         assert not await client.has("/get_weight_version")
-        return await client.call("/server_info", method="GET")
+        return await client.call("/server_info")
 
     assert asyncio.run(play())["version"] == SGLANG_VERSION
 
@@ -94,7 +94,7 @@ def test_a_pause_holds_replies_and_loses_nothing(engine: SGLangEngine, mode: str
 
 async def tokens_made(engine: SGLangEngine) -> int:
     """How many tokens of its requests the server holds."""
-    said = await engine._replicas[0].client.call("/v1/loads", method="GET")
+    said = await engine._replicas[0].client.call("/v1/loads")
     return sum(load["num_used_tokens"] for load in said["loads"])
 
 

@@ -26,6 +26,7 @@ from tests.contract.test_engines import (
     weights,
     worst,
 )
+from tests.support.sglang_server import pid_of
 from tests.support.tiny import make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
@@ -101,7 +102,7 @@ def test_a_server_that_dies_amid_a_broadcast_gets_all_of_it_again(
     engine._fleet.tell = lambda _: None
 
     async def play() -> Any:
-        pid = await replica.pid()
+        pid = await pid_of(replica)
         assert pid is not None
 
         def fatal() -> Iterator[tuple[str, Tensor]]:
@@ -134,7 +135,7 @@ def test_a_server_that_dies_comes_back_with_its_weights(engine: SGLangEngine) ->
         await engine.load_weights(weights(4), 31)
         route = await engine.begin_update()
         handover = make_sender(route).send(weights(5), 32, route.state)
-        pid = await replica.pid()
+        pid = await pid_of(replica)
         assert pid is not None
         os.killpg(pid, signal.SIGKILL)  # between the trainer's writing and the server's reading
         await engine.commit_update(handover)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
+from mcore_mas.rollout.engines.sglang.server import Replica
 from tests.support.tiny import MAX_LENGTH
 
 IN_FLOAT32 = {  # kernels of its own compute in half precision only
@@ -28,6 +29,14 @@ def server_settings() -> dict[str, Any]:
     if torch.cuda.is_available():
         return {"options": IN_FLOAT32, "environment": {}}
     return {"options": IN_FLOAT32 | ON_A_CPU, "environment": {"SGLANG_USE_CPU_ENGINE": "1"}}
+
+
+async def pid_of(replica: Replica) -> int | None:
+    """A server's process, None where it is not ours."""
+    if replica.host is None:
+        return None
+    pid: int | None = replica.host.pid() if replica.actors is None else await replica.host.pid.remote()
+    return pid
 
 
 def make_engine(given: str, model: Path, folder: Path, **settings: Any) -> SGLangEngine:

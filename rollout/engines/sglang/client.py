@@ -33,15 +33,11 @@ class SGLangClient:
         self._http = HttpClient(url, token=key, connections=connections, timeout_s=timeout_s)
 
     async def call(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        method: str = "POST",
-        timeout_s: float | None = None,
-        stream: StreamedReply | None = None,
+        self, path: str, body: Mapping[str, Any] | None = None, *, stream: StreamedReply | None = None
     ) -> Any:
         """The JSON of the answer, None if it has no body; of one that comes in events, what `stream` makes of them.
+
+        What is sent no `body` is read, with GET.
 
         Raises:
             Lost: no connection within the retries.
@@ -51,7 +47,7 @@ class SGLangClient:
         async def attempt() -> HttpReply:
             try:
                 heard = stream.begin() if stream is not None else None
-                return await self._http.send(method, path, body, timeout_s=timeout_s, heard=heard)
+                return await self._http.send("GET" if body is None else "POST", path, body, heard=heard)
             except TimedOut as error:
                 raise EngineError(f"SGLang {path}: {error}") from None
 

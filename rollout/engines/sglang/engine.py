@@ -198,7 +198,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
 
     async def sleep(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
         """Release the servers' memory; they must be idle and have been started with enable_memory_saver."""
-        await self._fleet.all(f"/flush_cache?timeout={_IDLE_S:g}")
+        await self._fleet.all(f"/flush_cache?timeout={_IDLE_S:g}", {})
         await self._learn()
         await self._fleet.sleep(tags)
 

@@ -89,7 +89,6 @@ class Fleet:
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        method: str = "POST",
         weighed: bool = False,
         stream: StreamedReply | None = None,
     ) -> Any:
@@ -107,16 +106,16 @@ class Fleet:
             if weighed and replica.stale:
                 await self.restore()
             async with self.reviving(replica):
-                return await replica.client.call(path, body, method=method, stream=stream)
+                return await replica.client.call(path, body, stream=stream)
 
-    async def all(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+    async def all(self, path: str, body: Mapping[str, Any]) -> None:
         """`call` every server."""
         await self._each(lambda replica: self.call(replica, path, body))
 
     async def alive(self) -> None:
         """Every server runs, those that have died again."""
         # /health takes a second, and fails during a pause
-        await self._each(lambda replica: self.call(replica, "/model_info", method="GET"))
+        await self._each(lambda replica: self.call(replica, "/model_info"))
 
     async def _each(self, act: Callable[[Replica], Awaitable[Any]]) -> None:
         async def one(replica: Replica) -> None:

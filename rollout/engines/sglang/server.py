@@ -244,13 +244,6 @@ class Replica:
         except ray.exceptions.RayActorError:
             return f"the server at {self.client.url} is gone with its actor"
 
-    async def pid(self) -> int | None:
-        """The server's process, None where it is not ours."""
-        if self.host is None:
-            return None
-        found: int | None = self.host.pid() if self.actors is None else await self.host.pid.remote()
-        return found
-
     def close(self) -> None:
         """End the server if it is ours; again does nothing."""
         host, self.host = self.host, None

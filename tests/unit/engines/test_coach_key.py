@@ -100,7 +100,7 @@ def test_children_do_not_inherit_the_key(tmp_path, monkeypatch) -> None:
     assert VARIABLE not in os.environ
     shown = subprocess.run([sys.executable, "-c", "import os; print(os.environ)"], capture_output=True, check=True)
     assert SECRET.encode() not in shown.stdout
-    assert read_key(VARIABLE, None).get_secret_value() == first.get_secret_value() == SECRET  # a second use in the same process
+    assert read_key(VARIABLE, None).get_secret_value() == SECRET  # a second use in the same process
     assert first.get_secret_value() == SECRET
 
 

@@ -26,6 +26,7 @@ from mcore_mas.rollout.models.layout import Projection
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from mcore_mas.rollout.sync import make_sender
 from tests.support.lora import ALPHA, RANK, adapt, tensors_of
+from tests.support.sglang_server import pid_of
 from tests.support.tiny import make_model
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_sglang.py"
@@ -129,7 +130,7 @@ def test_a_server_that_died_holds_all_present_adapters_before_it_answers(make: M
         while not (await server(one))["asked"]:
             await asyncio.sleep(0.01)
         await one.load_weights(adapter(), 2)
-        pid = await one.host._replicas[0].pid()
+        pid = await pid_of(one.host._replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         assert versions(await ask(other, 1)) == [(4, 0, 3)]

@@ -22,6 +22,7 @@ from mcore_mas.rollout.engines.sglang.server import Replica, Server, server_argu
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 from mcore_mas.rollout.sync import make_sender
+from tests.support.sglang_server import pid_of
 from tests.support.slotted_sglang import slotted_server
 from tests.support.tiny import make_model
 
@@ -210,7 +211,7 @@ def test_a_server_that_dies_before_it_reads_gets_the_new_weights(make: Make) -> 
     async def play() -> Completion:
         await ask(engine, [1])
         await engine.load_weights(tensors(), 1)
-        pid = await engine._replicas[0].pid()
+        pid = await pid_of(engine._replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         await engine.load_weights(tensors(), 2)
@@ -234,7 +235,7 @@ def test_a_server_that_lost_its_weights_waits_until_they_are_sent_again_once(mak
     async def play() -> list[Completion]:
         await engine.load_weights(tensors(), 7)
         sending = asyncio.create_task(trainer())
-        pid = await engine._replicas[0].pid()
+        pid = await pid_of(engine._replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         first = asyncio.create_task(ask(engine, [1]))
@@ -257,7 +258,7 @@ def test_a_death_amid_an_update_is_told_to_who_sends_it(make: Make) -> None:
         await engine.load_weights(tensors(), 1)
         route = await engine.begin_update()
         handover = make_sender(route).send(tensors(), 2, route.state)
-        pid = await engine._replicas[0].pid()
+        pid = await pid_of(engine._replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=r"SGLang: .* during an update; the weights must come again"):
@@ -285,7 +286,7 @@ def test_a_deadline_is_kept_and_servers_end(make: Make) -> None:
         await asyncio.gather(*engine._tasks)
         said = await engine._replicas[0].client.call("/what", {})
         assert "/abort_request" in said["calls"]
-        pid = await engine._replicas[0].pid()
+        pid = await pid_of(engine._replicas[0])
         assert pid is not None
         return pid
 
@@ -309,7 +310,7 @@ def test_only_what_sleeps_is_woken(make: Make) -> None:
         await engine.wake()
         slept = await calls()
         await engine.sleep()
-        pid = await engine._replicas[0].pid()
+        pid = await pid_of(engine._replicas[0])
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         await engine.wake(("weights",))

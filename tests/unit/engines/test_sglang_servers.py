@@ -17,6 +17,7 @@ from mcore_mas.rollout.engines.sglang.client import SGLangClient
 from mcore_mas.rollout.engines.sglang.engine import SGLangEngine
 from mcore_mas.rollout.engines.sglang.server import Replica, Server, server_arguments
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
+from tests.support.sglang_server import pid_of
 from tests.unit.engines.test_sglang_engine import ask, tensors
 
 FAKE = Path(__file__).parents[2] / "support" / "fake_sglang.py"
@@ -96,7 +97,7 @@ def test_a_server_on_this_machine_asks_for_a_key_too(make: Make) -> None:
         assert len((await ask(engine, [1])).token_ids) == 3
         await refused(None)
         await refused("guessed")
-        pid = await engine._replicas[0].pid()
+        pid = await pid_of(engine._replicas[0])
         assert engine._settings.own_key not in Path(f"/proc/{pid}/cmdline").read_text()
 
     asyncio.run(play())
@@ -125,7 +126,7 @@ def test_where_ray_runs_a_server_ends_with_its_actor_and_closing_again_does_noth
 
     async def play(engine: SGLangEngine) -> int:
         await ask(engine, [1])
-        pid = await engine._replicas[0].pid()
+        pid = await pid_of(engine._replicas[0])
         assert pid is not None
         return pid
 
@@ -150,7 +151,7 @@ def test_a_server_without_a_node_leaves_where_another_goes_on(
     async def play() -> None:
         await engine.load_weights(tensors(), 1)
         stays, lost = engine._replicas
-        own = {(await stays.pid() or 0) % 90}
+        own = {(await pid_of(stays) or 0) % 90}
         nowhere = ray.remote(num_cpus=0)(Server).options(resources={"gone": 1})
         lost.actors = lambda: [nowhere.remote("python", [], "log", {})]
         ray.kill(lost.host)
