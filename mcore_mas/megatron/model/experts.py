@@ -42,21 +42,18 @@ def add_grouped(total: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> Non
 add_grouped.register_fake(lambda *_: None)
 
 
-def _moved(x: Tensor, spread: bool, tokens: Tensor, places: Tensor) -> Tensor:
-    """Rows `tokens` [R] of x [T, h]; else of R rows the sum of each token's, which are at `places` [T, k]."""
-    return x.index_select(0, tokens) if spread else F.embedding_bag(places, x, mode="sum")  # in float32, by one launch
-
-
 class _Moved(torch.autograd.Function):
+    """If `spread`, rows `tokens` [R] of x [T, h]; else of R rows the sum of each token's, at `places` [T, k]."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, spread: bool, tokens: Tensor, places: Tensor) -> Tensor:
         ctx.spread = spread
         ctx.save_for_backward(tokens, places)
-        return _moved(x, spread, tokens, places)
+        return x.index_select(0, tokens) if spread else F.embedding_bag(places, x, mode="sum")  # float32, by one launch
 
     @staticmethod
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor, None, None, None]:
-        return _moved(of_out.contiguous(), not ctx.spread, *ctx.saved_tensors), None, None, None
+        return _Moved.apply(of_out.contiguous(), not ctx.spread, *ctx.saved_tensors), None, None, None
 
 
 class SortedDispatcher(MoEAlltoAllTokenDispatcher):
