@@ -21,10 +21,6 @@ RETRIES = 3  # of a connection that broke
 _SHOWN = 300  # characters of a server's words in an error
 
 
-class Lost(Exception):
-    """The server did not answer at all: it is starting, busy dying, or gone."""
-
-
 class SGLangClient:
     """Calls one server, from one event loop after another."""
 
@@ -40,7 +36,7 @@ class SGLangClient:
         What is sent no `body` is read, with GET.
 
         Raises:
-            Lost: no connection within the retries.
+            Unanswered: no connection within the retries: it is starting, busy dying, or gone.
             EngineError: the deadline passed, or the server refused; with its text.
         """
 
@@ -51,11 +47,8 @@ class SGLangClient:
             except TimedOut as error:
                 raise EngineError(f"SGLang {path}: {error}") from None
 
-        try:
-            parsed = _parse(path, await retried(attempt, retries=RETRIES))
-            return stream.whole(path) if stream is not None else parsed
-        except Unanswered as error:
-            raise Lost(str(error)) from None
+        parsed = _parse(path, await retried(attempt, retries=RETRIES))
+        return stream.whole(path) if stream is not None else parsed
 
     async def up(self) -> bool:
         """Whether the server answers and is ready."""
@@ -65,12 +58,9 @@ class SGLangClient:
             return False
 
     async def has(self, path: str) -> bool:
-        """Whether the server's API has a path, by what it says of itself."""
-        try:
-            reply = await self._http.send("GET", "/openapi.json")
-            return reply.status == 200 and path in reply.json().get("paths", {})
-        except Unanswered as error:
-            raise Lost(str(error)) from None
+        """Whether the server's API has a path, by what it says of itself; Unanswered if it says nothing."""
+        reply = await self._http.send("GET", "/openapi.json")
+        return reply.status == 200 and path in reply.json().get("paths", {})
 
 
 def _parse(path: str, reply: HttpReply) -> Any:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.http import Unanswered
 from mcore_mas.rollout.base.processes import say
 from mcore_mas.rollout.engines import Hear, StreamingEngine, Tag, TrainedEngine, problem_of
-from mcore_mas.rollout.engines.sglang.client import Lost, StreamedReply, body_of, completion_of, routing_of
+from mcore_mas.rollout.engines.sglang.client import StreamedReply, body_of, completion_of, routing_of
 from mcore_mas.rollout.engines.sglang.fleet import Checks, Fleet, Left, LostWeights
 from mcore_mas.rollout.engines.sglang.server import Replica
 from mcore_mas.rollout.engines.sglang.settings import PUSHED, SGLangSettings
@@ -132,7 +133,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
                 with suppress(Left):
                     await self._take(replica, update)
             while self._new:
-                with suppress(Lost):  # it is gone again, and never joined
+                with suppress(Unanswered):  # it is gone again, and never joined
                     await self._apply(new := self._new.pop(), update)
                     self._fleet.join(new)
         except EngineError:
@@ -156,7 +157,7 @@ class SGLangEngine(StreamingEngine, TrainedEngine):
         starts = replica.starts
         try:
             await self._apply(replica, handover)
-        except Lost as error:
+        except Unanswered as error:
             await self._fleet.revive(replica, starts, error)
             if replica.stale:
                 raise EngineError(f"SGLang: {error} during an update; the weights must come again") from None
@@ -216,7 +217,7 @@ def tell_server(replica: Replica, path: str, body: dict[str, Any], tasks: set[as
     """Have a server end or give up something, which nobody waits for; `tasks` keeps what does."""
 
     async def tell() -> None:
-        with suppress(Lost, EngineError):
+        with suppress(Unanswered, EngineError):
             await replica.client.call(path, body)
 
     if replica.ready:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mcore_mas.rollout.base.errors import EngineError
+from mcore_mas.rollout.base.http import Unanswered
 from mcore_mas.rollout.base.processes import Restarts
 from mcore_mas.rollout.base.task_group import of_loop, settle
 from mcore_mas.rollout.engines import Tag
-from mcore_mas.rollout.engines.sglang.client import Lost, StreamedReply
+from mcore_mas.rollout.engines.sglang.client import StreamedReply
 from mcore_mas.rollout.engines.sglang.server import NoRoom, Replica, owned_replica
 from mcore_mas.rollout.engines.sglang.settings import SGLangSettings
 from mcore_mas.rollout.models.tensors import TensorFiles, compare
@@ -61,7 +62,7 @@ class Fleet:
         found = []
         for replica in [Replica(self.settings, url=url) for url in reversed(named) if url not in self._members]:
             if await replica.client.up():
-                with suppress(Lost):
+                with suppress(Unanswered):
                     await replica.client.call("/pause_generation", {"mode": "retract"})
                     found.append(replica)
         return found
@@ -130,10 +131,10 @@ class Fleet:
         starts = replica.starts
         try:
             yield
-        except Lost as error:
+        except Unanswered as error:
             await self.revive(replica, starts, error)
 
-    async def revive(self, replica: Replica, starts: int, error: Lost) -> None:
+    async def revive(self, replica: Replica, starts: int, error: Unanswered) -> None:
         """Start again a server that was started `starts` times and is lost, with the present weights or paused.
 
         Raises:
@@ -142,7 +143,7 @@ class Fleet:
         # whoever asked may be cancelled meanwhile, and a server without its weights would answer the others
         await asyncio.shield(asyncio.ensure_future(self._revived(replica, starts, error)))
 
-    async def _revived(self, replica: Replica, starts: int, error: Lost) -> None:
+    async def _revived(self, replica: Replica, starts: int, error: Unanswered) -> None:
         async with _gate(replica):
             while replica.starts == starts:  # else another call was faster
                 await self._start_again(replica, error)
@@ -151,7 +152,7 @@ class Fleet:
                     replica.stale = not await self.weigh(replica)
                     if replica.stale:
                         await replica.client.call("/pause_generation", {"mode": "retract"})
-                except Lost as again:
+                except Unanswered as again:
                     starts, error = replica.starts, again
 
     @property
@@ -180,7 +181,7 @@ class Fleet:
         for replica in self.replicas:
             replica.close()
 
-    async def _start_again(self, replica: Replica, error: Lost) -> None:
+    async def _start_again(self, replica: Replica, error: Unanswered) -> None:
         ended = await replica.ended()
         if not ended:
             raise EngineError(f"SGLang at {replica.client.url}: {error}; its process runs but does not answer")
