@@ -24,6 +24,7 @@ from mcore_mas.equations.losses import Objective
 from mcore_mas.megatron.spec import TrainerSpec
 from mcore_mas.rollout.engines.embedded.engine import HostedEngine
 from mcore_mas.rollout.models.architecture import read_architecture
+from mcore_mas.rollout.models.tensors import whole
 from mcore_mas.rollout.sync import memory_path
 from mcore_mas.rollout.sync.shared import SharedWeights
 from mcore_mas.training.trainer_group import TrainerGroup
@@ -65,7 +66,7 @@ def transfer(folder: Path) -> float:
     """Memcpy's seconds over those of gathering all weights and writing them in the engine's order, alternating."""
     trainer = start_trainer(folder, Objective(loss="cross_entropy"))
     shared = SharedWeights(memory_path(), read_architecture(folder, dense=True), create=True)
-    source = [tensor.clone() for _, tensor in trainer.model.weights()]
+    source = [whole(rows).clone() for _, rows in trainer.model.weights()]
     target = [torch.zeros_like(tensor) for tensor in source]
 
     def copy() -> None:
@@ -73,7 +74,7 @@ def transfer(folder: Path) -> float:
             to.copy_(tensor)
 
     def reshard() -> None:
-        shared.halves[0].fill(trainer.model.weight_blocks())
+        shared.halves[0].fill(trainer.model.weights())
 
     try:
         reshard()  # touches every page

@@ -93,7 +93,7 @@ class _Rank:
             self._senders[policy] = lasting, make_sender(route, rank=self._rank, exchange=exchange)
         model = self._trainers[policy].model
         with self._phase("export"):
-            weights = model.adapter_blocks() if "adapter" in route.options else model.weight_blocks()
+            weights = model.adapter() if "adapter" in route.options else model.weights()
             return self._senders[policy][1].send(weights, version, route.state)
 
     @ray.method(concurrency_group="writing")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ from mcore_mas.rollout.records.trajectory import Completion, Message, Sampling, 
 from mcore_mas.rollout.sync import SyncRoute, WeightUpdate, make_sender
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from mcore_mas.rollout.models.tensors import WeightStream
 
 # Import paths, so that naming an engine imports neither torch nor Ray.
 ENGINES = {
@@ -124,8 +124,8 @@ class Engine(Protocol):
             EngineError: the request cannot be served (too long, bad token ids or sampling), or the engine is broken.
         """
 
-    async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights by a stream of (Hugging Face name, full tensor).
+    async def load_weights(self, tensors: WeightStream, version: int) -> None:
+        """Replace all weights by a stream of (Hugging Face name, full tensor or its blocks of rows).
 
         Raises:
             EngineError: a tensor is missing, unknown or of another shape; the old weights stay.
@@ -160,7 +160,7 @@ class TrainedEngine(Engine, Protocol):
     pause_s: float  # that the last update kept it from decoding
     starts: int  # of its processes so far
 
-    async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def load_weights(self, tensors: WeightStream, version: int) -> None:
         """As `Engine`, over the engine's own transport."""
         route = await self.begin_update()
         sent = await asyncio.to_thread(make_sender(route).send, tensors, version, route.state)

@@ -111,9 +111,7 @@ def _train(rank: int, spec: TrainerSpec, row: Row, out: Path) -> None:
 
 def _tensors(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     """Full weights, adapters merged, and the adapters by themselves."""
-    return {
-        name: tensor.clone() for stream in (trainer.model.weights(), trainer.model.adapter()) for name, tensor in stream
-    }
+    return ranks.copy_weights(trainer) | ranks.copied(trainer.model.adapter())
 
 
 def measure(rows: Sequence[Row], folder: Path) -> list[Measured]:

@@ -36,6 +36,7 @@ from mcore_mas.rollout.environments.predictions import Target
 from mcore_mas.rollout.environments.repository import CheckCall, pack_check, pack_source
 from mcore_mas.rollout.environments.search import Retriever
 from mcore_mas.rollout.models.chat_template import Renderer
+from mcore_mas.rollout.models.tensors import whole
 from mcore_mas.rollout.records.trajectory import Message, Sampling, Status, Task
 from mcore_mas.rollout.sandbox.judge import StdinTest
 from mcore_mas.rollout.teams.collect import collect
@@ -293,7 +294,7 @@ def _update(config: RunConfig, trainer: MegatronTrainer, samples: Sequence[Sampl
     samples = weigh(samples, weights, config.loss.aggregation, config.loss.norm)
     batches = pack(samples, 4096)
     seen = unpack(batches, trainer.score(batches), samples)
-    before = {name: tensor.clone() for name, tensor in trainer.model.weights()}
+    before = {name: whole(rows).clone() for name, rows in trainer.model.weights()}
     metrics = trainer.update(batches)
     return {
         "gap": max(
@@ -301,7 +302,7 @@ def _update(config: RunConfig, trainer: MegatronTrainer, samples: Sequence[Sampl
             for sample, row in zip(samples, seen, strict=True)
             for a, b in zip(sample.behaviour, row, strict=True)
         ),
-        "change": max(float((tensor - before[name]).abs().max()) for name, tensor in trainer.model.weights()),
+        "change": max(float((whole(rows) - before[name]).abs().max()) for name, rows in trainer.model.weights()),
         "grad_norm": metrics["grad_norm"],
         "signal": max(abs(a) for sample in samples for a in sample.advantages or (0.0,)),
     }

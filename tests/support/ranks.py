@@ -26,6 +26,7 @@ from mcore_mas.megatron.state.sharded_model import export_weights, plan_export
 from mcore_mas.megatron.step.trainer import MegatronTrainer
 from mcore_mas.packing.pack import pack, unpack
 from mcore_mas.rollout.models.layout import ParallelLayout
+from mcore_mas.rollout.models.tensors import WeightStream
 from mcore_mas.rollout.models.tensors import whole as whole_of
 from mcore_mas.rollout.sync import SyncRoute, make_sender
 from tests.support.gradients import gradients_of
@@ -109,8 +110,13 @@ def spec_of(model: str, **changes: Any) -> TrainerSpec:
     )
 
 
+def copied(stream: WeightStream) -> dict[str, torch.Tensor]:
+    """Full tensors of a trainer's stream, in memory of their own."""
+    return {name: whole_of(rows).clone() for name, rows in stream}
+
+
 def copy_weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.model.weights()}
+    return copied(trainer.model.weights())
 
 
 def save(trainer: MegatronTrainer, folder: Path) -> None:
@@ -141,7 +147,7 @@ def export(rank: int, spec: TrainerSpec, routes: dict[int, SyncRoute]) -> None:
     trainer = MegatronTrainer(spec)
     for version, route in routes.items():
         sender = make_sender(route, rank=rank, exchange=exchange)
-        handover = sender.send(trainer.model.weight_blocks(), version, route.state)
+        handover = sender.send(trainer.model.weights(), version, route.state)
         if rank == 0:
             Path(f"{route.options['report']}").write_text(json.dumps(asdict(handover)))
     whole, local = copy_weights(trainer), trainer._parameters

@@ -116,12 +116,11 @@ class ShardedModel:
                 ),
             )
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream (Hugging Face name, full tensor), adapters merged into their base; every rank must drain it."""
-        return _joined(self.weight_blocks())
+    def weights(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """Stream (Hugging Face name, full tensor), adapters merged into their base; every rank must drain it.
 
-    def weight_blocks(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """`weights`, but each tensor in blocks of its rows, which are copied nowhere if no rank has part of them."""
+        A tensor is in blocks of its rows, which are copied nowhere if no rank has part of them.
+        """
         return self._export("weights", self._base, self._merged)
 
     def _merged(self, name: str) -> Tensor:
@@ -131,12 +130,8 @@ class ShardedModel:
             weight = (weight.float() + self._adapters[name].delta()).to(weight.dtype)
         return weight
 
-    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+    def adapter(self) -> Iterator[tuple[str, list[Tensor]]]:
         """Stream (PEFT name, full tensor) of the adapters, none where all weights are trained; as `weights`."""
-        return _joined(self.adapter_blocks())
-
-    def adapter_blocks(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """`adapter` in blocks, as `weight_blocks`."""
         return self._export("adapter", self._low_rank)
 
     def _export(
@@ -183,14 +178,10 @@ def _put_on(stage: PackedGPTModel, base: PackedGPTModel) -> None:
             module.register_parameter(name, held.get(f"{path}.{name}", module.get_parameter(name)))
 
 
-def _joined(stream: Iterator[tuple[str, list[Tensor]]]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, whole(blocks)) for name, blocks in stream)
-
-
-def _keep(stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _keep(stream: Iterator[tuple[str, list[Tensor]]]) -> dict[str, Tensor]:
     """All tensors of a stream on the CPU of rank 0; nothing on the others, which drain it."""
     writer = dist.get_rank() == 0
-    return {name: tensor.cpu().contiguous() for name, tensor in stream if writer}
+    return {name: whole(blocks).cpu().contiguous() for name, blocks in stream if writer}
 
 
 _BUCKET_BYTES = 64 << 20  # of one rank's shards that travel together

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from mcore_mas.rollout.engines.embedded.decoder import CachedDecoder
 from mcore_mas.rollout.engines.embedded.exact_decoder import exact_decoder
 from mcore_mas.rollout.engines.embedded.rows import CacheRows, GenerationRequest, plan
 from mcore_mas.rollout.models.architecture import read_architecture
-from mcore_mas.rollout.models.tensors import read_tensors
+from mcore_mas.rollout.models.tensors import WeightStream, read_tensors
 from mcore_mas.rollout.records.trajectory import Completion, Sampling
 
 BUSY = "the engine cannot sleep while requests are running; end or abort them first"
@@ -151,8 +151,8 @@ class EmbeddedEngine:
             if self._rows.requests[row].id in gone:
                 self._finish(row, "abort")
 
-    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights by a stream of (Hugging Face name, full tensor) and forget every cached prefix.
+    def load_weights(self, stream: WeightStream, version: int) -> None:
+        """Replace all weights by a stream of full tensors by Hugging Face name, and forget every cached prefix.
 
         Running requests go on with the keys they have and the new weights; their version spans say from which token.
         """
@@ -324,7 +324,7 @@ class LocalEngine(Dispatcher):
         super().__init__()
         self.core = EmbeddedEngine.from_folder(folder, max_length=max_length, **settings)
 
-    async def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def load_weights(self, tensors: WeightStream, version: int) -> None:
         self.core.load_weights(tensors, version)
 
     async def exchange(self, asks: list[Ask], aborts: list[int]) -> list[Report]:

@@ -5,7 +5,7 @@ Low-rank adapters (multi-LoRA): each row of a batch is computed with its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -20,6 +20,7 @@ from mcore_mas.rollout.engines.embedded.cache import Cache, Decoding
 from mcore_mas.rollout.models.architecture import Architecture, Experts
 from mcore_mas.rollout.models.fused_weights import AdapterShape, AdapterWeights, Layer, Weights
 from mcore_mas.rollout.models.layout import Projection
+from mcore_mas.rollout.models.tensors import WeightStream
 
 QUERY_BLOCK = 128  # prompt tokens per attention product: bounds its memory, skips most of the masked half
 
@@ -82,7 +83,7 @@ class CachedDecoder:
         """The weights in use, in the host's memory."""
         return self.halves[self.half]
 
-    def load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+    def load(self, stream: WeightStream) -> None:
         """Replace all weights by a stream of (Hugging Face name, full tensor), as `Weights.fill`; all or nothing."""
         self.halves[1 - self.half].fill(stream)
         self.adopt(1 - self.half)

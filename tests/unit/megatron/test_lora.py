@@ -30,7 +30,7 @@ def adapt(rank: int, spec: TrainerSpec, out: Path) -> None:
     batches = pack(reference.make_samples(), 12)
     got = {
         "start": trainer.score(batches),
-        "fresh": {name: tensor.clone() for name, tensor in trainer.model.adapter()},
+        "fresh": ranks.copied(trainer.model.adapter()),
         "base": ranks.copy_weights(trainer),
     }
     trainer.update(batches)

@@ -38,8 +38,7 @@ def specs_of(spec: TrainerSpec) -> dict[str, TrainerSpec]:
 
 
 def state_of(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    found = {name: tensor.clone() for name, tensor in trainer.model.adapter()}
-    return found | {name: tensor.clone() for name, tensor in trainer.model.weights()}
+    return ranks.copied(trainer.model.adapter()) | ranks.copy_weights(trainer)
 
 
 def act(trainers: dict[str, MegatronTrainer], out: Path) -> dict[str, Any]:
