@@ -91,8 +91,8 @@ SENDERS = {
     "shared": "mcore_mas.rollout.sync.shared:SharedSender",
     "disk": "mcore_mas.rollout.sync.disk:FolderSender",
     "adapter": "mcore_mas.rollout.sync.disk:AdapterSender",
-    "changed": "mcore_mas.rollout.sync.disk:ChangedSender",
-    "delta": "mcore_mas.rollout.sync.disk:DeltaSender",
+    "changed": "mcore_mas.rollout.sync.disk:FolderSender",
+    "delta": "mcore_mas.rollout.sync.disk:FolderSender",
     "tensor": "mcore_mas.rollout.sync.push:TensorSender",
     "distributed": "mcore_mas.rollout.sync.push:GroupSender",
 }

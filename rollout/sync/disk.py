@@ -25,11 +25,15 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 class FolderSender(WeightSender):
-    """Rank 0 writes every version into a folder of its own below the route's place; the one before it goes."""
+    """Rank 0 writes every version into a folder of its own below the route's place; the one before it goes.
 
-    _compares = False  # with the version sent last, if it is what the engine holds
+    `disk` writes all tensors, `changed` those that differ from the last version sent, and `delta` positions and values
+    of what differs in these: nothing is rounded. A tensor of which so much changed that positions cost more than they
+    save is written whole, and so are all when the engine holds another version than the last one sent.
+    """
 
     def _open(self) -> None:
+        self._transport = self._route.transport
         self._manifest = tensor_shapes(self._route.model)
         self._version: int | None = None  # that was sent last, whole
         self._last: dict[str, Tensor] = {}  # what is compared with
@@ -49,7 +53,7 @@ class FolderSender(WeightSender):
                 for name, full in stream:
                     now = full.cpu().contiguous()
                     part = self._part(name, self._last.get(name) if base is not None else None, now)
-                    if part and self._compares:
+                    if part and self._transport != "disk":
                         self._last[name] = now.clone()
                     written += sum(tensor.nbytes for tensor in part.values())
                     held |= part
@@ -65,7 +69,9 @@ class FolderSender(WeightSender):
 
     def _part(self, name: str, before: Tensor | None, now: Tensor) -> dict[str, Tensor]:
         """What to write of a tensor that was `before` in the version that the engine holds; None: not known."""
-        return {name: now}
+        if self._transport == "delta":
+            return changes(name, before, now)
+        return {} if before is not None and torch.equal(_bits(before), _bits(now)) else {name: now}
 
 
 class AdapterSender(WeightSender):
@@ -97,26 +103,6 @@ class AdapterSender(WeightSender):
         for folder in old[:-1]:
             rmtree(folder, ignore_errors=True)
         return str(final), {}, sum(tensor.nbytes for tensor in full.values())
-
-
-class ChangedSender(FolderSender):
-    """Writes only tensors that differ from the last version sent, if the engine holds that one; else all."""
-
-    _compares = True
-
-    def _part(self, name: str, before: Tensor | None, now: Tensor) -> dict[str, Tensor]:
-        return {name: now} if before is None or not torch.equal(_bits(before), _bits(now)) else {}
-
-
-class DeltaSender(ChangedSender):
-    """Compares bit patterns with the last version sent, and writes positions and values of what differs.
-
-    A tensor of which so much changed that positions cost more than they save is written whole, and so are all when
-    the engine holds another version than the last one sent. Nothing is rounded.
-    """
-
-    def _part(self, name: str, before: Tensor | None, now: Tensor) -> dict[str, Tensor]:
-        return changes(name, before, now)
 
 
 def _bits(tensor: Tensor) -> Tensor:
