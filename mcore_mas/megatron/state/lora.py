@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from mcore_mas.config.policy import LoraConfig
 from mcore_mas.megatron.model.decoder import PackedGPTModel
 from mcore_mas.megatron.spec import TrainerSpec
-from mcore_mas.megatron.state.weight_import import LINEARS, SafeTensors
+from mcore_mas.megatron.state.weight_import import LINEARS, LazyTensor, SafeTensors
 from mcore_mas.rollout.base.errors import ModelError
 from mcore_mas.rollout.models.architecture import Architecture
 from mcore_mas.rollout.models.fused_weights import ADAPTER_FILES
@@ -142,7 +142,7 @@ def adapters(decoder: PackedGPTModel) -> dict[str, Adapter]:
     }
 
 
-def initial_adapter(architecture: Architecture, rank: int, seed: int, name: str) -> Tensor:
+def initial_adapter(architecture: Architecture, rank: int, seed: int, name: str) -> LazyTensor:
     """A new adapter's tensor by its PEFT name, uncut: A as PEFT draws it, uniform in ±1/√inputs; B zero.
 
     The draw depends on the seed and the name alone, so every layout starts the same.
@@ -151,9 +151,9 @@ def initial_adapter(architecture: Architecture, rank: int, seed: int, name: str)
     assert found is not None
     rows, inputs = architecture.projections[found.group(1)]
     if found.group(2) == "B":
-        return torch.zeros(rows, rank)
+        return LazyTensor.of(torch.zeros(rows, rank))
     generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)  # torch takes 63 bits
-    return (torch.rand(rank, inputs, generator=generator) * 2 - 1) / math.sqrt(inputs)
+    return LazyTensor.of((torch.rand(rank, inputs, generator=generator) * 2 - 1) / math.sqrt(inputs))
 
 
 # what would make an adapter another function than W + alpha / rank · B A, with the values that do not

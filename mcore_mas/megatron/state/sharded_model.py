@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +107,9 @@ class ShardedModel:
         missing = {name: parameter for name, parameter in self._base.items() if name not in there}
         weight_import.import_weights(missing, self.architecture, source)
         if (lora := self._spec.lora) is not None:
-            weight_import.import_weights(
-                self._low_rank,
-                self.architecture,
-                AdapterFolder(Path(lora.adapter), lora)
-                if lora.adapter
-                else lambda name: weight_import.LazyTensor.of(
-                    initial_adapter(self.architecture, lora.rank, self._spec.lora_seed, name)
-                ),
-            )
+            fresh = partial(initial_adapter, self.architecture, lora.rank, self._spec.lora_seed)
+            adapter = AdapterFolder(Path(lora.adapter), lora) if lora.adapter else fresh
+            weight_import.import_weights(self._low_rank, self.architecture, adapter)
 
     def weights(self) -> Iterator[tuple[str, list[Tensor]]]:
         """Stream (Hugging Face name, full tensor), adapters merged into their base; every rank must drain it.
