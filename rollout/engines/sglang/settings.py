@@ -207,15 +207,12 @@ _NCCL = (
 )
 
 
-def nccl_mismatch(python: Path, here: str | None = None) -> str | None:
+def nccl_mismatch(python: Path) -> str | None:
     """Why processes of this environment and of that of `python` cannot be in one NCCL group; None if nothing is known.
 
     NCCL refuses a group of two versions, minutes later and on every rank.
-
-    Args:
-        here: this environment's version, if it is known.
     """
-    here, there = here or _nccl_of(sys.executable), _nccl_of(str(python))
+    here, there = _nccl_of(sys.executable), _nccl_of(str(python))
     if here == there or not (here and there):
         return None
     return (
